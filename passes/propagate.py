@@ -281,15 +281,11 @@ def _shard_factor(
 
 def mask_values(gm: GraphModule) -> set[Node]:
     """Return values that only masks use: they are needed replicated, so they are not sharded."""
-    replicated: set[Node] = set()
+    masks: set[Node] = set()
     for node in reversed(gm.graph.nodes):
-        if (
-            node.op == "call_function"
-            and node.users
-            and all(_is_mask_use(node, u) or u in replicated for u in node.users)
-        ):
-            replicated.add(node)
-    return replicated
+        if node.op == "call_function" and node.users and all(_is_mask_use(node, u) or u in masks for u in node.users):
+            masks.add(node)
+    return masks
 
 
 def _is_mask_use(node: Node, user: Node) -> bool:

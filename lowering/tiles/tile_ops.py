@@ -2,7 +2,7 @@
 
 No intermediate value of a tile is saved.
 
-Operands are `rows`, cut along the dim that the program names, and `replicated`, which every tile reads. One loop calls
+Operands are `rows`, cut along the dim that the program names, and `shared`, which every tile reads. One loop calls
 the program once per tile, so the size of the compiled code does not depend on the number of tiles. Sums over the tiles
 (the gradient of a weight, a sum over tokens) are accumulated in place.
 """
@@ -23,7 +23,7 @@ from .tile_program import ANY_LENGTH, PROGRAMS, TileBody, TilePart, TileProgram,
 
 sp = torch.ops.sp
 TileOperands = list[Tensor]
-TILE_ARGUMENTS = "Tensor[] rows, Tensor[] replicated, int tiles, str program, Tensor? seed"
+TILE_ARGUMENTS = "Tensor[] rows, Tensor[] shared, int tiles, str program, Tensor? seed"
 
 
 def tile_length(rows: int, tiles: int) -> int:
@@ -64,7 +64,7 @@ def _tile_rng(seed: Tensor | None, device: torch.device) -> Iterator[None]:
 def _run_tiles(
     program: TileProgram,
     rows: TileOperands,
-    replicated: TileOperands,
+    shared: TileOperands,
     tiles: int,
     seed: Tensor | None,
     values: Sequence[TileValue],
@@ -75,13 +75,9 @@ def _run_tiles(
     Each tile draws from its own generator state, derived from `seed`. A backward that recomputes it restores that
     state.
     """
-    operands = [*rows, *replicated, *cotangents]
-    dims = [
-        *program.rows,
-        *[None] * len(replicated),
-        *(r.dim for r in _differentiable_results(program)[: len(cotangents)]),
-    ]
-    sizes = program.sizes([*rows, *replicated])
+    operands = [*rows, *shared, *cotangents]
+    dims = [*program.rows, *[None] * len(shared), *(r.dim for r in _differentiable_results(program)[: len(cotangents)])]
+    sizes = program.sizes([*rows, *shared])
     totals = [value.begin(sizes, rows[0]) for value in values]
     begin = None if seed is None else int(seed.item())
     with torch.autocast(rows[0].device.type, enabled=False), _tile_rng(seed, rows[0].device):
@@ -101,64 +97,59 @@ def _differentiable_results(program: TileProgram) -> list[TileValue]:
     return [program.results[i] for i in program.differentiable]
 
 
-def _fake_results(rows: TileOperands, replicated: TileOperands, name: str, *kinds: str) -> TileOperands:
+def _fake_results(rows: TileOperands, shared: TileOperands, name: str, *kinds: str) -> TileOperands:
     program = PROGRAMS[name]
-    sizes = program.sizes([*rows, *replicated])
+    sizes = program.sizes([*rows, *shared])
     return [value.empty(sizes, rows[0]) for kind in kinds for value in getattr(program, kind)]
 
 
 @opaque(
     f"tiles_forward({TILE_ARGUMENTS}) -> Tensor[]",
-    lambda rows, replicated, tiles, program, seed: _fake_results(rows, replicated, program, "results"),
+    lambda rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "results"),
     replays=False,  # what a tile draws begins at a seed of the call
 )
 def tiles_forward(
-    rows: TileOperands, replicated: TileOperands, tiles: int, program: str, seed: Tensor | None
+    rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None
 ) -> TileOperands:
     """Return the results of all tiles: rows, or sums over the tiles.
 
-    Shapes: rows (.., R, ..), replicated any -> as the program defines. Peak: intermediate values of a tile, in addition
+    Shapes: rows (.., R, ..), shared any -> as the program defines. Peak: intermediate values of a tile, in addition
     to operands and results.
     """
     found = PROGRAMS[program]
-    return _run_tiles(found, rows, replicated, tiles, seed, found.results, [])
+    return _run_tiles(found, rows, shared, tiles, seed, found.results, [])
 
 
 @opaque(
     f"tiles_at_once({TILE_ARGUMENTS}) -> Tensor[]",
-    lambda rows, replicated, tiles, program, seed: _fake_results(rows, replicated, program, "results", "gradients"),
+    lambda rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "results", "gradients"),
     replays=False,
 )
 def tiles_at_once(
-    rows: TileOperands, replicated: TileOperands, tiles: int, program: str, seed: Tensor | None
+    rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None
 ) -> TileOperands:
     """Return the results of all tiles, followed by gradients for a cotangent of 1.
 
     Shapes: as of ``tiles_forward``; gradients as their operands.
     """
     found = PROGRAMS[program]
-    return _run_tiles(found, rows, replicated, tiles, seed, (*found.results, *found.gradients), [])
+    return _run_tiles(found, rows, shared, tiles, seed, (*found.results, *found.gradients), [])
 
 
 @opaque(
     f"tiles_backward(Tensor[] cotangents, {TILE_ARGUMENTS}) -> Tensor[]",
-    lambda cotangents, rows, replicated, tiles, program, seed: _fake_results(rows, replicated, program, "gradients"),
+    lambda cotangents, rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "gradients"),
     replays=False,
 )
 def tiles_backward(
-    cotangents: TileOperands,
-    rows: TileOperands,
-    replicated: TileOperands,
-    tiles: int,
-    program: str,
-    seed: Tensor | None,
+    cotangents: TileOperands, rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None
 ) -> TileOperands:
     """Return the gradients of the operands that need one; a tile is recomputed.
 
     Shapes: cotangents as the differentiable results; gradients as their operands.
     """
     found = PROGRAMS[program]
-    return _run_tiles(found, rows, replicated, tiles, seed, found.gradients, cotangents)
+    return _run_tiles(found, rows, shared, tiles, seed, found.gradients, cotangents)
 
 
 class _RecomputeFunction(torch.autograd.Function):
@@ -168,8 +159,8 @@ class _RecomputeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, many: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        rows, replicated = list(operands[:many]), list(operands[many:])
-        results = sp.tiles_forward.default(rows, replicated, tiles, program, seed)
+        rows, shared = list(operands[:many]), list(operands[many:])
+        results = sp.tiles_forward.default(rows, shared, tiles, program, seed)
         ctx.save_for_backward(seed, *operands)
         ctx.many, ctx.tiles, ctx.program = many, tiles, program
         ctx.mark_non_differentiable(*_mark_non_differentiable(PROGRAMS[program], results))
@@ -179,9 +170,9 @@ class _RecomputeFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (seed, *operands), found = ctx.saved_tensors, PROGRAMS[ctx.program]
-        rows, replicated = list(operands[: ctx.many]), list(operands[ctx.many :])
+        rows, shared = list(operands[: ctx.many]), list(operands[ctx.many :])
         cotangents = [grads[i] for i in found.differentiable]
-        operand_grads = sp.tiles_backward.default(cotangents, rows, replicated, ctx.tiles, ctx.program, seed)
+        operand_grads = sp.tiles_backward.default(cotangents, rows, shared, ctx.tiles, ctx.program, seed)
         return None, None, None, None, *_grads_for_operands(operands, found, operand_grads)
 
 
@@ -222,20 +213,18 @@ def _grads_for_operands(operands: Sequence[Any], program: TileProgram, grads: Ti
 
 
 @composite(f"tiled({TILE_ARGUMENTS}) -> Tensor[]")
-def run_tiled(
-    rows: TileOperands, replicated: TileOperands, tiles: int, program: str, seed: Tensor | None
-) -> TileOperands:
+def run_tiled(rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None) -> TileOperands:
     """Run the program on all rows, tile by tile, differentiable once.
 
-    Shapes: rows (.., R, ..), replicated any -> as the program defines; tiles of ceil(R / tiles) rows.
+    Shapes: rows (.., R, ..), shared any -> as the program defines; tiles of ceil(R / tiles) rows.
     seed: () int64 on the CPU, of the random numbers of a program; None if it draws none.
     Bytes: none. Saves: the operands; if the only result is a scalar, the gradients for a cotangent of 1, which the same
     loop computes. Source: DeepSpeed's ALST (arXiv:2506.13996), Liger's fused loss.
     """
     found = PROGRAMS[program]
-    operands = [*rows, *replicated]
+    operands = [*rows, *shared]
     if not (torch.is_grad_enabled() and any(operands[i].requires_grad for i in found.wanted)):
         with torch.no_grad():  # a value read under no_grad may require a gradient, which the operator does not compute
-            return list(sp.tiles_forward.default(rows, replicated, tiles, program, seed))
+            return list(sp.tiles_forward.default(rows, shared, tiles, program, seed))
     step = _AtOnceFunction if found.at_once else _RecomputeFunction
     return list(step.apply(len(rows), tiles, program, seed, *operands))

@@ -224,10 +224,8 @@ def make_symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]
     env = ShapeEnv()
     sources = [ConstantSource(f"size{i}") for i in range(len(hints))]
     symbols = [env.create_symbol(x, at, dynamic_dim=DimDynamic.DYNAMIC) for x, at in zip(hints, sources, strict=True)]
-    symints = [
-        env.create_symintnode(one, hint=x, source=at) for one, x, at in zip(symbols, hints, sources, strict=True)
-    ]
-    return FakeTensorMode(shape_env=env), symints
+    sizes = [env.create_symintnode(one, hint=x, source=at) for one, x, at in zip(symbols, hints, sources, strict=True)]
+    return FakeTensorMode(shape_env=env), sizes
 
 
 def size_hint(size: int | torch.SymInt) -> int:

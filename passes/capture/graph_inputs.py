@@ -140,12 +140,10 @@ def _dim_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Ex
     return symbols
 
 
-def _require_for_global(
-    conditions: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: FakeTensorMode
-) -> None:
+def _require_for_global(facts: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: FakeTensorMode) -> None:
     """Require that each guard on the length of a shard also holds for the length of the full sequence."""
     wholes = {symbol: n * symbol for symbol in symbols}
-    for fact in (unify_symbols(mode, one) for one in conditions):
+    for fact in (unify_symbols(mode, one) for one in facts):
         if fact.free_symbols & symbols and not assume_fact(mode, fact.xreplace(wholes)):
             of_it = fact.xreplace({symbol: sympy.Symbol("length") for symbol in symbols})
             raise SpError(
@@ -343,10 +341,8 @@ def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
     """
     returned = result_names(gm)
     on_lines = [_base_name_of(node) for node in results]
-    unique_names = [name if on_lines.count(name) == 1 else "" for name in on_lines]
-    return [
-        "" if node is None else returned.get(node.name, unique_names[i] or node.name) for i, node in enumerate(results)
-    ]
+    unique = [name if on_lines.count(name) == 1 else "" for name in on_lines]
+    return ["" if node is None else returned.get(node.name, unique[i] or node.name) for i, node in enumerate(results)]
 
 
 def _base_name_of(node: Node | None) -> str:

@@ -69,10 +69,8 @@ def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emi
     back = inverse_permutation(order)
     if is_identity(order):
         return new
-    is_inverse = back == [*order] and isinstance(
-        view.base, Node
-    )  # not for einsum, whose equation is its first argument
-    return emit(view.node.target, new, *view.args) if is_inverse else emit(aten.permute.default, new, back)
+    inverse = back == [*order] and isinstance(view.base, Node)  # not for einsum, whose equation is its first argument
+    return emit(view.node.target, new, *view.args) if inverse else emit(aten.permute.default, new, back)
 
 
 def _invert_expand(view: ViewCall, new: Node, emit: Emit) -> Node | None:

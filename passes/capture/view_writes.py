@@ -108,7 +108,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
         return SharedResults()
     aliases = _read_aliases(gm.graph)
     names = {i: aliases.name(x) for i, x in enumerate(results) if is_tensor(x)}
-    known_symbols = {symbol for node in inputs for symbol in _step_symbols(node)}
+    known = {symbol for node in inputs for symbol in _step_symbols(node)}
     groups: dict[Node, list[int]] = {}
     for i, node in names.items():
         groups.setdefault(aliases.root(node), []).append(i)
@@ -116,7 +116,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
     for root, numbers in groups.items():
         if root.op == "placeholder":
             base = list(inputs).index(root)
-            found = [_result_view(aliases, i, names[i], root, True, base, known_symbols) for i in numbers]
+            found = [_result_view(aliases, i, names[i], root, True, base, known) for i in numbers]
             views += [one for one in found if one is not None]
         elif root.op != "get_attr":
             for together in _overlapping_groups(aliases, {i: names[i] for i in numbers}):
@@ -124,9 +124,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
                 if aliases.name(node) is not node:  # its shape was changed in place
                     continue
                 at = next((i for i in together if names[i] is node), len(results))
-                found = [
-                    _result_view(aliases, i, names[i], node, False, at, known_symbols) for i in together if i != at
-                ]
+                found = [_result_view(aliases, i, names[i], node, False, at, known) for i in together if i != at]
                 if None not in found:
                     views += [one for one in found if one is not None]
                     results += [node] if at == len(results) else []
@@ -234,7 +232,7 @@ def _cut_range(aliases: Aliases, node: Node) -> tuple[int, int, int] | None:
 
 
 def _result_view(
-    aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, at: int, known_symbols: Set[sympy.Symbol]
+    aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, at: int, known: Set[sympy.Symbol]
 ) -> ResultView | None:
     """Return the view of a result, or None if it cannot be expressed by view ops."""
     steps = list[ViewStep]()
@@ -248,7 +246,7 @@ def _result_view(
             return None
         steps.append(step)
     shape = as_sizes(base.meta["val"].shape)
-    if any(not step.symbols <= {*known_symbols, *shape} for step in steps):
+    if any(not step.symbols <= {*known, *shape} for step in steps):
         return None
     return ResultView(number, of_argument, at, tuple(steps), shape)
 

@@ -299,9 +299,7 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
     if not shape.training:
         c = replace(c, backward=0.0, rounds=(c.rounds[0], 0), ring_grads="")
     if c.legal is None and c.memory > machine.memory:
-        return replace(
-            c, legal=f"{c.memory / 2**20:.1f} MiB, with {machine.memory / 2**20:.1f} MiB available", fits=False
-        )
+        return replace(c, legal=f"{c.memory / 2**20:.1f} MiB, with {machine.memory / 2**20:.1f} MiB free", fits=False)
     return c
 
 

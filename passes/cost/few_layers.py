@@ -148,12 +148,10 @@ def checkpoint_blocks(model: nn.Module) -> list[nn.Module]:
 def checkpoint_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Checkpoint each layer in this context."""
     classes = [(layer, type(layer)) for layer in layers]
-    classes_with_checkpoint = {
-        cls: type(cls.__name__, (cls,), {"forward": _checkpointed_class(cls)}) for _, cls in classes
-    }
+    wrapped = {cls: type(cls.__name__, (cls,), {"forward": _checkpointed_class(cls)}) for _, cls in classes}
     try:
         for layer, cls in classes:
-            layer.__class__ = classes_with_checkpoint[cls]
+            layer.__class__ = wrapped[cls]
         yield
     finally:
         for layer, cls in classes:

@@ -195,12 +195,10 @@ def group_grids(groups: Sequence[Ranks], all_gather: GatherRanks) -> dict[str, G
         all_gather: Exchanges a tuple with all ranks of a group.
     """
     members = {r.group: _member_ranks(r) for r in groups}
-    positions = tuple(dist.get_rank(r.process_group) if r.process_group is not None else 0 for r in groups)
+    own = tuple(dist.get_rank(r.process_group) if r.process_group is not None else 0 for r in groups)
     level: dict[str, frozenset[str]] = {}
     for ranks in groups:
-        everyone = [
-            places for places in all_gather(ranks, positions) if places is not None and len(places) == len(positions)
-        ]
+        everyone = [places for places in all_gather(ranks, own) if places is not None and len(places) == len(own)]
         equal = [len({places[i] for places in everyone}) == 1 for i in range(len(groups))]
         level[ranks.group] = frozenset(g.group for g, is_equal in zip(groups, equal) if is_equal)
     return {

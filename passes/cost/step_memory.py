@@ -81,19 +81,15 @@ class GraphStep:
         saved = [n for n in read if not is_on_host(n) and others.isdisjoint(_memory_of([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         second = walk(backward, fused, [*saved, *tangents])
-        saved_bytes, tangent_bytes, copied_bytes = (
-            sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied)
-        )
-        results_of = max(0, first.end - saved_bytes)
+        of_saved, of_tangents, of_copied = (sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied))
+        results_of = max(0, first.end - of_saved)
         layers = {n.name: node_layer(n) for n in forward.nodes}
         begins = next((layer for layer in layers.values() if layer), "")
         by_layer = [
             (layer if layers.get(live.name) or layer == begins else "", live)
             for layer, live in second.by_last_layer(saved)
         ]
-        return GraphStep(
-            first, second, inputs, results_of, saved_bytes, tangent_bytes, copied_bytes, saved_bytes=by_layer
-        )
+        return GraphStep(first, second, inputs, results_of, of_saved, of_tangents, of_copied, saved_bytes=by_layer)
 
 
 def _memory_of(nodes: Iterable[Node]) -> dict[PlaceKey, int]:

@@ -132,16 +132,12 @@ class OffloadValues(Pass):
         bytes_of = {x: piece.nbytes for x, piece in schedule.saved.free.items()}
         most = sorted((schedule.order[n], more) for n, more in excess.items())
         alone = {x: schedule.copies([x]).offloaded[x] for x in bytes_of}
-        chosen, remaining, rejected, hopeless = dict[Node, int](), dict(most), set[tuple[int, Node]](), set[int]()
+        chosen, rest, rejected, hopeless = dict[Node, int](), dict(most), set[tuple[int, Node]](), set[int]()
         while (
-            worst := max(
-                (i for i in remaining if remaining[i] > 0 and i not in hopeless),
-                key=remaining.__getitem__,
-                default=None,
-            )
+            worst := max((i for i in rest if rest[i] > 0 and i not in hopeless), key=rest.__getitem__, default=None)
         ) is not None:
             candidates = [x for x in bytes_of if x not in chosen and worst in alone[x] and (worst, x) not in rejected]
-            enough = [x for x in candidates if bytes_of[x] >= remaining[worst]]
+            enough = [x for x in candidates if bytes_of[x] >= rest[worst]]
             if not candidates:
                 hopeless.add(worst)
                 continue
@@ -151,15 +147,15 @@ class OffloadValues(Pass):
                 else max(candidates, key=schedule.freed_byte_seconds)
             )
             after = schedule.remaining_bytes(most, {**chosen, x: bytes_of[x]})
-            if after[worst] < remaining[worst]:
-                chosen[x], remaining = bytes_of[x], after
+            if after[worst] < rest[worst]:
+                chosen[x], rest = bytes_of[x], after
             else:  # queued with other copies, it is back by then
                 rejected.add((worst, x))
         for x in sorted(chosen, key=chosen.__getitem__, reverse=True):
             others = {one: nbytes for one, nbytes in chosen.items() if one is not x}
             without = schedule.remaining_bytes(most, others)
-            if all(without[i] <= max(0.0, more) for i, more in remaining.items()):
-                chosen, remaining = others, without
+            if all(without[i] <= max(0.0, more) for i, more in rest.items()):
+                chosen, rest = others, without
         return chosen
 
     def _copy_to_host(self, graph: Graph, schedule: _OffloadSchedule, chosen: Mapping[Node, int]) -> float:

@@ -41,11 +41,9 @@ class SaveAttentionInCheckpoints(Pass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
-        stays = {
-            forward_node for node in gm.graph.nodes for forward_node in _forward_nodes(node) if is_saved(forward_node)
-        }
-        for forward_node in stays:
-            mark_must_save(forward_node)
+        stays = {saved for node in gm.graph.nodes for saved in _forward_nodes(node) if is_saved(saved)}
+        for saved in stays:
+            mark_must_save(saved)
         return len(stays)
 
 

@@ -95,16 +95,10 @@ class BalanceLayout(Pass):
         orders = self._order_inputs(inputs, length, n, device) if shards else []
         with self.graph.inserting_before(first):
             if shards:
-                order_node = self.compute(
-                    sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first
-                )
+                both = self.compute(sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
             else:
-                order_node = self.compute(
-                    sp.deal.default, self._balance_arguments(attends, found, length, n, device), first
-                )
-            parts = [
-                self.emit(operator.getitem, (order_node, i), x, first) for i, x in enumerate(order_node.meta["val"])
-            ]
+                both = self.compute(sp.deal.default, self._balance_arguments(attends, found, length, n, device), first)
+            parts = [self.emit(operator.getitem, (both, i), x, first) for i, x in enumerate(both.meta["val"])]
             self.order, self.inverse, _, positions, *tables = *orders, *parts
             where = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first)
             count = len(self.vectors)
@@ -233,13 +227,11 @@ class BalanceLayout(Pass):
             for dim, frame in ((2, "q_frame"), (3, "k_frame")):
                 if mask is not None and frame in moved_frames and not is_same_size(node_shape(mask)[dim], 1):
                     mask = self._emit_reorder(mask, dim, moved_frames[frame], node)
-        table_args = {"pieces": tables} if None not in tables else {}  # `HoistMaskTables` adds missing tables
+        more = {"pieces": tables} if None not in tables else {}  # `HoistMaskTables` adds missing tables
         if names:
             changed["score"] = score.rename_score(call["score"], names)
         predicate = _rename_symbols(call["predicate"], names)
-        node.args, node.kwargs = call.with_operands(
-            call.operands, predicate=predicate, mask=mask, **changed, **table_args
-        )
+        node.args, node.kwargs = call.with_operands(call.operands, predicate=predicate, mask=mask, **changed, **more)
 
     def _positions(self, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
         """Return the positions of a frame's rows, relative to its first row, and their table or None."""

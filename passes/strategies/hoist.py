@@ -96,7 +96,7 @@ class HoistSlices(DemandPass):
         self.learns_nothing = no_grad_nodes(gm.graph)
         placed = (p for placements in job.plan(gm).placements.values() for p in placements)
         self.is_balanced = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in placed)
-        self.requested_rows: dict[Node, int] = {}  # rows of a source that all of its slices read together
+        self.wanted: dict[Node, int] = {}  # rows of a source that all of its slices read together
         return super().apply(gm, job)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
@@ -139,14 +139,12 @@ class HoistSlices(DemandPass):
         results = [node] if is_tensor(node) else list(read_results(node).values())
         if all(self.axes.sequence_dims(x) for x in results):
             return not self.is_balanced
-        if source not in self.requested_rows:
+        if source not in self.wanted:
             cuts = [user for user in source.users if user in self.demanding and user.target in SLICE_OPS]
-            self.requested_rows[source] = sum(
+            self.wanted[source] = sum(
                 assume_large(piece.length) for cut in cuts for piece in _slices_read(cut).values()
             )
-        return all(
-            n * self.requested_rows[source] <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values()
-        )
+        return all(n * self.wanted[source] <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values())
 
     def _extend_chain(self, chain: RowChain, cut: Node) -> RowChain | None:
         """Return the chain with the producer of the last input that may be recomputed, or None."""

@@ -161,26 +161,24 @@ def _kernel_arguments(kernel: Node) -> Mapping[str, Any]:
     return {a.name: call.get(a.name) for a in schema_of(kernel.target).arguments}
 
 
-def _document_ends(arguments: Mapping[str, Any]) -> list[Any]:
+def _document_ends(args: Mapping[str, Any]) -> list[Any]:
     """Return the ends of query and key documents, or None; FlashAttention-3 has one kernel for both."""
-    return [arguments.get(f"cu_seqlens_{x}") for x in "qk"]
+    return [args.get(f"cu_seqlens_{x}") for x in "qk"]
 
 
 def _kernel_refusal(kernel: Node) -> str | None:
     """Return the reason why the kernel is not supported, or None."""
-    arguments = _kernel_arguments(kernel)
-    if _document_ends(arguments).count(None) == 1:
+    args = _kernel_arguments(kernel)
+    if _document_ends(args).count(None) == 1:
         return "only one of queries and keys has documents"
     unsupported = [
-        name
-        for name, x in arguments.items()
-        if name not in READ_ARGUMENTS | IGNORED_ARGUMENTS and x not in NEUTRAL_VALUES
+        name for name, x in args.items() if name not in READ_ARGUMENTS | IGNORED_ARGUMENTS and x not in NEUTRAL_VALUES
     ]
     if unsupported:
         return f"its kernel has the arguments {', '.join(unsupported)}"
-    slopes, ends = arguments.get("alibi_slopes"), _document_ends(arguments)
+    slopes, ends = args.get("alibi_slopes"), _document_ends(args)
     if slopes is not None:
-        q, k = (node_shape(arguments[name])[1] for name in "qk")
+        q, k = (node_shape(args[name])[1] for name in "qk")
         same_length = ends[0] is ends[1] if ends[0] is not None else is_same_size(q, k)
         if len(node_shape(slopes)) != 1 or not same_length:
             return "its slopes differ between batch entries, or the numbers of keys and queries differ"
@@ -198,12 +196,8 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
     back = [n for n in backward.graph.nodes if _kernel_name(n) in FLASH_KERNELS.values()]
     if len(kernels) != 1 or [_kernel_name(n) for n in back] != [FLASH_KERNELS[_kernel_name(n)] for n in kernels]:
         return "it is not one forward kernel and one backward kernel"
-    arguments, backward_arguments = _kernel_arguments(kernels[0]), _kernel_arguments(back[0])
-    other = [
-        name
-        for name in FLASH_OPTIONS & arguments.keys() & backward_arguments.keys()
-        if arguments[name] != backward_arguments[name]
-    ]
+    args, back_args = _kernel_arguments(kernels[0]), _kernel_arguments(back[0])
+    other = [name for name in FLASH_OPTIONS & args.keys() & back_args.keys() if args[name] != back_args[name]]
     if other:
         return f"its backward has a different {', '.join(sorted(other))}"
     for body, kernel in ((forward, kernels[0]), (backward, back[0])):
@@ -219,7 +213,7 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
     if len(results) != 1 or any(n.args[1] != 0 for n in _ancestors(results[0]) & set(kernels[0].users)):
         return "its log-sum-exp is read"
     gradients = zip(forward.graph.find_nodes(op="placeholder"), backward.graph.output_node().args[0])
-    moved = _ancestors(arguments["q"]) | _ancestors(arguments["k"]) | _ancestors(arguments["v"])
+    moved = _ancestors(args["q"]) | _ancestors(args["k"]) | _ancestors(args["v"])
     if any(x in moved and gradient is None for x, gradient in gradients):
         return "one of them has no gradient"
     return None

@@ -75,22 +75,20 @@ class MergeChooser:
     def best(self, options: list[MergeOption]) -> MergeOption:
         """Return the option that the policy selects."""
         if self.policy == "auto":
-            fastest = min(option.time for option in options)
-            options = [option for option in options if option.time <= fastest * MERGE_TIE] or [unmerged_option(options)]
+            fastest = min(one.time for one in options)
+            options = [one for one in options if one.time <= fastest * MERGE_TIE] or [unmerged_option(options)]
         elif self.policy == "intra_node":
             inside = self.groups.is_in_one_node
-            options = [
-                option for option in options if all(len(b) == 1 or inside(name) for b, name in option.blocks.items())
-            ]
-        return min(options, key=lambda option: (len(option.blocks), option.time))
+            options = [one for one in options if all(len(b) == 1 or inside(name) for b, name in one.blocks.items())]
+        return min(options, key=lambda one: (len(one.blocks), one.time))
 
     def unmerged_reason(self, chain: CollectiveChain, options: list[MergeOption]) -> str:
         """Return the reason for which the chain is not merged."""
-        merged = [option for option in options if option is not unmerged_option(options)]
+        merged = [one for one in options if one is not unmerged_option(options)]
         if merged and self.policy == "intra_node":
             return "the policy is 'intra_node', and the ranks are on several machines"
         if merged:
-            fastest = min(merged, key=lambda option: option.time)
+            fastest = min(merged, key=lambda one: one.time)
             return f"predicted to be slower merged: {format_predictions(fastest, unmerged_option(options))}"
         block = (len(chain.links) - 2, len(chain.links) - 1)
         parts, kind = self._link_groups(chain, block), chain.links[0].kind

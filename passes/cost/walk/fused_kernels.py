@@ -57,8 +57,8 @@ class FusedEvents:
     def __init__(self, fused: bool) -> None:
         self.fused, self.on_gpu = fused, False
         self.sums: dict[Node, Node] = {}  # sum -> product computed with it
-        self.written_keys: dict[Node, list[PlaceKey]] = {}
-        self.read_keys: dict[Node, frozenset[PlaceKey]] = {}
+        self.written: dict[Node, list[PlaceKey]] = {}
+        self.read: dict[Node, frozenset[PlaceKey]] = {}
         self.sizes: dict[PlaceKey, int] = {}
         self.results: set[PlaceKey] = set()
         self.often: dict[
@@ -67,7 +67,7 @@ class FusedEvents:
 
     def fuse(self) -> None:
         """Fuse events; on a CPU only sums, as measured."""
-        self.on_gpu = any(map(is_on_gpu, self.written_keys))
+        self.on_gpu = any(map(is_on_gpu, self.written))
         self._fuse_sums()
         if self.on_gpu:
             self._fuse_rows()
@@ -91,15 +91,13 @@ class FusedEvents:
         part, so nodes between the first and last sum that no sum needs run later than in the graph.
         """
         results = (
-            len(node_tensors(node)) for node in self.written_keys
+            len(node_tensors(node)) for node in self.written
         )  # of several, each has a place in Inductor's order, too
-        number = dict(zip(self.written_keys, accumulate((1 if n < 2 else 1 + n for n in results), initial=0)))
-        sums = [node for node in self.written_keys if self._is_last_sum(node)]
+        number = dict(zip(self.written, accumulate((1 if n < 2 else 1 + n for n in results), initial=0)))
+        sums = [node for node in self.written if self._is_last_sum(node)]
         pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._read_in_common(a, b)]
         if any(map(is_on_gpu, sums)):  # those that have the most to read in common come first
-            pairs.sort(
-                key=lambda pair: -sum(self.sizes[key] for key in self.read_keys[pair[0]] & self.read_keys[pair[1]])
-            )
+            pairs.sort(key=lambda pair: -sum(self.sizes[key] for key in self.read[pair[0]] & self.read[pair[1]]))
         group_of = {node: [node] for node in sums}
         for a, b in pairs:
             one, other = group_of[a], group_of[b]
@@ -114,24 +112,24 @@ class FusedEvents:
     def _read_in_common(self, a: Node, b: Node) -> bool:
         """Return True if two sums read enough common values; wide rows on GPUs need more than one (observed)."""
         wide = is_on_gpu(a) and size_hint(a.args[0].meta["val"].shape[-1]) > WIDE_ROW  # type: ignore[union-attr]
-        return _is_same_reduction(a, b) and len(self.read_keys[a] & self.read_keys[b]) > wide
+        return _is_same_reduction(a, b) and len(self.read[a] & self.read[b]) > wide
 
     def _fuse_rows(self) -> None:
         """Fuse row-wise events with reductions over rows, if all that they read is available.
 
         Examples are a norm or softmax with its users; on a GPU also the gradient of its scale.
         """
-        number = {node: i for i, node in enumerate(self.written_keys)}
+        number = {node: i for i, node in enumerate(self.written)}
         written: dict[PlaceKey, int] = {}  # by the last event that writes it
-        for node, keys in self.written_keys.items():
-            waits = self.read_keys[node] if node.target in LATE_WRITE_OPS else ()
+        for node, keys in self.written.items():
+            waits = self.read[node] if node.target in LATE_WRITE_OPS else ()
             written.update((key, number[node]) for key in (*keys, *waits))
         units = defaultdict[int, list[RowKernel]](list)  # by number of elements
-        for node in self.written_keys:
+        for node in self.written:
             count = self._elements_by_row(node)
             if not count:
                 continue
-            last, others = RowKernel([node], {*self.read_keys[node]}, {*self.written_keys[node]}), units[count]
+            last, others = RowKernel([node], {*self.read[node]}, {*self.written[node]}), units[count]
             while (found := self._find_partner(last, others, count, number, written)) is not None:
                 others.remove(found)
                 last = found.join(last)
@@ -180,21 +178,21 @@ class FusedEvents:
 
     def _sort(self, together: dict[Node, list[Node]]) -> None:
         """Sort events in graph order after their operands, with each fused group as one."""
-        groups = {node: together.get(node, [node]) for node in self.written_keys}
-        number = {node: i for i, node in enumerate(self.written_keys)}
+        groups = {node: together.get(node, [node]) for node in self.written}
+        number = {node: i for i, node in enumerate(self.written)}
         makers = defaultdict[PlaceKey, list[Node]](list)  # and events that must be waited for
-        for node, keys in self.written_keys.items():
-            waits = self.read_keys[node] if node.target is WAIT_OPS or node.target in ARRIVALS else ()
+        for node, keys in self.written.items():
+            waits = self.read[node] if node.target is WAIT_OPS or node.target in ARRIVALS else ()
             for key in (*keys, *waits):
                 makers[key].append(groups[node][0])
         order = dict[Node, None]()
-        waiting = [groups[node][0] for node in reversed(self.written_keys)]
+        waiting = [groups[node][0] for node in reversed(self.written)]
         while waiting:
             node = waiting[-1]
             read = {
                 before
                 for one in groups[node]
-                for key in self.read_keys[one]
+                for key in self.read[one]
                 for before in makers[key]
                 if number[before] < number[one]
             }
@@ -204,22 +202,22 @@ class FusedEvents:
                 order[waiting.pop()] = None
         for group in {id(group): group for group in together.values()}.values():
             first, *others = group
-            reads = Counter(key for one in group for key in self.read_keys[one])
+            reads = Counter(key for one in group for key in self.read[one])
             if self.on_gpu:
                 self.often[first] = frozenset(key for key, count in reads.items() if count > 1)
-            self.written_keys[first] = [key for one in group for key in self.written_keys[one]]
-            self.read_keys[first] = frozenset().union(*(self.read_keys[one] for one in group))
+            self.written[first] = [key for one in group for key in self.written[one]]
+            self.read[first] = frozenset().union(*(self.read[one] for one in group))
             for one in others:
-                del self.written_keys[one], self.read_keys[one]
+                del self.written[one], self.read[one]
             self._keep_inside(first)
-        self.written_keys = {node: self.written_keys[node] for node in order}
+        self.written = {node: self.written[node] for node in order}
 
     def _keep_inside(self, event: Node) -> None:
         """Remove the storages that only the event itself reads."""
-        elsewhere = frozenset().union(*(keys for one, keys in self.read_keys.items() if one is not event))
-        inside = (self.read_keys[event] & {*self.written_keys[event]}) - elsewhere - self.results
-        self.written_keys[event] = [key for key in self.written_keys[event] if key not in inside]
-        self.read_keys[event] -= inside
+        elsewhere = frozenset().union(*(keys for one, keys in self.read.items() if one is not event))
+        inside = (self.read[event] & {*self.written[event]}) - elsewhere - self.results
+        self.written[event] = [key for key in self.written[event] if key not in inside]
+        self.read[event] -= inside
 
 
 def products_in_sums(graph: Graph) -> dict[Node, Node]:

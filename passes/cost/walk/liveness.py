@@ -300,7 +300,7 @@ class _StoragePlaces(FusedEvents):
         self.results = {self.key(x) for node in graph.output_node().all_input_nodes for x in node_tensors(node)}
         if fused:
             self.fuse()
-        self.last = {key: i for i, node in enumerate(self.written_keys) for key in self.read_keys[node]}
+        self.last = {key: i for i, node in enumerate(self.written) for key in self.read[node]}
         self.joining = {self.key(x) for node in _joined_results(graph) for x in node_tensors(node)}
 
     def key(self, value: torch.Tensor) -> PlaceKey:
@@ -323,21 +323,21 @@ class _StoragePlaces(FusedEvents):
         """Yield each event with the live values, without retained buffers."""
         live = {key: value for key, value in inputs.items() if key in self.last or key in self.results}
         self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in node_tensors(node)}
-        for i, (node, written_keys) in enumerate(self.written_keys.items()):
-            read = self.read_keys[node] - self.results
+        for i, (node, written) in enumerate(self.written.items()):
+            read = self.read[node] - self.results
             ending = [key for key in reversed(live) if key in read and self.last[key] == i]  # latest definition first
-            for key in written_keys:
+            for key in written:
                 value = self._live_bytes(key)
                 free = [k for k in ending if k not in self._retained_by(node)] if self.is_fused(node) else []
                 over = next((k for k in free if live[k].nbytes == value.nbytes), None)
                 if over is not None:  # writes over an operand that it reads last
                     ending.remove(over)
                     del live[over]
-                if over in self.unaligned or (self._is_extern_kernel(node) and self.read_keys[node] & self.unaligned):
+                if over in self.unaligned or (self._is_extern_kernel(node) and self.read[node] & self.unaligned):
                     self.unaligned.add(key)
                 live[key] = value
             yield node, live
-            for key in [*ending, *(key for key in written_keys if key not in self.last and key not in self.results)]:
+            for key in [*ending, *(key for key in written if key not in self.last and key not in self.results)]:
                 del live[key]
         self.left = live
 
@@ -361,7 +361,7 @@ class _StoragePlaces(FusedEvents):
         most, waiting = max(totals, default=0), [[] for _ in lives]  # type: tuple[int, list[list[LiveValue]]]
         free: dict[tuple[int, torch.dtype], list[tuple[int, LiveValue]]] = defaultdict(list)
         before: dict[PlaceKey, LiveValue] = {}
-        for i, (node, live) in enumerate(zip(self.written_keys, lives)):
+        for i, (node, live) in enumerate(zip(self.written, lives)):
             for key in [key for key in live if key not in before]:
                 kind = live[key].nbytes, self.dtypes[key]
                 if not free[kind] or not (self.is_fused(node) or self._is_matrix_product(node)):
@@ -392,7 +392,7 @@ class _StoragePlaces(FusedEvents):
 
         Inductor overwrites only inputs that AOTAutograd donates, which were saved for this graph alone.
         """
-        return {*self.often.get(node, ()), *(key for key in self.read_keys[node] if is_tangent(self.maker[key]))}
+        return {*self.often.get(node, ()), *(key for key in self.read[node] if is_tangent(self.maker[key]))}
 
     def _live_bytes(self, key: PlaceKey) -> LiveValue:
         node = self.maker[key]
@@ -401,9 +401,7 @@ class _StoragePlaces(FusedEvents):
 
     def traffic(self, node: Node) -> int:
         """Return the bytes that an event reads and writes."""
-        return sum(
-            self.sizes[key] for key in [*self.read_keys[node], *self.written_keys[node]] if node.target is not WAIT_OPS
-        )
+        return sum(self.sizes[key] for key in [*self.read[node], *self.written[node]] if node.target is not WAIT_OPS)
 
     def _place(self, node: Node) -> None:
         """Record the storage of a node's value, and what its readers read."""
@@ -419,9 +417,9 @@ class _StoragePlaces(FusedEvents):
             self.reads[node] = frozenset(keys)
         elif node.target is WAIT_OPS:  # the operand is alive until the wait
             self.reads[node] = frozenset(keys)
-            self.written_keys[node], self.read_keys[node] = [], through | self.read_keys.get(node.args[0], frozenset())
+            self.written[node], self.read[node] = [], through | self.read.get(node.args[0], frozenset())
         elif node.target in ARRIVALS:
-            self.reads[node], self.written_keys[node], self.read_keys[node] = frozenset(), [], through
+            self.reads[node], self.written[node], self.read[node] = frozenset(), [], through
         elif not new:  # a view
             self.reads[node] = through if not keys or self.inlined & keys.keys() else frozenset(keys)
             self.copied.update((node, self.copied[one]) for one in node.all_input_nodes if one in self.copied)
@@ -430,17 +428,17 @@ class _StoragePlaces(FusedEvents):
             self.reads[node] = through
         else:
             self.reads[node] = frozenset(keys)
-            self.read_keys[node], self.written_keys[node] = through, []
+            self.read[node], self.written[node] = through, []
             if is_on_gpu(node) and self._is_inlined_but_for(node, through, _copies_operands):
                 self.copied[node] = through
-            self.written_keys[self._writes_first(node)] += new
+            self.written[self._writes_first(node)] += new
 
     def _writes_first(self, node: Node) -> Node:
         """Return the event that first writes a node's storage; for a cat, its first reduction."""
         if not self.fused or node.target is not CAT:
             return node
         of = [self.maker[key] for one in node.all_input_nodes for key in self.reads[one]]
-        return next((one for one in self.written_keys if one in of and one.target in REDUCTIONS), node)
+        return next((one for one in self.written if one in of and one.target in REDUCTIONS), node)
 
     def _join(self, node: Node) -> None:
         """Reuse the storage of operands that are waited for or mutated."""

@@ -175,10 +175,8 @@ def _scatter_rule(call: OpCall) -> BoundRule:
     dims = factor_names(call.ndim("self"))
     at = wrap_dim(call["dim"], len(dims))
     shapes = [call.shape(i) for i in range(len(call.operands))]
-    same_size = [
-        all(len(s) == len(dims) and is_same_size(s[d], shapes[0][d]) for s in shapes) for d in range(len(dims))
-    ]
-    shared = {d for d in range(len(dims)) if same_size[d] and d != at}
+    same = [all(len(s) == len(dims) and is_same_size(s[d], shapes[0][d]) for s in shapes) for d in range(len(dims))]
+    shared = {d for d in range(len(dims)) if same[d] and d != at}
     rest = tuple(
         tuple(dims[d] if d in shared else f"operand{i}_{d}" for d in range(len(s))) for i, s in enumerate(shapes[1:])
     )

@@ -81,9 +81,7 @@ class UlyssesAttention(AttentionPass):
         if chunks == 1:
             self.note(node, self._exchange_around(node, placed)[1])
             return
-        done = [
-            self._exchange_around(part, placements) for part, placements in self._attend_in_chunks(node, chunks, placed)
-        ]
+        done = [self._exchange_around(part, places) for part, places in self._attend_in_chunks(node, chunks, placed)]
         self.note(node, f"{done[0][1]}, for each of {chunks} groups of heads")
         with self.graph.inserting_before(node):
             joined = self.compute(aten.cat.default, ([back for back, _ in done], HEADS_FROM_END), node)
