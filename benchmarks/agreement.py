@@ -1,10 +1,10 @@
-"""What it costs that ranks agree before every call: beside one all-gather of Gloo's of as many bytes.
+"""Measure the agreement of the ranks before every call, next to one all-gather of Gloo of the same number of bytes.
 
     python benchmarks/agreement.py      writes benchmarks/results/agreement.md
 
-The program itself does nothing, so that only the agreement is seen: its inputs are two rows of tokens and 300 weights.
-Calls with and without it and plain all-gathers take turns; medians over the rounds, of the slowest rank. Then CPU
-time alone: of the checksums of weights, which are compared once in `check_every` calls.
+The program computes nothing, so that only the agreement is measured: its inputs are two rows of tokens and 300
+weights. Calls with and without it and plain all-gathers take turns; medians over the rounds, of the slowest rank. Then
+CPU time alone: of the checksums of weights, which are compared once in `check_every` calls.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""CPU time of sequence-parallel attention: all ranks together over one device, forward and backward.
+"""Measure the CPU time of sequence-parallel attention, of all ranks together over a single device.
 
     python benchmarks/attention.py [--seq 8192] [--ranks 2 4] [--rounds 5]
 
-A block of attention with its projections and a norm, causal, compiled with backend="sp" for every way of attention,
-against backend="inductor" on one process, the ops of sp_compile.functional, and modules written by hand (both in eager
-mode; handwritten.py). The variants take turns, in every round the same, and the medians over the rounds of
-(CPU time summed over the ranks) / (CPU time of one device in the same round) are printed. All processes share one
-core, so that no variant is slowed by more neighbours than another, and keep the memory that they free.
+A block of causal attention with its projections and a norm is compiled with backend="sp" for every strategy. It is
+compared with backend="inductor" on one process, the ops of sp_compile.functional, and handwritten modules (both in
+eager mode; handwritten.py). Forward and backward are measured. The variants take turns in every round. The medians over
+the rounds of (CPU time summed over the ranks) / (CPU time of a single device in the same round) are printed. All
+processes share one core, so that no variant has more concurrent processes than another; freed memory is not returned.
 Writes benchmarks/results/attention_cpu.md.
 """
 
@@ -78,12 +78,12 @@ def time_table(found: list[dict]) -> Table:
 
 
 def hand_table(found: list[dict]) -> Table:
-    """Ours against the hand-written module of the same kind: time as the median of ratios in a round, and counts."""
-    table = Table("ranks", "attention", "how", "CPU / by hand", "collectives", "which", "copies")
+    """Return the ratios of CPU time to the handwritten module of the same strategy, and the counts."""
+    table = Table("ranks", "attention", "how", "CPU / handwritten", "collectives", "which", "copies")
     counts: dict[Case, Counts] = found[0]["counts"]
-    for hand in (case for case in counts if case.how == "by hand"):
+    for hand in (case for case in counts if case.how == "handwritten"):
         against = ratios(found, hand)
-        for how in ("compiled", "op", "by hand"):
+        for how in ("compiled", "op", "handwritten"):
             case = Case(hand.what, how, hand.ranks)
             if case not in counts:
                 continue

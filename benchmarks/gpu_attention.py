@@ -1,17 +1,16 @@
-"""Attention kernels on one GPU: right values first, then times. The one script to run where a GPU is at hand.
+"""Check attention kernels on one GPU, then measure their times. Run this script on a machine with a GPU.
 
     python benchmarks/gpu_attention.py                          bf16, 8 ranks of 8192 tokens, 32 heads of 128
     python benchmarks/gpu_attention.py --device cpu --small     the same code on a CPU; its times mean nothing
 
-values  every way of attention on simulated ranks against float64, forward and gradients, beside one device's own error;
+values  every strategy on simulated ranks against float64, forward and gradients, next to the error of a single device;
         causal, in windows, and in packed documents, in bfloat16 and float32
 kernels every kernel of a block that takes it, by itself
 biases  those that take floats added to scores, of heads that all of a batch share: values with and without their
         gradient against float64, some rows and keys left out; and times, beside dense arithmetic
-merge   the log-sum-exp merge of two blocks, as a share of a copy_ that moves as many bytes in the same process
-ranks   the steps of all ranks, one after another on this device, against causal attention of one device on the whole
-        sequence. The ranks' exchanges are copies within the device; they say nothing about communication and are
-        not counted, the packing around them is
+merge   the log-sum-exp merge of two blocks, as a share of a copy_ of the same number of bytes
+ranks   the steps of all ranks, one after another on this device, against single-device causal attention on the full
+        sequence. The ranks' exchanges are copies within the device and are not counted; the packing around them is
 
 Times are medians over interleaved repeats, by CUDA events. Writes benchmarks/results/attention_<device name>.md.
 """
@@ -65,7 +64,7 @@ SOFT_CAP = "50.0*tanh(s/50.0)"
 BIASED_SCALE, BIASED_ERROR = 0.1, {torch.bfloat16: 2e-2, torch.float32: 2e-4}
 """Of kernels with a bias: the scale, and the largest error over the largest value; it has them in the same dtype."""
 ALLOWED, EXACT = 2.0, {torch.bfloat16: 0.0, torch.float32: 1e-5}
-"""Times the error of one device in the same dtype; and what is none."""
+"""Largest error as a multiple of the single-device error in the same dtype; errors that are always allowed."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def draw(sizes: Sizes, tokens: int, device: torch.device, dtype: torch.dtype = t
 
 
 def shards(whole: Inputs, way: str, n: int) -> list[Inputs]:
-    """Each rank's q, k, v and cotangent, (1, H, s, D) as projections give them: heads behind the rows in memory."""
+    """Return each rank's q, k, v and cotangent: (1, H, s, D), with rows before heads in memory, as of projections."""
 
     def of(x: Tensor, rank: int) -> Tensor:
         return zigzag(x, rank, n) if WAYS[way] == "zigzag" else x.chunk(n, 1)[rank].contiguous()
@@ -164,7 +163,7 @@ def values(sizes: Sizes, device: torch.device) -> Table:
             wrong += [] if good else [", ".join((way, *named))]
     if wrong:
         Console().print(table)
-        raise SystemExit(f"{'; '.join(wrong)}: more than {ALLOWED} times the error of one device")
+        raise SystemExit(f"{'; '.join(wrong)}: more than {ALLOWED} times the error of a single device")
     return table
 
 
@@ -189,7 +188,7 @@ def merging(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     compiled = torch.compile(merge_pointwise, dynamic=False)
     keys = block[:, :, : sizes.tokens // 2]
     jobs: dict[str, Job] = {
-        "copy_ of as many bytes": lambda: target.copy_(source),
+        "copy_ of the same size": lambda: target.copy_(source),
         "eager": lambda: merge_pointwise(*operands),
         "Inductor": lambda: compiled(*operands),
         "one ring step's attention": lambda: F.scaled_dot_product_attention(block, keys, keys),
@@ -204,7 +203,7 @@ def merging(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     times = clock.interleaved(jobs, sizes.repeats, sizes.inner)
     title = f"merge of {list(shape)}, {moved / 1e6:.0f} MB moved"
     table = Table("", "ms", "GB/s", "share of copy", "over eager", "of a step", title=title)
-    copy, eager, step = (times[name] for name in ("copy_ of as many bytes", "eager", "one ring step's attention"))
+    copy, eager, step = (times[name] for name in ("copy_ of the same size", "eager", "one ring step's attention"))
     for name, ms in times.items():
         kernel = name in ("eager", "Inductor", "Triton")
         share = [f"{copy / ms:.2f}", f"{eager / ms:.1f}", f"{ms / step:.3f}"] if kernel else ["", "", ""]
@@ -352,7 +351,7 @@ def _flash(whole: Inputs, backward: bool) -> list[Tensor]:
 
 
 def _flops(sizes: Sizes, backward: bool) -> float:
-    """Of causal attention; a backward has two and a half times as many as a forward."""
+    """Return the FLOPs of causal attention; a backward has 2.5 times the FLOPs of a forward."""
     length = sizes.ranks * sizes.tokens
     return 4 * sizes.heads * sizes.head_dim * length**2 / 2 * (3.5 if backward else 1)
 

@@ -1,11 +1,11 @@
-"""Permutes around all-to-alls on one GPU: right values first, then times. The one script to run where a GPU is at hand.
+"""Check permutes around all-to-alls on one GPU, then measure their times. Run this script on a machine with a GPU.
 
     python benchmarks/gpu_collectives.py            values and times of the kernels; writes results/collectives_gpu.md
     python benchmarks/gpu_collectives.py --smoke    tiny sizes, on a CPU in Triton's interpreter; nothing is written
 
 values   the pack kernel, of many shapes and dtypes, against PyTorch
-pack     64 MB of bfloat16 (8 ranks, 32 heads of 128) and runs of 16, 32 and 64 bytes, as a share of a copy_ of as many
-         bytes in the same process
+pack     64 MB of bfloat16 (8 ranks, 32 heads of 128) and runs of 16, 32 and 64 bytes, as a share of a copy_ of
+         the same number of bytes in the same process
 rope     RoPE whose kernel writes the send buffer, against RoPE and then the pack
 
 Times are medians over interleaved repeats of CUDA graphs, by CUDA events.

@@ -49,11 +49,11 @@ from models import DecoderLM
 RESULTS = Path(__file__).parent / "results" / "models_gpu.md"
 VOCAB = 512
 ALLOWED = 3.0
-"""Times the error of one device in the same dtype."""
+"""Largest error as a multiple of the single-device error in the same dtype."""
 FLOOR = {torch.float32: 2e-5, torch.bfloat16: 1e-3}
-"""An error that is always allowed: where one device happens to be nearly exact."""
+"""Errors that are always allowed, for cases in which a single device is nearly exact."""
 PATIENCE = 150.0
-"""Seconds for a case, after which every rank says where it is and ends."""
+"""Seconds for a case, after which every rank prints its traceback and exits."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def rank_of_many(rank: int, given: argparse.Namespace, folder: str, results: Any
         work(given, sizes, device, lambda seen: results.put((rank, seen)))
 
 
-def every_case(given: argparse.Namespace, sizes: Sizes, device: torch.device, tell: Callable[[Seen], None]) -> None:
+def every_case(given: argparse.Namespace, sizes: Sizes, device: torch.device, submit: Callable[[Seen], None]) -> None:
     for case in chosen(given):
         print(f"rank {dist.get_rank()}: {case.name}", flush=True)
         torch._dynamo.reset()
@@ -264,12 +264,12 @@ def every_case(given: argparse.Namespace, sizes: Sizes, device: torch.device, te
             traceback.print_exc()
             lines = str(error).strip().splitlines() or [""]
             seen = Seen(case.name, failed=f"{type(error).__name__}: {lines[0][:300]}")
-        tell(seen)
+        submit(seen)
         failed = torch.tensor(float(bool(seen.failed)))
-        dist.all_reduce(failed)  # what failed on some ranks only leaves the group in no state to go on with
+        dist.all_reduce(failed)  # an error on some ranks only leaves the group unusable
 
 
-def peaks(given: argparse.Namespace, sizes: Sizes, device: torch.device, tell: Callable[[Any], None]) -> None:
+def peaks(given: argparse.Namespace, sizes: Sizes, device: torch.device, submit: Callable[[Any], None]) -> None:
     """Bytes at the peak of a second step, beyond weights and gradients."""
     torch.manual_seed(0)  # one model and one batch on all ranks
     model = DecoderLM(vocab=given.vocab, dim=sizes.long_dim, layers=4, heads=8, kv_heads=8).to(device, torch.bfloat16)
@@ -290,7 +290,7 @@ def peaks(given: argparse.Namespace, sizes: Sizes, device: torch.device, tell: C
         begun = time.monotonic()
         run(**inputs).backward()
         torch.cuda.synchronize()
-        tell((way, torch.cuda.max_memory_allocated() - held, time.monotonic() - begun))
+        submit((way, torch.cuda.max_memory_allocated() - held, time.monotonic() - begun))
 
 
 def chosen(given: argparse.Namespace) -> list[Case]:
@@ -313,7 +313,7 @@ def run_ranks(given: argparse.Namespace) -> list[tuple[int, Any]]:
 
 
 def report(found: list[tuple[int, Seen]], ranks: int) -> tuple[Table, list[str]]:
-    """The worst of all ranks; and what is not as on one device."""
+    """Return the largest errors of all ranks, and the cases that exceed the limits."""
     title = f"{ranks} ranks"
     table = Table(
         "", "one device: loss", "gradient", "ours: loss", "gradient", "waits", "compile, s", "a step, s", title=title
@@ -341,9 +341,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a regular expression")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--vocab", type=int, default=VOCAB, help="of the model whose memory is looked at")
+    parser.add_argument("--vocab", type=int, default=VOCAB, help="of the model whose memory is measured")
     parser.add_argument("--tiles", nargs="*", help="numbers of tiles, auto or never, in place of ways of attention")
-    parser.add_argument("--gloo", action="store_true", help="exchange by what Gloo does for tensors of a GPU")
+    parser.add_argument("--gloo", action="store_true", help="exchange tensors of a GPU by Gloo")
     parser.add_argument("--compiler", default="inductor", help="of the ranks' graphs")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--output", type=Path, help=f"of the report, as in {RESULTS.name}")
@@ -351,7 +351,7 @@ def main() -> None:
     console = Console(width=160)
     found = run_ranks(given)
     if given.memory:
-        table = Table("ranks", "", "peak of a step beyond what stays, MB", "s")
+        table = Table("ranks", "", "peak of a step above its start, MB", "s")
         for rank, (way, peak, seconds) in found:
             if rank == 0:
                 table.add_row(str(given.ranks), way, f"{peak / 1e6:.0f}", f"{seconds:.2f}")
@@ -368,7 +368,7 @@ def main() -> None:
         with given.output.open("a") as out:
             out.write(f"{about}\n- `python benchmarks/gpu_models.py {' '.join(sys.argv[1:])}`\n\n{markdown(table)}\n\n")
     if wrong:
-        raise SystemExit("not as on one device:\n" + "\n".join(wrong))
+        raise SystemExit("errors above the limits:\n" + "\n".join(wrong))
 
 
 if __name__ == "__main__":

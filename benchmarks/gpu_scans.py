@@ -1,13 +1,13 @@
-"""Scans on one GPU: right values first, then times. The one script to run where a GPU is at hand.
+"""Check scans on one GPU, then measure their times. Run this script on a machine with a GPU.
 
     python benchmarks/gpu_scans.py                      values and times of every way of the Triton row
     python benchmarks/gpu_scans.py values               some minutes of it, most of them Triton's compiler
     python benchmarks/gpu_scans.py times --only 1-D --sizes     tiles and warps, to set `ways.TileSizes` by
 
 values  every way against float64 by other code, exactly for integers
-times   every way beside torch and cupy, as a share of a copy_ in the same process that moves as many bytes as the scan
-        must; "default" is what the table in `kernels/triton/ways.py` takes. A way whose share is best on a shape
-        is the one for which that table should have a row
+times   every way next to torch and cupy, as a share of a copy_ in the same process of the bytes that the scan
+        reads and writes; "default" is the choice of the table in `kernels/triton/ways.py`. That table should
+        have a row for the way with the best share on a shape
 
 Times are medians over interleaved repeats, by CUDA events. Writes benchmarks/results/scans_gpu.md. Without a GPU the
 values of tiny tensors are checked in Triton's interpreter, and nothing is written.
@@ -110,7 +110,7 @@ def columns(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
 
 
 def segmented(shape: Shape, device: torch.device) -> Case:
-    """Starts of all lines alike, as those of packed sequences are."""
+    """Return a segmented scan whose starts are equal in all lines, as in packed sequences."""
     x, starts = draw(shape, F32, device), draw_starts((1, shape[1], 1), device)
     moved = 8 * x.numel() + starts.numel()
     job = lambda: ROW.scan(x, starts, "sum", False, False, F32, F32)  # noqa: E731

@@ -1,9 +1,10 @@
-"""What a long training run leaves behind: memory, threads, open files, keys in the group's store, process groups.
+"""Check a long training run for leaks: memory, threads, open files, keys in the group's store, process groups.
 
     python benchmarks/long_run.py [--ranks 2] [--steps 1000] [--lengths 200]
 
-A small decoder trains on ranks of this machine over sequences of many lengths in turn. The table has what rank 0 and
-the last rank hold after each tenth of the steps. After the first, by when the graphs are compiled, nothing may grow.
+A small decoder trains on ranks of this machine over sequences of many lengths in turn. The table has the
+counts of rank 0 and of the last rank after each tenth of the steps. After the first tenth, the graphs are compiled, and
+no count may grow.
 Writes benchmarks/results/long_run.md.
 """
 

@@ -1,10 +1,10 @@
-"""Peak memory of a training step: the demo on one device and on ranks, and what `explain` predicts of models.
+"""Measure the peak memory of a training step: the demo on a single device and on ranks, and models against `explain`.
 
 python benchmarks/memory.py           activations of the demo's model; takes the flags of examples/train_lm.py
 python benchmarks/memory.py --plan [--only "Llama|experts"] [--compilers inductor]
                                        predicted against measured tensors of a step, to results/memory_plan.md
 python benchmarks/memory.py --tiles 16 [--tokens 2048] [--ranks 1 2 4] [--repeats 3] [--only "ours|DeepSpeed"]
-                                       work in tiles beside DeepSpeed's (see peers.py), to results/tiles.md
+                                       work in tiles next to DeepSpeed's (see peers.py), to results/tiles.md
 python benchmarks/memory.py --growth   how the peak grows with tokens, compile time, to results/tiles_growth.md
 """
 

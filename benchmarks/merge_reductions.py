@@ -56,7 +56,7 @@ class Row:
 
 
 def program(nbytes: int, names: list[str]) -> GraphModule:
-    """x of so many bytes, reduced over one axis after the other."""
+    """Return the graph of all-reduces of x (`nbytes` of float32) over one axis after the other."""
 
     def fn(x: Tensor) -> Tensor:
         for name in names:
@@ -67,7 +67,7 @@ def program(nbytes: int, names: list[str]) -> GraphModule:
 
 
 def work(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """What a rank does."""
+    """Measure all cases on one rank."""
     from sp_compile import declare_groups
     from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
     from sp_compile.passes.cost.collective_time import collective_bytes

@@ -74,7 +74,7 @@ def ours(kind: str, layout: str = "contiguous", causal: bool = True) -> Callable
     return make
 
 
-def by_hand(module: type[UlyssesAttention] | type[ZigzagRingAttention]) -> Callable[[int], Attention]:
+def handwritten(module: type[UlyssesAttention] | type[ZigzagRingAttention]) -> Callable[[int], Attention]:
     return lambda n: module(dist.group.WORLD)
 
 
@@ -163,8 +163,8 @@ WAYS = (
     Way("ours, Ulysses", ours("ulysses")),
     Way("ours, ring", ours("ring", "zigzag"), "zigzag"),
     Way("ours, gathered", ours("gathered", "zigzag"), "zigzag"),
-    Way("by hand, Ulysses", by_hand(UlyssesAttention)),
-    Way("by hand, ring", by_hand(ZigzagRingAttention), "zigzag"),
+    Way("handwritten, Ulysses", handwritten(UlyssesAttention)),
+    Way("handwritten, ring", handwritten(ZigzagRingAttention), "zigzag"),
     Way("DeepSpeed, Ulysses", deepspeed),
     Way("torch, context_parallel", context_parallel),
     Way("ours, Ulysses, bfloat16", ours("ulysses"), dtype=BF16),
@@ -189,19 +189,15 @@ def step(attention: Attention, operands: list[Tensor], grad: Tensor) -> list[Ten
 
 @dataclass
 class Seen:
-    """What one rank saw of a way.
+    """Measurements of one variant on one rank."""
 
-    seconds, alone: CPU time of each repeat, of the way and of one device; own: of the calling thread, of the way.
-    parts: of one step, by kinds of operators.
-    """
-
-    out: float = 0.0
-    gradient: float = 0.0
+    out: float = 0.0  # largest relative error
+    gradient: float = 0.0  # largest relative error
     exchanges: dict[str, int] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
-    alone: list[float] = field(default_factory=list)
-    own: list[float] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)  # CPU time of each repeat
+    alone: list[float] = field(default_factory=list)  # CPU time of each repeat on a single device
+    own: list[float] = field(default_factory=list)  # CPU time of the calling thread
+    parts: dict[str, float] = field(default_factory=dict)  # of one step, by kinds of operators
     failed: str = ""
 
 

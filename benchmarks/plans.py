@@ -70,9 +70,9 @@ RESULTS = Path(__file__).parent / "results" / "plans.md"
 WORDS = """# Plans of models on the meta device
 
 `python benchmarks/plans.py --models`: transformers' models in bfloat16 that return loss and logits, one sequence,
-{memory} a rank. The fastest way that fits on so many ranks: attention, checkpointed layers, tiles, what waits on the
-host; a rank's peak, and predicted seconds of a step of H100s. CPU s: of one core, of a plan for all of these numbers
-of ranks in one call; where that is a minute or more, the most that a plan for one of them takes is in the next column.
+{memory} per rank. For each number of ranks, the fastest plan that fits: attention, checkpointed layers, tiles, share of
+offloaded values; a rank's peak, and predicted seconds of a step on H100s. CPU s: time on one core of a plan for all
+numbers of ranks in one call. From a minute up, the next column has the longest time of a plan for one of them.
 
 """
 
@@ -81,23 +81,24 @@ PACKED_WORDS = """# Plans of packed documents, and how evenly layouts share thei
 `python benchmarks/plans.py --output benchmarks/results/packed_documents.md`, {processor}, {commit}: least CPU ms of
 several calls on one thread. "steps": Python calls by a document; "packed calls": for many documents + others.
 
-"stretches": of neighbouring positions that a rank holds. "heap": MagiAttention's way to deal chunks, in our words
-(`measuring/balance.py`): by default 8 a rank, in its examples of 512 tokens; also as many as ours has, where these
-divide the tokens: there the two are alike, unless ours has exchanged chunks. ms: with a plan of all pairs, the most of
-it; ours looks for the fewest chunks with which the busiest rank has at most 1.05 times the mean. What a rank "needs":
-keys of others that its queries attend to; a ring, or gathered keys, bring all of them, whatever the layout.
+"stretches": contiguous positions of a rank. "heap": MagiAttention's assignment of chunks, implemented again in
+`measuring/balance.py`. It has 8 chunks per rank by default, and chunks of 512 tokens in its examples. A third row has
+the number of chunks of "balanced", if it divides the tokens; the two are then equal unless "balanced" exchanged chunks.
+ms: includes a plan of all pairs, most of the time. "balanced" searches for the fewest chunks with which the busiest
+rank has at most 1.05 times the mean. "needs": keys of other ranks that a rank's queries attend to; a ring, or gathered
+keys, transfer all of them for every layout.
 """
 
 EXPLAINED = RESULTS.with_name("explain.md")
 EXPLAINED_MODELS = "Llama-8B", "Gemma-3-4B", "gpt-oss-20b"
-EXPLAIN_WORDS = """# What `explain` says of models on the meta device at a million tokens
+EXPLAIN_WORDS = """# Reports of `explain` for models on the meta device at a million tokens
 
 `python benchmarks/plans.py --explain`: transformers' models in bfloat16 that return loss and logits, one sequence of
-{tokens:,} tokens, as people train them: each layer checkpointed, `tiles="auto"`, `offload="auto"`, parameters,
-gradients and an AdamW's state in shards (`state="sharded"`), {memory} a rank. Predicted for H100s. A few layers are
-looked at, and count for all. CPU s: of one core, beside other work. Attention: forward and backward of a step, and
-bytes of one beside its shards. GB sent: by a rank in a step, without what FSDP sends. Peak: of a rank, state included.
-Waits on the host: of what is kept for the backward, and what its copies take each way.
+{tokens:,} tokens, with common settings: each layer checkpointed, `tiles="auto"`, `offload="auto"`, parameters,
+gradients and AdamW's state sharded (`state="sharded"`), {memory} per rank. Predicted for H100s from a few layers, which
+represent all. CPU s: time on one core of a machine with other work. Attention: forward and backward of a step, and
+bytes of one in addition to its shards. GB sent: by a rank in a step, without FSDP. Peak: of a rank, state included.
+GB on the host: of values saved for the backward, and the time of their copies in each direction.
 
 """
 
@@ -113,7 +114,7 @@ def made(name: str) -> nn.Module:
 
 
 def planned(name: str, tokens: int, memory: str, ranks: Sequence[int]) -> tuple[float, sp_compile.StepPlan]:
-    """Seconds of CPU, and the plan."""
+    """Return the CPU seconds of a plan, and the plan."""
     model, ids = made(name), torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     begin = time.process_time()
     plan = sp_compile.plan(model, ids, kwargs={"labels": ids}, memory=memory, ranks=ranks)
@@ -121,7 +122,7 @@ def planned(name: str, tokens: int, memory: str, ranks: Sequence[int]) -> tuple[
 
 
 def cell(plan: sp_compile.StepPlan, ranks: int) -> str:
-    """The best way on so many ranks, in a few words."""
+    """Return the best plan for a number of ranks as text."""
     best = plan.of(ranks)
     if best is None:
         return "-"
@@ -135,7 +136,7 @@ def cell(plan: sp_compile.StepPlan, ranks: int) -> str:
 def plans_of_models(
     names: Sequence[str], lengths: Sequence[int], memory: str, ranks: Sequence[int], done: Callable[[Table], None]
 ) -> None:
-    """A row for each model and length, when it is there."""
+    """Add a row for each model and length as soon as it is computed."""
     console = Console(width=200)
     made = Table("model", "tokens", "CPU s", "for one", *(f"{n} ranks" for n in ranks))
     for name in names:
@@ -150,7 +151,7 @@ def plans_of_models(
 
 
 def attentions(report: sp_compile.Report) -> str:
-    """What each distinct attention became, with predicted seconds of a step of all of its layers, and bytes of one."""
+    """Return the strategy of each distinct attention, its predicted seconds in all layers of a step, and its bytes."""
     found = []
     for one in report.attention:
         seconds, gigabytes = one.nodes * one.chosen.seconds, one.chosen.memory / 1e9
@@ -163,9 +164,9 @@ def attentions(report: sp_compile.Report) -> str:
 def explanations(
     names: Sequence[str], tokens: int, memory: str, ranks: Sequence[int], done: Callable[[Table], None]
 ) -> None:
-    """CPU time of `explain` of each model on so many ranks, what it says of attention, and what a rank holds."""
+    """Add rows with the CPU time of `explain`, its attention, exchanges and peak for each model and number of ranks."""
     split = "attention", "GB sent", "inputs that are gathered", "tiles"
-    table = Table("model", "ranks", "CPU s", *split, "GB at the peak", "of", "GB that wait on the host")
+    table = Table("model", "ranks", "CPU s", *split, "GB at the peak", "of", "GB on the host")
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     options = {"tiles": "auto", "offload": "auto", "state": "sharded", "param_grads": "partial"}
     for name in names:
@@ -187,7 +188,7 @@ def explanations(
 
 
 def tiles_of(report: sp_compile.Report) -> str:
-    """How many regions go in so many tiles."""
+    """Return the number of regions for each number of tiles as text."""
     found = Counter(one.tiles for one in report.tiled)
     return "; ".join(f"{count} x {tiles}" for tiles, count in sorted(found.items())) or "-"
 

@@ -30,7 +30,7 @@ VERSIONS = ("2.11.0/3.11", "2.12.1/3.12", "2.13.0/3.11", "2.14.1/3.13", "2.15.0/
 IMPORT = "import sp_compile, torch; print(torch.__version__)"
 DEMO = "examples/train_lm.py --seq 512 --steps 2 --dim 32 --layers 1 --chart".split()
 
-# Inductor would try out vector instructions in every process, and import torch anew for each kind of them.
+# Otherwise Inductor probes vector instructions in every process, and imports torch again for each kind.
 SETTINGS = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 Found = dict[str, Any]
@@ -40,8 +40,10 @@ console = Console()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", default=VERSIONS, help="torch/Python")
-    parser.add_argument("--of-each-folder", type=int, default=5, help="run so many tests of each folder")
-    parser.add_argument("--tests", nargs="+", default=["tests"], help="files and folders; others than all are not kept")
+    parser.add_argument("--of-each-folder", type=int, default=5, help="number of tests of each folder")
+    parser.add_argument(
+        "--tests", nargs="+", default=["tests"], help="files and folders; only results of all are stored"
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes that run tests")
     parser.add_argument("--uv", default="uv", help="the command that makes environments")
     parser.add_argument("--environments", type=Path, default=Path.home() / ".cache/sp_compile/versions")

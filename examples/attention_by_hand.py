@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/attention_by_hand.py
 
-`ByHand` is the version of tutorials: correct, forward and backward, for full attention of equal shards. `OneCall` takes
-the same shards; causal masks, windows, documents, dropout, grouped heads and zigzag shards are options.
+`ManualAttention` is the version of tutorials: correct, forward and backward, for full attention of equal shards.
+`OneCall` takes the same shards; causal masks, windows, documents, dropout, grouped heads and zigzag shards are options.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ class Gather(torch.autograd.Function):
         return grad[dist.get_rank()]
 
 
-class ByHand(nn.Module):
+class ManualAttention(nn.Module):
     """Full attention on shards: q, k, v (B, s, H, D), one shard per rank, to (B, s, H, D).
 
     All ranks' keys are gathered, and the results of their blocks are merged by log-sum-exp.
@@ -97,7 +97,7 @@ def compare(name: str, module: nn.Module, kv_heads: int = 4, **options: bool) ->
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    compare("by hand", ByHand())
+    compare("manual", ManualAttention())
     compare("one call", OneCall())
     compare("one call, causal, 2 key heads for 4 queries", OneCall(), kv_heads=2, is_causal=True)
     dist.destroy_process_group()

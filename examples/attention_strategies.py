@@ -38,7 +38,7 @@ def verified(ranks: int = 4) -> None:
     for attention in ("ulysses", "ring", "hybrid", "gather", "auto"):
         report = sp_compile.verify(model, ids, sp=ranks, attention=attention, kwargs={"labels": labels})
         print(f"{attention:<8} on {ranks} ranks: largest relative error {report.worst:.1e}")
-        assert report.worst < 1e-4, "float32 rounding apart, loss and gradients are those of one device"
+        assert report.worst < 1e-4, "loss and gradients differ from a single device by more than float32 rounding"
 
 
 def llama(**sizes: int) -> torch.nn.Module:

@@ -3,12 +3,12 @@
     python examples/batch_slicing.py                                four simulated ranks
     torchrun --nproc-per-node 2 examples/batch_slicing.py
 
-In `by_hand`, texts are sharded: a text starts where all earlier texts end, on any rank, which is an exclusive scan of
-their lengths. In the compiled model, tokens are sharded, and a text is a slice that starts and ends on any rank.
+In `slice_shards`, texts are sharded: a text starts where all earlier texts end, on any rank, which is an exclusive
+scan of their lengths. In the compiled model, tokens are sharded; a text is a slice that starts and ends on any rank.
 """
 
 import torch
-from on_ranks import Here, Pairs, compiled, crossing, everywhere, finish, say
+from on_ranks import Here, Pairs, compiled, crossing, everywhere, finish, print_once
 from torch import Tensor, nn
 
 from sp_compile import exclusive_scan
@@ -17,7 +17,7 @@ LENGTHS = torch.tensor([5, 0, 17, 1, 30, 2, 8, 9])
 WIDTH = 6
 
 
-def by_hand(here: Here) -> Pairs:
+def slice_shards(here: Here) -> Pairs:
     """Compute the offsets of this rank's texts in the packed batch, and compare the slices with the texts."""
     lengths, padded = here.shard(LENGTHS), here.shard(texts)
     begin = exclusive_scan(lengths, 0, group=here.group)
@@ -49,10 +49,10 @@ if __name__ == "__main__":
     begins = LENGTHS.cumsum(0) - LENGTHS
     each = [torch.randn(n, WIDTH, dtype=torch.float64) for n in LENGTHS.tolist()]
     texts, packed = nn.utils.rnn.pad_sequence(each, batch_first=True), torch.cat(each)
-    everywhere(by_hand)
+    everywhere(slice_shards)
 
     report = compiled(Texts().double(), packed, LENGTHS, seq_dims={"x": 0})
     if report is not None:
-        say(f"what crosses ranks: {crossing(report)}")
+        print_once(f"exchanges of a rank: {crossing(report)}")
         assert not report.fallbacks, "something was gathered"
     finish()

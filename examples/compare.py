@@ -92,7 +92,7 @@ def loss_table(alone: dict, ranks: list[dict]) -> Table:
 
 def memory_table(alone: dict, ranks: list[dict]) -> Table:
     """Return a table of the peak activation memory."""
-    table = Table("", "MB", "of one device", title="peak activation memory of a step")
+    table = Table("", "MB", "share of a single device", title="peak activation memory of a step")
     table.add_row("one device", f"{alone['peak_bytes'] / 1e6:.1f}", "")
     for r, rank in enumerate(ranks):
         share = rank["peak_bytes"] / alone["peak_bytes"]

@@ -9,7 +9,7 @@ END. It is a record if its score exceeds all earlier ones. These are a sum, a pr
 
 import torch
 import torch.nn.functional as F
-from on_ranks import Here, Pairs, compiled, crossing, everywhere, finish, say
+from on_ranks import Here, Pairs, compiled, crossing, everywhere, finish, print_once
 from torch import Tensor, nn
 
 from sp_compile import exclusive_scan, inclusive_scan
@@ -27,7 +27,7 @@ def texts() -> Tensor:
     return tokens
 
 
-def by_hand(here: Here) -> Pairs:
+def scan_shards(here: Here) -> Pairs:
     """Compute the values of this rank's columns of the batch."""
     mine, marks = here.shard(tokens, 1), here.shard(scores, 1)
     position = exclusive_scan(mine != PADDING, 1, group=here.group)
@@ -36,10 +36,10 @@ def by_hand(here: Here) -> Pairs:
     record = marks > exclusive_scan(marks.detach(), 1, "max", group=here.group)
     (grad,) = torch.autograd.grad(best.square().sum(), marks)
     found = {"positions": position, "alive": alive, "best": best, "records": record, "gradients": grad}
-    return [(what, value, here.shard(whole[what], 1)) for what, value in found.items()]
+    return [(what, value, here.shard(expected[what], 1)) for what, value in found.items()]
 
 
-def on_one_device() -> dict[str, Tensor]:
+def expected_values() -> dict[str, Tensor]:
     """Compute the expected values on a single device."""
     real, going = (tokens != PADDING).long(), (tokens != END).long()
     best = scores.cummax(1).values
@@ -78,11 +78,11 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     tokens = texts()
     scores = torch.randn(BATCH, LENGTH, dtype=torch.float64, requires_grad=True)
-    whole = on_one_device()
-    everywhere(by_hand)
+    expected = expected_values()
+    everywhere(scan_shards)
 
     report = compiled(Attention().double(), tokens)
     if report is not None:
-        say(f"what crosses ranks: {crossing(report)}")
+        print_once(f"exchanges of a rank: {crossing(report)}")
         assert not report.fallbacks, "something was gathered"
     finish()

@@ -8,7 +8,7 @@ exponentials. Two scans, from both ends, combine the parts; they exchange one nu
 """
 
 import torch
-from on_ranks import Here, Pairs, compiled, crossing, everywhere, finish, say
+from on_ranks import Here, Pairs, compiled, crossing, everywhere, finish, print_once
 from torch import Tensor, nn
 
 from sp_compile import exclusive_scan, inclusive_scan
@@ -22,11 +22,11 @@ def softmax(x: Tensor, group: Mesh) -> Tensor:
     largest = x.amax(1, keepdim=True).detach()
     part = largest + (x - largest).exp().sum(1, keepdim=True).log()
     up_to_here = inclusive_scan(part, 1, "logsumexp", group=group)
-    behind = exclusive_scan(part, 1, "logsumexp", reverse=True, group=group)
-    return (x - torch.logaddexp(up_to_here, behind)).exp()
+    after_here = exclusive_scan(part, 1, "logsumexp", reverse=True, group=group)
+    return (x - torch.logaddexp(up_to_here, after_here)).exp()
 
 
-def by_hand(here: Here) -> Pairs:
+def softmax_of_shards(here: Here) -> Pairs:
     """Compute this rank's columns of the softmax and of its gradient."""
     x = here.shard(scores, 1)
     found = softmax(x, here.group)
@@ -55,10 +55,10 @@ if __name__ == "__main__":
     cotangent = torch.randn(ROWS, CLASSES, dtype=torch.float64)
     probability = scores.softmax(1)
     (gradient,) = torch.autograd.grad(probability, scores, cotangent)
-    everywhere(by_hand)
+    everywhere(softmax_of_shards)
 
     report = compiled(Pooling().double(), torch.randn(90, WIDTH, dtype=torch.float64))
     if report is not None:
-        say(f"what crosses ranks: {crossing(report)}")
+        print_once(f"exchanges of a rank: {crossing(report)}")
         assert not report.fallbacks, "something was gathered"
     finish()

@@ -42,7 +42,7 @@ FIRST, GROWS, STRIDE = 0.88, 1.06, 32
 SHORT = 256  # tokens of the step that compiles
 LONGEST_STEP = 300  # seconds until a step is terminated
 LOOKED = 8192, 16384  # lengths at which memory is predicted; it is linear in the length
-ROOM = 0.2  # minimum distance of labels in the chart, as a logarithm
+LABEL_DISTANCE = 0.2  # minimum distance of labels in the chart, as a logarithm
 OF_MEMORY = "memory", "alloc", "MemoryError"
 
 
@@ -228,7 +228,7 @@ def draw(found: dict[str, dict[int, tuple[int, int]]], limit: int, path: Path) -
         axes.plot(ranks, [made for made, _ in of_ranks.values()], "o-", color=f"C{i}", label=name)
         axes.plot(ranks, [likely for _, likely in of_ranks.values()], ":", color=f"C{i}")
         last = ranks[-1], of_ranks[ranks[-1]][0]
-        if all(abs(math.log(last[1] / one)) > ROOM for one in written):
+        if all(abs(math.log(last[1] / one)) > LABEL_DISTANCE for one in written):
             axes.annotate(f"{last[1]:,}", last, xytext=(6, 0), textcoords="offset points", va="center", color=f"C{i}")
             written.append(last[1])
     axes.plot([], [], "k:", label="predicted by explain")

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from on_ranks import Here, Pairs, compiled, everywhere, finish, say
+from on_ranks import Here, Pairs, compiled, everywhere, finish, print_once
 from torch import Tensor, nn
 
 from sp_compile import exclusive_scan
@@ -45,13 +45,13 @@ class Experts(nn.Module):
         return torch.einsum("te,td,edh->th", share * taken, x, self.experts), position, taken.sum(0)
 
 
-def by_hand(here: Here) -> Pairs:
+def route_shards(here: Here) -> Pairs:
     """Route this rank's tokens; their queue positions count the tokens of all ranks."""
     shard = here.shard(x)
     y, position, _ = model(shard, partial(exclusive_scan, dim=0, group=here.group))
     (grad,) = torch.autograd.grad(y.square().sum(), shard)
     found = {"routed tokens": y, "positions in the queues": position, "gradients": grad}
-    return [(what, mine, here.shard(whole[what])) for what, mine in found.items()]
+    return [(what, mine, here.shard(expected[what])) for what, mine in found.items()]
 
 
 if __name__ == "__main__":
@@ -60,13 +60,15 @@ if __name__ == "__main__":
     x = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
     y, position, load = model(x)
     (grad,) = torch.autograd.grad(y.square().sum(), x)
-    whole = {"routed tokens": y, "positions in the queues": position, "gradients": grad}
-    say(f"{TOKENS} tokens choose {CHOICES} of {EXPERTS} experts; {TOKENS * CHOICES - load.sum()} find no room")
-    everywhere(by_hand)
+    expected = {"routed tokens": y, "positions in the queues": position, "gradients": grad}
+    print_once(
+        f"{TOKENS} tokens choose {CHOICES} of {EXPERTS} experts; {TOKENS * CHOICES - load.sum()} exceed the capacity"
+    )
+    everywhere(route_shards)
 
     report = compiled(model, x.detach(), seq_dims={"x": 0})
     if report is not None:
         (scan,) = [e for e in report.exchanges if e.op == "scan"]
-        say(f"a rank sends {scan.forward} bytes to learn the positions; the matrix has {position.nbytes}")
+        print_once(f"a rank sends {scan.forward} bytes to learn the positions; the matrix has {position.nbytes}")
         assert not report.fallbacks, "something was gathered"
     finish()

@@ -109,10 +109,10 @@ def _compare(what: str, errors: list[float]) -> None:
     if launched():
         dist.all_reduce(worst, dist.ReduceOp.MAX)
     _worst.append(worst.item())
-    say(f"{what:<48} largest relative error against one device: {worst.item():.1e}")
+    print_once(f"{what:<48} largest relative error against one device: {worst.item():.1e}")
 
 
-def say(text: str) -> None:
+def print_once(text: str) -> None:
     """Print on rank 0."""
     begin()
     if not launched() or dist.get_rank() == 0:

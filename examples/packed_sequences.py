@@ -10,7 +10,7 @@ document, on any rank.
 
 import torch
 import torch.nn.functional as F
-from on_ranks import Here, Pairs, compiled, crossing, everywhere, finish, say
+from on_ranks import Here, Pairs, compiled, crossing, everywhere, finish, print_once
 from torch import Tensor, nn
 
 from sp_compile import inclusive_scan, segmented_scan
@@ -26,7 +26,7 @@ def packed() -> Tensor:
     return tokens
 
 
-def by_hand(here: Here) -> Pairs:
+def scan_shards(here: Here) -> Pairs:
     """Compute documents and positions of this rank's tokens, and the mean of each document so far."""
     tokens, x = here.shard(all_tokens), here.shard(all_x)
     document = inclusive_scan(tokens == BEGIN, 0, group=here.group) - 1
@@ -34,10 +34,10 @@ def by_hand(here: Here) -> Pairs:
     mean = segmented_scan(x, document, 0, group=here.group) / (position + 1)[:, None]
     (grad,) = torch.autograd.grad(mean.square().sum(), x)
     found = {"documents": document, "positions": position, "means so far": mean, "gradients": grad}
-    return [(what, mine, here.shard(whole[what])) for what, mine in found.items()]
+    return [(what, mine, here.shard(expected[what])) for what, mine in found.items()]
 
 
-def on_one_device() -> dict[str, Tensor]:
+def expected_values() -> dict[str, Tensor]:
     """Compute the expected values document by document."""
     pieces = all_x.split(LENGTHS)
     means = torch.cat([p.cumsum(0) / torch.arange(1, len(p) + 1)[:, None] for p in pieces])
@@ -73,11 +73,11 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     all_tokens = packed()
     all_x = torch.randn(len(all_tokens), WIDTH, dtype=torch.float64, requires_grad=True)
-    whole = on_one_device()
-    say(f"{len(LENGTHS)} documents of {LENGTHS} tokens in one sequence of {len(all_tokens)}")
-    everywhere(by_hand)
+    expected = expected_values()
+    print_once(f"{len(LENGTHS)} documents of {LENGTHS} tokens in one sequence of {len(all_tokens)}")
+    everywhere(scan_shards)
 
     report = compiled(Attention().double(), all_tokens[None])
     if report is not None:
-        say(f"what crosses ranks: {crossing(report)}")
+        print_once(f"exchanges of a rank: {crossing(report)}")
     finish()

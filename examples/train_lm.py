@@ -67,7 +67,7 @@ def compile_model(model: DecoderLM, backend: str, device: torch.device) -> torch
     """Compile the model; on a CPU without a C++ compiler, without code generation."""
     compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
     if device.type == "cpu" and not any(shutil.which(c) for c in compilers):
-        say("no C++ compiler here: running the graphs uncompiled (aot_eager)")
+        print_once("no C++ compiler here: running the graphs uncompiled (aot_eager)")
         if backend == "sp":
             return torch.compile(model, backend="sp", options={"compiler": "aot_eager"})
         return torch.compile(model, backend="aot_eager")
@@ -88,18 +88,18 @@ def train(model: torch.nn.Module, data: list[tuple[Tensor, Tensor]], lr: float) 
         optimizer.zero_grad()
         losses.append(loss.item())
         note = "  with compilation" if step == 1 else ""
-        say(f"step {step}/{len(data)}  loss {losses[-1]:.4f}  {time.perf_counter() - start:.1f} s{note}")
+        print_once(f"step {step}/{len(data)}  loss {losses[-1]:.4f}  {time.perf_counter() - start:.1f} s{note}")
     return {"losses": losses, "gradients": gradients}
 
 
 def measure(model: torch.nn.Module, ids: Tensor, labels: Tensor) -> int:
     """Return the peak bytes of activations in one forward and backward."""
-    say("measuring the peak activation memory")
+    print_once("measuring the peak activation memory")
     repeats = 3 if dist.is_initialized() else 1
     return peak_activation_bytes(lambda: model(ids, labels).backward(), model.parameters(), repeats)
 
 
-def say(message: str) -> None:
+def print_once(message: str) -> None:
     """Print on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)

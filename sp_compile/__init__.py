@@ -9,7 +9,7 @@ from sp_compile.functional.attention_calls import (
 from sp_compile.functional.in_shards import in_shards
 from sp_compile.functional.permuted_all_to_all import all_to_all_permute, declare_symmetric_memory
 from sp_compile.functional.scans import exclusive_scan, inclusive_scan, linear_scan, segmented_scan
-from sp_compile.lowering import attention as _attention  # noqa: F401  (the rooms of lowering register the sp:: ops)
+from sp_compile.lowering import attention as _attention  # noqa: F401  (the packages of lowering register the sp:: ops)
 from sp_compile.lowering import collectives as _collectives  # noqa: F401
 from sp_compile.lowering import expert_rows as _sorted_rows  # noqa: F401
 from sp_compile.lowering import scan as _scan  # noqa: F401
@@ -17,7 +17,7 @@ from sp_compile.lowering import tiles as _tiles  # noqa: F401
 from sp_compile.lowering import windows as _windows  # noqa: F401
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
-from sp_compile.lowering.scan import kernels as _kernels  # noqa: F401  (the ways to run scans register themselves)
+from sp_compile.lowering.scan import kernels as _kernels  # noqa: F401  (registers the implementations of scans)
 from sp_compile.passes.capture.capture import capture_export
 from sp_compile.passes.report import Report
 from sp_compile.passes.sharding import rules as _rules  # noqa: F401  (registers the sharding rules)

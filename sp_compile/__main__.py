@@ -1,4 +1,4 @@
-"""`python -m sp_compile`."""
+"""Run `python -m sp_compile`."""
 
 import sys
 

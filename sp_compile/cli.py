@@ -22,7 +22,7 @@ from sp_compile.planner.report_json import plan_json, report_json
 
 from .verify import verify
 
-TOLERANCE = 1e-3
+TOLERANCE = 1e-3  # default of --tolerance, a relative error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(args: argparse.Namespace) -> int:
+    """Run a parsed command, write its results, and return the exit status."""
     ranks = _parse_ranks(args.ranks) if args.command == "plan" else []
     model, inputs, kwargs = _call_target(args.target)
     options = dict(map(_parse_option, args.option))
@@ -154,6 +155,7 @@ def _parse_ranks(texts: Sequence[str]) -> list[int]:
 
 
 def _parse_option(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE, where the value is a Python literal or else a string."""
     name, equals, value = text.partition("=")
     if not equals:
         raise SpError("SP731", f"--option: expected NAME=VALUE such as attention=ring, got {text!r}.")

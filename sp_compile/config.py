@@ -1,7 +1,4 @@
-"""The options of `torch.compile(model, backend="sp", options={...})`.
-
-The ranks that share a sequence: their number and the name of their process group.
-"""
+"""Find the ranks that share the sequence from the options of `torch.compile(model, backend="sp", options={...})`."""
 
 from __future__ import annotations
 
@@ -14,15 +11,31 @@ from sp_compile.lowering.base.ranks import Ranks, find_axis_pair
 
 
 def parse_unchecked(options: Mapping[str, Any]) -> tuple[DeviceMesh | None, str | None, bool]:
-    """(mesh, mesh_dim, is the sequence named or its mesh?) of options that may be wrong: ranks meet to hear of that."""
+    """Return the mesh of options that are not validated yet.
+
+    The ranks need it to exchange the errors of the validation.
+
+    Args:
+        options: The options as passed to `torch.compile`.
+
+    Returns:
+        The mesh, its axis, and True if the options define the mesh or the sequence dims.
+    """
     mesh = options.get("mesh")
     return mesh, options.get("mesh_dim"), mesh is not None or options.get("seq_dims", "auto") != "auto"
 
 
 def can_split_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, own_groups: Sequence[Ranks]) -> bool:
-    """Has a program that already talks over `own_groups` a mesh axis left for its sequence?
+    """Return True if a program with its own collectives has a mesh axis on which its sequence can be split.
 
-    Not without a mesh, nor with one whose axes its groups take, nor with one of several axes none of which is named.
+    Args:
+        mesh: The mesh of the options.
+        mesh_dim: The axis of the options.
+        others: The groups of the program's collectives.
+
+    Returns:
+        False without a mesh, for a mesh of one axis whose group the program uses, and for a mesh of several axes if
+        `mesh_dim` is None and the mesh has neither an axis "sp" nor a pair of axes of a strategy.
     """
     if not isinstance(mesh, DeviceMesh):
         return mesh is not None

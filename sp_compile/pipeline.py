@@ -1,4 +1,7 @@
-"""The passes, in order, over one captured graph; each lints, is timed and recorded, and has the graph analysed anew."""
+"""Run the passes, in order, on one captured graph.
+
+The graph is checked and analyzed again after each pass, and the report records the changes and the time of the pass.
+"""
 
 from __future__ import annotations
 
@@ -48,17 +51,18 @@ from sp_compile.passes.tiles.run_in_tiles import RunInTiles
 
 
 class ApplyStrategies(RepeatPasses):
-    """The strategies, round after round, until no demand is left."""
+    """Passes that satisfy the demands of operations on shards, repeated until no demand remains."""
 
     requires = frozenset({"canonical", "chosen attention"})
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
+        """Return the passes of one round, in order."""
         return strategy_passes()
 
 
 class Pipeline(Passes):
-    """Captured graph in the global view -> the proved graph of one rank: all there is, in order."""
+    """All passes that lower a captured graph in the global view to the validated graph of one rank."""
 
     steps = (
         Canonicalize,
@@ -82,7 +86,13 @@ class Pipeline(Passes):
 
 
 def strategy_passes() -> tuple[type[DemandPass], ...]:
-    """Each claims demands by kind and may be run alone, by hand; what the others leave is gathered."""
+    """Return the passes that satisfy demands, in order.
+
+    Each handles demands of certain kinds and can run alone. `GatherOperands` handles the remaining ones.
+
+    Returns:
+        The classes of the passes.
+    """
     return (
         RevertStaleExchanges,
         HoistSlices,
@@ -107,14 +117,14 @@ def run_pipeline(
     Args:
         gm: The captured graph, which is changed.
         job: The settings.
-        fragment: Whether the graph is a piece of a model, as `PassContext` has it.
-        follows: Whether an earlier program left results in shards.
+        fragment: True if the graph is a part of a model, see `PassContext`.
+        follows: True if an earlier program returned sharded results.
 
     Returns:
-        The graph and the report; a Refusal where other views of its inputs may be lowered.
+        The graph and the report; a Refusal if the graph may be lowered with other placements of its inputs.
 
     Raises:
-        SpError: An option does not fit the graph.
+        SpError: The graph does not support an option; see the passes.
     """
     state = replace(PassContext.start(job), fragment=fragment, has_outer_job=follows)
     if job.ranks.n == 1:
@@ -142,18 +152,28 @@ def run_pipeline(
 
 
 def _check_several_ranks(job: PassSettings) -> Iterator[Note]:
-    """What was asked for and takes more than the one rank that there is: a script runs on a laptop as it is."""
+    """Yield a note for each option that has no effect on one rank, so that a script also runs without other ranks."""
     for option, requested in (("attention", job.attention), ("layout", job.layout)):
         if requested != "auto":
             yield Note(NoteKind.DECLINED, requested, f"{option}={requested!r} has no effect on one rank")
 
 
 def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, **config: Any) -> GraphModule:
-    """Every pass on an exported program: the module that each rank runs, with the program's calling convention.
+    """Run all passes on an exported program, and return the module that each rank runs.
 
-    sp: the number of ranks, for a look or a simulation without processes; None takes config's mesh or the default
-    group. config: the fields of SPConfig; seq_dims names inputs of the exported graph. The report is in
-    `meta["sp_report"]`. Raises SpError as the backend would, and for options of what comes behind these passes.
+    Args:
+        program: The exported program, or its graph module.
+        sp: The number of ranks, for an examination or a simulation without processes. None selects the ranks of the
+            option `mesh`, or of the default process group.
+        **config: Fields of `SPConfig`. `seq_dims` contains names of inputs of the exported graph, and `outputs` is
+            "gather" (the default) or "local".
+
+    Returns:
+        A module with the calling convention of the program. `meta["sp_report"]` is its report.
+
+    Raises:
+        SpError: An option is invalid (SP101 to SP116) or has no effect on a graph that is not compiled (SP109), or the
+            backend would raise.
     """
     options = SPConfig.of({"outputs": "gather", **config})
     options.refuse("parallelize", WHEN_COMPILED, **CALL_OPTIONS)
@@ -184,4 +204,4 @@ CALL_OPTIONS = {
     "sequence_parallel_linear": "does not change layers over the program's own groups",
     "merge_reductions": "does not merge reductions",
 }
-"""Options of what is done to a joint graph, and behind it."""
+"""Options that `parallelize` rejects, since they apply to the joint graph or to its compilation, and the reasons."""

@@ -1,4 +1,4 @@
-"""`verify`: compare simulated ranks with a single device, without processes and without GPUs."""
+"""Compare simulated ranks with a single device, without processes and without GPUs."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ REFUSED_OPTIONS = {
     **MEMORY_OPTIONS,
     **dict.fromkeys(("inputs", "outputs", "param_grads"), "compares complete results and gradients"),
 }
-"""Options that `verify` refuses, and the reasons."""
+"""Options that `verify` rejects, and the reasons."""
 
 
 def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **config: Any) -> Report:
     """Run `model(*args)` on `sp` simulated ranks and on a single device, forward and backward, and compare.
 
-    A random model (dropout) is compared as drawn, so its errors are large.
+    The errors of a random model (dropout) are large, since each run draws other numbers.
 
     Args:
         model: The model, or a function.
         *args: Its arguments, with global shapes; not on the meta device.
         sp: The number of ranks. By default 2, or the size of the axis of `mesh`.
-        **config: As for `explain`.
+        **config: Fields of `SPConfig`, and keyword arguments of the model, as for `explain`.
 
     Returns:
         The report. Its `errors` holds the largest relative error over the ranks of every result, every gradient, and
@@ -49,7 +49,8 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
         Strides may differ.
 
     Raises:
-        SpError: There is nothing to compare, or as `explain` does.
+        SpError: The model or an input is on the meta device (SP715), no sequence is split (SP716), or `explain` would
+            raise.
     """
     tensors = pytree.tree_leaves((args, config))
     tensors += model.parameters() if isinstance(model, torch.nn.Module) else ()

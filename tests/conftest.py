@@ -13,16 +13,16 @@ from support.ranks import Ranks, without_timing_guards
 
 from sp_compile.lowering.base.library import tag_programs
 
-# pytest hands its handlers to loggers that do not propagate. To torch's, a handler means that somebody collects traces,
-# for whom it prints each graph after each pass: a third of the suite's time.
+# pytest adds its handlers to loggers that do not propagate. With a handler, torch's trace logger prints each graph after
+# each pass, which takes a third of the suite's time.
 logging.getLogger("torch.__trace").propagate = True
 
 without_timing_guards()
-tag_programs()  # tests give operators to compilers whose caches outlive an edit of these
+tag_programs()  # caches of compilers must not outlive an edit of the operators
 
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 settings.register_profile("fuzz", deadline=None, derandomize=False, print_blob=True)
-settings.load_profile("suite")  # the same programs each time; `make properties` draws others
+settings.load_profile("suite")  # fixed programs; `make properties` draws others
 
 QUICK = """
 tree/test_layers.py capture cost sharding/test_rules.py
@@ -33,11 +33,11 @@ collectives/test_collectives.py collectives/permute/test_permute_all_to_all.py c
 scan/test_scan_graphs.py scan/kernels/test_scan_table.py scan/kernels/test_scan_tree.py windows/test_halo_passes.py
 tensor_parallel/test_tensor_parallel_graphs.py
 """.split()
-"""What `make quick` runs, as far as it needs no processes: each kind of pass and op once."""
+"""Tests of `make quick`, if they need no processes: each kind of pass and op once."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test marked `as_users_run` has a second variant, `[inductor...]`, whose models ranks compile as users do."""
+    """Add a second variant, `[inductor...]`, to tests marked `as_users_run`: models are compiled as users do."""
     if metafunc.definition.get_closest_marker("as_users_run"):
         if "as_users_run" not in metafunc.fixturenames:
             metafunc.fixturenames.append("as_users_run")
@@ -45,13 +45,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def is_as_users_run(item: pytest.Item) -> bool:
-    """Is the item such a variant?"""
+    """Return True if the item is such a variant."""
     return bool(getattr(item, "callspec", None) and item.callspec.params.get("as_users_run"))
 
 
 def keep_chosen(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the variants of a test that run as users do, those cases stay that its mark names, and are never slow."""
-    left: list[pytest.Item] = []
+    """Keep those inductor variants that the mark of their test names; they are never slow."""
+    deselected: list[pytest.Item] = []
     for item in items[:]:
         if not is_as_users_run(item):
             continue
@@ -60,13 +60,13 @@ def keep_chosen(config: pytest.Config, items: list[pytest.Item]) -> None:
             item.own_markers = [mark for mark in item.own_markers if mark.name not in ("slow", "sampled")]
         else:
             items.remove(item)
-            left.append(item)
-    config.hook.pytest_deselected(items=left)
+            deselected.append(item)
+    config.hook.pytest_deselected(items=deselected)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked `sampled(every=k)`, every k-th case runs always and the others are slow; what is quick."""
+    """Mark all but every k-th case of a test marked `sampled(every=k)` as slow; mark the tests of `make quick`."""
     keep_chosen(config, items)
     for item in items:
         place = item.path.relative_to(Path(__file__).parent).as_posix()
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: no collection of garbage need look at it again."""
+    """Exclude everything imported so far from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -99,7 +99,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def as_users_run(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[bool]:
-    """Do ranks compile models with Inductor and all default options? What a test does not ask for, `parity.sp` leaves out."""
+    """Let ranks compile models with Inductor and all default options, except options that a test sets itself."""
     ranks.as_users_run = request.param
     yield request.param
     ranks.as_users_run = False
@@ -107,6 +107,6 @@ def as_users_run(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[bool]
 
 @pytest.fixture
 def examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test can import what is in examples/, whose `models` is no folder of tests."""
+    """Make examples/ importable; its `models` takes the place of the tests' folder."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
     monkeypatch.delitem(sys.modules, "models", raising=False)

@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """what: "one device", or the way of attention; how: "compiled", "op" (functional), or "by hand"."""
+    """what: "one device", or the way of attention; how: "compiled", "op" (functional), or "handwritten"."""
 
     what: str
     how: str
@@ -55,12 +55,12 @@ def cases(worlds: list[int], heads: int) -> list[Case]:
     for n in worlds:
         kinds = ["ulysses", "ring", "gather"] + (["hybrid"] if n > 3 and n % 2 == 0 else [])
         out += [Case(kind, "compiled", n) for kind in kinds if kind != "ulysses" or heads % n == 0]
-        out += [Case(kind, how, n) for kind in ("ulysses", "ring") for how in ("op", "by hand")]
+        out += [Case(kind, how, n) for kind in ("ulysses", "ring") for how in ("op", "handwritten")]
     return out
 
 
 def build(case: Case, args: argparse.Namespace, rank: int, group: dist.ProcessGroup) -> tuple[Block, Step]:
-    """The model with its weights, and what runs one step of it on this rank."""
+    """Return the model with its weights, and a function that runs one step of it on this rank."""
     torch.manual_seed(0)
     model = Block(args.heads, args.head_dim)
     x = torch.randn(1, args.seq, args.heads * args.head_dim)
@@ -70,13 +70,14 @@ def build(case: Case, args: argparse.Namespace, rank: int, group: dist.ProcessGr
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sp",))
         options = {"attention": case.what, "mesh": mesh}
         return model, _step(torch.compile(model, backend="sp", options=options), x)
-    model.attend = by_hand(case, group)
+    model.attend = attention_on_shards(case, group)
     shard = zigzag(x, rank, case.ranks) if case.what == "ring" else x.chunk(case.ranks, 1)[rank].contiguous()
     return model, _local_step(model, shard, group)
 
 
-def by_hand(case: Case, group: dist.ProcessGroup) -> Attend:
-    if case.how == "by hand":
+def attention_on_shards(case: Case, group: dist.ProcessGroup) -> Attend:
+    """Return the handwritten module or the operator of a case, for shards (B, s, H, D)."""
+    if case.how == "handwritten":
         return UlyssesAttention(group) if case.what == "ulysses" else ZigzagRingAttention(group)
     from sp_compile.functional.attention_calls import ring_attention, ulysses_attention
 
@@ -115,8 +116,8 @@ def _local_step(model: nn.Module, shard: Tensor, group: dist.ProcessGroup) -> St
 
 
 def work(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """A rank's life: build every case, run the rounds, save seconds, counts and errors."""
-    # Its kernels as events of the profiler, and as many variants of one model as there are cases.
+    """Build every case on one rank, run the rounds, and save seconds, counts and errors."""
+    # Kernels of Inductor are events of the profiler. Every case compiles the model once more.
     torch._inductor.config.cpp.enable_kernel_profile = True
     torch._dynamo.config.recompile_limit = 64
     with joined(rank, max(args.ranks), folder, timedelta(minutes=30)):

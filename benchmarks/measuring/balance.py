@@ -1,4 +1,4 @@
-"""How evenly layouts share the pairs of packed documents among ranks, and which keys of other ranks that takes."""
+"""Measure how evenly layouts split the pairs of packed documents over ranks, and how many remote keys a rank needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sp_compile.lowering.masks.spans import Rows, Segment, span_rows
 KEY_BYTES = 2 * 8 * 128 * 2
 """Of a token's keys and values: 8 heads of 128 dims in bf16."""
 DEFAULT_CHUNKS, EXAMPLE_ROWS = 8, 512
-"""MagiAttention's chunks a rank if nothing is said, and tokens of one in its examples."""
+"""MagiAttention's default number of chunks per rank, and the tokens of a chunk in its examples."""
 PREDICATE = "Eq(row0, col0) & (col1 <= row1)"
 
 
@@ -34,13 +34,13 @@ def pieces_of(x: Tensor) -> Pieces:
 
 
 def lengths_of(kind: str, documents: int) -> Tensor:
-    """Of documents, before they are scaled to the tokens that there are."""
+    """Return the lengths of documents, before they are scaled to the number of tokens."""
     drawn = torch.rand(documents, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     if kind == "log-normal":
         return (1.5 * torch.special.ndtri(drawn.clamp(1e-9, 1 - 1e-9))).exp()
     if kind == "uniform":
         return drawn
-    return torch.cat([drawn[:-1], drawn[:-1].sum()[None]])  # as long as all others together, behind them
+    return torch.cat([drawn[:-1], drawn[:-1].sum()[None]])  # the last is as long as all others together
 
 
 KINDS = ("log-normal", "uniform", "one long")
@@ -56,13 +56,13 @@ def packed(tokens: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def zigzag(tokens: int, n: int) -> Tensor:
-    """The positions that ranks hold, rank by rank."""
+    """Return the positions of the ranks' rows, rank by rank."""
     chunks = torch.arange(tokens).view(2 * n, -1)
     return torch.cat([torch.cat([chunks[r], chunks[2 * n - 1 - r]]) for r in range(n)])
 
 
 def needed(number: Tensor, position: Tensor, order: Tensor, n: int) -> int:
-    """Keys of other ranks that the queries of one attend to, the most of any rank."""
+    """Return the largest number of keys of other ranks that the queries of any rank attend to."""
     most = 0
     for rows in order.view(n, -1):
         last = torch.zeros(int(number.max()) + 1, dtype=torch.int64)
@@ -71,10 +71,15 @@ def needed(number: Tensor, position: Tensor, order: Tensor, n: int) -> int:
     return most
 
 
-def calls(vectors: Sequence[Pieces], whole: Sequence[Pieces], tokens: int, n: int, folds: int) -> tuple[int, int]:
-    """The most kernel calls of a rank over the keys of one, in a ring, and over all keys; at most 8 ranks are asked.
+def calls(vectors: Sequence[Pieces], gathered: Sequence[Pieces], tokens: int, n: int, folds: int) -> tuple[int, int]:
+    """Return the most kernel calls of a rank for the keys of one rank (a ring), and for all keys; 8 ranks are sampled.
 
-    vectors: in the layout's order. whole: in the sequence's, in which keys are gathered.
+    Args:
+        vectors: In the order of the layout.
+        gathered: In the order of the sequence, in which keys are gathered.
+        tokens: Length of the sequence.
+        n: Number of ranks.
+        folds: Chunks per rank of the layout.
     """
 
     def most(queries: Rows, keys: Iterable[Rows], looked_up: Sequence[Pieces]) -> int:
@@ -82,22 +87,21 @@ def calls(vectors: Sequence[Pieces], whole: Sequence[Pieces], tokens: int, n: in
         return max(len(one.packed) + len(one.others) for one in made)
 
     every = [span_rows([n, folds, 1, 0, 0, tokens], tokens // n, rank) for rank in range(n)]
-    asked = every[:: max(n // 8, 1)]
-    gathered = [(Segment(0, 0, tokens),)]
-    return max(most(rows, every, vectors) for rows in asked), max(most(rows, gathered, whole) for rows in asked)
+    sampled, full = every[:: max(n // 8, 1)], [(Segment(0, 0, tokens),)]
+    return max(most(rows, every, vectors) for rows in sampled), max(most(rows, full, gathered) for rows in sampled)
 
 
 def stretches(order: Tensor, n: int) -> float:
-    """Of neighbours in the sequence that a rank holds, so many on the average."""
+    """Return the average number of contiguous stretches of the sequence per rank."""
     return float((order.view(n, -1).diff() != 1).sum() + n) / n
 
 
-def dealt_by_heap(predicate: str, vectors: tuple[Pieces, ...], length: int, n: int, chunks: int) -> ChunkOrder:
-    """The order of `length` positions, of which each of n ranks holds so many chunks; they divide the length.
+def balance_by_heap(predicate: str, vectors: tuple[Pieces, ...], length: int, n: int, chunks: int) -> ChunkOrder:
+    """Return an order of `length` positions in which each of n ranks has `chunks` chunks; they divide the length.
 
-    As MagiAttention deals them (arXiv 2505.13211; `MinHeapDispatchAlg` of SandAI-org/MagiAttention at 2c641357), in our
-    words: chunks of one size, from that with the most pairs to that with the fewest, each to the rank that has the
-    fewest pairs of those that still have room; all ranks take equally many.
+    The algorithm of MagiAttention (arXiv 2505.13211; `MinHeapDispatchAlg` of SandAI-org/MagiAttention at 2c641357),
+    implemented again: chunks of one size are assigned in descending order of their pairs. Each goes to the rank with
+    the fewest pairs, among the ranks with fewer than `chunks` chunks.
     """
     whole, rows = (Segment(0, 0, length),), length // (n * chunks)
     before = count_pairs_before(
@@ -117,17 +121,17 @@ def dealt_by_heap(predicate: str, vectors: tuple[Pieces, ...], length: int, n: i
 
 
 def ways(vectors: tuple[Pieces, ...], tokens: int, n: int) -> dict[str, Callable[[], ChunkOrder]]:
-    """What deals chunks: ours, and a heap's, of as many a rank as ours has, its default, or those of its examples."""
+    """Return the orders to compare: balanced rows, and a heap with several numbers of chunks per rank."""
     ours = partial(balance_rows, (PREDICATE,), (1,), (), vectors, tokens, n)
     found = {"balanced": ours}
     for chunks in sorted({round(len(ours().firsts) / n), DEFAULT_CHUNKS, tokens // n // EXAMPLE_ROWS}):
         if tokens % (n * chunks) == 0:
-            found[f"heap, {chunks} chunks"] = partial(dealt_by_heap, PREDICATE, vectors, tokens, n, chunks)
+            found[f"heap, {chunks} chunks"] = partial(balance_by_heap, PREDICATE, vectors, tokens, n, chunks)
     return found
 
 
 def timed(way: Callable[[], ChunkOrder]) -> tuple[ChunkOrder, float]:
-    """What it makes, and the least ms of CPU time of three, its plan of all pairs among them."""
+    """Return the order, and the least CPU time in ms of three runs, which include the plan of all pairs."""
     least = inf
     for _ in range(3):
         balance_rows.cache_clear()
@@ -139,9 +143,9 @@ def timed(way: Callable[[], ChunkOrder]) -> tuple[ChunkOrder, float]:
 
 
 def balance(tokens: int, documents: int, ranks: list[int]) -> Table:
-    """Work over the mean of each layout. A rank attends with each query to its document up to itself.
+    """Return a table of the largest work of a rank over the mean, for each layout of packed causal documents.
 
-    "heap": as MagiAttention deals chunks, see `dealt_by_heap`.
+    "heap" is MagiAttention's order, see `balance_by_heap`.
     """
     names = (
         "documents",

@@ -1,7 +1,7 @@
-"""Sequence-parallel attention by hand, as the literature has it: eager modules that a model calls on its shard.
+"""Sequence-parallel attention as published: eager modules that a model calls on its shard.
 
-Both take q, k, v and return the result as (B, s, H, D), causal, one shard a rank. Written from the papers and from the
-behaviour of the well-known repositories, as what sp_compile is measured against.
+Both take q, k, v and return the result as (B, s, H, D), causal, one shard per rank. They follow the papers and the
+behavior of the well-known repositories, and are the baseline of sp_compile.
 
     UlyssesAttention       arXiv:2309.14509: four all-to-alls, a permuted copy at each; shards are contiguous
     ZigzagRingAttention    arXiv:2310.01889: send and receive K and V, a flash block a step, merged by log-sum-exp;
@@ -128,7 +128,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Shift:
-    """Two tensors on their way to the next rank, and two from the rank before. What is sent is kept until then."""
+    """A transfer of two tensors to the next rank and two from the previous one. Sent tensors are kept until `wait`."""
 
     def __init__(self, group: dist.ProcessGroup, a: Tensor, b: Tensor) -> None:
         there, here = ((group.rank() + step) % group.size() for step in (1, -1))

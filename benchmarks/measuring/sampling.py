@@ -1,4 +1,4 @@
-"""A few tests of every folder: `pytest -p measuring.sampling --of-each-folder 5`, with benchmarks on PYTHONPATH."""
+"""Select a few tests of every folder: `pytest -p measuring.sampling --of-each-folder 5`. PYTHONPATH=benchmarks."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--of-each-folder", type=int, default=1, help="run the first case of so many tests of each folder")
+    parser.addoption("--of-each-folder", type=int, default=1, help="number of tests of each folder; first cases")
 
 
 @pytest.hookimpl(trylast=True)  # when -m has left out what it leaves out
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def evenly(tests: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """So many of them, from the first to the last."""
+    """Return `count` tests at even distances, from the first to the last."""
     if len(tests) <= count:
         return tests
     return [tests[i * (len(tests) - 1) // max(count - 1, 1)] for i in range(count)]

@@ -1,4 +1,4 @@
-"""A way's kernels without the table in front of them: what a problem holds as arguments."""
+"""Call the kernels of a scan directly, without the lowering table: a problem's fields are arguments."""
 
 from __future__ import annotations
 

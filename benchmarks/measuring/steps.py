@@ -1,7 +1,7 @@
-"""Small models, what `explain` predicts of a rank's training step, and what lies in memory when one rank runs it.
+"""Small models, the prediction of `explain` for a rank's training step, and the measured memory of that step.
 
-The other ranks are those of torch's "fake" group: exchanges move nothing, and take the memory that they take: what is
-sent stays until it is waited for. What waits on the host lies where no tensor of torch's does.
+The other ranks are those of torch's "fake" group. Exchanges move no data, but allocate their memory: a sent tensor
+is kept until its wait. Offloaded values are in memory that is not torch's.
 """
 
 import gc
@@ -204,7 +204,7 @@ def sent_until_it_has_arrived() -> torch.library.Library:
 
 
 def on_a_host() -> torch.library.Library:
-    """While this is held, what waits on the host lies where a profiler of torch's allocations does not see it."""
+    """Offload values to memory that a profiler of torch's allocations does not see, until the result is freed."""
 
     def offload(x: Tensor) -> Tensor:
         nbytes = x.untyped_storage().nbytes()

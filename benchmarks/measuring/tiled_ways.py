@@ -1,8 +1,9 @@
-"""A training step whose head and MLPs run in tiles, ours, DeepSpeed's (ALST) and by hand: peak of tensors, CPU time.
+"""Measure a training step whose head and MLPs run in tiles: ours, DeepSpeed's (ALST) and a handwritten model.
 
-One model, on one process or on ranks, which take turns at every way. Every way checkpoints its blocks. Ours and the
-plain model are the model as it is, and take the whole sequence. DeepSpeed's are functions that a model calls; its ranks
-and those by hand take their rows, exchange heads for rows around attention (Ulysses), and sum gradients in place.
+One model runs on one process or on ranks, which take turns at every variant. Every variant checkpoints its blocks. Ours
+and the plain model are unmodified, and take the full sequence. DeepSpeed's are functions that a model calls. Its ranks
+and those of the handwritten model take their rows, exchange heads for rows around attention (Ulysses), and sum
+gradients in place. Peaks of tensors and CPU times are reported.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ class CheckpointedLM(nn.Module):
 
 
 def rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of whole sequences and a share of the heads, (B, H, S, D) each."""
+    """Return the attention of the full sequence for some heads, (B, H, S, D) each."""
     return causal(rope(q), rope(k), v)
 
 
-class TiledByHand(CheckpointedLM):
-    """Chunks of the sequence, each computed again, as one writes it; on ranks the sequence is this rank's."""
+class HandwrittenTiles(CheckpointedLM):
+    """Checkpointed chunks of the sequence, written directly; on ranks, of this rank's rows."""
 
     def __init__(self, tiles: int) -> None:
         super().__init__()
@@ -115,10 +116,10 @@ class TiledByHand(CheckpointedLM):
         return self.of_rows(*mine, (labels != IGNORE).sum())
 
 
-class DeepSpeed(TiledByHand):
-    """Its DistributedAttention, its TiledMLP, and its TiledFusedLogitsLoss, which makes gradients in the forward.
+class DeepSpeed(HandwrittenTiles):
+    """DeepSpeed's DistributedAttention, TiledMLP and TiledFusedLogitsLoss, which computes gradients in the forward.
 
-    The head's for a cotangent of 1, whatever is done to the loss behind it: what the sum is divided by stands inside.
+    The gradients of the head are those for a cotangent of 1, so the sum is divided by the count inside the function.
     """
 
     def exchanged(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -173,7 +174,7 @@ def plain(compiled: bool) -> Callable[[int], Made]:
     return make
 
 
-def called(kind: type[TiledByHand]) -> Callable[[int], Made]:
+def called(kind: type[HandwrittenTiles]) -> Callable[[int], Made]:
     def make(tiles: int) -> Made:
         model = kind(tiles)
         return model, model
@@ -185,7 +186,7 @@ ALONE = {"no tiles": Way(plain(False)), "no tiles, Inductor": Way(plain(True), c
 WAYS = {
     "ours": Way(ours, compiled=True),
     "DeepSpeed": Way(called(DeepSpeed), sums=True),
-    "by hand": Way(called(TiledByHand), sums=True),
+    "handwritten": Way(called(HandwrittenTiles), sums=True),
 }
 
 
@@ -275,7 +276,7 @@ def _together() -> None:
 
 
 def _step(way: Way, model: nn.Module, call: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Forward and backward of a whole sequence: the loss, and gradients, that of one device, on every rank."""
+    """Return a function that runs forward and backward; every rank has the loss and gradients of the full sequence."""
 
     def step(ids: Tensor) -> Tensor:
         loss = call(ids, ids)

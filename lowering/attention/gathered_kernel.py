@@ -42,7 +42,7 @@ class GatheredKeys(NamedTuple):
     group: str
     """Name of the process group."""
     orders: Sequence[Tensor] | None = None
-    """None, or the order in which ranks store keys, and its inverse (see ``sp::deal``)."""
+    """None, or the order in which ranks store keys, and its inverse (see ``masks/balance_rows.py``)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
         """Return the output and log-sum-exps of local queries over all keys.

@@ -276,7 +276,7 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP455": ErrorInfo("A mask of large finite numbers", "Use -inf for pairs that may not attend, or a bool mask."),
     # SP5xx: scans and collectives
-    "SP501": ErrorInfo("An unknown name of an option or an operation", "Use one of the names that the message lists."),
+    "SP501": ErrorInfo("An unknown name of an operation", "Use one of the names that the message lists."),
     "SP502": ErrorInfo("An argument of the wrong type", "Pass a value of the type that the message names."),
     "SP503": ErrorInfo("A dim out of range", "Pass a dim of the tensor."),
     "SP504": ErrorInfo("A tensor of the wrong shape", "Pass a tensor of the shape that the message names."),
@@ -422,8 +422,8 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP634": ErrorInfo(
         "Batches that differ between ranks, with equal programs and weights",
         "Pass the same batch to the ranks that share a sequence. A DistributedSampler over all ranks does not: use "
-        "sp_compile.data.SequenceSampler(dataset, mesh) or SequenceLoader(loader, mesh); for transformers and "
-        "accelerate use sp_compile.integrations.",
+        "sp_compile.data.SequenceSampler(dataset, mesh); for transformers and accelerate use "
+        "sp_compile.integrations.",
     ),
     "SP635": ErrorInfo(
         "Weights that were equal at an earlier call",
@@ -524,30 +524,9 @@ ERRORS: dict[str, ErrorInfo] = {
         "Return (model, args) or (model, args, kwargs), where args is a tuple.",
     ),
     # SP8xx: data and integrations
-    "SP801": ErrorInfo(
-        "A rank without a loader",
-        "Pass a loader on every rank, or reads='first' and a loader on the first rank of each sequence.",
-    ),
-    "SP802": ErrorInfo(
-        "A loader with a DistributedSampler",
-        "Create the loader as on a single device (shuffle=True), or pass a SequenceSampler of this mesh to it.",
-    ),
-    "SP803": ErrorInfo(
-        "A loader state saved with another number of replicas",
-        "Resume on the same number of replicas, or use a DataLoader without a state of its own.",
-    ),
     "SP804": ErrorInfo(
         "A sampler state that this number of replicas cannot resume",
-        "Save at a multiple of the samples per step of all replicas, or resume on the same number of replicas.",
-    ),
-    "SP805": ErrorInfo(
-        "A batch with an object that cannot be sent",
-        "Convert the object in collate_fn, or let every rank read: reads='all'.",
-    ),
-    "SP806": ErrorInfo("A rank that could not read its data", "Fix the error of that rank."),
-    "SP807": ErrorInfo(
-        "Ranks that read different data",
-        "Create the same loader over the same dataset on every rank, and set the same epoch.",
+        "Save after a number of samples that the replicas divide, or resume on the same number of replicas.",
     ),
     "SP811": ErrorInfo(
         "data_dims without a mesh of several axes",
@@ -573,8 +552,7 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP824": ErrorInfo(
         "dispatch_batches with ranks that share sequences",
-        "Omit dispatch_batches, or pass a sp_compile.data.SequenceLoader(loader, mesh=accelerator.mesh, "
-        "reads='first').",
+        "Omit dispatch_batches, so that every rank reads the batches of its sequence.",
     ),
     "SP825": ErrorInfo(
         "Processes that accelerate does not use",

@@ -52,6 +52,7 @@ def composite(schema: str, moves: tuple[str, str] | None = None, padded: str | N
     """
 
     def register(body: Body) -> Body:
+        """Register the body for the schema."""
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         name = schema.split("(")[0]
         LIBRARY.impl(name, body, "CompositeImplicitAutograd")
@@ -85,6 +86,7 @@ def opaque(
     tags = (torch.Tag.pt2_compliant_tag, *([] if unsafe is None else [unsafe]))
 
     def register(body: Body) -> Body:
+        """Register the body for the schema."""
         name = schema.split("(")[0]
         LIBRARY.define(schema, tags=tags)
         LIBRARY.impl(name, torch.no_grad()(body), "CompositeExplicitAutograd")

@@ -73,6 +73,7 @@ class Table(dict[Any, TableRow]):
         """Return a decorator that registers a function or class under these names."""
 
         def register(row: Any) -> Any:
+            """Register the row under each name."""
             for name in names:
                 self.register(name, row)
             return row

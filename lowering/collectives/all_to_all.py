@@ -53,6 +53,7 @@ class _AllToAllFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, reshard: _Reshard, edge: bool, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Pad the tensors to their frames and exchange them, in one collective where possible."""
         ctx.reshard = reshard
         padded = [pad_to_frame(x, reshard.scatter_dim, reshard.scatter_frame, reshard.n, edge) for x in xs]
         results: list[Tensor] = list(xs)
@@ -64,6 +65,7 @@ class _AllToAllFunction(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the inverse exchange on the required gradients."""
         needed = ctx.needs_input_grad[2:]
         moved = iter(_AllToAllFunction.apply(ctx.reshard.inverse(), False, *compress(grads, needed)))
         return None, None, *(next(moved) if need else None for need in needed)

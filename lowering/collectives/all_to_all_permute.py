@@ -130,6 +130,7 @@ class _PermuteFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
+        """Exchange, and return a result that may be changed in place."""
         problem = PermuteProblem(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
         result = PERMUTE_KERNELS[choose_permute(problem)].run(problem)
         # A view of the received tensor could not be changed in place.
@@ -137,21 +138,25 @@ class _PermuteFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the dims and the ranks."""
         _, ctx.scatter_dim, ctx.gather_dim, *ctx.ranks = inputs
 
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the inverse exchange on the gradient."""
         return _PermuteFunction.apply(grad, ctx.gather_dim, ctx.scatter_dim, *ctx.ranks), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
+        """Run the same exchange on the tangent, since the function is linear."""
         return _PermuteFunction.apply(tangent, ctx.scatter_dim, ctx.gather_dim, *ctx.ranks)
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[Any, ...], x: Tensor, scatter: int, gather: int, *ranks: Any
     ) -> tuple[Tensor, int]:
+        """Run the exchange with the batch dim first."""
         return _PermuteFunction.apply(x.movedim(in_dims[0], 0), scatter + 1, gather + 1, *ranks), 0
 
 

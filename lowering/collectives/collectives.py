@@ -187,6 +187,7 @@ class _ReduceGradFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, how: str, n: int, group: str, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors unchanged."""
         ctx.set_materialize_grads(False)
         ctx.where = how, n, group
         return tuple(_identity(x) for x in xs)
@@ -194,6 +195,7 @@ class _ReduceGradFunction(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Sum the gradients over the ranks, or scale partial gradients by the number of ranks."""
         how, n, group = ctx.where
         if how == "partial":
             return None, None, None, *(None if g is None else g * n for g in grads)

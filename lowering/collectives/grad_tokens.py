@@ -51,12 +51,14 @@ class _TapFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a view of x, and a ticket for a later gradient."""
         ctx.set_materialize_grads(False)
         ctx.like = x.shape, x.dtype, x.device
         return x.view_as(x), sp.ticket.default(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, number: Tensor | None) -> Tensor | None:
+        """Add the gradient that was stored under the ticket."""
         if number is None:
             return grad
         shape, dtype, device = ctx.like

@@ -20,7 +20,7 @@ sp = torch.ops.sp
 
 @dataclass(frozen=True, eq=False)
 class RowPermutation:
-    """Order in which ranks store positions, computed at run time by ``sp::deal``."""
+    """Order in which ranks store positions, computed at run time (see ``masks/balance_rows.py``)."""
 
     order: Tensor  # int64 (S,), position of each row
     inverse: Tensor  # int64 (S,), row of each position
@@ -108,7 +108,7 @@ class Layout:
 
 
 def _skip_meet(text: str) -> None:
-    """Do nothing: simulated ranks and tracers do not compare reads."""
+    """Skip the comparison of reads, for simulated ranks and tracers."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ from .shard_views import ViewStorage, can_keep_views, view_storages
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
-
 BALANCED_PARTS = "order", "inverse", "chunks"
 
 
@@ -61,9 +60,10 @@ class Sharded(Tensor):
     @staticmethod
     def __new__(cls, storage: ShardStorage | ViewStorage, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
         """Create a value. Shape and strides are those of the full tensor, by default without gaps."""
-        if isinstance(storage, ViewStorage):
-            strides = storage.like.stride()
-        value: Sharded = make_wrapper(cls, shape, strides or storage.layout.strides(shape), storage.local_like)
+        strides = (
+            storage.like.stride() if isinstance(storage, ViewStorage) else strides or storage.layout.strides(shape)
+        )
+        value: Sharded = make_wrapper(cls, shape, strides, storage.local_like)
         value.shard_storage = storage
         return value
 
@@ -104,7 +104,7 @@ class Sharded(Tensor):
             mesh: Mesh of the ranks that store the value; created from their group if None.
         """
         layout = self.sharding
-        if not (layout.folds == 1 and layout.is_plain) and not self.is_gathered:
+        if not (self.is_gathered or (layout.folds == 1 and layout.is_plain)):
             self.shard_storage.read()
         if mesh is None:
             mesh = DeviceMesh.from_group(process_group(layout.group), self.device.type, mesh_dim_names=("sp",))
@@ -118,8 +118,7 @@ class Sharded(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         if self.is_gathered:
             return repr(self.shard_storage.read())
-        text = f"{tuple(self.shape)}, {self.dtype}, {self.sharding}"
-        return f"Sharded({text}: .full() on every rank reads it)"
+        return f"Sharded({tuple(self.shape)}, {self.dtype}, {self.sharding}: .full() on every rank reads it)"
 
     # Attributes that torch reads from memory, without a dispatcher.
 
@@ -132,6 +131,7 @@ class Sharded(Tensor):
     @data.setter
     @torch.compiler.disable
     def data(self, new: Tensor) -> None:
+        """Replace the storage; a dense tensor is stored in full."""
         if (new.shape, new.dtype, new.device) != (self.shape, self.dtype, self.device):
             raise SpError("SP322", f"x.data: expected {_describe(self)}, as x is sharded, got {_describe(new)}.")
         if isinstance(new, Sharded):
@@ -208,8 +208,7 @@ class Sharded(Tensor):
     def __torch_dispatch__(
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        args = pytree.tree_map_only(torch.SymInt, end_of_view, args)
+        args, kwargs = pytree.tree_map_only(torch.SymInt, end_of_view, args), dict(kwargs or {})
         move = SHARDED_MOVES.get(func) or (_view if func.is_view and can_keep_views() else None)
         moved = move(func, args, kwargs) if move is not None else None
         if moved is not None:
@@ -217,8 +216,8 @@ class Sharded(Tensor):
         owners: dict[int, Sharded] = {}
 
         def whole(value: Sharded) -> Tensor:
-            found = value.shard_storage.read()
-            owners[id(found)] = value
+            """Return the full tensor of a value, and record its owner."""
+            owners[id(found := value.shard_storage.read())] = value
             return found
 
         args, kwargs = pytree.tree_map_only(Sharded, whole, (args, kwargs))
@@ -326,14 +325,16 @@ class _FullFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Sharded) -> Tensor:
+        """Return the full tensor."""
         return x.shard_storage.read().detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Sharded], output: Tensor) -> None:
-        pass
+        """Save nothing."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient unchanged."""
         return grad
 
 
@@ -342,6 +343,7 @@ class _ToLocalFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Sharded, layout: Layout) -> Tensor:
+        """Return the rows of this rank."""
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.layout, ctx.origin = x.shape, layout, x.shard_storage.origin
         rows = _local_rows(x, layout).detach()
@@ -353,6 +355,7 @@ class _ToLocalFunction(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        """Return the gradient as a sharded tensor."""
         if grad is None:
             return None, None
         layout, origin = ctx.layout, Origin(f"the gradient of {ctx.origin.text}", ctx.origin.meet)
@@ -374,6 +377,7 @@ class _FromLocalFunction(torch.autograd.Function):
         gradients: Callable[[Tensor], Iterable[Tensor]],
         *sources: Tensor,
     ) -> Tensor:
+        """Wrap the storage as a sharded tensor."""
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.gradients, ctx.sources = storage.layout, gradients, len(sources)
         return Sharded(storage, shape)
@@ -381,6 +385,7 @@ class _FromLocalFunction(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the sources from the rows of this rank, with zeros in padded rows."""
         if grad is None:
             return None, None, None, *[None] * ctx.sources
         refuse_transforms([grad])
@@ -456,12 +461,14 @@ class _WriteFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Sharded, new: Tensor) -> Tensor:
+        """Assign a value to the storage in place."""
         ctx.mark_dirty(x)
         x.shard_storage.assign(new, new.shard_storage if isinstance(new, Sharded) else None)
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """Return the gradient of the assigned value; the old value has none."""
         return None, grad
 
 
@@ -482,6 +489,7 @@ class _IdentityFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, origin: Origin) -> Tensor:
+        """Wrap a full tensor whose local rows are empty."""
         length = x.shape[layout.dim]
         rows = layout.outer * local_row_count(layout.frame(length), layout.n) * layout.inner
         shape = [rows if dim == layout.dim else extent for dim, extent in enumerate(x.shape)]
@@ -490,4 +498,5 @@ class _IdentityFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the full gradient."""
         return grad.shard_storage.read() if isinstance(grad, Sharded) else grad, None, None

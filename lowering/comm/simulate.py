@@ -58,6 +58,7 @@ def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None
     grad_enabled, casts = torch.is_grad_enabled(), _inherit_autocast()
 
     def live(rank: int) -> None:
+        """Run the function as one simulated rank, with the caller's modes."""
         with (
             ExitStack() as modes,
             torch.set_grad_enabled(grad_enabled),

@@ -89,7 +89,7 @@ def order_tensors(found: ChunkOrder, device: torch.device) -> tuple[Tensor, Tens
 
 
 def identity_order(length: int, n: int, device: torch.device) -> list[Tensor]:
-    """Return (order, inverse, chunks) as ``sp::deal`` does, for rows that are not moved."""
+    """Return the order, its inverse and its chunks, for rows that are not moved."""
     found = ChunkOrder.of(np.array([[0], [length]]))
     return [*order_tensors(found, device), torch.from_numpy(found.encode(n))]
 
@@ -201,7 +201,7 @@ def balanced_tables(vectors: Sequence[Tensor], chunks: Tensor, length: int) -> l
 
     Args:
         vectors: int or bool (B, length) each, replicated.
-        chunks: (2, chunks) on the CPU, as ``sp::deal`` returns it.
+        chunks: (2, chunks) on the CPU, the first position and the length of each run of the order.
         length: The number of positions.
 
     Returns:

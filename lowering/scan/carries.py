@@ -205,6 +205,7 @@ def _scan_in_steps(
     join = segment_combine(combine)
 
     def merge(left: Any, right: Any) -> Any:
+        """Combine two ranges of ranks, with a stop where the segment ids differ."""
         stops, total, first, last = right
         return *join(left[:2], (stops | (left[3] != first), total)), left[2], last
 
@@ -230,6 +231,7 @@ def _exclusive_combine(state: Any, empty: Any, combine: Combine, exchange: Carry
 
 def _select(known: Tensor, new: Any, old: Any) -> Any:
     def pick(a: Tensor, b: Tensor) -> Tensor:
+        """Return the new tensor where it is known."""
         return torch.where(known.view([1] * a.ndim), a, b)
 
     return pytree.tree_map(pick, new, old)

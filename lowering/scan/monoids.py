@@ -64,6 +64,7 @@ def segment_combine(combine: Combine) -> Combine:
     """
 
     def join(left: Any, right: Any) -> Any:
+        """Combine two states; a start of a segment discards the left one."""
         start = right[0]
         carried = combine(left[1], right[1])
         values = pytree.tree_map(lambda own, both: torch.where(start, own, both), right[1], carried)
@@ -85,6 +86,7 @@ def select_combine(op: str) -> Combine:
     """Return a combine function of states (value, index) under max or min."""
 
     def select(left: Pair, right: Pair) -> Pair:
+        """Return the extreme of two values with its index."""
         later = is_later_extreme(op, right[0], left[0])
         return torch.where(later, right[0], left[0]), torch.where(later, right[1], left[1])
 

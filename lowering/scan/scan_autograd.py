@@ -68,6 +68,7 @@ class _ScanFunction(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Save the operands and results that the derivative of the operation reads."""
         (x, cuts, *_, job), (y, carry, cut) = inputs, output
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(saved for saved in (carry, cut) if saved is not None))
@@ -78,6 +79,7 @@ class _ScanFunction(Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        """Return the gradient of x, by a scan in the other direction."""
         if grad is None:
             return None, None, None, None, None
         (cuts, cut, x, y, carry), job = ctx.saved_tensors, ctx.job
@@ -98,6 +100,7 @@ class _ExtremesFunction(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Save the operand, the result and the carry."""
         (x, op, exchange), (y, index, carry) = inputs, output
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(saved for saved in (index, carry) if saved is not None))
@@ -107,6 +110,7 @@ class _ExtremesFunction(Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        """Return the gradient of x, added at the position of each extreme."""
         if grad is None:
             return None, None, None
         x, y, carry = ctx.saved_tensors
@@ -119,6 +123,7 @@ class _RecurrenceFunction(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Save the factors, and the states if the factors require a gradient."""
         (a, b, initial, job), (h, carry, final) = inputs, output
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(saved for saved in (carry, final) if saved is not None))
@@ -128,6 +133,7 @@ class _RecurrenceFunction(Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of a, b and the initial state, by a recurrence in the other direction."""
         if grad is None:
             return None, None, None, None
         (a, h, carry, initial), job = ctx.saved_tensors, ctx.job

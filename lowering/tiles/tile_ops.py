@@ -53,7 +53,7 @@ def _cut_tile(values: Sequence[Tensor], dims: Sequence[int | None], first: int, 
 
 @contextmanager
 def _tile_rng(seed: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Seed the generators within the context; restore the caller's state after it."""
+    """Restore the state of the generators after the context; do nothing without a seed."""
     if seed is None:
         yield
         return
@@ -70,10 +70,10 @@ def _run_tiles(
     values: Sequence[TileValue],
     cotangents: TileOperands,
 ) -> TileOperands:
-    """Call the part that computes these values for each tile, with rows of any cotangents.
+    """Run the part of the program that computes the values `made` for each tile, and combine its results.
 
-    Each tile draws from its own generator state, derived from `seed`. A backward that recomputes it restores that
-    state.
+    Each tile seeds the generators with `seed` plus the index of its first row, so that a backward that recomputes the
+    tile draws the same numbers.
     """
     operands = [*rows, *shared, *cotangents]
     dims = [*program.rows, *[None] * len(shared), *(r.dim for r in _differentiable_results(program)[: len(cotangents)])]
@@ -159,6 +159,7 @@ class _RecomputeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, many: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        """Run the program in tiles and save its operands."""
         rows, shared = list(operands[:many]), list(operands[many:])
         results = sp.tiles_forward.default(rows, shared, tiles, program, seed)
         ctx.save_for_backward(seed, *operands)
@@ -169,6 +170,7 @@ class _RecomputeFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Recompute each tile and run its backward."""
         (seed, *operands), found = ctx.saved_tensors, PROGRAMS[ctx.program]
         rows, shared = list(operands[: ctx.many]), list(operands[ctx.many :])
         cotangents = [grads[i] for i in found.differentiable]
@@ -183,6 +185,7 @@ class _AtOnceFunction(torch.autograd.Function):
     def forward(
         ctx: Any, many: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        """Run the program and its backward in tiles, and save the gradients."""
         found = PROGRAMS[program]
         grads = sp.tiles_at_once.default(list(operands[:many]), list(operands[many:]), tiles, program, seed)
         results, gradients = grads[: len(found.results)], grads[len(found.results) :]
@@ -195,6 +198,7 @@ class _AtOnceFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the saved gradients by the gradient of the scalar result."""
         found = PROGRAMS[ctx.program]
         (operands,) = (grads[i].reshape(()) for i in found.differentiable)
         # A zero gradient remains zero for a mean over no tokens, although its cotangent is infinite.
@@ -216,7 +220,8 @@ def _grads_for_operands(operands: Sequence[Any], program: TileProgram, grads: Ti
 def run_tiled(rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None) -> TileOperands:
     """Run the program on all rows, tile by tile, differentiable once.
 
-    Shapes: rows (.., R, ..), shared any -> as the program defines; tiles of ceil(R / tiles) rows.
+    Shapes: rows (.., R, ..), shared any -> as the program defines; tiles of ceil(R / tiles) rows, the last one shorter.
+    If the program supports any length, the lengths of tiles differ by at most one, and each has two rows or more.
     seed: () int64 on the CPU, of the random numbers of a program; None if it draws none.
     Bytes: none. Saves: the operands; if the only result is a scalar, the gradients for a cotangent of 1, which the same
     loop computes. Source: DeepSpeed's ALST (arXiv:2506.13996), Liger's fused loss.

@@ -79,9 +79,8 @@ def nested_compiler(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # Use the mode of the inputs. torch 2.15 would otherwise use that of the outer compilation, whose guards would
-        # then
-        # contain their symbols.
+        """Compile a graph in the fake mode of its inputs."""
+        # torch 2.15 would otherwise use the mode of the outer compilation, whose guards would contain their symbols.
         mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
         with tracing(TracingContext(mode)), torch.no_grad():
             return compiler(gm, list(inputs))
@@ -208,12 +207,10 @@ def count_cache_hits() -> int:
 
 
 def on_recompile_limit(warn: Callable[[str], object]) -> None:
-    """Call `warn` with torch's message when Dynamo reaches its recompile limit and falls back to eager.
-
-    Dynamo has no hook for this, but logs a warning.
-    """
+    """Report torch's warning that Dynamo reached its recompile limit and falls back to eager. There is no hook."""
 
     def notice_partition(record: logging.LogRecord) -> bool:
+        """Report the message of a recompile limit; let every record pass."""
         if "hit config." in str(record.msg):
             warn(record.getMessage().partition("To log all")[0].strip())
         return True
@@ -271,6 +268,7 @@ def joint_compiler(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def partition(gm: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        """Transform the joint graph, partition it, and transform the forward and the backward."""
         transform(gm)
         found = min_cut_rematerialization_partition(gm, inputs, **options)
         if halves is not None:
@@ -278,6 +276,7 @@ def joint_compiler(
         return found
 
     def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        """Transform an inference graph and return it."""
         transform(gm)
         if halves is not None:
             halves.run_inference(gm)
@@ -306,6 +305,8 @@ def _joint_inductor(
     in_order, after = ({}, "") if halves is None else (dict.fromkeys(ordering, False), halves.key)
 
     class CustomPass(CustomGraphPass):
+        """Pass on the joint graph that runs the user's passes first."""
+
         def __init__(self, earlier: Sequence[Callable[[torch.fx.Graph], None]]) -> None:
             self.earlier = earlier
 
@@ -322,6 +323,7 @@ def _joint_inductor(
             return None if None in keys else keys
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        """Compile a graph with Inductor and these passes."""
         user_pass = config.joint_custom_pre_pass
         earlier = user_pass if isinstance(user_pass, list | tuple) else [] if user_pass is None else [user_pass]
         cut = {} if halves is None else {"custom_partitioner_fn": _make_partitioner(halves)}
@@ -338,6 +340,8 @@ def _make_partitioner(halves: PartitionTransform) -> Any:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
+        """Partitioner that transforms the forward and the backward after the partition."""
+
         user_pass = config.custom_partitioner_fn
 
         def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
@@ -346,6 +350,7 @@ def _make_partitioner(halves: PartitionTransform) -> Any:
             return found
 
         def uuid(self) -> tuple[Any, ...] | None:
+            """Return the cache key, or None if a part has none."""
             keys = (self.theirs.uuid() if self.theirs is not None else "", halves.key)
             return None if None in keys else keys
 
@@ -381,6 +386,7 @@ def partition_joint_graph(
     found: list[Any] = []
 
     def partition(joint: torch.fx.GraphModule, values: Any, **options: Any) -> Any:
+        """Transform the joint graph and partition it."""
         if transform is not None:
             transform(joint)
         if for_inductor:
@@ -391,6 +397,7 @@ def partition_joint_graph(
         return tuple(found)
 
     def infer(forward: torch.fx.GraphModule, values: Any) -> Any:
+        """Transform an inference graph, which has no backward."""
         if transform is not None:
             transform(forward)
         if halves is not None:

@@ -167,6 +167,7 @@ def on_eager(
 
     @functools.wraps(convert)
     def wrapped(self: Any, frame: Any, *args: Any) -> Any:
+        """Convert a frame, and report code of this backend that stays eager."""
         before = dict(counters["unimplemented"])
         result = convert(self, frame, *args)
         ours = _backend_of(self) is backend
@@ -251,6 +252,7 @@ def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwarg
 
     @functools.wraps(call)
     def uncut(*args: Any, **kwargs: Any) -> Any:
+        """Run the model compiled, without graph breaks at DDP's buckets."""
         before()
         with torch._dynamo.config.patch(optimize_ddp=False):
             return call(*args, **kwargs)

@@ -101,6 +101,7 @@ def enable_losses_on_meta() -> Iterator[None]:
 
 def _take_first_result(forward: Any) -> Any:
     def run(x: Any, y: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
+        """Return the loss without the total weight."""
         return forward(x, y, weight, reduction, ignore_index)[0]
 
     return run

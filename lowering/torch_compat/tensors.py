@@ -158,6 +158,7 @@ def single_value(size: torch.SymInt) -> int | None:
     checks = _symbol_checks(size)
 
     def admitted(numbers: numpy.ndarray) -> bool:
+        """Return True if another size than the hint is within the bounds and satisfies all guards."""
         left = numbers[(numbers != hint) & (numbers >= int(bounds.lower)) & (numbers <= int(bounds.upper))]
         for check in checks:
             left = left[_check_holds(check, str(symbol), left)]
@@ -255,10 +256,12 @@ def evaluate_expr(expr: sympy.Expr, values: Mapping[sympy.Symbol, int | torch.Sy
 class _WaitFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: AsyncCollectiveTensor) -> torch.Tensor:
+        """Wait for the collective and return its result."""
         return x.trigger_wait().detach()  # a new tensor, which autograd may mark
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        """Return the gradient unchanged."""
         return grads[0]
 
 

@@ -29,7 +29,6 @@ from sp_compile.passes.base import CanonicalPass, Pass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.edit import erase_dead
-from sp_compile.passes.graph.fakes import trace_function
 from sp_compile.passes.graph.node_info import set_node_info
 from sp_compile.passes.sharding.matchers import permutation_of, skip_widening_cast, value_origin
 
@@ -204,6 +203,7 @@ class RewriteAssociativeScans(CanonicalPass):
         self.replace(node, fresh)
 
     def scan_field(self, one: CombineOp, x: _ScanOperands, node: Node) -> Node:
+        """Emit the scan of one field of the state before a node, and return its node."""
         rows = [x.leaves[i] for i in one.leaves]
         value = rows[-1].meta["val"]
         if one.op == "linear":
@@ -212,6 +212,7 @@ class RewriteAssociativeScans(CanonicalPass):
         return emit_scan(self, rows[0], x.dim, one.op, value, node, reverse=x.reverse)
 
     def restore_dims(self, x: Node, given: _ScanOperands, node: Node) -> Node:
+        """Emit the inverse of the dim moves that were removed from the operands, and return its node."""
         for target, args in reversed(given.moved_ops):
             x = self.compute(target, (x, *args), node)
         return x
@@ -256,22 +257,21 @@ class ExpandAssociativeScans(Pass):
         """Apply the pass to a graph and return the number of changes."""
         found = _associative_scan_calls(self.gm)
         for node in found:
-            self._inline(node, self.gm.get_submodule(node.args[0].target))
+            run = _build_tree(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
+            given = [*node.args[1], *node.args[2]]
+            with self.graph.inserting_before(node):
+                self.replace(node, self.inline_function(run, given, node, pre_dispatch=True, gradients=True))
         return len(found)
-
-    def _inline(self, node: Node, combine: GraphModule) -> None:
-        x = [*node.args[1], *node.args[2]]
-        values = torch.fx.map_arg(x, lambda n: n.meta["val"])
-        body = trace_function(_build_tree(combine, len(node.args[1])), values, pre_dispatch=True, gradients=True)
-        with self.graph.inserting_before(node):
-            self.replace(node, self.inline(body, x, node))
 
 
 def _build_tree(combine: GraphModule, leaves: int) -> Callable[..., Any]:
     """Return a function that computes the tree over the leaves, followed by captured values."""
 
     def run(*xs: Any) -> Any:
+        """Scan the leaves with the combine function; the other inputs are its constants."""
+
         def both(left: Any, right: Any) -> Any:
+            """Combine two states."""
             return list(Interpreter(combine).run(*left, *right, *xs[leaves:]))
 
         return tree.tree_inclusive(both, list(xs[:leaves]), 0)

@@ -57,9 +57,10 @@ class RewriteSortedRows(CanonicalPass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
         sorts = [node for op in SORT_OPS for node in gm.graph.find_nodes(op="call_function", target=op)]
-        return sum([self._rewrite(node) for node in sorts])
+        return sum(self._rewrite(node) for node in sorts)
 
     def _rewrite(self, node: Node) -> bool:
+        """Replace a sort and all uses of its results; return False if a use is not supported."""
         call = OpCall(node)
         if not node.users or call.ndim() != 1:  # without users it was removed with another region
             return False
@@ -132,7 +133,6 @@ class _SortUses:
     @property
     def length(self) -> Size:
         """Return the number of sorted rows."""
-        """How many rows are sorted."""
         return node_shape(self.order)[0]
 
     def depends_on_order(self, node: Any) -> bool:
@@ -159,6 +159,7 @@ class _SortUses:
         return any(way(node) for way in (*patterns, self._row_wise, self._match_view))
 
     def _read(self, node: Node) -> bool:
+        """Match an index or gather that sorts rows, or that unsorts them by the inverse permutation."""
         if node.target is aten.index.Tensor and len(node.args[1]) == 1:
             x, (at,) = node.args
         elif node.target is aten.gather.default and node.args[1] == 0:
@@ -190,7 +191,7 @@ class _SortUses:
         return True
 
     def _is_spread(self, node: Node) -> bool:
-        """Match (R,) -> (R, 1) -> (R, columns)."""
+        """Match the order or tokens (R,) that are viewed as (R, 1) and expanded to (R, columns)."""
         source, shape = node.args[0], node_shape(node) if is_tensor(node) else ()
         if node.target is aten.expand.default:
             at = self.spread.get(source)
@@ -204,7 +205,7 @@ class _SortUses:
         return True
 
     def _match_put(self, node: Node) -> bool:
-        """Match the inverse, or unsorted rows; either overwrites every element."""
+        """Match a computation of the inverse permutation, or a write of all rows to the unsorted order."""
         if node.target in FACTORIES_LIKE and node.args[0] is self.order:
             self.shapes.add(node)
             return True
@@ -227,6 +228,7 @@ class _SortUses:
         return into.meta["val"].dtype == values.meta["val"].dtype
 
     def _match_division(self, node: Node) -> bool:
+        """Match order // k, the token of each sorted row."""
         by = node.args[1] if node.target is aten.floor_divide.default else None
         if node.args[0] is not self.order or not isinstance(by, int | Node) or is_tensor(by):
             return False
@@ -255,6 +257,7 @@ class _SortUses:
         )
 
     def _product(self, node: Node) -> bool:
+        """Match a grouped product of rows in ascending order of integer keys."""
         name = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
         ascending = not self.descending and not self.ids.meta["val"].is_floating_point()
         if name not in GROUPED_MM_OPS or len(node.args) != 3 or node.kwargs or not ascending:

@@ -77,6 +77,7 @@ def _unify_overloads(gm: GraphModule) -> int:
 
 def _normalize_like(target: Any, fill: bool = False) -> Any:
     def normalize(node: Node) -> CallForm:
+        """Return the canonical call of a node that creates a tensor."""
         value, call = node.meta["val"], OpCall(node)
         args = (call["size"], call["fill_value"]) if fill else (call["size"],)
         return target, args, {"dtype": value.dtype, "device": value.device}
@@ -107,6 +108,7 @@ def _normalize_join(dim: int) -> Any:
     """Concatenate operands that have the dim already; hstack concatenates vectors along their only dim."""
 
     def normalize(node: Node) -> CallForm | None:
+        """Return the node as a concatenation, or None if its operands have fewer dims than its result."""
         ndim = node.meta["val"].ndim
         if any(x.meta["val"].ndim != ndim for x in OpCall(node).operands):
             return None

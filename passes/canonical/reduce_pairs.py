@@ -31,7 +31,7 @@ class ReplaceReducePairs(CanonicalPass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
         found = gm.graph.find_nodes(op="call_function", target=autograd_function_apply)
-        return sum([self._rewrite(node) for node in found])
+        return sum(self._rewrite(node) for node in found)
 
     def _rewrite(self, node: Node) -> bool:
         functions = [a for a in node.args[:2] if isinstance(a, Node)]

@@ -276,11 +276,13 @@ def _signed_terms(root: Node) -> Counter[Node]:
     terms: Counter[Node] = Counter()
 
     def adds(node: Node) -> bool:
+        """Return True for an addition or subtraction of tensors that only the sum reads."""
         if node.target not in SIGNS or node.kwargs.get("alpha", 1) != 1:
             return False
         return all(map(is_tensor, node.args)) and (node is root or is_only_read_by(node, root))
 
     def visit(node: Node, sign: int) -> None:
+        """Count the terms below a node with their signs."""
         if adds(node):
             visit(value_origin(node.args[0]), sign)
             visit(value_origin(node.args[1]), sign * SIGNS[node.target])

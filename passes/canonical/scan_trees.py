@@ -57,6 +57,7 @@ class MarkScanTrees(CanonicalPass):
         rows = node_shape(first.source)[first.dim]
 
         def is_cut(node: Node) -> bool:
+            """Return True if a node slices the same dim of a value with the same number of rows."""
             piece = match_piece(node)
             return (
                 piece is not None and piece.dim == first.dim and is_same_size(node_shape(piece.source)[piece.dim], rows)

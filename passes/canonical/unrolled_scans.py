@@ -56,7 +56,7 @@ class UnrolledScans(RewriteAssociativeScans):
         self.levels = {n: found for n in gm.graph.nodes if (found := _level(n)) is not None}
         outer = [self.levels[join] for join, _ in outermost_trees(gm.graph) if join in self.levels]
         halves = {level.rows // 2 for level in outer if self._function(level) is None}  # trees inside of unknown ones
-        return sum([self._rewrite_tree(level) for level in outer if level.rows not in halves])
+        return sum(self._rewrite_tree(level) for level in outer if level.rows not in halves)
 
     def _rewrite_tree(self, level: _Level) -> bool:
         results = list(level.join.users) if level.rows % 2 else [level.join]
@@ -137,12 +137,16 @@ def _match(
     """Return the function by which a value combines rows of a leaf on the left and on the right.
 
     Args:
+        value: The value.
+        leaf: The leaf.
+        level: The level of the tree.
         sides: Rows of the leaves that are operands, with their side.
         prefixes: The number of rows of the scan of pairs that are the left operand.
     """
     symbols: dict[sympy.Symbol, tuple[str, Node]] = {}
 
     def symbol(x: Node) -> sympy.Symbol | None:
+        """Return the symbol of rows on the left or right; None for other values."""
         source, slice_key = _rows(x, level.dim)
         if source is level.odd and prefixes and slice_key == (0, 1, prefixes):
             side, source = "left", leaf

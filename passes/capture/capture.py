@@ -166,6 +166,7 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
     mode = context.fake_mode
 
     def fake(x: Any) -> Any:
+        """Return the fake tensor of an input; other values unchanged."""
         if not isinstance(x, torch.Tensor):
             return x
         if isinstance(x, Sharded) or is_wrapper(x):  # the full tensor, for any storage
@@ -176,6 +177,7 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
         return in_mode(x)
 
     def in_mode(x: torch.Tensor) -> Any:
+        """Convert a tensor to the mode, with the symbols that Dynamo chose."""
         symbolic = context.tensor_to_context.get(x)
         source = symbolic.tensor_source if symbolic else None
         static = None if symbolic else True
@@ -205,9 +207,11 @@ def _replace_single_values(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
         return fakes
 
     def is_settled(x: Any) -> bool:
+        """Return True if a size contains a symbol with a single value."""
         return isinstance(x, torch.SymInt) and not sympy.sympify(as_size(x)).free_symbols.isdisjoint(numbers)
 
     def known(x: Any) -> Any:
+        """Replace symbols with a single value in a size or in the sizes of a tensor."""
         if isinstance(x, torch.SymInt):
             return evaluate_expr(sympy.sympify(as_size(x)), symbols | numbers)
         if not isinstance(x, torch.Tensor) or not any(is_settled(e) for e in x.shape):

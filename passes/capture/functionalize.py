@@ -84,6 +84,7 @@ class _Functionalizer:
         self.autocast = int(torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
     def run(self) -> None:
+        """Rewrite all nodes in order and erase the in-place ones."""
         for node in list(self.graph.nodes):
             self.aliases.calls[node] = map_arg((node.args, node.kwargs), self.aliases.name)
             with self.graph.inserting_before(node):
@@ -96,6 +97,7 @@ class _Functionalizer:
         self.gm.recompile()
 
     def visit(self, node: Node) -> None:
+        """Rewrite one node to read the current values of its operands."""
         if node.op in ("placeholder", "get_attr"):
             self.aliases.adopt(node)
         elif is_view_change(node):
@@ -111,6 +113,7 @@ class _Functionalizer:
                 self.adopt(node)
 
     def track_state(self, node: Node) -> None:
+        """Track whether gradients are recorded and autocast is on."""
         if node.target is set_grad_enabled:
             self.aliases.grad = bool(node.args[0])
         elif node.target is enter_autocast:
@@ -119,12 +122,14 @@ class _Functionalizer:
             self.autocast -= 1
 
     def adopt(self, node: Node) -> None:
+        """Record the memory and the version of a node's result."""
         if self.aliases.adopt(node):
             self.values[node] = (node, self.version.get(self.aliases.root(node), 0), self.aliases.grad)
 
     # ---- value of a node at this point of the program
 
     def current_in(self, node: Node) -> tuple[Any, Any]:
+        """Return the arguments of a node with the current value of each operand."""
         return map_arg(self.aliases.calls[node], self.current_value)
 
     def current_value(self, node: Node) -> Node:
@@ -139,6 +144,7 @@ class _Functionalizer:
         return value
 
     def take_view(self, node: Node) -> Node:
+        """Emit a view of the current value of its base."""
         if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
             raise WriteError(
                 "SP222", f"{node.name}: {node_line(node)} is read after memory that it shares was changed."
@@ -169,6 +175,7 @@ class _Functionalizer:
         self.aliases.rename(target, node)
 
     def change(self, node: Node) -> None:
+        """Replace an in-place node by new values of its targets."""
         mutation = find_mutation(node, *self.aliases.calls[node])
         for target in mutation.targets:
             self.refuse_unsound(node, target)
@@ -190,6 +197,7 @@ class _Functionalizer:
             self.adopt(node)
 
     def refuse_unsound(self, node: Node, target: Node) -> None:
+        """Raise WriteError if new values cannot reproduce a change or its gradient."""
         root = self.aliases.root(target)
         other = self.aliases.sharer(root)
         if other is not None:
@@ -214,6 +222,7 @@ class _Functionalizer:
             )
 
     def new_value(self, node: Node, mutation: Mutation) -> Node:
+        """Emit the value that an in-place node writes, with the dtype and shape of its target."""
         assert mutation.value is not None
         emit = self.emitter(node)
         args, kwargs = self.current_in(node)
@@ -275,10 +284,12 @@ class _Functionalizer:
         return full
 
     def application(self, view: Node) -> view_inverses.ViewCall:
+        """Return a view with the current value of its base."""
         base, *rest = to_positional(view.target, *self.current_in(view))
         return view_inverses.ViewCall(view, base, tuple(rest))
 
     def write_back(self) -> None:
+        """Copy changed values to the inputs and buffers at the end of the graph."""
         for root, value in self.current.items():
             if root.op == "placeholder" or (root.op == "get_attr" and not node_info(root).constant):
                 unmark_static(root)

@@ -77,6 +77,7 @@ class _RegionInliner:
         """Copy `gm`, at attribute `path` of the root, with its placeholders bound in `env`, and return its output."""
 
         def bound(arg: Any) -> Any:
+            """Replace the nodes of an argument by their copies."""
             return map_arg(arg, env.__getitem__)
 
         for node in gm.graph.nodes:
@@ -95,6 +96,7 @@ class _RegionInliner:
         raise AssertionError("a graph without an output node")
 
     def copy(self, node: Node, path: str, env: dict[Node, Any], tags: dict[str, Any]) -> Node:
+        """Copy a node of a region, with the targets and metadata of its new graph."""
         new = self.graph.node_copy(node, env.__getitem__)
         if node.op in ("get_attr", "call_module") and path:
             new.target = f"{path}.{node.target}"
@@ -116,6 +118,7 @@ class _RegionInliner:
         return self.call(set_grad_enabled, (self.grad[-1],))
 
     def region(self, gm: GraphModule, path: str, node: Node, bound: Callable[[Any], Any], tags: dict[str, Any]) -> Any:
+        """Inline the body of a higher-order operator and return its results."""
         index = _BODY_AT[node.target]
         ref = node.args[index]
         if not isinstance(ref, Node) or ref.op != "get_attr":
@@ -156,6 +159,7 @@ class _RegionInliner:
             yield
 
     def call(self, target: Callable[..., Any], args: tuple[Any, ...]) -> Node:
+        """Emit a call without a value."""
         node = self.graph.call_function(target, args)
         node.meta["val"] = None
         return node

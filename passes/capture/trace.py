@@ -77,6 +77,7 @@ class _TracingInterpreter(Interpreter):
         self.state_nodes: dict[Any, Node] = {}
 
     def run_node(self, n: Node) -> Any:
+        """Run a node; raise CaptureError with its source line if it fails."""
         if n in self.done:
             return self.env.get(n)
         try:
@@ -103,6 +104,7 @@ class _TracingInterpreter(Interpreter):
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call; record state changes, autograd functions and hooks as nodes."""
         if target in PYTHON_STATE_CALLS:
             return self.python_state(target, args, kwargs)
         if target is get_data:
@@ -118,6 +120,7 @@ class _TracingInterpreter(Interpreter):
         result = target(*args, **kwargs)
 
         def recorded(x: Any) -> Any:
+            """Return the node of a state object; other values unchanged."""
             return self.state_nodes.get(x, x) if getattr(x, "__hash__", None) else x
 
         leaves = pytree.tree_map(recorded, tuple(args))
@@ -128,6 +131,7 @@ class _TracingInterpreter(Interpreter):
         return result
 
     def autograd_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Trace the forward and the backward of an autograd function, and record it as one node."""
         forward, backward, *operands = args
         tags = {k: v for k, v in get_current_meta().items() if k in ("recompute", "ac_graph_id", "custom")}
         with suspend_trace(self.fake_mode):
@@ -145,6 +149,7 @@ class _TracingInterpreter(Interpreter):
         return _record_node(target, args, kwargs, {forward: lowered_forward, backward: lowered_backward}, out)
 
     def register_hook(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Trace the body of a tensor hook, and record it as one node."""
         tensor, body, *free = args
         with suspend_trace(self.fake_mode):
             with torch.no_grad():
@@ -168,6 +173,7 @@ class _TracingInterpreter(Interpreter):
         free = [i for i, v in values.items() if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)]
 
         def region(*args: Any) -> tuple[Any, ...]:
+            """Run the nodes of a region on other values of its free variables."""
             sub = Interpreter(self.module, garbage_collect_values=False)
             sub.env = {**values, **dict(zip(free, args, strict=True))}
             for n in nodes:
@@ -203,6 +209,7 @@ def _record_node(
     tracer = active_tracer()
 
     def proxied(x: Any) -> Any:
+        """Return the proxy of a value, or of a traced body."""
         if isinstance(x, GraphModule):
             name = tracer.get_fresh_qualname("region_body")
             tracer.root.register_module(name, bodies[x])
@@ -248,6 +255,7 @@ def _make_leaves(args: Sequence[Any]) -> list[Any]:
     """Return new autograd leaves with the same metadata, to trace a body separately."""
 
     def leaf(x: Any) -> Any:
+        """Return a tensor as a leaf; other values unchanged."""
         return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 
     return [pytree.tree_map(leaf, a) for a in args]

@@ -50,6 +50,7 @@ class ViewStep:
         """Return the view as a function of a tensor, with the symbols replaced by `known`."""
 
         def number(x: Any) -> Any:
+            """Evaluate a symbolic expression; return other values unchanged."""
             return evaluate_expr(x, known) if isinstance(x, sympy.Expr) else x
 
         args, kwargs = pytree.tree_map(number, (self.args, dict(self.kwargs or {})))

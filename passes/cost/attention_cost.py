@@ -21,6 +21,31 @@ from sp_compile.passes.graph.sizes import Size
 from .machine import Machine
 
 
+@dataclass(frozen=True)
+class HeadBytes:
+    """Bytes of one attention on one rank."""
+
+    queries: Size
+    results: Size
+    keys: Size  # keys and values
+    key_heads: Size  # number of key heads
+    element_size: int  # bytes of an element of keys
+
+    @property
+    def widening(self) -> int:
+        """Return the ratio of bytes per element of accumulators (float32, float64 for float64) and operands."""
+        return max(4, self.element_size) // self.element_size
+
+    def repeat_keys(self, ranks: int) -> Size:
+        """Return the bytes of keys and values, repeated so that `ranks` divides their heads."""
+        heads = self.key_heads
+        return self.keys * (math.lcm(heads, ranks) // heads) if isinstance(heads, int) else self.keys
+
+    def exchange_bytes(self, ranks: int) -> Size:
+        """Return the bytes that an exchange of heads for rows moves, with repeated keys."""
+        return self.queries + self.results + self.repeat_keys(ranks)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
     """Sizes of one global attention: q (batch, heads, q_len, head_dim), v (batch, kv_heads, kv_len, v_head_dim)."""
@@ -68,9 +93,15 @@ class AttentionShape:
         return self.batch * self.kv_rows * (self.head_dim + self.v_head_dim) * self.element_size
 
     @property
-    def widening(self) -> float:
-        """Return the ratio of bytes per element of accumulators (float32, float64 for float64) and operands."""
-        return max(4, self.element_size) / self.element_size
+    def head_bytes(self) -> HeadBytes:
+        """Return the bytes of all heads on one rank."""
+        queries, results = self.heads * self.q_bytes, self.heads * self.out_bytes
+        return HeadBytes(queries, results, self.kv_heads * self.kv_bytes, self.kv_heads, self.element_size)
+
+    @property
+    def widening(self) -> int:
+        """Return the ratio of bytes per element of accumulators and operands."""
+        return self.head_bytes.widening
 
     @property
     def merge_bytes(self) -> float:
@@ -115,6 +146,7 @@ class AttentionShape:
             )
 
         def distant(by: float) -> float:  # pairs with the key at least `by` before the query
+            """Return the number of pairs whose key is at least `by` positions before the query."""
             return _integrate_clamped(stop - by, self.kv_len) - _integrate_clamped(start - by, self.kv_len)
 
         later = (stop - start) * self.kv_len - distant(0)
@@ -305,6 +337,6 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
 
 def _relayout_seconds(shape: AttentionShape, machine: Machine, keys: bool) -> float:
     """Return the seconds to move q, and k and v, from contiguous to zigzag order, and the result back."""
-    there = shape.heads * shape.q_bytes + (shape.kv_heads * shape.kv_bytes if keys else 0)
-    both = (there, shape.heads * shape.out_bytes)
+    moved = shape.head_bytes
+    both = (moved.queries + (moved.keys if keys else 0), moved.results)
     return sum(machine.seconds("fold", nbytes, shape.n) + machine.copy(2 * nbytes) for nbytes in both)

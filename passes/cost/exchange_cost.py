@@ -5,7 +5,6 @@ Also declare the routes of a local graph's exchanges, because a cache may restor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +26,7 @@ from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_size,
 from sp_compile.passes.sharding.attention_axes import op_strategy
 from sp_compile.passes.sharding.window_rules import SHARD_WINDOWS, window_shift_sizes
 
+from .attention_cost import HeadBytes
 from .collective_time import collective_bytes
 from .scan_cost import COSTED_SCAN_OPS, bytes_to_send, message_bytes, step_offsets
 
@@ -155,24 +155,16 @@ def _value_bytes(value: Tensor) -> Size:
     return size_product(as_sizes(value.shape)) * value.element_size()
 
 
-class HeadBytes:
-    """Bytes of an attention's operands: queries and result, keys and values."""
+def head_bytes(call: OpCall) -> HeadBytes:
+    """Return the bytes of the operands of a call of attention, and of its result."""
+    q, k, v = call.operands[:3]
+    sizes = _operand_bytes([q]), _operand_bytes([call.node]), _operand_bytes([k, v])
+    return HeadBytes(*sizes, call.shape(1)[HEADS], k.meta["val"].element_size())
 
-    def __init__(self, call: OpCall) -> None:
-        self.call = call
-        q, k, v = call.operands[:3]
-        self.queries, self.keys = _operand_bytes([q, call.node]), _operand_bytes([k, v])
-        element = k.meta["val"].element_size()
-        self.widening = max(4, element) // element
 
-    def repeat_keys(self, ranks: int) -> Size:
-        """Return the bytes of keys and values, repeated so that `ranks` divides their heads."""
-        heads = self.call.shape(1)[HEADS]
-        return self.keys * (math.lcm(heads, ranks) // heads) if isinstance(heads, int) else self.keys
-
-    def relayout_bytes(self, n: int, keys: bool) -> Size:
-        """Return the bytes of moving to the zigzag layout and back, if the op does this."""
-        return collective_bytes("fold", self.queries + (self.keys if keys else 0), n) if self.call["balance"] else 0
+def relayout_bytes(call: OpCall, nbytes: Size, n: int) -> Size:
+    """Return the bytes of moving `nbytes` to the zigzag layout and back, if the call does this."""
+    return collective_bytes("fold", nbytes, n) if call["balance"] else 0
 
 
 def declare_routes(local: GraphModule, ranks: Ranks) -> None:

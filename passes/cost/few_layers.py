@@ -162,6 +162,7 @@ def _checkpointed_class(cls: type[nn.Module]) -> Any:
     inside: Any = cls.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the original forward under a checkpoint."""
         return checkpoint(partial(inside, self), *args, use_reentrant=False, **kwargs)
 
     return forward

@@ -156,9 +156,11 @@ def _run_collective_once(kind: str, named: NamedLines, where: torch.device) -> M
     n = max(map(len, parts[0]))
 
     def shape(size: int) -> tuple[int, int]:
+        """Return the shape of a float32 operand for a size in bytes."""
         return 1 if kind == "all_gather" else n, max(1, size // n // 4)
 
     def call(size: int) -> Callable[[], object] | None:
+        """Return a call of the collective over each group; None if this rank takes part in none."""
         over = [(name, dist.get_world_size(process_group(name))) for name in names if name is not None]
         if len(over) < len(names) or all(k == 1 for _, k in over):
             return None
@@ -166,6 +168,7 @@ def _run_collective_once(kind: str, named: NamedLines, where: torch.device) -> M
         return lambda: reduce(lambda y, group: getattr(current_communicator(), kind)(y, group[1], group[0]), over, x)
 
     def point(size: int, seconds: float) -> tuple[float, float]:
+        """Return the bytes that a rank sends and the measured seconds."""
         nbytes = 4 * math.prod(shape(size))
         return sum(collective_bytes(kind, nbytes, max(map(len, groups))) for groups in parts), seconds
 
@@ -189,11 +192,13 @@ def _measure_attention(device: torch.device) -> Measurement:
     cpu, (heads, dim, dtype) = device.type == "cpu", _attention_sizes(device)
 
     def call(length: int) -> Callable[[], object]:
+        """Return a call of attention over a sequence of this length."""
         q, rows = torch.ones(1, heads, length, dim, device=device, dtype=dtype), full_span(length)
         args = LocalArgs(None, [], [], [], [], "", None, 0.0, dim**-0.5, "", [], [], rows, rows, 1, "")
         return lambda: args.attend(q, q, q, rows)
 
     def point(length: int, seconds: float) -> tuple[float, float]:
+        """Return 1 / length, and the seconds per floating-point operation."""
         return 1 / length, seconds / (4 * heads * dim * length**2)
 
     key = ("attention", device.type, *([] if cpu else [_measured_kernel(device).name]))

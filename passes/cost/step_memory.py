@@ -17,7 +17,7 @@ parameters and state are sharded, and in addition there are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
 import torch
@@ -25,9 +25,7 @@ from tabulate import tabulate
 from torch.fx import Graph, Node
 
 from sp_compile.lowering.base.layers import node_layer
-from sp_compile.lowering.torch_compat import storage_of
-from sp_compile.passes.cost.walk.fused_kernels import PlaceKey
-from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue, WalkMoment, is_on_host, nbytes_of, walk
+from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue, WalkMoment, is_on_host, storage_bytes, walk
 from sp_compile.passes.graph.call import graph_tangents, node_tensors
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size, size_product
 
@@ -49,8 +47,8 @@ class GraphStep:
 
     forward: LivenessWalk
     backward: LivenessWalk | None
-    inputs: int  # inputs
-    results: int  # results for the caller
+    inputs: int  # inputs of the program, without the model
+    results: int  # results that remain after the forward, without saved values
     saved: int = 0  # saved on the device for the backward, besides parameters and inputs
     tangents: int = 0  # gradients of results, zeros for unused ones
     copied: int = 0  # part of these that is copied to another layout
@@ -77,11 +75,11 @@ class GraphStep:
         outputs = forward.output_node().args[0]
         results = [n for n in outputs[: len(outputs) - len(values)] if isinstance(n, Node)]
         # Values that the caller also holds remain after the backward reads them.
-        others = _memory_of([*forward.find_nodes(op="placeholder"), *results]).keys()
-        saved = [n for n in read if not is_on_host(n) and others.isdisjoint(_memory_of([n]))]
+        others = storage_bytes([*forward.find_nodes(op="placeholder"), *results]).keys()
+        saved = [n for n in read if not is_on_host(n) and others.isdisjoint(storage_bytes([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         second = walk(backward, fused, [*saved, *tangents])
-        of_saved, of_tangents, of_copied = (sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied))
+        of_saved, of_tangents, of_copied = (sum(storage_bytes(nodes).values()) for nodes in (saved, tangents, copied))
         results_of = max(0, first.end - of_saved)
         layers = {n.name: node_layer(n) for n in forward.nodes}
         begins = next((layer for layer in layers.values() if layer), "")
@@ -90,11 +88,6 @@ class GraphStep:
             for layer, live in second.by_last_layer(saved)
         ]
         return GraphStep(first, second, inputs, results_of, of_saved, of_tangents, of_copied, saved_bytes=by_layer)
-
-
-def _memory_of(nodes: Iterable[Node]) -> dict[PlaceKey, int]:
-    """Return the storages of the values of nodes, with their bytes."""
-    return {storage_of(x): nbytes_of(x) for n in nodes for x in node_tensors(n)}
 
 
 def _is_row_major(x: torch.Tensor) -> bool:
@@ -107,11 +100,11 @@ def _is_row_major(x: torch.Tensor) -> bool:
 class StepMoment:
     """Moment of a step; state is not counted."""
 
-    phase: str
+    phase: str  # one of `PHASES`
     moment: WalkMoment
-    nbytes: int  # bytes of live values
-    graph: int
-    index: int
+    nbytes: int  # bytes of live values of all graphs
+    graph: int  # index of the graph
+    index: int  # index of the moment in its walk
     is_after: bool = False  # True in a backward
     gradients: int = 0  # bytes of gradients of parameters
     arriving: bool = True  # True if gathered weights arrive or are present
@@ -159,7 +152,7 @@ class StepMemory:
         return self.state if self.shards == 1 else self.sharded_state(self.shards)
 
     def peak_with(self, point: StepMoment) -> int:
-        """Return the other bytes at a moment."""
+        """Return the bytes at a moment in addition to `constant`."""
         return point.nbytes if self.shards == 1 else self.sharded_bytes(point, self.shards)
 
     def sharded_bytes(self, point: StepMoment, n: int) -> int:
@@ -168,7 +161,7 @@ class StepMemory:
         return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n, point.whole)
 
     def points(self) -> Iterator[StepMoment]:
-        """Iterate over the moments of the step."""
+        """Yield the moments of the forward of each graph, then of the backwards in reverse order."""
         live = 0
         last = len(self.graphs) - 1
         for g, graph in enumerate(self.graphs):
@@ -233,7 +226,7 @@ class StepMemory:
         return self.sharded_peak(max((self.sharded_bytes(point, n) for point in self.points()), default=0), n)
 
     def sharded_peak(self, peak: int, n: int) -> int:
-        """Return the peak bytes for a maximum of `peak`, or of the optimizer with sharded gradients."""
+        """Return the peak bytes if n ranks shard the state: of the optimizer, or of a step with `peak` other bytes."""
         return self.sharded_state(n) + max(peak, -(-self.weights.trainable // n))
 
     def sharded_state(self, n: int) -> int:
@@ -269,7 +262,9 @@ class StepMemory:
             ]
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         if self.shards > 1:
-            lines.append(f"peak of a rank {format_bytes(self.fsdp(self.shards))}, with all state sharded")
+            lines.append(
+                f"peak of a rank {format_bytes(self.fsdp(self.shards))}; parameters, gradients, optimizer sharded"
+            )
         else:
             lines.append(
                 f"peak of a rank {format_bytes(self.peak)}; with FSDP over {n} ranks {format_bytes(self.fsdp(n))}"

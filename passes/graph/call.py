@@ -127,6 +127,7 @@ class OpCall:
         fresh = iter(operands)
 
         def swap(value: Any) -> Any:
+            """Replace the tensors of an argument by the next operands."""
             return pytree.tree_map(lambda leaf: next(fresh) if is_tensor(leaf) else leaf, value)
 
         values = {name: swap(value) for name, value in self.args.items()}

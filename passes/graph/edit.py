@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from sp_compile.lowering.torch_compat import graph_module, keep_calling_convention
 
 from .call import node_shape
-from .fakes import infer_value
+from .fakes import infer_value, trace_function
 from .mutation import is_pure
 from .sizes import Size, SizeBuilder, is_same_shape
 
@@ -108,12 +108,27 @@ class GraphEditor:
 
     def inline(self, body: GraphModule, operands: Sequence[Any], like: Node) -> Any:
         """Append the calls of another graph, whose nodes have values, and return its results."""
-        placed = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
-        for node in body.graph.nodes:
-            if node.op == "call_function":
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), placed.__getitem__)
-                placed[node] = self.emit(node.target, args, node.meta["val"], like, kwargs)
-        return torch.fx.map_arg(body.graph.output_node().args[0], placed.__getitem__)
+        return interpret_graph(body, operands, lambda node, placed: self.copy_call(node, placed, like))
+
+    def inline_function(self, run: Callable[..., Any], operands: Sequence[Any], like: Node, **options: Any) -> Any:
+        """Append the calls of a function and return its results.
+
+        Args:
+            run: The function.
+            operands: Its operands, nodes and constants.
+            like: Node whose source location and other metadata the new nodes inherit.
+            options: Options of `trace_function`.
+
+        Returns:
+            The results of the function as nodes.
+        """
+        values = torch.fx.map_arg(operands, lambda n: n.meta["val"])
+        return self.inline(trace_function(run, values, **options), operands, like)
+
+    def copy_call(self, node: Node, placed: Mapping[Node, Any], like: Node) -> Node:
+        """Append a copy of a call of another graph, whose operands are `placed` in this one."""
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), placed.__getitem__)
+        return self.emit(node.target, args, node.meta["val"], like, kwargs)
 
     def erase(self, nodes: Sequence[Node]) -> None:
         """Erase nodes that have no users outside of `nodes`, then the inputs that only they used.
@@ -139,6 +154,21 @@ class GraphEditor:
                 waiting.extend(node.all_input_nodes)
                 self.graph.erase_node(node)
                 dropped.add(node)
+
+
+def interpret_graph(body: GraphModule, operands: Sequence[Any], run: Callable[[Node, Mapping[Node, Any]], Any]) -> Any:
+    """Return the results of a graph, each node of which `run` evaluates.
+
+    Args:
+        body: Graph to evaluate.
+        operands: Values of its inputs.
+        run: Returns the value of a call or an attribute, given the values of the nodes before it.
+    """
+    found = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    for node in body.graph.nodes:
+        if node.op in ("call_function", "get_attr"):
+            found[node] = run(node, found)
+    return torch.fx.map_arg(body.graph.output_node().args[0], found.__getitem__)
 
 
 def erase_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:

@@ -13,7 +13,6 @@ from torch.fx import GraphModule, Node, map_arg
 from sp_compile.lowering.base.library import COMPOSITES
 
 from .edit import GraphEditor
-from .fakes import trace_function
 
 
 def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> int:
@@ -34,13 +33,12 @@ def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., 
 
 def _inline(editor: GraphEditor, node: Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
     operands = node.all_input_nodes
-    values = [operand.meta["val"] for operand in operands]
 
     def body(*given: Any) -> Any:
+        """Run the node's function on other operands."""
         args, kwargs = map_arg((node.args, node.kwargs), dict(zip(operands, given)).__getitem__)
         return node.target(*args, **kwargs)
 
-    found = trace_function(body, values, decompositions)
     with editor.graph.inserting_before(node):
-        results = editor.inline(found, operands, node)
+        results = editor.inline_function(body, operands, node, decompositions=decompositions)
     editor.replace(node, results)

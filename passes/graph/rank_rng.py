@@ -59,6 +59,7 @@ def with_rank_rng(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
     """Return `run` under a rank-specific generator; the user's generators advance equally on all ranks."""
 
     def call(*args: Any) -> Any:
+        """Run the function with a seed of this rank, drawn from the common generator."""
         seed = int(torch.randint(0, 1 << 62, ()).item())
         rank = dist.get_rank(ranks.process_group)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

@@ -34,7 +34,7 @@ from sp_compile.passes.cost.group_names import is_collective
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds, hiding_seconds
 from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
-from sp_compile.passes.cost.walk.liveness import nbytes_of
+from sp_compile.passes.cost.walk.liveness import nbytes_of, storage_bytes
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.graph.call import is_tensor, node_tensors
 from sp_compile.passes.graph.sizes import (
@@ -101,17 +101,14 @@ class OffloadValues(Pass):
         if self.shards is not None:
             always = step.sharded_state(self.n)
         else:
-            arguments = (x for n in forward.find_nodes(op="placeholder") for x in node_tensors(n))
-            always = sum({storage_of(x): nbytes_of(x) for x in arguments}.values())
-        backward_walk = step.graphs[0].backward
+            always = sum(storage_bytes(forward.find_nodes(op="placeholder")).values())
         halves = [{n.name: n for n in graph.nodes} for graph in (forward, backward)]
         found = dict[Node, float]()
         for point in step.points():
-            of_backward = backward_walk is not None and point.moment in backward_walk.moments
             live = point.nbytes if self.shards is None else step.sharded_bytes(point, self.n)
             excess = always + live - self.machine.memory
             if excess > 0:
-                found[halves[of_backward][point.moment.name]] = excess
+                found[halves[point.is_after][point.moment.name]] = excess
         return found
 
     def _take_share(self, schedule: _OffloadSchedule, wanted: float) -> dict[Node, int]:
@@ -235,7 +232,7 @@ class _SavedValues:
         inputs = {n: names[n.name] for n in outputs[results:] if n.name in names}
         input_storages = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in node_tensors(n)}
         values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in input_storages]
-        total = sum({storage_of(n.meta["val"]): nbytes_of(n.meta["val"]) for n in values}.values())
+        total = sum(storage_bytes(values).values())
         input_storages |= {storage_of(x) for n in outputs[:results] if isinstance(n, Node) for x in node_tensors(n)}
         known = {as_size(n.meta["val"]) for n in names.values() if isinstance(n.meta.get("val"), torch.SymInt)}
         pieces = defaultdict[int, list[Node]](list)

@@ -116,17 +116,24 @@ def rule(op: Any, *texts: str, **options: Any) -> None:
 
     Args:
         op: Op overload, or a list of overloads.
-        texts: Rule texts; the one with the call's number of tensor operands is used.
-        options: Factors by kind, separated by spaces (sum, mean, total, whole, attend, scan, halo, window), and options
-            (sizes, lazy, starts_sequence, pad, masks, reshapes, lenders), see `BoundRule`.
+        *texts: Rule texts; the one with the call's number of tensor operands is used.
+        **options: Names of factors, separated by spaces, for each kind: `sum`, `mean`, `total`, `whole`, `attend`,
+            `scan`, `halo`, `window`. And fields of `BoundRule`: `sizes`, `lazy`, `starts_sequence`, `pad`, `masks`,
+            `reshapes`, `lenders`.
+
+    Returns:
+        None.
 
     Raises:
-        SpError: If a text is malformed, a vanishing factor is not classified, or an option is unknown.
+        SpError: A text is malformed (SP931), an option is unknown (SP932) or has an invalid value (SP933), a kind names
+            a factor of no operand (SP934), a factor without a kind is in no result (SP935), or the size of a factor is
+            unknown (SP936).
     """
     parsed = [RulePattern.parse(text, **options) for text in texts]
     by_count = {len(p.operands): p for p in parsed}
 
     def instantiate(call: OpCall) -> BoundRule | None:
+        """Bind the pattern with the call's number of operands, or return None."""
         pattern = by_count.get(len(call.operands))
         return pattern.bind(call) if pattern is not None else None
 

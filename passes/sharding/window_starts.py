@@ -91,6 +91,7 @@ def _start_nodes(x: Node, frame: Frame, plan: PlacementPlan) -> list[Node]:
     """
 
     def sharded(node: Node) -> list[Node]:
+        """Return the operands of a node that are sharded and not cut as required."""
         declared = [i for i in node.all_input_nodes if plan.wants.get(i) != ()]  # a constant is cut as required
         return [i for i in declared if any(isinstance(p, Shard) for p in plan.placements.get(i, ()))]
 

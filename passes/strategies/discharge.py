@@ -60,7 +60,7 @@ class DemandPass(Pass):
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view.
+        """Replace a node so that its demands are satisfied and its value in the global view is unchanged.
 
         Args:
             node: The node that states the demands.

@@ -47,7 +47,7 @@ class GatherOperands(DemandPass):
         raise SpError("SP305", f"fallback='error': {describe_node(node)} would be gathered: {reasons}.")
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Gather each demanded operand."""
         for demand in demands:
             if demand.kind == "invariant":
                 self._regather(node, demand)
@@ -112,7 +112,7 @@ class RevertStaleExchanges(DemandPass):
     kinds = frozenset({"stale"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Replace an exchange by its operands."""
         operands = OpCall(node).operands
         if is_tensor(node):
             self.replace(node, operands[0])

@@ -47,7 +47,7 @@ class ExchangeHalos(DemandPass):
         return None if claimed else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Replace a window, shift or pad by an op that fetches the missing rows from neighbors."""
         joined = self._match_cat(node)
         if joined is not None:
             self._join(node, *joined)

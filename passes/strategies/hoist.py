@@ -37,7 +37,7 @@ aten = torch.ops.aten
 READ_OPS = (aten.index.Tensor, aten.index_select.default)
 SLICE_OPS = (aten.slice.Tensor, aten.narrow.default, aten.select.int, *SPLIT_OPS, *READ_OPS)
 RowsAt = tuple[int, Size]
-"""Dim and offset of the rows of a chain's end in a value."""
+"""Dim of a value that contains the rows of a chain's result, and the index of the first of them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ RowRequest = SlicePiece | SelectedRows
 class RowWiseNode:
     """Node that computes each row of its result from one row."""
 
-    node: Node  # the node
+    node: Node
     dim: int  # dim of its rows
     operands: dict[int, RowsAt]  # positions of the operands' rows, by index of the operand
 
@@ -104,7 +104,7 @@ class HoistSlices(DemandPass):
         return None if node.target in SLICE_OPS and self._find_chain(node) is not None else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Replace a slice by the steps of its chain on slices of the chain's inputs."""
         chain, source = self._find_chain(node), OpCall(node).operands[0]
         assert chain is not None
         for x in _late_inputs(node, source, first := min(chain.nodes)) or ():
@@ -119,7 +119,7 @@ class HoistSlices(DemandPass):
             self.note(one, f"the window is sliced from {narrow}, which is narrower than {source.name}")
 
     def _find_chain(self, node: Node) -> RowChain | None:
-        """Return the chain that ends in the operand of a slice, from its narrowest rows, or None."""
+        """Return the chain with the narrowest inputs that computes the operand of a slice, or None."""
         pieces = _slices_read(node)
         if not pieces or not self._saves_work(node, pieces):
             return None
@@ -131,9 +131,10 @@ class HoistSlices(DemandPass):
         return best if best.steps and _late_inputs(node, first.source, min(best.nodes)) is not None else None
 
     def _saves_work(self, node: Node, pieces: dict[int, RowRequest]) -> bool:
-        """Return True if each rank then computes a share of the rows, or no more rows than before.
+        """Return True if no rank computes more rows for the slices than for its shard of their source.
 
-        The sequence of a slice is not in the load-balanced order.
+        Results that are sequences are sharded again, unless an input is in the load-balanced order. Otherwise every
+        rank computes the rows of all slices of the source.
         """
         n, source = self.job.ranks.n, OpCall(node).operands[0]
         results = [node] if is_tensor(node) else list(read_results(node).values())
@@ -161,8 +162,8 @@ class HoistSlices(DemandPass):
     def _can_recompute(self, node: Node, chain: RowChain, cut: Node) -> bool:
         """Return True if the node may be recomputed for the slice or has no other reader.
 
-        A node may not be recomputed if the grad mode differs between it and the slice, which would change the values
-        before both.
+        If the grad mode of the node differs from that of the slice, recomputation would change gradients. On one rank
+        with automatic tiles, only nodes without other readers are recomputed.
         """
         if node.op != "call_function" or node in self.demanding:
             return False
@@ -186,7 +187,7 @@ class HoistSlices(DemandPass):
             return self.compute(aten.select.int, (emitted[source], piece.dim, 0), like)
 
     def _slice_rows(self, x: Node, rows: RowsAt, piece: RowRequest, like: Node) -> Node:
-        """Emit the rows of a slice."""
+        """Emit the rows of a chain input from which the steps compute a slice of the source."""
         dim, first = rows
         if isinstance(piece, SlicePiece):
             start = piece.start + first
@@ -204,7 +205,7 @@ class HoistSlices(DemandPass):
         return self.compute(like.target, (x, *args), like)
 
     def _rebuild_step(self, step: RowWiseNode, emitted: dict[Node, Node], piece: RowRequest) -> Node:
-        """Emit a step on the rows of a slice."""
+        """Emit a step of the chain on sliced operands."""
         node, (call, rule) = step.node, _has_known_shape(step.node)
         operands = [emitted[x] if i in step.operands else x for i, x in enumerate(call.operands)]
         if rule.window == step.dim:

@@ -29,7 +29,7 @@ class BroadcastDraws(DemandPass):
     kinds = frozenset({"draw"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Broadcast the draws of rank 0, and its gradients of the operands."""
         group = self.job.ranks.group
         with self.graph.inserting_before(node):
             for operand in [a for a in node.all_input_nodes if is_tensor(a)]:

@@ -40,7 +40,7 @@ class DecomposeMeans(DemandPass):
         return super().apply(gm, job)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Replace a mean by a sum over the sequence, divided by the global count."""
         with self.graph.inserting_before(node):
             if node.target in MEAN_OPS:
                 new = self._mean(node)
@@ -107,7 +107,7 @@ class ReducePartials(DemandPass):
     kinds = frozenset({"reduce"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Add an all_reduce after each operand that is a partial sum."""
         for source in dict.fromkeys(a for a in node.all_input_nodes if is_tensor(a)):
             reduced = any(u.target is sp.all_reduce.default for u in source.users)
             if isinstance(self.plan.of(source), Partial) and not reduced:

@@ -79,7 +79,7 @@ class SplitNestedScans(DemandPass):
         return "" if is_only_sequence(scan_shard(self.plan, node)) else _unsupported_error(node)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Replace a scan along a part of a dim by scans of its two levels."""
         shard = scan_shard(self.plan, node)
         fresh = to_sp_scan(self, node)
         with self.graph.inserting_before(fresh):
@@ -122,6 +122,7 @@ class _TwoLevelScan:
         self.wide = dtype or accumulate_dtype(self.op, self.value.dtype, self.value.device)
 
     def run(self, shard: Shard) -> Node:
+        """Emit the scan in two levels, and return the node of its result."""
         dim, length = self.dim, shard.frame.length
         parts = (shard.outer, length) if is_same_size(shard.inner, 1) else (shard.outer * length, shard.inner)
         x, full = self.editor.cast(self.x, self.wide, self.node), as_sizes(self.value.shape)
@@ -139,10 +140,12 @@ class _TwoLevelScan:
         return each, self.scan(last, dim, True)
 
     def scan(self, x: Node, dim: int, exclusive: bool) -> Node:
+        """Emit a scan along one dim."""
         value = x.meta["val"]
         return emit_scan(self.editor, x, dim, self.op, value, self.node, exclusive, self.reverse)
 
     def call(self, target: Any, *args: Any) -> Node:
+        """Emit a call at the position of the scan."""
         return self.editor.compute(target, args, self.node)
 
 
@@ -170,7 +173,7 @@ class ShardScans(DemandPass):
         return None if is_only_sequence(shard) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Replace a scan by the operator that exchanges carries between ranks."""
         shard = scan_shard(self.plan, node)
         fresh = to_sp_scan(self, node)
         call, ranks, folds = OpCall(fresh), self.job.ranks, shard.frame.folds

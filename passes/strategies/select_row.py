@@ -34,7 +34,7 @@ class SelectRow(DemandPass):
         return None if single and node.meta["val"].dtype != torch.bool else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Replace a selected row by a masked sum over the sequence, which the ranks add."""
         call, value = OpCall(node), node.meta["val"]
         x, dim = call.operands[0], call.dim()
         with self.graph.inserting_before(node):

@@ -53,7 +53,8 @@ class MarkUserCollectives(Pass):
 class FindSequences(Pass):
     """Search for the sequences of the inputs.
 
-    A complete model without a sequence sets the job's refusal. Raises SpError if fallback='error' requires a sequence.
+    For a complete model without a sequence, the pass sets the job's refusal (SP301). It raises SpError if the sequence
+    of local inputs is unknown (SP306, SP307), or if fallback='error' and no op can start on shards (SP304).
     """
 
     requires = frozenset({"canonical", "marked collectives", "sharded inputs"})
@@ -78,6 +79,7 @@ class FindSequences(Pass):
         return fixed
 
     def _no_sequence_error(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
+        """Set the refusal of a model without a sequence; note that a part of a model runs replicated."""
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         name_it = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
         if not job.fragment and (not job.has_outer_job or job.fallback == "error"):
@@ -91,6 +93,7 @@ class FindSequences(Pass):
         self.notes.append(Note(kind, self.name, text, where=lines[0] if lines else "the graph"))
 
     def _nothing_sharded_error(self, inputs: list[Node], job: PassContext) -> None:
+        """Note that a graph with a sequence runs replicated; raise SpError if fallback='error'."""
         why = "every rank runs the unsplit graph, as no op has the sequence as a separate dim to shard"
         if job.seq_dims:
             named = {argument_name(node): job.seq_dims[node.name] for node in inputs if node.name in job.seq_dims}
@@ -101,7 +104,10 @@ class FindSequences(Pass):
 
 
 def _refuse_local(shards: dict[Node, list[int]], job: PassContext) -> None:
-    """Refuse shards that are passed as full inputs because no captured op marks their sequence."""
+    """Raise SpError if the sequence of local inputs was not shards at capture.
+
+    Its length is then a part of the program (SP306), or it does not reach an input (SP307).
+    """
     for node, dims in shards.items():
         if dims and node.name not in job.inputs:
             raise SpError(
@@ -131,9 +137,9 @@ def _describe_candidates(gm: GraphModule) -> str:
 
 
 class PlaceOutputs(Pass):
-    """Report of the placements of sequences and heads.
+    """Report of the placements of sequences and heads, and of the reasons to gather results.
 
-    Refuses outputs='local' if a rank's shard would contain padding.
+    The pass raises SpError (SP308) for outputs='local' if the shard of a rank contains padding.
     """
 
     name = "outputs"
@@ -153,7 +159,7 @@ class PlaceOutputs(Pass):
 
 
 def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
-    """Fix symbolic sequences of at most n positions: shapes of 1 are special to fake tensors."""
+    """Replace symbolic lengths of at most n by constants, since fake tensors specialize shards of one row."""
     fixed = False
     for node in gm.graph.find_nodes(op="placeholder"):
         for dim in axes.sequence_dims(node):

@@ -72,9 +72,9 @@ class GatherScattered(GatherOperands):
 
 
 def _can_gather_operand(node: Node) -> bool:
-    """Return True if gathering the operand is as cheap.
+    """Return True if a gather of the operand sends no more bytes than a gather of the result.
 
-    Not for waits, whose operand another group's exchange has not completed, and not for casts to fewer bytes.
+    Waits are excluded, since the exchange of another group has not completed their operand.
     """
     if not is_move_op(node) or node.target is c10d.wait_tensor.default:
         return False

@@ -213,7 +213,7 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
 
 
 def _is_cast(node: Node) -> bool:
-    """Return True if autocast may determine the node's dtype; of sp ops, not for those that return numbers."""
+    """Return True if autocast may determine the dtype of the result. Scalars of sp operators are excluded."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return False

@@ -1,1 +1,1 @@
-"""The operators by hand: attention, scans and exchanges on the shards of a model that is distributed already."""
+"""Provide attention, scans and exchanges as functions on shards, for models that are already distributed."""

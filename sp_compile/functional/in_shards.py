@@ -1,6 +1,6 @@
-"""Rows that a rank has already, as a value that knows its shard: a compiled graph takes it as it lies.
+"""Wrap the rows of a rank as a sharded tensor, which a compiled graph accepts without an exchange.
 
-A DTensor does not go into a model of plain parameters, in eager mode or compiled: torch refuses to mix them.
+A DTensor cannot be used for this, since torch does not mix DTensors with plain parameters in an operation.
 """
 
 from __future__ import annotations
@@ -20,13 +20,24 @@ from sp_compile.runtime.sharded_values import meet_to_read
 
 
 def in_shards(x: Tensor, dim: int | None = None, mesh: Mesh = None) -> Tensor:
-    """This rank's rows as the value of one device, without an exchange; differentiable.
+    """Return the global view of rows that this rank stores, without an exchange.
 
-    x: a DTensor with Shard(dim) on a mesh of one axis, of any length; or (..., s, ...) rows of `dim`, as many on every
-    rank of the `mesh` (a group, a mesh of one axis, or the default group), in the order of the ranks.
-    Returns (..., S, ...), of x's dtype: the DTensor's shape, or S = n * s. Models under backend="sp" take it as those
-    with inputs="local" take rows, without that option. With one rank it is x's values.
-    Raises SpError: a DTensor that lies otherwise, or rows without a dim.
+    A model that is compiled with backend="sp" uses the shards directly, as with the option inputs="local". Gradients
+    are returned for the shards.
+
+    Args:
+        x: (..., s, ...), any dtype: the rows of this rank in the order of the ranks, with the same s on each. Or a
+            DTensor with Shard(dim) on a mesh of one axis, of any length.
+        dim: The dim of s. Optional for a DTensor.
+        mesh: The ranks that store the rows: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None
+            selects the default process group. For a DTensor, its own mesh is used.
+
+    Returns:
+        (..., S, ...) with x's dtype, where S is n * s, or the DTensor's length. On one rank, the rows themselves.
+
+    Raises:
+        SpError: `dim` is missing or out of range (SP546), the DTensor has another placement or mesh (SP547), or the
+            mesh does not define the ranks (SP111 to SP116).
     """
     if isinstance(x, DTensor):
         return _from_dtensor(x, dim)

@@ -1,6 +1,7 @@
-"""all_to_all_permute by hand: the function, what does not fit, and whether all ranks made the same call.
+"""Exchange the sharded dim of a tensor for another by one all-to-all.
 
-declare_symmetric_memory: memory that ranks read from each other, for exchanges without a send buffer.
+`declare_symmetric_memory` allocates a buffer that the ranks of a group can read directly, for exchanges without a copy
+to a send buffer.
 """
 
 from __future__ import annotations
@@ -29,49 +30,61 @@ sp = torch.ops.sp
 def all_to_all_permute(
     x: Tensor, scatter_dim: int, gather_dim: int, group: Mesh = None, out: Tensor | None = None, *, check: bool = True
 ) -> Tensor:
-    """Exchange a split dim for another: all ranks' rows of gather_dim, of this rank's block of scatter_dim.
+    """Exchange a sharded dim for another: gather `gather_dim` and scatter `scatter_dim` over the ranks.
 
-        x       (..., g, ..., A, ...)           gather_dim is split over n ranks in equal shares, scatter_dim is whole
-        result  (..., n * g, ..., A / n, ...)   torch.cat([x of rank r .chunk(n, scatter_dim)[this rank] for all r],
-                                                gather_dim)
+    Rank i returns `torch.cat([x_r.chunk(n, scatter_dim)[i] for r in range(n)], gather_dim)`, where x_r is x of rank r.
+    One collective sends (n - 1) / n of the bytes of x. Its gradient is the reverse exchange, and can be differentiated
+    again. The transforms grad, jvp and vmap of `torch.func` are supported.
 
-    x           of any rank from 2 on, any dtype and strides; the two dims differ, negative ones count from the last.
-                On "meta", ranks compare their calls, and nothing is sent
-    group       None: the default process group; a ProcessGroup; a DeviceMesh of one axis or with an axis "sp"
-    out         a tensor like the result, of any strides that give each element a place of its own; it is written and
-                returned. Not differentiable
-    check       compare the call over the ranks first (24 bytes a rank, on the CPU), so that calls which do not fit
-                raise on every rank instead of hanging. Not done inside torch.compile
+    x is copied once, inside `torch.compile` by the kernel that computes it. The result is a strided view of the
+    received buffer, in which rows of `gather_dim` are adjacent. If all dims before `scatter_dim` have size 1, x is sent
+    without a copy, and the result is copied. Flatten dims into `gather_dim`, such as heads for a projection, in x: a
+    matmul then reads the result without a copy. Inside `torch.compile`, Dynamo rejects in-place changes of a result
+    that requires a gradient; change a clone.
 
-    On one rank it is x itself. Bytes: (n - 1) / n of x sent, in one collective. The gradient is the exchange along the
-    way back, one collective as well, and differentiable again; torch.func's grad, jvp and vmap know it too. x is copied
-    once, inside torch.compile by the kernel that makes x, and the result is a strided view of what arrived, in which
-    rows of gather_dim lie one after the other. Where scatter_dim leads (all dims before it are of size 1), x is sent as
-    it lies, and the copy follows the collective. Dims behind gather_dim that are to be flattened with it (heads, for a
-    projection) are best flattened in x: then a matmul reads the result without a copy. Inside torch.compile, Dynamo
-    refuses to change a result in place that needs a gradient: change a clone of it.
+    Args:
+        x: (..., g, ..., A, ...), two or more dims, any dtype and strides: `gather_dim` is sharded over the n ranks, and
+            `scatter_dim` is complete. On "meta", the ranks compare their calls, and nothing is sent.
+        scatter_dim: The dim of A, which n divides. Negative values count from the end.
+        gather_dim: The dim of g; another one than `scatter_dim`.
+        group: The ranks: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None selects the default
+            process group.
+        out: A tensor with the shape, dtype and device of the result, and strides without overlap. It is written and
+            returned, without a gradient.
+        check: If True, compare the calls of all ranks first (24 bytes a rank, on the CPU). An invalid call then raises
+            on every rank. Not done inside `torch.compile`.
 
-    Raises SpError for dims that are equal or out of range, a scatter_dim that n does not divide, an out that is unlike
-    the result or part of a differentiation, a DTensor, this rank outside the group, and calls that differ between the
-    ranks.
+    Returns:
+        (..., n * g, ..., A / n, ...) with x's dtype. On one rank, x itself.
+
+    Raises:
+        SpError: An argument is invalid on a rank (SP502 to SP504, SP541 to SP545), the calls of the ranks differ
+            (SP508), or the group does not define the ranks (SP111 to SP116).
     """
     return PermuteCall("all_to_all_permute", check, x, scatter_dim, gather_dim, ranks_of(group), out).run()
 
 
 @dataclass(frozen=True)
 class PermuteCall(RankCall):
-    """This rank's call of all_to_all_permute."""
+    """Call of `all_to_all_permute` on this rank."""
 
     x: Tensor
     scatter_dim: int
     gather_dim: int
     ranks: Ranks
-    out: Tensor | None
+    out: Tensor | None  # receives the result
 
     same = "all ranks pass shards of one shape and dtype, on one kind of device"
 
     def run(self) -> Tensor:
-        """The exchange. Raises SpError for a call that does not fit."""
+        """Validate the call and exchange.
+
+        Returns:
+            The result, or `out`.
+
+        Raises:
+            SpError: The call is invalid on a rank, or differs between the ranks; see `errors`.
+        """
         self.require()
         exchange = op_or_body(sp.all_to_all_permute, body, self.x)
         args = self.x, self.scatter_dim, self.gather_dim, self.ranks.n, self.ranks.group
@@ -79,17 +92,28 @@ class PermuteCall(RankCall):
             return exchange(*args)
         with torch.no_grad():
             result = exchange(*args)
-            # On one rank the result is x itself, and out may lie across it.
+            # On one rank the result is x itself, and out may share its memory.
             return self.out.copy_(result.clone() if self.ranks.n == 1 else result)
 
     @property
     def group(self) -> Ranks:
+        """Return the ranks of the call."""
         return self.ranks
 
     def is_traced(self) -> bool:
+        """Return True if the call is traced into a program.
+
+        Returns:
+            True inside `torch.compile`, and for a fake tensor.
+        """
         return torch.compiler.is_compiling() or isinstance(self.x, FakeTensor)
 
     def description(self) -> str:
+        """Return the shape, dtype, dims and algorithm of the call as text.
+
+        Returns:
+            Text that is equal on all ranks.
+        """
         x, problem = self.x, self._first_error()
         return (
             f"{self.name} of x {list(x.shape)} {x.dtype} on {x.device.type}, scatter_dim={problem.scatter_dim}, "
@@ -101,6 +125,11 @@ class PermuteCall(RankCall):
         return PermuteProblem(self.x, self.scatter_dim % ndim, self.gather_dim % ndim, ranks.n, ranks.group)
 
     def errors(self) -> Iterator[SpError]:
+        """Yield an error for each invalid argument.
+
+        Returns:
+            SP502 to SP504, and SP541 to SP545.
+        """
         yield from check_tensors(x=self.x)
         yield from self._wrong_dims()
         if isinstance(self.x, DTensor):
@@ -148,7 +177,10 @@ class PermuteCall(RankCall):
 
 
 def _can_overlap(x: Tensor) -> bool:
-    """Could two elements be in one place? Not if every stride passes over all that the smaller ones reach."""
+    """Return True if two elements may share memory.
+
+    False requires that each stride exceeds the extent of all dims with smaller strides.
+    """
     reach = 0
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
         if stride <= reach:
@@ -158,13 +190,23 @@ def _can_overlap(x: Tensor) -> bool:
 
 
 def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device | None = None) -> bool:
-    """Give the group's eager all_to_all_permute a buffer of `size` bytes on every rank, on a GPU of its own.
+    """Allocate a symmetric buffer on every rank for eager calls of `all_to_all_permute` in a group.
 
-    Every rank of the group calls it, once, when the group is made. Operands of at most `size` bytes are put there, and
-    torch's all_to_all_nd exchanges those that are matrices; others and larger ones are exchanged as before. Returns
-    False, on every rank, where the GPUs cannot reach each other or this torch has no all_to_all_nd (2.14).
+    Every rank of the group must call it once, after the group is created. Matrices of at most `size` bytes are then
+    copied there and exchanged by torch's all_to_all_nd. Other operands are exchanged as without a buffer.
 
-    Raises SpError, on every rank, for a size that is not positive or differs between the ranks.
+    Args:
+        size: Bytes of the buffer of each rank.
+        group: The ranks: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None selects the default
+            process group.
+        device: The device of the buffer, a GPU of this rank. None selects the current CUDA device, or the CPU.
+
+    Returns:
+        True, on every rank, if the buffers exist. False if the GPUs cannot access each other's memory, the device is
+        not a GPU, or torch lacks all_to_all_nd (before 2.14).
+
+    Raises:
+        SpError: On every rank, if a size is not a positive int (SP507), or if the sizes differ (SP508).
     """
     ranks = ranks_of(group)
     device = _group_device(device)
@@ -189,7 +231,7 @@ def _group_device(device: torch.device | None) -> torch.device:
 
 
 def _make_buffer(size: int, ranks: Ranks, device: torch.device) -> SymmetricBuffer | None:
-    """None where this machine cannot: what torch raises then is many things."""
+    """Return a symmetric buffer of `size` bytes; None if it is not supported, for which torch raises several types."""
     try:
         memory, handle = torch_compat.symmetric_memory(size, device, ranks.group)
     except (RuntimeError, ImportError, AttributeError, NotImplementedError):

@@ -1,6 +1,6 @@
-"""A call that every rank of a group makes by hand: what is wrong with it, and whether all ranks made the same.
+"""Validate the call of a function on shards, and compare it between the ranks of its group.
 
-Whatever is wrong on one rank is found before the first exchange, told to the others, and raised on all of them.
+Invalid calls are detected before the first exchange. The error is sent to the other ranks, and every rank raises it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,27 @@ from sp_compile.runtime.agreement import require_agreement
 from sp_compile.runtime.control.message import CALL_VERB, Message
 
 HOLDS_PATTERN = tuple(name for name, order in LAYOUTS.items() if not order.is_balanced)
-"""The layouts of shards that are held by hand: somebody has cut them, before the call."""
+"""Layouts of shards that exist before the call: those whose order does not depend on the batch."""
 
 
 def require_on_all(
     name: str, problem: SpError | None, describe: Callable[[], str], ranks: Ranks | None, same: str = ""
 ) -> None:
-    """Raise SpError if there is a problem: on all `ranks` if on any, and there as well if their calls differ.
+    """Raise SpError on every rank if one has a problem, or if the calls of the ranks differ.
 
-    describe: what must be the same on every rank, or exchanges would not meet; same: that in words. ranks: None of a
-    call whose ranks are not compared.
+    Args:
+        name: Name of the function, for messages.
+        problem: The problem of this rank; None if its call is valid.
+        describe: Return the properties of the call that must be equal on all ranks, as text. It is called if there is
+            no problem.
+        ranks: The ranks to compare. None: only this rank is checked.
+        same: These properties in general terms, for the message of a mismatch.
+
+    Returns:
+        None.
+
+    Raises:
+        SpError: The problem of this or another rank, or SP508 if the calls differ.
     """
     error = None if problem is None else problem.with_context(f"{name}: ")
     if ranks is not None:
@@ -41,64 +52,116 @@ def require_on_all(
 
 @dataclass(frozen=True)
 class RankCall(ABC):
-    """This rank's call. name: of the function; check: compare the call over the ranks."""
+    """Call of a function on this rank."""
 
-    name: str
-    check: bool
+    name: str  # name of the function
+    check: bool  # True to compare the calls of all ranks
 
     same: ClassVar[str] = "shards have equal lengths, options are equal"
-    """What must be the same on all ranks, in words."""
+    """Properties of a call that must be equal on all ranks, for error messages."""
 
     @abstractmethod
     def errors(self) -> Iterator[SpError]:
-        """Yield what is wrong with the call; each check may assume that those before it found nothing."""
+        """Yield an error for each invalid argument.
+
+        Only the first error is raised, so a check may assume that the earlier ones passed.
+
+        Returns:
+            The errors, in the order of the checks.
+        """
 
     @abstractmethod
     def description(self) -> str:
-        """What must be the same on every rank, or exchanges would not meet. Only asked if there is no problem."""
+        """Return the properties of a valid call that must be equal on all ranks.
+
+        Returns:
+            Text that the ranks compare and that the error shows.
+        """
 
     @property
     @abstractmethod
     def group(self) -> Ranks | None:
-        """The ranks that make the call together."""
+        """Return the ranks that take part in the call; None if the operands are unsplit."""
 
     @property
     def compared_group(self) -> Ranks | None:
-        """The group, if this rank can stop for what the others say: a traced program cannot."""
+        """Return the ranks whose calls are compared; None if there are none, or if the call is traced."""
         group = self.group
         return group if self.check and group is not None and group.n > 1 and not self.is_traced() else None
 
     def is_traced(self) -> bool:
-        """Is the call part of a program that is only made?"""
+        """Return True if the call is traced into a program.
+
+        Returns:
+            True inside `torch.compile`.
+        """
         return torch.compiler.is_compiling()
 
     def require(self) -> None:
-        """Raise SpError on every rank if any has a problem, or if their calls differ."""
+        """Validate the call, on all ranks if `check` is set.
+
+        Returns:
+            None.
+
+        Raises:
+            SpError: The call is invalid on a rank, or the calls differ (SP508).
+        """
         require_on_all(self.name, next(self.errors(), None), self.description, self.compared_group, self.same)
 
 
 def shard_frame(rows: int, n: int, length: int | None, layout: str) -> list[int]:
-    """Where the n ranks' shards of `rows` rows lie; `length` None if no row is padding."""
+    """Return the frame of a sequence dim; see `lowering/base/frames.py`.
+
+    Args:
+        rows: Rows of each rank.
+        n: Number of ranks.
+        length: Rows of the sequence without padding. None: no row is padding.
+        layout: Key of `LAYOUTS`.
+
+    Returns:
+        The frame argument.
+    """
     extent, folds = rows * n, LAYOUTS[layout].folds
     return [1, extent, 0, extent if length is None else length, *([folds] if folds > 1 else [])]
 
 
 def op_or_body(op: Callable[..., Any], body: Callable[..., Any], *xs: Tensor | None) -> Callable[..., Any]:
-    """The operator; its body where one of these is inside torch.func, which does not see into operators.
+    """Return the operator, or its body if an operand is wrapped by `torch.func`, which cannot transform operators.
 
-    Dynamo leaves the body alone: a piece of it would be a program of its own, given what torch.func wraps.
+    Args:
+        op: The operator.
+        body: Its implementation.
+        *xs: The operands; None is skipped.
+
+    Returns:
+        The callable to run. Dynamo is disabled for the body, since a part of it would be compiled as a separate program
+        on wrapped tensors.
     """
     wrapped = not torch.compiler.is_compiling() and any(is_functorch_tensor(x) for x in xs if x is not None)
     return torch.compiler.disable(body) if wrapped else op
 
 
 def needs_gradient(x: Tensor | None) -> bool:
-    """Will anybody ask for the gradient of x?"""
+    """Return True if autograd records a gradient for x.
+
+    Args:
+        x: A tensor, or None.
+
+    Returns:
+        False for None.
+    """
     return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
 def check_tensors(**values: object) -> Iterator[SpError]:
-    """Yield an error for each that is not a strided tensor."""
+    """Yield an error for each argument that is not a strided tensor.
+
+    Args:
+        **values: The arguments by name.
+
+    Returns:
+        Errors SP502.
+    """
     for name, x in values.items():
         if not isinstance(x, Tensor):
             yield SpError("SP502", f"{name}: expected a tensor, got {type(x).__name__}.")
@@ -107,27 +170,59 @@ def check_tensors(**values: object) -> Iterator[SpError]:
 
 
 def check_dtypes(**values: object) -> Iterator[SpError]:
-    """Yield an error for each that is neither a dtype nor None."""
+    """Yield an error for each argument that is neither a dtype nor None.
+
+    Args:
+        **values: The arguments by name.
+
+    Returns:
+        Errors SP502.
+    """
     for name, value in values.items():
         if value is not None and not isinstance(value, torch.dtype):
             yield SpError("SP502", f"{name}: expected a torch.dtype, got {value!r}.")
 
 
 def check_flags(**values: object) -> Iterator[SpError]:
-    """Yield an error for each that is not a bool."""
+    """Yield an error for each argument that is not a bool.
+
+    Args:
+        **values: The arguments by name.
+
+    Returns:
+        Errors SP502.
+    """
     for name, value in values.items():
         if not isinstance(value, bool):
             yield SpError("SP502", f"{name}: expected True or False, got {value!r}.")
 
 
 def check_choice(name: str, value: object, known: Sequence[str]) -> Iterator[SpError]:
-    """Yield an error if the value is not one of these."""
+    """Yield an error if an argument is not a known value.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        known: The valid values.
+
+    Returns:
+        At most one error, SP507.
+    """
     if value not in known:
         yield SpError("SP507", f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}.")
 
 
 def check_dim(shape: Sequence[int], dim: int, name: str = "dim") -> Iterator[SpError]:
-    """Yield an error if the argument `name` is not a dim of the shape."""
+    """Yield an error if an argument is not a dim of a shape.
+
+    Args:
+        shape: The shape of the operand.
+        dim: The argument's value; negative values count from the end.
+        name: Name of the argument.
+
+    Returns:
+        At most one error: SP502 for another type, SP503 for a dim out of range.
+    """
     ndim = max(len(shape), 1)
     if not isinstance(dim, int) or isinstance(dim, bool):
         yield SpError("SP502", f"{name}: expected an int, got {dim!r}.")
@@ -136,6 +231,15 @@ def check_dim(shape: Sequence[int], dim: int, name: str = "dim") -> Iterator[SpE
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> SpError:
-    """Return the error of a word that is none of these."""
+    """Return the error for an unknown name, with a hint at a similar one.
+
+    Args:
+        kind: The kind of name, such as "op".
+        name: The unknown name.
+        known: The known names.
+
+    Returns:
+        An error SP501.
+    """
     guess = did_you_mean(name, known)
     return SpError("SP501", f"Unknown {kind} {name!r}{guess}, expected one of {', '.join(known)}.")

@@ -1,4 +1,4 @@
-"""One call of a public scan, or of linear_scan: its operands and options, and what is wrong with them."""
+"""Validate and run the call of a scan, on unsplit operands or on the shards of one rank."""
 
 from __future__ import annotations
 
@@ -33,23 +33,39 @@ sp = torch.ops.sp
 
 @dataclass(frozen=True)
 class ShardCall(RankCall):
-    """A call along a dim that ranks may share. shards: how; None: operands are whole."""
+    """Call of a scan along a dim that may be sharded."""
 
-    dim: int
-    reverse: bool
-    accumulate: torch.dtype | None
-    shards: ScanShardOptions | None
+    dim: int  # the scanned dim
+    reverse: bool  # True to scan from the last position
+    accumulate: torch.dtype | None  # dtype of intermediate results; None for the default
+    shards: ScanShardOptions | None  # None if the operands are unsplit
 
     @property
     def group(self) -> Ranks | None:
+        """Return the ranks that share the scanned dim; None if the operands are unsplit."""
         return None if self.shards is None else self.shards.ranks
 
     def shard_rows(self, x: Tensor) -> int:
-        """Of x, along the dim; a number is one row."""
+        """Return the length of the scanned dim.
+
+        Args:
+            x: An operand.
+
+        Returns:
+            The rows of this rank; 1 for a tensor without dims.
+        """
         return x.shape[self.dim] if x.ndim else 1
 
     def arguments(self, x: Tensor, element: int) -> tuple[Any, ...]:
-        """What the sp operators need to know of the shards of x. element: bytes that a rank tells of a column."""
+        """Return the arguments of the scan operators that describe the shards.
+
+        Args:
+            x: The scanned operand.
+            element: Bytes that a rank sends for each element of a row.
+
+        Returns:
+            The frame, the exchange, the number of ranks and the group; empty if the operands are unsplit.
+        """
         if self.shards is None:
             return ()
         rows = self.shard_rows(x)
@@ -58,30 +74,34 @@ class ShardCall(RankCall):
 
 @dataclass(frozen=True)
 class ScanCall(ShardCall):
-    """A call of inclusive_scan, exclusive_scan or segmented_scan.
-
-    indices: whether those of a max or min are returned, too.
-    """
+    """Call of `inclusive_scan`, `exclusive_scan` or `segmented_scan`."""
 
     x: Tensor
-    op: str
-    exclusive: bool
-    dtype: torch.dtype | None
-    segments: Tensor | None = None
-    indices: bool = False
+    op: str  # key of `MONOIDS`
+    exclusive: bool  # True to combine only the elements before each one
+    dtype: torch.dtype | None  # dtype of the result; None for the default
+    segments: Tensor | None = None  # segment ids
+    indices: bool = False  # True to return the indices of a max or min as well
 
     @property
     def result(self) -> torch.dtype:
-        """The dtype of the result."""
+        """Return the dtype of the result."""
         return self.dtype or result_dtype(self.op, self.x.dtype)
 
     @property
     def length(self) -> int:
-        """Of the scanned dim of x."""
+        """Return the length of the scanned dim of x."""
         return self.shard_rows(self.x)
 
     def run(self) -> Tensor:
-        """Return the scan. Raises SpError for a call that does not fit."""
+        """Validate the call and run the scan.
+
+        Returns:
+            A tensor of x's shape with the dtype `result`.
+
+        Raises:
+            SpError: The call is invalid on a rank, or differs between the ranks; see `errors`.
+        """
         self.require()
         x, dtype, accumulate = self.x, self.dtype, self.accumulate
         if self._is_torch_scan():
@@ -93,13 +113,25 @@ class ScanCall(ShardCall):
         return scan(x, self.segments, *how, *self.arguments(x, inner.itemsize))
 
     def run_with_indices(self) -> tuple[Tensor, Tensor]:
-        """The running max or min, and where it stands. Raises SpError for a call that does not fit."""
+        """Validate the call and run a max or min scan with indices.
+
+        Returns:
+            The running max or min, and its position along the dim, int64.
+
+        Raises:
+            SpError: The call is invalid on a rank, or differs between the ranks; see `errors`.
+        """
         self.require()
         x = self.x.to(self.result)
         extremes = op_or_body(sp.extremes, ops.extremes, x)
         return extremes(x, self.dim, self.op, self.reverse, *self.arguments(x, x.element_size() + INDEX_BYTES))
 
     def description(self) -> str:
+        """Return the shapes, dtypes and options of the call as text.
+
+        Returns:
+            Text that is equal on all ranks.
+        """
         x, ids = self.x, self.segments
         of_ids = "" if ids is None else f", segment_ids {list(ids.shape)} {ids.dtype}"
         return (
@@ -109,7 +141,10 @@ class ScanCall(ShardCall):
         )
 
     def _is_torch_scan(self) -> bool:
-        """Return whether torch's scan of a few contiguous rows runs in the end, and may as well run at once."""
+        """Return True if the operator would run torch's scan, so that the call can run it directly.
+
+        That is so for a small contiguous tensor on the CPU, scanned forward along its last dim.
+        """
         x = self.x
         if self.op not in ("sum", "prod") or self.exclusive or self.reverse:
             return False
@@ -123,6 +158,11 @@ class ScanCall(ShardCall):
         return self.op == "sum" or not needs_gradient(x)
 
     def errors(self) -> Iterator[SpError]:
+        """Yield an error for each invalid argument.
+
+        Returns:
+            SP454, SP501 to SP507, SP512, SP513, and SP521 to SP526.
+        """
         yield from self._wrong_kinds()
         if self.op not in MONOIDS:
             yield unknown_name("op", self.op, MONOIDS)
@@ -135,7 +175,7 @@ class ScanCall(ShardCall):
             yield from self.shards.problems(self.x.shape, self.dim)
 
     def _wrong_kinds(self) -> Iterator[SpError]:
-        """Yield what would make the other checks fail."""
+        """Yield errors for wrong Python types, on which the other checks would raise."""
         yield from check_tensors(x=self.x)
         if self.segments is not None or self.name == "segmented_scan":
             yield from check_tensors(segment_ids=self.segments)
@@ -192,21 +232,36 @@ class ScanCall(ShardCall):
 
 
 def number_as_tensor(value: Tensor | float | None, like: Tensor) -> Tensor | None:
-    """A number as a tensor of no dims; all else as it is."""
+    """Convert a Python scalar to a tensor without dims.
+
+    Args:
+        value: A Python scalar, a tensor, or None.
+        like: A tensor with the dtype and device of the result.
+
+    Returns:
+        The tensor. Other values are returned unchanged.
+    """
     is_number = isinstance(value, (int, float)) and isinstance(like, Tensor)
     return like.new_full((), value) if is_number else value
 
 
 @dataclass(frozen=True)
 class LinearCall(ShardCall):
-    """A call of linear_scan."""
+    """Call of `linear_scan`."""
 
-    a: Tensor
-    b: Tensor
-    initial: Tensor | None
+    a: Tensor  # factors
+    b: Tensor  # summands
+    initial: Tensor | None  # the state before the first step; None for zeros
 
     def run(self) -> Tensor:
-        """The scan. Raises SpError for a call that does not fit."""
+        """Validate the call and run the scan.
+
+        Returns:
+            A tensor with the common shape and dtype of a and b.
+
+        Raises:
+            SpError: The call is invalid on a rank, or differs between the ranks; see `errors`.
+        """
         self.require()
         dtype = torch.promote_types(self.a.dtype, self.b.dtype)
         a, b = torch.broadcast_tensors(self.a.to(dtype), self.b.to(dtype))
@@ -219,6 +274,11 @@ class LinearCall(ShardCall):
         return linear_scan(a, b, initial, self.dim, self.reverse, self.accumulate, *shards)
 
     def description(self) -> str:
+        """Return the shapes, dtypes and options of the call as text.
+
+        Returns:
+            Text that is equal on all ranks.
+        """
         each = [
             f"{name} {list(x.shape)} {x.dtype}{' with a gradient' * needs_gradient(x)}"
             for name, x in (("a", self.a), ("b", self.b), ("initial", self.initial))
@@ -231,6 +291,11 @@ class LinearCall(ShardCall):
         return [size for i, size in enumerate(shape) if i != self.dim % len(shape)]
 
     def errors(self) -> Iterator[SpError]:
+        """Yield an error for each invalid argument.
+
+        Returns:
+            SP454, SP502 to SP507, SP512, SP513, and SP526.
+        """
         yield from self._wrong_kinds()
         a, b, others = self.a, self.b, [] if self.initial is None else [self.initial]
         if not all(x.is_floating_point() for x in (a, b, *others)):
@@ -252,7 +317,7 @@ class LinearCall(ShardCall):
             yield from self.shards.problems(shape, self.dim)
 
     def _wrong_kinds(self) -> Iterator[SpError]:
-        """Yield what would make the other checks fail."""
+        """Yield errors for wrong Python types, on which the other checks would raise."""
         yield from check_tensors(a=self.a, b=self.b)
         if self.initial is not None:
             yield from check_tensors(initial=self.initial)

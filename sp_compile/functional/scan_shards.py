@@ -1,8 +1,4 @@
-"""Scans of shards: how ranks share the scanned dim, and what they have to tell each other before and after.
-
-Whatever is wrong on one rank is raised on all of them. That takes an exchange of its own, of 24 bytes a rank and call,
-which `check` asks for.
-"""
+"""Validate the shards of a scan, and choose the exchange of carries between ranks."""
 
 from __future__ import annotations
 
@@ -22,25 +18,33 @@ from sp_compile.passes.cost.scan_cost import choose_exchange, step_offsets
 
 from .rank_call import HOLDS_PATTERN, check_choice, shard_frame
 
-SCAN_EXCHANGES = ("auto", "gather", "steps")
+SCAN_EXCHANGES = ("auto", "gather", "steps")  # values of the argument `exchange`
 
 
 @dataclass(frozen=True)
 class ScanShardOptions:
-    """The ranks' shards of the scanned dim. length: of the whole sequence, None if no row is padding."""
+    """Options of a scan along a sharded dim."""
 
     ranks: Ranks
-    layout: str
-    length: int | None
-    exchange: str
+    layout: str  # key of `LAYOUTS`
+    length: int | None  # rows of the sequence without padding; None if no row is padding
+    exchange: str  # one of `SCAN_EXCHANGES`
 
     @property
     def folds(self) -> int:
-        """Chunks that a rank holds."""
+        """Return the number of chunks of the sequence that a rank stores."""
         return LAYOUTS[self.layout].chunks
 
     def problems(self, shape: Sequence[int], dim: int) -> Iterator[SpError]:
-        """Yield what is wrong with shards of this shape along dim."""
+        """Yield an error for each option that does not match the shards.
+
+        Args:
+            shape: The shape of a shard.
+            dim: The scanned dim.
+
+        Returns:
+            SP454, SP502, SP507, SP512 or SP513.
+        """
         if not shape:
             yield SpError("SP512", "x: expected at least one dim with group=, got none.")
         rows = shape[dim]
@@ -58,7 +62,16 @@ class ScanShardOptions:
             yield SpError("SP507", f"length: expected 0 to {total}, {rows_of_all}, got {self.length}.")
 
     def arguments(self, rows: int, nbytes: int, device: torch.device) -> tuple[Any, ...]:
-        """frame, exchange, n and group of the sp operators. nbytes: what a rank has to tell of its shard, a chunk."""
+        """Return the arguments of the scan operators that describe the shards.
+
+        Args:
+            rows: Rows of each rank.
+            nbytes: Bytes that a rank sends for each chunk.
+            device: The device of the operands.
+
+        Returns:
+            The frame, the exchange ("gather" or "steps"), the number of ranks and the group.
+        """
         n, exchange = self.ranks.n, self.exchange
         if exchange == "auto" and n > 2 and self.folds == 1:
             exchange = choose_exchange(nbytes, n, Machine.of(device.type)).exchange
@@ -68,11 +81,26 @@ class ScanShardOptions:
         return shard_frame(rows, n, self.length, self.layout), exchange, n, self.ranks.group
 
     def __str__(self) -> str:
+        """Return the options as text; the ranks compare it."""
         return f"{self.layout}, length={self.length}, exchange={self.exchange}, {self.ranks.n} ranks"
 
 
 def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> ScanShardOptions | None:
-    """None: x is whole. Raises SpError for options of shards without a group, and what `ranks_of` raises."""
+    """Return the options of a scan along a sharded dim.
+
+    Args:
+        group: The ranks that store shards. None: the operands are unsplit.
+        layout: The layout of the shards.
+        length: Rows of the sequence without padding. None: no row is padding.
+        exchange: One of `SCAN_EXCHANGES`.
+
+    Returns:
+        The options; None without a group.
+
+    Raises:
+        SpError: Options of shards are passed without a group (SP511), or the group does not define the ranks (SP111 to
+            SP116).
+    """
     if group is not None:
         return ScanShardOptions(ranks_of(group), layout, length, exchange)
     if layout != CONTIGUOUS.name or length is not None or exchange != "auto":
@@ -84,6 +112,9 @@ def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Sc
 
 @torch.compiler.assume_constant_result
 def _declare_scan_routes(group: str, n: int) -> None:
-    """A compiled program may come from a cache, untraced: its routes are known then, and it was made of these ops."""
+    """Declare the routes of a traced call and tag its program.
+
+    A compiled program may be loaded from a cache without tracing, so both must be known before the call runs.
+    """
     routes.declare_shift_routes(group, step_offsets(n))
     tag_programs()

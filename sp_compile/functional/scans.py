@@ -1,10 +1,12 @@
-"""Prefix scans: inclusive_scan, exclusive_scan, segmented_scan, and linear_scan for h = a * h + b.
+"""Compute prefix scans and linear recurrences, of unsplit tensors or of shards of a sequence.
 
-They are differentiable in reverse mode, twice where the operation is, in linear memory; eager or inside torch.compile;
-for tensors of any shape, strides and length. Integers that overflow wrap round. NaN, infinities, and which of equal
-extremes has the index and the gradient are those of torch.cumsum, cumprod, cummax, cummin and logcumsumexp. If every
-rank passes its shard of a sequence and its group, each gets its shard of the scan of the full sequence, and gradients
-flow to the shards.
+If every rank passes its shard and the group, it receives its shard of the scan of the full sequence. Gradients are
+returned for the shards.
+
+The functions run in eager mode and inside `torch.compile`, on tensors of any shape, strides and length. They support
+reverse-mode differentiation in linear memory, and second derivatives where the operation has them. Integer overflow
+wraps around. NaN, infinities and ties of extremes are treated as by `torch.cumsum`, `cumprod`, `cummax`, `cummin` and
+`logcumsumexp`.
 """
 
 from __future__ import annotations
@@ -33,34 +35,36 @@ def inclusive_scan(
     exchange: str = "auto",
     check: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return each element combined with all before it: torch.cumsum, cumprod, cummax, cummin or logcumsumexp.
+    """Return the cumulative result of an operation along a dim, each element included.
+
+    The operations are those of `torch.cumsum`, `cumprod`, `cummax`, `cummin` and `logcumsumexp`.
 
     Args:
-        x: Values of shape ``(..., S, ...)``: bool, uint8, int8 to int64, or floating-point of 16 bits or more.
+        x: (..., S, ...): bool, uint8, int8 to int64, or a floating dtype of 16 bits or more.
         dim: The dim of S.
-        op: "sum", "prod", "max", "min" or "logsumexp".
-        reverse: Scan from the last position to the first.
-        indices: For max and min, return the position of each value along dim as well.
-        dtype: The dtype of the result, to which x is cast first. None: x's dtype, but int64 for sums and products of
+        op: The operation: "sum", "prod", "max", "min" or "logsumexp".
+        reverse: If True, scan from the last position to the first.
+        indices: If True, for "max" and "min", return the position of each value along dim as well.
+        dtype: The dtype of the result, to which x is cast first. None: x's dtype, or int64 for sums and products of
             integers and bools.
         accumulate_dtype: The dtype of intermediate sums, products and logsumexps. None: float32 for bfloat16 and
             float16, float64 for float32 on a CPU, as in torch.cumsum, else the dtype of the result.
-        group: The ranks that hold shards: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None: x is
-            the full sequence.
-        layout: "contiguous": rank r of n holds rows ``r * s`` to ``(r + 1) * s``; "zigzag": chunks r and
-            ``2n - 1 - r`` of 2n.
-        length: The length of the sequence without the padding after it, of which nothing is carried. None: no row is
-            padding.
-        exchange: "gather": one all-gather forward and one backward; "steps": ``ceil(log2(n))`` shifts each way, for
-            layout "contiguous"; "auto": the faster one for the bytes to be carried.
-        check: Compare the ranks' calls first, for 24 bytes a rank on the CPU, so that all ranks raise what is wrong
-            on one. Not done inside torch.compile.
+        group: The ranks that store shards: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None: x
+            is unsplit.
+        layout: The rows that a rank stores. "contiguous": rank r of n stores rows r * s to (r + 1) * s. "zigzag":
+            chunks r and 2n - 1 - r of 2n.
+        length: Rows of the sequence without the padding at its end, which does not contribute. None: no row is padding.
+        exchange: The exchange of carries. "gather": one all-gather in the forward and one in the backward. "steps":
+            ceil(log2(n)) shifts in each, for "contiguous" shards. "auto": the one with the shorter predicted time.
+        check: If True, compare the calls of all ranks first (24 bytes a rank, on the CPU). An invalid call then raises
+            on every rank. Not done inside `torch.compile`.
 
     Returns:
-        A tensor of x's shape; with ``indices=True`` that and the positions, int64.
+        (..., S, ...) with the dtype of the result; with `indices`, a tuple of that and the positions, int64.
 
     Raises:
-        SpError: An operand or option does not fit, on any rank; or the ranks' calls differ.
+        SpError: An argument is invalid on a rank (SP454, SP501 to SP507, SP511 to SP526), the calls of the ranks differ
+            (SP508), or the group does not define the ranks (SP111 to SP116).
 
     >>> inclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([3, 4, 6])
@@ -84,34 +88,34 @@ def exclusive_scan(
     exchange: str = "auto",
     check: bool = True,
 ) -> Tensor:
-    """Return all elements before each one combined.
+    """Return the cumulative result of an operation along a dim, each element excluded.
 
     Args:
-        x: Values of shape ``(..., S, ...)``: bool, uint8, int8 to int64, or floating-point of 16 bits or more.
+        x: (..., S, ...): bool, uint8, int8 to int64, or a floating dtype of 16 bits or more.
         dim: The dim of S.
-        op: "sum", "prod", "max", "min" or "logsumexp".
-        reverse: Scan from the last position to the first.
-        dtype: The dtype of the result, to which x is cast first. None: x's dtype, but int64 for sums and products of
+        op: The operation: "sum", "prod", "max", "min" or "logsumexp".
+        reverse: If True, scan from the last position to the first.
+        dtype: The dtype of the result, to which x is cast first. None: x's dtype, or int64 for sums and products of
             integers and bools.
         accumulate_dtype: The dtype of intermediate sums, products and logsumexps. None: float32 for bfloat16 and
             float16, float64 for float32 on a CPU, as in torch.cumsum, else the dtype of the result.
-        group: The ranks that hold shards: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None: x is
-            the full sequence.
-        layout: "contiguous": rank r of n holds rows ``r * s`` to ``(r + 1) * s``; "zigzag": chunks r and
-            ``2n - 1 - r`` of 2n.
-        length: The length of the sequence without the padding after it, of which nothing is carried. None: no row is
-            padding.
-        exchange: "gather": one all-gather forward and one backward; "steps": ``ceil(log2(n))`` shifts each way, for
-            layout "contiguous"; "auto": the faster one for the bytes to be carried.
-        check: Compare the ranks' calls first, for 24 bytes a rank on the CPU, so that all ranks raise what is wrong
-            on one. Not done inside torch.compile.
+        group: The ranks that store shards: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None: x
+            is unsplit.
+        layout: The rows that a rank stores. "contiguous": rank r of n stores rows r * s to (r + 1) * s. "zigzag":
+            chunks r and 2n - 1 - r of 2n.
+        length: Rows of the sequence without the padding at its end, which does not contribute. None: no row is padding.
+        exchange: The exchange of carries. "gather": one all-gather in the forward and one in the backward. "steps":
+            ceil(log2(n)) shifts in each, for "contiguous" shards. "auto": the one with the shorter predicted time.
+        check: If True, compare the calls of all ranks first (24 bytes a rank, on the CPU). An invalid call then raises
+            on every rank. Not done inside `torch.compile`.
 
     Returns:
-        A tensor of x's shape. The first element in scan order is the identity of `op`: 0 or 1, or the least or greatest
-        value of the dtype.
+        (..., S, ...) with the dtype of the result. The first element in scan order is the identity of `op`: 0 or 1, or
+        the least or greatest value of the dtype.
 
     Raises:
-        SpError: An operand or option does not fit, on any rank; or the ranks' calls differ.
+        SpError: An argument is invalid on a rank (SP454, SP501 to SP507, SP511 to SP526), the calls of the ranks differ
+            (SP508), or the group does not define the ranks (SP111 to SP116).
 
     >>> exclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([0, 3, 4])
@@ -136,35 +140,35 @@ def segmented_scan(
     exchange: str = "auto",
     check: bool = True,
 ) -> Tensor:
-    """Return a scan that restarts wherever the id changes, as in batches of packed sequences.
+    """Return a cumulative result that restarts at each segment, as for packed sequences.
 
     Args:
-        x: Values of shape ``(..., S, ...)``: bool, uint8, int8 to int64, or floating-point of 16 bits or more.
-        segment_ids: Integers of shape ``(S,)``, or broadcast to x; sharded like x. Each run of equal ids is a segment.
+        x: (..., S, ...): bool, uint8, int8 to int64, or a floating dtype of 16 bits or more.
+        segment_ids: (S,), or broadcastable to x, any integer dtype; sharded as x is. A run of equal ids is a segment.
         dim: The dim of S.
-        op: "sum", "prod", "max", "min" or "logsumexp".
-        exclusive: Combine the elements before each one only.
-        reverse: Scan from the last position to the first.
-        dtype: The dtype of the result, to which x is cast first. None: x's dtype, but int64 for sums and products of
+        op: The operation: "sum", "prod", "max", "min" or "logsumexp".
+        exclusive: If True, combine only the elements before each one.
+        reverse: If True, scan from the last position to the first.
+        dtype: The dtype of the result, to which x is cast first. None: x's dtype, or int64 for sums and products of
             integers and bools.
         accumulate_dtype: The dtype of intermediate sums, products and logsumexps. None: float32 for bfloat16 and
             float16, float64 for float32 on a CPU, as in torch.cumsum, else the dtype of the result.
-        group: The ranks that hold shards: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None: x is
-            the full sequence.
-        layout: "contiguous": rank r of n holds rows ``r * s`` to ``(r + 1) * s``; "zigzag": chunks r and
-            ``2n - 1 - r`` of 2n.
-        length: The length of the sequence without the padding after it, of which nothing is carried. None: no row is
-            padding.
-        exchange: "gather": one all-gather forward and one backward; "steps": ``ceil(log2(n))`` shifts each way, for
-            layout "contiguous"; "auto": the faster one for the bytes to be carried.
-        check: Compare the ranks' calls first, for 24 bytes a rank on the CPU, so that all ranks raise what is wrong
-            on one. Not done inside torch.compile.
+        group: The ranks that store shards: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None: x
+            is unsplit.
+        layout: The rows that a rank stores. "contiguous": rank r of n stores rows r * s to (r + 1) * s. "zigzag":
+            chunks r and 2n - 1 - r of 2n.
+        length: Rows of the sequence without the padding at its end, which does not contribute. None: no row is padding.
+        exchange: The exchange of carries. "gather": one all-gather in the forward and one in the backward. "steps":
+            ceil(log2(n)) shifts in each, for "contiguous" shards. "auto": the one with the shorter predicted time.
+        check: If True, compare the calls of all ranks first (24 bytes a rank, on the CPU). An invalid call then raises
+            on every rank. Not done inside `torch.compile`.
 
     Returns:
-        A tensor of x's shape.
+        (..., S, ...) with the dtype of the result.
 
     Raises:
-        SpError: An operand or option does not fit, on any rank; or the ranks' calls differ.
+        SpError: An argument is invalid on a rank (SP454, SP501 to SP507, SP511 to SP526), the calls of the ranks differ
+            (SP508), or the group does not define the ranks (SP111 to SP116).
 
     >>> segmented_scan(torch.tensor([3, 1, 2, 4]), torch.tensor([0, 0, 1, 1]), 0)
     tensor([3, 4, 2, 6])
@@ -187,33 +191,35 @@ def linear_scan(
     exchange: str = "auto",
     check: bool = True,
 ) -> Tensor:
-    """Return h_t = a_t * h_(t-1) + b_t along dim: the recurrence of a diagonal state-space model.
+    """Return h_t = a_t * h_(t-1) + b_t along a dim, the recurrence of a diagonal state-space model.
+
+    Algorithm: parallel scan of the pairs (a, b), Blelloch, "Prefix sums and their applications", 1990.
 
     Args:
-        a: Factors, floating-point, of shape ``(..., S, ...)`` or broadcast to b; or one number.
-        b: Summands, floating-point, of shape ``(..., S, ...)`` or broadcast to a.
+        a: (..., S, ...), or broadcastable to b, any floating dtype: the factors. Or a Python scalar.
+        b: (..., S, ...), or broadcastable to a, any floating dtype: the summands.
         dim: The dim of S.
-        initial: h before the first step, of h's shape without dim, or broadcast to it; or a number. None: zeros. With
-            a group it is the same on every rank, and so is its gradient.
-        reverse: Compute h_t = a_t * h_(t+1) + b_t.
+        initial: (..., ...), h's shape without dim, or broadcastable to it, any floating dtype: h before the first step.
+            Or a Python scalar. None: zeros. With a group, it is replicated, and so is its gradient.
+        reverse: If True, compute h_t = a_t * h_(t+1) + b_t.
         accumulate_dtype: The dtype of intermediate states. None: float32 for bfloat16 and float16, float64 for float32
             on a CPU, else the dtype of the result.
-        group: The ranks that hold shards: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None: a
-            and b are the full sequence.
-        layout: "contiguous": rank r of n holds rows ``r * s`` to ``(r + 1) * s``; "zigzag": chunks r and
-            ``2n - 1 - r`` of 2n.
-        length: The length of the sequence without the padding after it, of which nothing is carried. None: no row is
-            padding.
-        exchange: "gather": one all-gather forward and one backward; "steps": ``ceil(log2(n))`` shifts each way, for
-            layout "contiguous"; "auto": the faster one for the bytes to be carried.
-        check: Compare the ranks' calls first, for 24 bytes a rank on the CPU, so that all ranks raise what is wrong
-            on one. Not done inside torch.compile.
+        group: The ranks that store shards: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None: a
+            and b are unsplit.
+        layout: The rows that a rank stores. "contiguous": rank r of n stores rows r * s to (r + 1) * s. "zigzag":
+            chunks r and 2n - 1 - r of 2n.
+        length: Rows of the sequence without the padding at its end, which does not contribute. None: no row is padding.
+        exchange: The exchange of carries. "gather": one all-gather in the forward and one in the backward. "steps":
+            ceil(log2(n)) shifts in each, for "contiguous" shards. "auto": the one with the shorter predicted time.
+        check: If True, compare the calls of all ranks first (24 bytes a rank, on the CPU). An invalid call then raises
+            on every rank. Not done inside `torch.compile`.
 
     Returns:
-        h, of the common shape and dtype of a and b.
+        (..., S, ...), h, with the common shape and dtype of a and b.
 
     Raises:
-        SpError: An operand or option does not fit, on any rank; or the ranks' calls differ.
+        SpError: An argument is invalid on a rank (SP454, SP502 to SP507, SP511 to SP513, SP526), the calls of the ranks
+            differ (SP508), or the group does not define the ranks (SP111 to SP116).
 
     >>> linear_scan(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1.0, 1.0, 1.0]), 0)
     tensor([1.0000, 1.5000, 1.7500])

@@ -1,4 +1,4 @@
-"""Where people train: `sp_compile.integrations.transformers` and `.accelerate`.
+"""Use the backend in training libraries: DistributedDataParallel, accelerate and transformers.
 
-Each imports the package that it is for; this module imports none.
+Each module imports its library; this one imports none.
 """

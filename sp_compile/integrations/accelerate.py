@@ -1,4 +1,4 @@
-"""accelerate: an Accelerator whose ranks share sequences.
+"""Train with an Accelerator whose ranks share sequences.
 
     from sp_compile.integrations.accelerate import SequenceParallelAccelerator
 
@@ -6,7 +6,7 @@
     accelerator = SequenceParallelAccelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, sp_size=4))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-Everything else of the loop stays as it is. Tried on accelerate 1.15.
+The rest of the training loop does not change. Tested with accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .ddp import compile_under_ddp
 __all__ = ["SequenceParallelAccelerator", "axis_sizes", "register_backend_name"]
 
 REPLICA_AXIS, SEQUENCE_AXIS = "dp_replicate", "cp"
-"""Axes of the mesh. accelerate calls "cp" an axis along which ranks take the same batches."""
+"""Axes of the mesh. Ranks along the axis "cp" receive the same batches from accelerate's loaders."""
 
 GATHER_METHODS = Message("gathers", "the arguments of a metric")
-OWN_ARGUMENTS = ("mesh", "mesh_dim", "param_grads")
+OWN_ARGUMENTS = ("mesh", "mesh_dim", "param_grads")  # options that the Accelerator sets
 DISPATCH_ERROR = (
     "dispatch_batches=True is not supported: it cuts a batch over all ranks, and ranks that share a sequence need "
     "the same batch."
@@ -50,21 +50,31 @@ DISPATCH_ERROR = (
 class SequenceParallelAccelerator(Accelerator):
     """An Accelerator of `dp_replicate_size` replicas, in each of which `sp_size` ranks share every sequence.
 
-    parallelism_config: these two sizes; one that is 1 is what the other leaves of the processes, so that without any
-    all ranks share a sequence. sp_options: fields of `sp_compile.SPConfig` for the model's compilation, but for the
-    mesh and what becomes of gradients, which are known here. dynamo_backend: "sp", or none at all, which means the
-    same; a dynamo_plugin's `dynamic`, `fullgraph` and `options` are taken.
+    Prepared loaders yield the same batches on ranks that share a sequence. A prepared model is compiled in place and
+    wrapped in DDP. A prepared scheduler is stepped once for the batch of each replica. `gather_for_metrics`, `gather`
+    and `reduce` count each sequence once. With one process, the model is compiled without a mesh.
 
-    What is prepared: loaders give ranks that share a sequence the same batches; a model is compiled in place, under
-    DDP; a scheduler is stepped once for each replica's batch, as accelerate does for each process.
-    `gather_for_metrics`, `gather` and `reduce` count a sequence once, however many ranks share it. With one process it
-    is an Accelerator that compiles. mesh: axes ("dp_replicate", "cp"), the second of which is the sequence's; None with
-    one process.
+    Args:
+        *args: Arguments of `Accelerator`.
+        parallelism_config: The sizes `dp_replicate_size` and `sp_size`. A size of 1 is derived from the other and the
+            number of processes. By default all ranks share each sequence.
+        sp_options: Fields of `sp_compile.SPConfig` for the compilation of the model, except `mesh`, `mesh_dim` and
+            `param_grads`.
+        **kwargs: Arguments of `Accelerator`. `dynamo_backend` is "sp" or absent. `dynamic`, `fullgraph` and `options`
+            of a `dynamo_plugin` are used.
 
-    Raises SpError: sizes that do not fit, another backend, FSDP, DeepSpeed or Megatron.
+    Attributes:
+        mesh: The mesh with axes ("dp_replicate", "cp"), the second of which splits the sequence; None with one process.
+        sp_size: The number of ranks that share a sequence.
+        replicas: The number of replicas.
+
+    Raises:
+        SpError: The backend is another one (SP821), an option is set by the Accelerator (SP822), the processes use
+            FSDP, DeepSpeed or Megatron (SP823), `dispatch_batches` is set (SP824), accelerate uses another number of
+            processes (SP825), or the sizes are invalid (SP826, SP827).
     """
 
-    flag_tensor: torch.Tensor | None
+    flag_tensor: torch.Tensor | None  # the trigger of this rank
 
     def __init__(
         self,
@@ -73,6 +83,7 @@ class SequenceParallelAccelerator(Accelerator):
         sp_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Create the Accelerator; see the class."""
         with register_backend_name():
             super().__init__(*args, **kwargs)
         plugin = self.state.dynamo_plugin
@@ -103,7 +114,7 @@ class SequenceParallelAccelerator(Accelerator):
         self.sp_size, self.replicas = share, replicas
 
     def _check_processes(self) -> None:
-        """Raise SpError where accelerate takes this for the only process, as it does on machines without a GPU."""
+        """Raise SpError if accelerate uses fewer processes than were started, as on machines without a GPU."""
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         there = max(dist.get_world_size() if dist.is_initialized() else 1, launched)
         if self.num_processes != there:
@@ -115,11 +126,20 @@ class SequenceParallelAccelerator(Accelerator):
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The mesh by which accelerate's loaders find out which ranks take the same batches."""
+        """Return the mesh from which accelerate's loaders derive the ranks that receive the same batches."""
         return self.mesh if self.mesh is not None else super().torch_device_mesh
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `Accelerator.prepare_data_loader`. A random order without a generator is drawn alike on all ranks."""
+        """Run `Accelerator.prepare_data_loader`, with the same random order on all ranks.
+
+        Args:
+            data_loader: The DataLoader. A sampler without a generator receives one with a common seed.
+            *args: Arguments of `Accelerator.prepare_data_loader`.
+            **kwargs: Arguments of `Accelerator.prepare_data_loader`.
+
+        Returns:
+            The prepared loader.
+        """
         sampler = get_sampler(data_loader)
         if self.mesh is not None and getattr(sampler, "generator", self) is None:
             seed = broadcast(torch.empty((), dtype=torch.int64, device=self.device).random_())
@@ -127,14 +147,36 @@ class SequenceParallelAccelerator(Accelerator):
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """As `Accelerator.prepare_model`, of a model that is compiled with backend="sp" first; see `compile`."""
+        """Compile a model with backend="sp", then run `Accelerator.prepare_model`.
+
+        Args:
+            model: The model, which is compiled in place.
+            *args: Arguments of `Accelerator.prepare_model`.
+            **kwargs: Arguments of `Accelerator.prepare_model`.
+
+        Returns:
+            The prepared model.
+
+        Raises:
+            SpError: An option is invalid, or the model is already compiled (SP831).
+        """
         if getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, *args, **kwargs)
         self.compile(model)
         return super().prepare_model(model, *args, **kwargs)
 
     def compile(self, model: torch.nn.Module) -> None:
-        """Compile a model for the ranks that share its sequence, as `compile_under_ddp` does; once."""
+        """Compile a model in place with `compile_under_ddp`; a second call has no effect.
+
+        Args:
+            model: The model.
+
+        Returns:
+            None.
+
+        Raises:
+            SpError: An option is invalid, or the model is already compiled (SP831).
+        """
         if getattr(model, "is_sequence_parallel", False):
             return
         mesh = self.mesh[SEQUENCE_AXIS] if self.mesh is not None else None
@@ -142,7 +184,14 @@ class SequenceParallelAccelerator(Accelerator):
         model.is_sequence_parallel = True
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As `Accelerator.prepare_scheduler`, of which a step counts replicas, not processes."""
+        """Run `Accelerator.prepare_scheduler`, so that a step counts replicas, not processes.
+
+        Args:
+            scheduler: The learning rate scheduler.
+
+        Returns:
+            The prepared scheduler.
+        """
         prepared = super().prepare_scheduler(scheduler)
         if self.mesh is None or type(prepared) is not AcceleratedScheduler or prepared.split_batches:
             return prepared
@@ -152,18 +201,34 @@ class SequenceParallelAccelerator(Accelerator):
         return mine
 
     def gather(self, tensor: Any) -> Any:
-        """As `Accelerator.gather`, of every replica once: ranks that share a sequence hold the same rows.
+        """Gather tensors over the replicas, as `Accelerator.gather` does over the processes.
 
-        Raises SpError: replicas that hand in different shapes, or do not come.
+        Args:
+            tensor: A tensor, or nested lists, tuples and dicts of tensors, equal on ranks that share a sequence.
+
+        Returns:
+            The same structure, with the tensors of all replicas concatenated along the first dim.
+
+        Raises:
+            SpError: The replicas pass different shapes or dtypes (SP829), or a replica does not arrive.
         """
         if self.mesh is None or _collect_tensors(tensor) is None:
             return super().gather(tensor)
         return gather_over_replicas(tensor, self.mesh.get_group(REPLICA_AXIS))
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As `Accelerator.reduce`; a sum counts every replica once, by what each rank of it holds.
+        """Reduce tensors, as `Accelerator.reduce` does, but sum over the replicas, not over the processes.
 
-        Raises SpError: a sum of integers that are not the same on the ranks that share a sequence.
+        Args:
+            tensor: A tensor, or nested lists, tuples and dicts of tensors.
+            reduction: "sum", or another reduction of `Accelerator.reduce`.
+            scale: Factor of the result; not used for a sum over replicas.
+
+        Returns:
+            The same structure with the reduced tensors.
+
+        Raises:
+            SpError: Integers of a sum differ between ranks that share a sequence (SP828).
         """
         if self.mesh is None or reduction != "sum" or _collect_tensors(tensor) is None:
             return super().reduce(tensor, reduction, scale)
@@ -171,7 +236,11 @@ class SequenceParallelAccelerator(Accelerator):
         return recursively_apply(lambda x: _sum_over_replicas(x, *groups), tensor)
 
     def check_trigger(self) -> bool:
-        """As `Accelerator.check_trigger`: has any rank set the trigger?"""
+        """Return True if a rank has set the trigger, and reset it.
+
+        Returns:
+            The same value on every rank.
+        """
         mine = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
         found = bool(self.reduce(mine, "max").item() >= 1)
         if found:
@@ -179,10 +248,18 @@ class SequenceParallelAccelerator(Accelerator):
         return found
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `Accelerator.gather_for_metrics`, of every replica once.
+        """Gather over the replicas, as `Accelerator.gather_for_metrics`, without duplicates of the last batch.
 
-        Lists of numbers and text go as JSON; only other objects are pickled, as accelerate does.
-        Raises SpError: replicas that hand in different shapes or types, or do not come.
+        Args:
+            input_data: Tensors, as for `gather`, or lists of objects. Numbers and strings are sent as JSON. Other
+                objects are pickled, as by accelerate.
+            use_gather_object: If True, gather tensors as objects, too.
+
+        Returns:
+            The gathered tensors, or one list of all objects.
+
+        Raises:
+            SpError: The replicas pass different shapes or types (SP829), or a replica does not arrive.
         """
         if self.mesh is None:
             return super().gather_for_metrics(input_data, use_gather_object)
@@ -194,7 +271,7 @@ class SequenceParallelAccelerator(Accelerator):
 
 
 def _sum_over_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over replicas. Raises SpError, on every rank, where ranks of one sequence hold different integers."""
+    """Return the sum over replicas; raise SpError on every rank if integers differ on ranks that share a sequence."""
     total = x.clone()
     dist.all_reduce(total, group=replicas)
     if total.is_floating_point() or total.is_complex():
@@ -212,10 +289,22 @@ def _sum_over_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: d
 
 
 def gather_over_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool = False) -> Any:
-    """The tensors of all ranks of a group, along their first dim; of anything else the items, in one list.
+    """Gather data over a group of one rank of each replica.
 
-    First the ranks tell what they have, as JSON, in a wait that ends in words.
-    Raises SpError: ranks that hand in different things, or do not come.
+    The ranks first compare dtypes and shapes by messages, so that a mismatch or a missing rank raises instead of
+    hanging.
+
+    Args:
+        data: Tensors in nested lists, tuples and dicts, or a list of objects.
+        group: The group.
+        as_objects: If True, gather tensors as objects.
+
+    Returns:
+        The same structure with tensors concatenated along the first dim, or one list of all objects.
+
+    Raises:
+        SpError: The ranks pass different shapes or types (SP829), or a rank does not arrive.
+        RuntimeError: A collective fails.
     """
     ranks, tensors = ranks_of(group), None if as_objects else _collect_tensors(data)
     plain = not tensors and _is_json(data)
@@ -247,7 +336,7 @@ def _all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _collect_tensors(data: Any) -> list[torch.Tensor] | None:
-    """All there are in nested lists, tuples and dicts; None where something else is."""
+    """Return the tensors in nested lists, tuples and dicts; None if there are other objects."""
     found: list[torch.Tensor] = []
     try:
         recursively_apply(found.append, data, error_on_other_type=True)
@@ -257,7 +346,7 @@ def _collect_tensors(data: Any) -> list[torch.Tensor] | None:
 
 
 def _is_json(data: Any) -> bool:
-    """Does JSON give back just this?"""
+    """Return True if JSON preserves the value and its types."""
     if type(data) in (list, tuple):
         return all(map(_is_json, data))
     if type(data) is dict:
@@ -266,19 +355,38 @@ def _is_json(data: Any) -> bool:
 
 
 class ReplicaScheduler(AcceleratedScheduler):
-    """Steps once for each replica at an optimizer's step: schedules are written for the batches of one device."""
+    """A scheduler that is stepped once for each replica, since schedules count the batches of a single device."""
 
-    replicas = 1
+    replicas = 1  # number of steps for each step of the optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """As `AcceleratedScheduler.step`."""
+        """Run `AcceleratedScheduler.step` for each replica, until `total_steps` if there is a limit.
+
+        Args:
+            *args: Arguments of the scheduler's `step`.
+            **kwargs: Arguments of the scheduler's `step`.
+
+        Returns:
+            None.
+        """
         for _ in range(self.replicas if self.gradient_state.sync_gradients else 1):
             if self.scheduler.last_epoch < getattr(self.scheduler, "total_steps", float("inf")):
                 super().step(*args, **kwargs)
 
 
 def axis_sizes(config: ParallelismConfig | None, processes: int) -> tuple[int, int]:
-    """(replicas, ranks that share a sequence) of so many processes. Raises SpError where the config's do not fit."""
+    """Return the number of replicas, and of ranks that share a sequence.
+
+    Args:
+        config: The sizes. None: all ranks share each sequence.
+        processes: The number of processes.
+
+    Returns:
+        Two numbers whose product is the number of processes.
+
+    Raises:
+        SpError: The product of the sizes differs (SP826), or another size is set (SP827).
+    """
     if config is None or processes == 1:
         return 1, processes
     for name in ("tp_size", "cp_size", "dp_shard_size"):

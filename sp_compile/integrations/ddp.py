@@ -1,10 +1,10 @@
-"""DistributedDataParallel, whoever puts it around a model: torch, Lightning, accelerate.
+"""Compile a model for DistributedDataParallel, applied by torch, Lightning or accelerate.
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "sp"))
     compile_under_ddp(model, mesh["sp"])
     model = DistributedDataParallel(model)         # over all ranks; or fabric.setup(model), a Trainer's strategy="ddp"
 
-Batches: `sp_compile.data`.
+For batches, see `sp_compile.data`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,24 @@ def compile_under_ddp(
     dynamic: bool | None = None,
     **options: Any,
 ) -> torch.nn.Module:
-    """Compile a model in place, with backend="sp", so that a DDP over all ranks can be put around it; returns it.
+    """Compile a model in place with backend="sp", for a DDP over all ranks that is applied to it later.
 
-    Gradients are left partial for DDP, whose mean over all ranks is then that of the replicas; and the graph stays
-    whole, whatever `torch._dynamo.config.optimize_ddp` says. mesh: the ranks that share a sequence, all by default.
-    options: the fields of `sp_compile.SPConfig`. fullgraph, dynamic: as `torch.compile` has them.
+    Gradients stay partial, so that DDP's mean over all ranks is the mean over the replicas. The graph is not split at
+    DDP's buckets, regardless of `torch._dynamo.config.optimize_ddp`. A training call outside DDP raises SpError
+    (SP832), since the gradients would not be summed.
 
-    Raises SpError: the model is compiled already, an option is unknown; and where it is called for training with no DDP
-    around it, where nobody would sum its gradients.
+    Args:
+        model: The model, not compiled.
+        mesh: The ranks that share a sequence. None selects the default process group.
+        fullgraph: As for `torch.compile`.
+        dynamic: As for `torch.compile`.
+        **options: Fields of `sp_compile.SPConfig`.
+
+    Returns:
+        The model.
+
+    Raises:
+        SpError: The model is already compiled (SP831), or an option is invalid (SP101 to SP116).
     """
     if is_compiled(model):
         raise SpError("SP831", COMPILED)
@@ -52,6 +62,7 @@ def compile_under_ddp(
     SPConfig.of(given)  # raises here, not at the first call
 
     def check() -> None:
+        """Raise SpError for a training call outside DDP."""
         if model.training and torch.is_grad_enabled() and not is_under_ddp() and resolve(mesh, None).n > 1:
             raise SpError("SP832", WITHOUT_DDP)
 

@@ -1,11 +1,12 @@
-"""transformers: a Trainer whose ranks share sequences, and so any Trainer that is made of it (TRL's, with PEFT or not).
+"""Train with a transformers Trainer whose ranks share sequences, or a subclass of it, as TRL's.
 
     from sp_compile.integrations.transformers import SequenceParallel
 
     class MyTrainer(SequenceParallel, Trainer): ...
 
-All ranks share each sequence; `TrainingArguments(parallelism_config=ParallelismConfig(dp_replicate_size=2, sp_size=4))`
-says otherwise. Tried on transformers 5.23, TRL 1.16 and PEFT 0.21.
+By default all ranks share each sequence. For replicas, pass
+`TrainingArguments(parallelism_config=ParallelismConfig(dp_replicate_size=2, sp_size=4))`.
+Tested with transformers 5.23, TRL 1.16 and PEFT 0.21.
 """
 
 from __future__ import annotations
@@ -23,23 +24,31 @@ __all__ = ["SequenceParallel"]
 
 
 class SequenceParallel(ItemCounter):
-    """In front of a Trainer among the bases of a class: its model is compiled with backend="sp".
+    """Base class, listed before a Trainer, that compiles the model with backend="sp".
 
-    Training, evaluation and prediction, their loaders, gradient accumulation, clipping, metrics and checkpoints stay
-    those of the Trainer, and a batch is counted once, whichever number of ranks share it. The batch of a step is
-    per_device_train_batch_size x gradient_accumulation_steps x the number of replicas.
+    Training, evaluation, prediction, loaders, gradient accumulation, clipping, metrics and checkpoints remain those of
+    the Trainer. A batch is counted once, regardless of the number of ranks that share it. The batch size of a step is
+    per_device_train_batch_size * gradient_accumulation_steps * the number of replicas.
 
-    sp_options: fields of `sp_compile.SPConfig`, as a class attribute. parallelism_config and torch_compile_backend of
-    the arguments: as `SequenceParallelAccelerator` takes them, which raises what does not fit.
+    `parallelism_config` and `torch_compile_backend` of the arguments have the meaning that
+    `SequenceParallelAccelerator` documents.
     """
 
-    sp_options: ClassVar[Mapping[str, Any]] = {}
-    accelerator: Any
+    sp_options: ClassVar[Mapping[str, Any]] = {}  # fields of `sp_compile.SPConfig`
+    accelerator: Any  # the SequenceParallelAccelerator
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, whose Accelerator becomes a `SequenceParallelAccelerator`."""
+        """Run the Trainer's method with a `SequenceParallelAccelerator` as its Accelerator.
+
+        Returns:
+            None.
+
+        Raises:
+            SpError: The arguments do not match the processes; see `SequenceParallelAccelerator`.
+        """
 
         def make(**kwargs: Any) -> SequenceParallelAccelerator:
+            """Create the Accelerator with the sizes of the arguments."""
             kwargs.pop("parallelism_config", None)
             config = self.args.parallelism_config
             return SequenceParallelAccelerator(parallelism_config=config, sp_options=self.sp_options, **kwargs)
@@ -48,6 +57,10 @@ class SequenceParallel(ItemCounter):
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
     def get_tp_size(self) -> int:
-        """How many ranks are given the same batch, which is what the Trainer asks this for."""
+        """Return the number of ranks with the same batch, which the Trainer reads from this method.
+
+        Returns:
+            The Trainer's size times the number of ranks that share a sequence.
+        """
         size: int = super().get_tp_size()
         return size * self.accelerator.sp_size

@@ -160,6 +160,7 @@ class DryRun:
             return gm.forward
 
         def call(*inputs: Any) -> Any:
+            """Run the captured graph on a single device, and merge the reports of its lowered graphs."""
             for one, session, lowered in found:
                 if self.compare is not None and session.split:
                     self.compare(gm, lowered, inputs)

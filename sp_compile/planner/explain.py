@@ -23,7 +23,7 @@ MIN_SKIPPED_LAYERS = 8
 
 DRY_RUN_OPTIONS = {"check_every": "runs in one process, so there is nothing to compare"}
 MEMORY_OPTIONS = dict.fromkeys(("activation_memory_budget", "offload"), "does not report saved values")
-"""Options that `explain` refuses, and the reasons."""
+"""Options that `explain` rejects, and the reasons."""
 
 
 def explain(
@@ -56,8 +56,8 @@ def explain(
         The report.
 
     Raises:
-        SpError: As the backend does; also for an option that has no effect on a report, and if Dynamo finds nothing to
-            compile.
+        SpError: The backend would raise; an option has no effect on a report (SP109, SP714); `memory` is not a bool
+            (SP713); `sp` is invalid or contradicts the mesh (SP711, SP712); or Dynamo finds nothing to compile.
     """
     if not isinstance(memory, bool):
         raise SpError("SP713", f"memory: expected True or False, got {memory!r}.")
@@ -118,6 +118,12 @@ def find_attentions(
         config: The number of ranks and the options.
         layers: Layers of which a few represent all.
         captured: The graphs of earlier dry runs of the model.
+
+    Returns:
+        The decision for each attention.
+
+    Raises:
+        SpError: The backend would raise.
     """
     run = DryRun("plan", model, args, [config], DRY_RUN_OPTIONS, captured=captured)
     if layers is None:
@@ -130,7 +136,14 @@ def find_attentions(
 
 
 def similar_layers(model: Any) -> LayerList | None:
-    """Return the layers of a model if a few of them represent all; None otherwise."""
+    """Return the layers of a model if a few of them represent all.
+
+    Args:
+        model: The model, or a function.
+
+    Returns:
+        The layers; None if the model has too few equal ones.
+    """
     layers = LayerList.of(model) if isinstance(model, torch.nn.Module) else None
     skipped = 0 if layers is None else len(layers.layers) - len(layers.reduce_layers)
     return layers if skipped >= MIN_SKIPPED_LAYERS else None

@@ -35,6 +35,7 @@ def graph_step(lowered: RankProgram, fused: bool, offloads: bool) -> GraphStep:
     forward, backward = _partition_graph(lowered, fused, first)
 
     def walk() -> GraphStep:
+        """Examine the memory and the time of both graphs."""
         return GraphStep.of(forward.graph, backward.graph if backward is not None else None, fused, lowered.input_bytes)
 
     step = walk()
@@ -69,6 +70,7 @@ def unroll_step(
     weights = repeats.weights
 
     def fits(one: GraphStep) -> bool:
+        """Return True if a step of this graph fits the device with the program's state."""
         total = StepMemory(weights, ADAMW_STATE if settings.state == "sharded" else 0.0, [one])
         return (total.fsdp(n) if settings.state == "sharded" else total.peak) <= machine.memory
 

@@ -42,6 +42,7 @@ EQUAL_RATIO = 1.01
 MAX_PLAN_ROWS = 8
 """Maximum rows of the table for each number of ranks."""
 REFUSED_PROGRAM = dict.fromkeys(("mesh", "mesh_dim"), "compares numbers of ranks and does not support a mesh")
+"""Options that `plan` rejects, and the reasons."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class StepPlan:
         """Return the fastest variant that fits, with the least memory on the host.
 
         Raises:
-            SpError: Nothing fits; the error contains the required changes.
+            SpError: Nothing fits (SP723); the error contains the required changes.
         """
         fitting = [row for row in self.rows if row.fits]
         if not fitting:
@@ -145,6 +146,7 @@ class StepPlan:
         return any(row.fits and not row.offload for row in self.rows if row.ranks == ranks)
 
     def __str__(self) -> str:
+        """Return a table of the variants, and the required changes."""
         shown = [
             row
             for n in dict.fromkeys(r.ranks for r in self.rows)
@@ -226,7 +228,8 @@ def plan(
         The plan.
 
     Raises:
-        SpError: As `explain` does; also for an invalid memory or number of ranks, and if the model is not a module.
+        SpError: The model is not a module (SP721), a number of ranks is invalid (SP711), a size is invalid (SP722), or
+            `explain` would raise.
     """
     if not isinstance(model, nn.Module):
         raise SpError("SP721", f"model: expected an nn.Module, got {model!r:.80}.")

@@ -121,6 +121,7 @@ class _PeakMemory:
 
     @staticmethod
     def of(step: StepMemory, n: int) -> _PeakMemory:
+        """Return the largest moments of a step, at lines with attention and elsewhere."""
         points = list(step.points())
         lines = {point.moment.where for point in points if point.moment.attends} - {""}
         most: dict[tuple[bool, bool], LargestMoments] = {}

@@ -174,6 +174,7 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
     gathered, tiled = {note.where for note in report.fallbacks}, {one.where for one in report.tiled}
 
     def kind(where: str) -> str:
+        """Return the kind of a source line: gathered, exchanged, tiled or sharded."""
         if where in gathered:
             return "gathered"
         return "exchanged" if sent[where] else "tiled" if where in tiled else "sharded"
@@ -193,10 +194,12 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
 
 def _memory_json(step: StepMemory, n: int) -> dict[str, Any]:
     def at_moment(point: Any) -> dict[str, Any]:
+        """Return the phase, node, source line and bytes of a point of the step."""
         moment = point.moment
         return {"phase": point.phase, "node": moment.name, "where": moment.where, "values_bytes": step.peak_with(point)}
 
     def alive(point: Any) -> list[dict[str, Any]]:
+        """Return the largest values that are alive at a point of the step."""
         found = step.summary(point, MAX_ALIVE_VALUES)
         return [{"origin": origin, "where": where, "bytes": nbytes} for origin, where, nbytes, _ in found]
 

@@ -56,6 +56,7 @@ class _Unrolled(LivenessWalk):
     more: list[Callable[[], list[LiveValue]]] = field(default_factory=list)  # the values that are alive in addition
 
     def alive(self, moment: int) -> list[LiveValue]:
+        """Return the values that are alive at a moment, the largest first."""
         return sorted([*self.walk.alive(self.of[moment]), *self.more[moment]()], key=lambda held: -held.nbytes)
 
 
@@ -160,9 +161,9 @@ class Unroll:
             before[i] += 1
 
     def _walk(self, walk: LivenessWalk, sent: OffloadedBytes, is_backward: bool) -> _Unrolled:
-        """Return the unrolled walk.
+        """Return the unrolled walk of a graph.
 
-        If `is_backward`, it is the backward, which runs the layers in reverse order and creates gradients.
+        The backward runs the layers in reverse order and creates gradients.
         """
         parts = _split_walk(walk, [layer.path for layer in self.layers])
         remaining = list(self._remaining_per_layer(sent))

@@ -109,6 +109,7 @@ def make_error_barrier(ranks: Ranks, saying: Message) -> Callable[[Exception | N
     """Return a barrier that raises the same SpError on all ranks if one has failed."""
 
     def meet(error: Exception | None) -> None:
+        """Raise the error of this or another rank, on every rank."""
         if problem := failure_or_mismatch(all_gather_messages(ranks, replace(saying, error=wrap_error(error))) or ()):
             raise problem from error
 

@@ -62,6 +62,7 @@ def _compare_on_next_call(wire: ControlChannel, given: Mapping[tuple[int, str], 
     """Schedule the comparison of checksums for the next call, when the device has computed them.
 
     Args:
+        wire: The control channel of the group.
         given: Gradients by number and name of the result.
     """
     found: defaultdict[torch.device, dict[Field, Tensor]] = defaultdict(dict)
@@ -75,6 +76,7 @@ def _compare_gradients(ranks: Ranks, given: Mapping[tuple[int, str], Tensor]) ->
     """Raise SpError, on every rank, if the gradients differ.
 
     Args:
+        ranks: The ranks of the group.
         given: Gradients by number and name of the result.
     """
     names = dict.fromkeys(name for _, name in given)

@@ -119,10 +119,7 @@ def _make_declaration(mesh: Any, unions: Any, measure: Any) -> _Declaration:
 
 
 def _validate_unions(unions: Any) -> tuple[tuple[str, ...], ...] | None:
-    """Return `unions` as tuples of strings.
-
-    Only strings are accepted, since the ranks compare what they receive.
-    """
+    """Return `unions` as tuples of strings; raise SpError for other types, since the ranks compare the result."""
     if unions is None:
         return None
     lists = isinstance(unions, list | tuple) and all(isinstance(labels, list | tuple) for labels in unions)

@@ -50,8 +50,14 @@ class ProgramDigest:
     def first_difference(self, ranks: Ranks) -> list[str]:
         """Return the line of each rank at the first difference, or [] if there is none.
 
-        Every rank of the group must call it. It runs two exchanges: digests of each line, then one line of each rank. A
-        line that differs only in the results that it uses is reported after a line whose own text differs.
+        Every rank of the group must call it. The ranks exchange digests of each line and, if there is a difference, one
+        line each. Lines whose own text differs are preferred to lines that differ only in the results that they use.
+
+        Args:
+            ranks: The ranks of the group.
+
+        Returns:
+            One line for each rank, in rank order.
         """
         hashes: list[list[list[int]]] = _gather_programs(
             ranks, [[hash_text(line.name), hash_text(line.text)] for line in self.lines]

@@ -132,6 +132,7 @@ class GuardedProgram:
         return [not one or not any(parameters[:i]) for i, one in enumerate(parameters)]
 
     def __call__(self, *args: Any) -> Any:
+        """Compare the call over the ranks, then run the program."""
         refuse_transforms()
         some = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
         traced = any_traced(some)  # nothing is executed
@@ -201,7 +202,10 @@ class GuardedProgram:
         Values on an accelerator are compared at the next call, when the device has computed their checksums.
 
         Args:
+            args: Arguments of the call.
             everything: If True, include all compared values, not only those that change with each call.
+            wire: The control channel of the group; None without one.
+            mine: The message of this rank.
         """
         compared = self.always | self.equal if everything else self.always
         looked_at = frozenset() if everything else self.arguments
@@ -281,7 +285,9 @@ class GuardedProgram:
         """Compare the gradients of replicated results, since each rank continues with its own rows.
 
         Args:
+            mine: The message of this rank.
             rows: Indices of the results of which a rank has only its rows.
+            grads: Gradients of the results.
         """
         refuse_transforms(grads)
         wire, fields = channel_of(self.ranks), dict[str, str]()
@@ -320,6 +326,7 @@ class InProcesses:
     world: Any = field(default_factory=world)
 
     def __call__(self, *args: Any) -> Any:
+        """Run the program."""
         if world() is not self.world:
             raise SpError("SP681", "the model was compiled for another default process group.")
         return self.run(*args)

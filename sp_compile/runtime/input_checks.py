@@ -126,6 +126,8 @@ def equal_inputs(
     The inputs are the weights and buffers that are used, and the replicated arguments. Arguments change with each call.
 
     Args:
+        gm: The graph.
+        example_inputs: Its inputs.
         shards: Indices of the inputs that are local rows of a rank.
     """
     state, arguments = set(), set()
@@ -148,6 +150,8 @@ def trained_inputs(gm: GraphModule, example_inputs: Sequence[Any], weights: bool
     """Return the names of the inputs that require grad. Dynamo recompiles if this changes.
 
     Args:
+        gm: The graph.
+        example_inputs: Its inputs.
         weights: If True, include parameters.
     """
     named = [(name, x) for name, x in zip(input_names(gm), example_inputs, strict=True) if name]

@@ -202,6 +202,7 @@ class CompileSession:
         wires = [*filter(None, map(channel_of, dict.fromkeys([*self.everyone, self.ranks])))]
 
         def beat() -> None:
+            """Send heartbeats until the compilation ends."""
             while not done.wait(HEARTBEAT_INTERVAL):
                 for wire in wires:
                     wire.send_heartbeat()
@@ -238,6 +239,7 @@ class CompileSession:
         """Return True if each two groups are axes of a grid, or one contains the other."""
 
         def fits(one: str, other: str) -> bool:
+            """Return True if two groups intersect in one rank each or one encloses the other."""
             a, b = self.grids[one], self.grids[other]
             return (other in a.level and one in b.level) or other in a.enclosing or one in b.enclosing
 
@@ -264,10 +266,18 @@ class CompileSession:
     # After the passes.
 
     def finish(self, gm: GraphModule, error: Exception | None) -> Exception | None:
-        """Run the remaining exchanges, and return the error of this rank, which may be from another rank.
+        """Run the remaining exchanges of the compilation.
+
+        Args:
+            gm: Dynamo's graph.
+            error: The error of the passes on this rank, if any.
+
+        Returns:
+            That error, or one that the exchanges received. The guard raises it at the call, on all ranks.
 
         Raises:
-            SpError: Through Dynamo, if a group of the program cannot exchange the error at the call.
+            RankMismatchError: At once, if there is an error and the ranks of a group do not meet at the call, since
+                they have not all started to compile or have stopped.
         """
         if not self.groups:
             return error

@@ -89,6 +89,7 @@ class GatheredProgram:
     written: set[int] = field(default_factory=set)  # indices of arguments mutated so far; empty for eager code
 
     def __call__(self, *args: Any) -> Any:
+        """Run the program on gathered arguments, and write changed ones back."""
         taken = unwrap_arguments(args, {})
         tensors = {i: x for i, x in enumerate(taken) if isinstance(x, torch.Tensor)}
         before = tensor_versions([*tensors.values()])
@@ -134,6 +135,7 @@ class ShardedProgram:
     calls: int = 0  # number of calls so far
 
     def __call__(self, *args: Any) -> Any:
+        """Run the program on the rows of this rank, and wrap its sharded results."""
         out = self.run(*args)
         self.calls += 1
         given: dict[tuple[Any, ...], torch.Tensor] = {}  # a value that is returned twice is wrapped once

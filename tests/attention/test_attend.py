@@ -1,4 +1,4 @@
-"""sp::attend against dense attention written out by hand, whole and cut over ranks."""
+"""sp::attend against plain dense attention, on the full sequence and on shards."""
 
 import math
 from functools import reduce
@@ -23,7 +23,7 @@ each_predicate = pytest.mark.parametrize("name", PREDICATES)
 
 
 def test_arguments_of_the_dataclass() -> None:
-    """The schema that programs in caches were made with, and what the dispatcher leaves out of a call."""
+    """The schema of cached programs does not change, and the dispatcher may omit default arguments."""
     given = "Tensor? mask, Tensor[] rows, Tensor[] cols, Tensor[] pieces, SymInt[] sizes, str predicate, Tensor? seed, "
     given, scores = given + "float dropout_p, ", "str score, Tensor[] heads, Tensor[] tables, "
     assert LocalArgs.schema() == (
@@ -41,7 +41,7 @@ def test_arguments_of_the_dataclass() -> None:
 @each_predicate
 @pytest.mark.parametrize(("key_heads", "v_width"), [(4, 8), (2, 8), (1, 8), (4, 5), (2, 11)])
 @pytest.mark.parametrize(("q_len", "k_len"), [(13, 13), (7, 12)])
-def test_whole(name: str, key_heads: int, v_width: int, q_len: int, k_len: int) -> None:
+def test_full_sequence(name: str, key_heads: int, v_width: int, q_len: int, k_len: int) -> None:
     p = Problem(name, q_len, k_len, key_heads=key_heads, v_width=v_width)
     q, k, v = leaves(p.q, p.k, p.v)
     expected, lse = dense(q, k, v, p.allowed())
@@ -59,8 +59,8 @@ def test_whole(name: str, key_heads: int, v_width: int, q_len: int, k_len: int) 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @each_predicate
-def test_ring_by_hand(name: str, cut: str, n: int) -> None:
-    """Every rank's queries meet the keys of all steps: merged results and summed gradients are the whole ones."""
+def test_ring_over_steps(name: str, cut: str, n: int) -> None:
+    """Queries of every rank meet the keys of all steps; merged results and summed gradients equal the full ones."""
     p = Problem(name, 13, 13, key_heads=2)
     q, k, v = leaves(p.q, p.k, p.v)
     expected, lse = dense(q, k, v, p.allowed())
@@ -220,7 +220,7 @@ def kept_of(seed: int, p: float, batch: int, heads: int, queries: int, keys: int
 
 
 def test_dropout_keeps_the_share_it_should() -> None:
-    """And neighbours along every dim are independent."""
+    """Dropout masks of neighbors along every dim are independent."""
     shape = 3, 4, 96, 96
     for p in (0.0, 0.1, 0.5, 0.9, 1.0):
         kept = kept_of(5, p, *shape).double()
@@ -240,7 +240,7 @@ def test_dropout_is_that_of_its_mask(name: str) -> None:
     p, seed = Problem(name, 9, 9, key_heads=2), torch.tensor(11)
     kept = kept_of(11, 0.3, 2, 4, 9, 9)
     q, k, v = leaves(p.q, p.k, p.v)
-    expected, _ = dense(q, k, v, p.allowed(), kept=kept / 0.7)
+    expected, _ = dense(q, k, v, p.allowed(), dropout=kept / 0.7)
     expected.backward(p.grad)
     arguments = p.arguments(full_span(9), full_span(9), seed=seed, dropout_p=0.3)
     out, lse = sp.attend(p.q, p.k, p.v, *arguments)
@@ -281,7 +281,7 @@ def test_dropout_is_the_same_however_the_work_is_cut() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_large_blocks_are_cut(name: str, masked: bool, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a kernel would make tensors of every score, few query rows go at a time: the same results."""
+    """If a kernel would allocate all scores, queries run in slices with equal results."""
     p = Problem(name, 12, 12, key_heads=2)
     mask = randn(1, 1, 12, 12) if masked else None
     arguments = p.arguments(full_span(12), full_span(12), mask=mask, seed=torch.tensor(3), dropout_p=dropout_p)
@@ -305,7 +305,7 @@ def test_large_blocks_are_cut(name: str, masked: bool, dropout_p: float, monkeyp
 def test_rows_that_are_apart_are_copied_where_it_pays(
     rows: int, dtype: torch.dtype, strided: int, expected: int
 ) -> None:
-    """Bytes of so many of q, k and v, in float32; not of half types, few rows, or more than 64 MiB."""
+    """Return bytes of the strided ones of q, k and v in float32; none for half types, few rows, or over 64 MiB."""
     shape = (1, rows, 4, 16)
     views = [torch.empty(shape, dtype=dtype).transpose(1, 2) for _ in range(strided)]
     others = [torch.empty(1, 4, rows, 16, dtype=dtype) for _ in range(3 - strided)]

@@ -1,4 +1,4 @@
-"""Attention in every spelling: equal to one device, and with the exchanges that it should take."""
+"""Attention in every form: results of a single device, with the expected collectives."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_queries_keys_and_values_as_inputs(is_causal: bool, ranks: int, length: 
 
 
 def test_dropout_differs_between_heads_and_keeps_the_mean() -> None:
-    """One head a rank, each with its own draws; every rank returns the same whole result."""
+    """Each rank has one head with its own random numbers; every rank returns the same full result."""
     length, ranks = 64, 4
 
     def model(x: Tensor) -> Tensor:

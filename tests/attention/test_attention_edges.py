@@ -41,7 +41,7 @@ def fused(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("attention", WAYS)
 def test_rows_of_nothing_but_fills(attention: str, ranks: int) -> None:
-    """They attend to all keys alike, which no log-sum-exp remembers."""
+    """They weight all keys equally, which a log-sum-exp does not record."""
     check(seeded(lambda: Decoder(eager)), tokens(LENGTH), sp=ranks, attention=attention)
 
 
@@ -139,9 +139,9 @@ def test_second_derivatives_are_refused(op: str) -> None:
 
 @pytest.mark.slow
 def test_axes_of_a_mesh_in_the_wrong_order(ranks) -> None:
-    told = ranks.run(4, _ulysses_first)
-    assert len(set(told)) == 1
-    assert "SP115: mesh: expected axis 'ring' before axis 'ulysses'" in told[0]
+    errors = ranks.run(4, _ulysses_first)
+    assert len(set(errors)) == 1
+    assert "SP115: mesh: expected axis 'ring' before axis 'ulysses'" in errors[0]
 
 
 def _ulysses_first() -> str:
@@ -190,7 +190,7 @@ def test_scales_that_are_not_positive(attention: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("op", [sp_compile.ring_attention, sp_compile.gathered_attention])
-def test_fills_by_hand(op: Callable[..., Tensor]) -> None:
+def test_functional_refuses_fills(op: Callable[..., Tensor]) -> None:
     x, mask = torch.ones(1, 2, 4, 4), torch.zeros(1, 1, 4, 4)
     mask[..., 1:] = torch.finfo(torch.float32).min
     with pytest.raises(SpError, match="SP455"):

@@ -1,4 +1,4 @@
-"""Golden graphs of the attention passes, run by hand on an exported graph. EXPECTTEST_ACCEPT=1 rewrites them."""
+"""Golden graphs of the attention passes, run directly on an exported graph. EXPECTTEST_ACCEPT=1 rewrites them."""
 
 import math
 from unittest import mock
@@ -57,7 +57,7 @@ def grouped(x):
 )
 @pytest.mark.parametrize(("n", "rows"), [(1, 8), (2, 16), (7, 8)])
 def test_the_furthest_rank_whose_keys_a_query_may_see(predicate: str, n: int, rows: int) -> None:
-    """As asked of every pair of ranks."""
+    """The furthest rank equals the result of a test of every pair of ranks."""
     free = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}
     held = [(rank * rows, (rank + 1) * rows - 1) for rank in range(n)]
     seen = {
@@ -176,7 +176,7 @@ return (getitem_3,)""",
         )
 
 
-def test_ulysses_that_was_asked_for_and_cannot_be():
+def test_requested_ulysses_that_is_illegal():
     gm = captured(causal, torch.randn(1, 15, 16))
     with pytest.raises(SpError, match=r"SP402: .*3 ranks do not divide the 4 heads .* \[1, 4, 15, 4\]"):
         UlyssesAttention(Ranks(3, SIMULATED_GROUP), attention="ulysses")(gm)
@@ -188,7 +188,7 @@ def test_a_hybrid_of_ranks_that_do_not_factor():
         HybridAttention(Ranks(3, SIMULATED_GROUP))(gm)
 
 
-def test_a_hybrid_of_what_has_no_heads():
+def test_a_hybrid_without_heads():
     class Plain(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = x.sin().flatten(0, 1)

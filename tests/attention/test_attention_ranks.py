@@ -57,7 +57,7 @@ def cannot(n: int, heads: int, **how: Any) -> str:
     ],
     ids=["ulysses", "hybrid", "mesh"],
 )
-def test_what_does_not_fit_is_an_error_on_every_rank(
+def test_illegal_options_raise_on_every_rank(
     ranks: Ranks, n: int, heads: int, how: dict[str, Any], words: list[str]
 ) -> None:
     messages = ranks.run(n, functools.partial(cannot, n, heads, **how))

@@ -93,7 +93,7 @@ class Filled(nn.Module):
 @pytest.mark.parametrize("attention", ["gather", "ulysses", "ring"])
 @pytest.mark.parametrize(("length", "sp"), [(16, 2), (13, 3)])
 def test_rows_of_nothing_but_fills_are_averages(attention: str, length: int, sp: int) -> None:
-    """finfo.min for all keys of a query, as padding in front makes it: its log-sum-exp does not tell how many."""
+    """finfo.min for all keys of a query, as left padding does: its log-sum-exp does not count them."""
     if attention == "ulysses" and sp == 3:
         sp = 2
     mask = torch.zeros(1, 1, length, length, dtype=torch.float64)

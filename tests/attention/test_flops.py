@@ -1,4 +1,4 @@
-"""FLOPs that torch is told of attention: the closed formula of each mask, a share a rank, and what they decide."""
+"""FLOPs of attention as registered with torch: closed formula of each mask, share per rank, and decisions by them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ LONG = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_mask_of_a_long_sequence(name: str) -> None:
-    """In a time that grows with the edges of what attends, not with all pairs."""
+    """Counting takes time proportional to the edges of the mask, not to all pairs."""
     predicate, pairs = LONG[name]
     length = 1 << 16
     q, span = torch.empty(1, 1, 1, 8, device="meta").expand(1, 1, length, 8), full_span(length)
@@ -85,9 +85,9 @@ def test_a_mask_of_a_long_sequence(name: str) -> None:
 
 @pytest.mark.parametrize("window", [None, 128])
 def test_the_mean_of_many_ranks_that_gather_keys(window: int | None) -> None:
-    """In zigzag order keys are gathered in two stretches, of which the second one's chunks come last to first.
+    """In zigzag order, keys are gathered in two parts, of which the second has chunks in reversed order.
 
-    In a time that grows neither with the ranks nor with their chunks: all ranks together attend as one device does.
+    Counting takes time independent of ranks and chunks, and FLOPs of all ranks sum to a single device's.
     """
     n, length = 512, 1 << 22
     q_span, (first, second) = [n, 2, 1, 0, 0, length], shard_spans([1, length // n, 0, length, 2], n)
@@ -102,8 +102,8 @@ def test_the_mean_of_many_ranks_that_gather_keys(window: int | None) -> None:
     assert time.process_time() - begin < 5
 
 
-def test_where_all_pairs_would_have_to_be_asked() -> None:
-    """Some blocks are, for all."""
+def test_masks_that_need_all_pairs() -> None:
+    """A sample of blocks is counted and extrapolated."""
     length = 512
     q, span = torch.empty(1, 1, length, 8, device="meta"), full_span(length)
     arguments = (None, [], [], [], [], "Eq(Mod(q + k, 4), 0)", None, 0.0, 0.3, "", [], [], span, span, 1, "")
@@ -114,7 +114,7 @@ def test_where_all_pairs_would_have_to_be_asked() -> None:
 
 @pytest.mark.parametrize("name", ["attend", "attend_backward", "tiles_forward", "tiles_at_once", "tiles_backward"])
 def test_a_formula_takes_what_overlap_scheduling_gives_it(name: str) -> None:
-    """torch._inductor's hands on what is known of the node, and takes an error for the end of the compilation."""
+    """torch._inductor passes its own values of the node to the formula, and an error would end the compilation."""
     inspect.signature(flop_registry[getattr(sp, name)]).bind(*[None] * 6, out_val=None, _node_meta={})
 
 
@@ -131,7 +131,7 @@ def test_packed_documents_by_their_positions() -> None:
 @pytest.mark.parametrize("folds", [1, 2])
 @pytest.mark.parametrize("name", PREDICATES)
 def test_ranks_add_up(name: str, folds: int) -> None:
-    """The steps of a ring on all ranks are the whole; on fake tensors each rank takes the mean for its own."""
+    """FLOPs of all ranks' ring steps sum to the total; on fake tensors each rank reports the mean."""
     n, length = 3, 18
     p = Problem(name, length, length, key_heads=2)
     spans = [[n, folds, 1, shift, 0, length] for shift in range(n)]
@@ -168,7 +168,7 @@ def every_pair(model: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("strategy", ["ring", "hybrid", "gather"])
 @pytest.mark.parametrize(("attend", "layout"), [(every_pair, "contiguous"), (causal, "zigzag")])
 def test_a_rank_does_its_share(attend: Any, layout: str, strategy: str) -> None:
-    """Of one device's FLOPs, where the work is balanced: products and attention, forward and backward."""
+    """With balanced work, a rank does 1/n of a single device's FLOPs: products and attention, both directions."""
     n, length = 4, 16
     model, ids = seeded(partial(Decoder, attend)), tokens(length)
     local = sp_compile.parallelize(torch.export.export(model, (ids,)), sp=n, attention=strategy, layout=layout)

@@ -1,4 +1,4 @@
-"""Attention by hand: values and gradients of one device, on simulated ranks and on real ones."""
+"""Functional attention: single-device values and gradients on simulated and real ranks."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_padding_may_hold_anything(layout: str, op: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": 9}, {"is_causal": True, "window": 9}], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
-def test_padding_lies_between_gathered_keys(packed: bool, options: dict[str, Any]) -> None:
-    """Of second chunks of zigzag shards that no rank put in order."""
+def test_padding_between_gathered_keys(packed: bool, options: dict[str, Any]) -> None:
+    """Padding of the second chunks of zigzag shards, whose gathered rows are not reordered."""
     for s in (13, 29, 45):
         documents = (torch.arange(s) // 6)[None]
         case = Case({**options, **({"documents": documents} if packed else {})}, s=s, kv_heads=2, layout="zigzag")
@@ -123,7 +123,7 @@ def _width_of_mesh() -> list[Tensor]:
     return attend("by mesh", case, mesh, dist.get_rank(), 4)
 
 
-def test_the_mesh_says_how_many_share_heads(ranks) -> None:
+def test_the_mesh_defines_the_ranks_that_share_heads(ranks) -> None:
     close(whole(CASES["GQA"], ranks.run(4, _width_of_mesh)), dense(CASES["GQA"]))
 
 
@@ -149,7 +149,7 @@ def test_ranks_may_differ_in_whether_the_mask_needs_a_gradient(ranks) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_dropout_is_that_of_one_device(layout: str, op: str) -> None:
+def test_dropout_equals_a_single_device(layout: str, op: str) -> None:
     options = {"dropout_p": 0.4, "seed": 11, "is_causal": True}
     whole_case, case = Case(options, kv_heads=2), Case(options, kv_heads=2, layout=layout)
     expected = attend(op, whole_case, None, 0, 1)
@@ -172,7 +172,7 @@ def _error(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
 
 
-def _bf16_on_one_device(case: Case) -> list[Tensor]:
+def _single_device_bf16(case: Case) -> list[Tensor]:
     *leaves, grad = case.operands()
     leaves = [x.requires_grad_() for x in leaves]
     out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
@@ -180,9 +180,9 @@ def _bf16_on_one_device(case: Case) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_bf16_is_as_precise_as_on_one_device(op: str) -> None:
+def test_bf16_is_as_precise_as_on_a_single_device(op: str) -> None:
     case = Case({"is_causal": True}, kv_heads=2, s=64, layout="zigzag", dtype=torch.bfloat16)
-    exact, here = dense(case), _error(_bf16_on_one_device(case), dense(case))
+    exact, here = dense(case), _error(_single_device_bf16(case), dense(case))
     found = simulated(op, case, 4)
     assert all(x.dtype == torch.bfloat16 for x in found)
     assert all(error <= 2 * single for error, single in zip(_error(found, exact), here, strict=True))
@@ -221,7 +221,7 @@ class _Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_heads_behind_the_sequence_cost_no_copy(op: str) -> None:
+def test_heads_after_the_sequence_cost_no_copy(op: str) -> None:
     """(B, s, H, D) as its transposed view: the same copies as (B, H, s, D)."""
     shapes = [(BATCH, heads, 8, DIM) for heads in (4, 2, 2)]
     plain = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]

@@ -1,4 +1,4 @@
-"""Attention by hand inside torch.compile: one graph, the numbers of eager mode, on real ranks."""
+"""Functional attention inside torch.compile: one graph, eager results, on real ranks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _collectives(op: str) -> tuple[int, int]:
     ("op", "forward", "backward"), [("ulysses", 2, 2), ("ring", 1, 3), ("ring, scattered", 1, 2), ("gathered", 1, 2)]
 )
 def test_the_compiler_sees_the_collectives(ranks, op: str, forward: int, backward: int) -> None:
-    """And none that compares the ranks' calls."""
+    """The graph contains the collectives, and none that compares calls of ranks."""
     assert ranks.run(2, _collectives, op) == [(forward, backward)] * 2
 
 

@@ -1,4 +1,4 @@
-"""bfloat16 under every strategy: at most twice the error of one device, both against float64."""
+"""bfloat16 under every strategy: at most twice the single-device error, both against float64."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def documents(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return masked(q, k, v, (column <= row) & (number[:, None] == number))
 
 
-def by_hand(q: Tensor, k: Tensor, cap: float | None) -> Tensor:
-    """Scores, in float32 as transformers has them; of keys behind a query the least number."""
+def causal_scores(q: Tensor, k: Tensor, cap: float | None) -> Tensor:
+    """Return scores in float32 as transformers computes them, with finfo.min for keys after a query."""
     row, column = places(q)
     scores = rotated(q).float() @ rotated(k).float().mT * q.shape[-1] ** -0.5
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
@@ -59,11 +59,11 @@ def by_hand(q: Tensor, k: Tensor, cap: float | None) -> Tensor:
 
 
 def soft_cap(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return by_hand(q, k, 2.0).softmax(-1).to(v.dtype) @ v
+    return causal_scores(q, k, 2.0).softmax(-1).to(v.dtype) @ v
 
 
 def sinks(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = by_hand(q, k, None)
+    scores = causal_scores(q, k, None)
     column = torch.linspace(-1, 1, q.shape[1])[:, None, None].expand(*q.shape[:3], 1)
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
@@ -87,7 +87,7 @@ def one_device(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 
 def on_ranks(model: nn.Module, ids: Tensor, ranks: int, **config: Any) -> list[Tensor]:
-    """The same of the compiled model, on simulated ranks (rank 0's)."""
+    """Return results of the compiled model on simulated ranks (rank 0's)."""
     found: list[Tensor] = []
 
     def backend(gm: GraphModule, inputs: list[Any]) -> Any:
@@ -122,7 +122,7 @@ def error(found: list[Tensor], exact: list[Tensor]) -> float:
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("strategy", ["ulysses", "ring", "hybrid", "gather"])
-def test_error_is_at_most_twice_that_of_one_device(strategy: str, heads: tuple[int, int]) -> None:
+def test_error_is_at_most_twice_the_single_device_error(strategy: str, heads: tuple[int, int]) -> None:
     check(lambda: Decoder(attend, *heads), LENGTH, 4, attention=strategy)
 
 
@@ -134,7 +134,7 @@ def test_error_is_at_most_twice_that_of_one_device(strategy: str, heads: tuple[i
     [(4, "hybrid"), *((n, way) for n in (2, 3, 4) for way in ("ring", "gather")), (2, "ulysses"), (4, "ulysses")],
 )
 def test_of_any_mask(mask: Any, layout: str, n: int, strategy: str) -> None:
-    """Of a length that no number of ranks divides."""
+    """Any mask, with a length that no number of ranks divides."""
     with_order = {"layout": layout} if layout != "auto" and strategy != "ulysses" else {}
     check(lambda: Decoder(mask, 4, 4), LENGTH + 1, n, attention=strategy, **with_order)
 

@@ -1,4 +1,4 @@
-"""The merge of two attention results: expression, Inductor and Triton against float64 softmax by hand."""
+"""The merge of two attention results: expression, Inductor and Triton against a float64 softmax."""
 
 import math
 import os
@@ -47,8 +47,8 @@ def check(fn: Merge, dtype: torch.dtype = torch.float64, lse_dtype: torch.dtype 
             torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
 
 
-def test_runs_of_what_is_written() -> None:
-    """Any parts in any order, against a flag for every row."""
+def test_runs_of_written_rows() -> None:
+    """Runs of any parts in any order, against a flag per row."""
     generator = random.Random(0)
     for _ in range(200):
         written, flags = WrittenRows(), [False] * 12
@@ -107,7 +107,7 @@ def test_opcheck() -> None:
 
 
 def test_order_does_not_matter() -> None:
-    """Three parts in any order give the same, however far apart their logits are."""
+    """Three parts merge to equal results in any order, also with very different logits."""
     out = torch.randn(3, 5, 4, dtype=torch.float64)
     lse = torch.tensor([[-1e30, 0.0, 700.0, -math.inf, 3.0]] * 3) * torch.tensor([[1.0], [0.5], [-1.0]])
     lse[:, 3] = -math.inf

@@ -1,4 +1,4 @@
-"""The op of every registered strategy on local shards, against attention of the whole on one device."""
+"""The op of every registered strategy on local shards, against single-device attention."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _random(*shape: int, seed: int) -> Tensor:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, allowed: Tensor) -> Tensor:
-    """Attention spelt out on whole sequences, float64."""
+    """Return plain attention over full sequences, in float64."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     if mask is not None:
@@ -59,7 +59,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | 
 
 
 def allowed(lookups: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[int], str], s: int, t: int) -> Tensor:
-    """The predicate as a mask of the whole, by Python's own reading of it."""
+    """Return the predicate as a full mask, evaluated by Python."""
     rows, cols, sizes, predicate = lookups
     names = {"q": torch.arange(s)[:, None], "k": torch.arange(t), "Eq": torch.eq, "Ne": torch.ne}
     names |= {f"row{i}": x[:, None, :, None] for i, x in enumerate(rows)}
@@ -79,7 +79,7 @@ OWN: dict[str, tuple[Any, ...]] = {
     "grads": ("travel", "scatter"),
     "orders": (None,),
 }
-"""Values of the arguments that only some of the ops have, behind those that all have; "all": as many as ranks."""
+"""Values of the arguments that only some ops have, after the common ones; "all" is the number of ranks."""
 
 
 def _calls() -> Iterator[tuple[str, tuple[Any, tuple[Any, ...]]]]:

@@ -1,6 +1,6 @@
-"""Every strategy x mask x heads x length, on simulated ranks: the loss of one device, and every gradient.
+"""Every strategy x mask x heads x length, on simulated ranks: loss and every gradient equal a single device's.
 
-Every registered strategy: those of the package, and the toy, which is registered from outside as anyone would.
+Every registered strategy: the built-in ones, and the toy, which is registered from outside like a user's.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _window_of(width: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("flops", [1e3, 1e15], ids=["compute counts", "bytes count"])
 def test_one_layout_for_layers_that_want_different_ones(flops: float) -> None:
-    """What `explain` prints is what runs: all candidates are priced in the order that the program keeps."""
+    """`explain` prints the strategy that runs: all candidates are priced in the program's final row order."""
     report = check(seeded(Mixed), tokens(64), sp=4, attention="ring", cost={"flops": flops, "block_keys": 1e-9})
     sent = sorted(e.forward for e in report.exchanges if e.op == "ring_attention")
     rounds = sorted(d.chosen.rounds[0] for d in report.attention)
@@ -185,7 +185,7 @@ def test_a_model_on_the_meta_device_is_planned_with_the_kernels_of_a_gpu() -> No
 
 
 class Biased(Decoder):
-    """T5's: of each distance a number that is learned for each head, in floats of `dtype`, with what masks say."""
+    """T5's bias: a learned number per distance and head in `dtype`, combined with masks."""
 
     def __init__(self, learned: bool, dtype: torch.dtype | None = None, causal: bool = True, dropout: float = 0.0):
         super().__init__(lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, m.mask, dropout))
@@ -229,7 +229,7 @@ class UnderAutocast(Biased):
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize(("learned", "kernel"), [(True, "efficient"), (False, "fused")])
 def test_autocast_is_planned(learned: bool, kernel: str) -> None:
-    """A bias is cast with the queries; half as many bytes move."""
+    """A bias is cast with the queries, so half the bytes move."""
     with torch.device("meta"):
         model, ids = UnderAutocast(learned), torch.zeros(1, 64, dtype=torch.int64)
     (decision,) = sp_compile.explain(model, ids, sp=2).attention

@@ -1,4 +1,4 @@
-"""torch.compile(model, backend="sp") on real ranks: the loss and every gradient of one device."""
+"""torch.compile(model, backend="sp") on real ranks: loss and every gradient equal a single device's."""
 
 import copy
 from typing import Any
@@ -128,7 +128,7 @@ def test_buffers_and_train_eval(ranks: Ranks) -> None:
 
 
 class UnusedNorms(nn.Module):
-    """Norms whose results nobody reads: they are there for their running statistics."""
+    """Norms with unused results, which only update their running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_checkpointed_blocks(ranks: Ranks) -> None:
 
 
 def test_a_checkpoint_around_the_first_call() -> None:
-    """What compiling saves is not what the model saves."""
+    """Tensors saved by compilation are not those saved by the checkpoint."""
     net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).double()
     x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
     loss = checkpoint(sp(net, seq_dims={0: 1}), x, use_reentrant=False).sum()
@@ -274,7 +274,7 @@ def recomputes() -> tuple[Outcome, int]:
 
 
 def test_checkpointed_blocks_run_again_in_the_backward(ranks: Ranks) -> None:
-    """Which takes two exchanges if they do not: test_generated.py counts them."""
+    """The program has four collectives with recomputation, and two without it: test_generated.py counts them."""
     outcomes, exchanges = zip(*ranks.run(2, recomputes))
     check(outcomes)
     assert exchanges == (4, 4)
@@ -301,7 +301,7 @@ def shards(seq: int, outputs: str) -> tuple[list[Outcome], str]:
         loss.backward()
         right.backward()
         outcomes.append(outcome(loss, gradients(model), right, gradients(alone)))
-    model.zero_grad()  # as on the first call, or Dynamo compiles anew
+    model.zero_grad()  # as on the first call, or Dynamo recompiles
     return outcomes, error_text(lambda: run(*text(9 - mesh.get_rank())))
 
 

@@ -1,4 +1,4 @@
-"""What is refused: a readable SpError on every rank, and no rank hangs."""
+"""Refused programs: a readable SpError on every rank, and no rank hangs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +55,7 @@ def other_code() -> str:
 def fails_on_one() -> str:
     def compiler(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         if rank() == 1:
-            raise MemoryError("no room for the code")
+            raise MemoryError("no memory for the code")
         return gm.forward
 
     run = sp(build(layers=1), mesh=worker.mesh(), compiler=compiler)
@@ -87,13 +87,13 @@ class Breaks(Decoder):
         (other_batch, ["ids (2, 12)", "ids (1, 12)"]),
         (other_model, ["different programs", "blocks.1.norm1.weight"]),
         (other_code, ["different programs", "What differs first", "sin", "return x.sin() if rank() else x"]),
-        (fails_on_one, ["rank 1: the model could not be compiled", "MemoryError: no room for the code"]),
+        (fails_on_one, ["rank 1: the model could not be compiled", "MemoryError: no memory for the code"]),
         (local_with_a_break, ["outputs='local'", "without graph breaks"]),
         (typo_on_one, ["rank 1: the model could not be compiled", "did you mean 'attention'?"]),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )
-def test_every_rank_hears_of_it(ranks: Ranks, case: Callable[[], str], words: list[str]) -> None:
+def test_every_rank_raises(ranks: Ranks, case: Callable[[], str], words: list[str]) -> None:
     messages = ranks.run(ALL, case, timeout=60)
     assert len(set(messages)) == 1
     for word in words:

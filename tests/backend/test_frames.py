@@ -1,4 +1,4 @@
-"""A compilation leaves no frame of its own alive: not its fake tensors, and not what torch does at a frame's end."""
+"""Compilation keeps none of its frames alive: neither fake tensors nor torch's cleanup at the end of a frame."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Signs = list["weakref.ref[Sign]"]
 
 
 class Sign:
-    """What dies with the frame that holds it."""
+    """An object that dies with its frame."""
 
 
 @pytest.fixture
 def signs() -> Iterator[Signs]:
-    """Of the frames that have called `lower`; nothing collects garbage meanwhile."""
+    """Return a sign per frame that has called `lower`; garbage collection is off during the test."""
     entries = importlib.import_module("sp_compile.backend")
     found: Signs = []
     lower = entries.lower
@@ -47,7 +47,7 @@ def signs() -> Iterator[Signs]:
 
 
 def check(signs: Signs, run: Callable[[], Any]) -> None:
-    """Once more if need be: what is imported or cached at a first time may see frames, but not for each program."""
+    """Check frames, with one retry: first-time imports and caches may store frames, but not for each program."""
     for _ in range(2):
         signs.clear()
         run()
@@ -82,7 +82,7 @@ def rotated_sums(x: Tensor) -> Tensor:
     return torch.cat([a * 2 - b * 3, a * 3 + b * 2], -1).cumsum(1)
 
 
-def test_what_is_refused(signs: Signs) -> None:
+def test_refused_programs(signs: Signs) -> None:
     check(signs, lambda: explain(rotated_sums, torch.randn(2, 6, 4), sp=2))
 
 

@@ -1,4 +1,4 @@
-"""The collectives in AOTAutograd's graphs and in Inductor's code: how many, how large, in which order, alike on all."""
+"""Collectives in AOTAutograd's graphs and Inductor's code: number, size and order, equal on all ranks."""
 
 from typing import Any
 from unittest import mock
@@ -90,7 +90,7 @@ def kept(recorder: Recorder) -> int:
 
 
 def kept_by(attention: str, seq: int, n: int) -> int:
-    """By the program of one rank of n, the others of which do not exist."""
+    """Return bytes that the program of one of n simulated ranks keeps."""
     recorder = Recorder()
     dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
     try:
@@ -132,7 +132,7 @@ def test_rounds_of_a_hybrid(ranks: Ranks) -> None:
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
 def test_memory_falls_with_the_ranks(attention: str) -> None:
-    """No rank keeps the keys that came from others; what does not shrink is views of the weights."""
+    """No rank keeps received keys; only views of weights do not shrink."""
     two, four = (kept_by(attention, 512, n) for n in (2, 4))
     assert 0 < four <= 0.52 * two
 
@@ -140,7 +140,7 @@ def test_memory_falls_with_the_ranks(attention: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "stretches"), [("contiguous", 1), ("zigzag", 2)])
 def test_gathered_keys_are_gathered_again(ranks: Ranks, layout: str, stretches: int) -> None:
-    """In zigzag order the first chunks of all ranks, then their second ones: nobody copies them into one order."""
+    """In zigzag order gather the first chunks of all ranks, then the second ones, without a copy that reorders them."""
     first, *others = ranks.run(3, strategy, "gather", layout, 13)
     check([first["outcome"], *(o["outcome"] for o in others)])
     assert all(other["text"] == first["text"] for other in others)
@@ -158,7 +158,7 @@ def with_ring() -> tuple[Outcome, list[str]]:
 
 
 @pytest.mark.slow
-def test_the_next_keys_are_on_their_way_while_a_block_computes(ranks: Ranks) -> None:
+def test_the_next_keys_are_sent_while_a_block_computes(ranks: Ranks) -> None:
     n = 3
     (first, code), *others = ranks.run(n, with_ring)
     check([first, *(o for o, _ in others)])
@@ -168,7 +168,7 @@ def test_the_next_keys_are_on_their_way_while_a_block_computes(ranks: Ranks) -> 
 
 
 def overlaps(code: str, block: str) -> list[str]:
-    """The order in which one rank's code sends keys, computes blocks and waits for what it sent them into."""
+    """Return the order in which one rank's code sends keys, computes blocks and waits for received keys."""
     out, keys = [], set()
     for line in code.splitlines():
         result = line.strip().partition(" = ")[0]

@@ -25,7 +25,7 @@ EXCHANGES = re.compile(r"_c10d_functional\.(\w+)\.default")
 
 
 class Summed(nn.Module):
-    """Values that are summed over both axes of a mesh, one behind the other, and a swap of the halves of two dims."""
+    """Values that are summed over both axes of a mesh in sequence, and a swap of the halves of two dims."""
 
     def __init__(self, names: list[str], swap: bool) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Summed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.weight
-        if self.swap:  # as DeepSpeed spells it: (batch, rows, heads, width), heads to ranks
+        if self.swap:  # as in DeepSpeed: (batch, rows, heads, width), heads to ranks
             b, s, h, d = x.shape
             sent = x.reshape(b, s, 2, h // 2, d).permute(2, 0, 1, 3, 4).contiguous()
             got = funcol.all_to_all_single(sent.flatten(0, 1), None, None, self.names[0])
@@ -44,7 +44,7 @@ class Summed(nn.Module):
 
 
 def summed(policy: str, swap: bool) -> tuple[float, float, list[str], list[str]]:
-    """(error of the loss, error of its gradient, what was exchanged before the passes, and after)."""
+    """Return (error of the loss, error of its gradient, collectives before the passes, collectives after)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     sp_compile.declare_groups(mesh, measure=False)
     model = Summed([group.group_name for group in mesh.get_all_groups()], swap)
@@ -87,7 +87,7 @@ def test_a_permute_around_an_exchange(ranks: Ranks) -> None:
 
 
 class Ulysses(nn.Module):
-    """Attention on each rank's own rows, all heads' rows exchanged by hand."""
+    """Attention on each rank's own rows, with explicit all-to-all exchanges of heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Ulysses(nn.Module):
         return x + self.out(sp_compile.all_to_all_permute(y, 2, 1, group).transpose(1, 2).flatten(2))
 
 
-def exchanged_by_hand() -> float:
+def explicit_exchange() -> float:
     mine, plain = Ulysses(), Ulysses()
     run = torch.compile(mine, backend="sp", options={"compiler": "aot_eager"})
     torch.manual_seed(dist.get_rank())
@@ -119,7 +119,7 @@ def exchanged_by_hand() -> float:
 
 @pytest.mark.slow
 def test_a_program_that_only_exchanges(ranks: Ranks) -> None:
-    assert max(ranks.run(2, exchanged_by_hand)) < 1e-12
+    assert max(ranks.run(2, explicit_exchange)) < 1e-12
 
 
 def logged_loss() -> tuple[list[float], str]:
@@ -133,7 +133,7 @@ def logged_loss() -> tuple[list[float], str]:
 
     run = torch.compile(loss, backend="sp", options={"compiler": "aot_eager"})
     errors = []
-    for rows in ((4, 4), (4, 3), (3, 4)):  # one rank compiles anew, and needs nobody for it
+    for rows in ((4, 4), (4, 3), (3, 4)):  # one rank recompiles without the others
         x = torch.randn(rows[dist.get_rank()], 8, dtype=torch.float64)
         found, expected = run(x), loss(x)
         found[0].backward()
@@ -164,7 +164,7 @@ def test_ranks_that_reduce_otherwise_meet(ranks: Ranks) -> None:
 def over_a_group_of_no_such_name() -> str:
     c10d = torch.ops._c10d_functional
     run = torch.compile(
-        lambda x: c10d.wait_tensor(c10d.all_reduce(x @ x.t(), "sum", "nobody")),
+        lambda x: c10d.wait_tensor(c10d.all_reduce(x @ x.t(), "sum", "absent")),
         backend="sp",
         options={"compiler": "aot_eager"},
     )
@@ -173,7 +173,7 @@ def over_a_group_of_no_such_name() -> str:
 
 def test_a_group_of_no_such_name(ranks: Ranks) -> None:
     for error in ranks.run(2, over_a_group_of_no_such_name):
-        assert "SP612: this rank has no process group 'nobody'" in error
+        assert "SP612: this rank has no process group 'absent'" in error
         assert "backend/test_joint.py:" in error
 
 

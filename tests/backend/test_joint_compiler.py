@@ -1,4 +1,4 @@
-"""Inductor with a pass on the joint graph: the user's own pass still runs, and comes first."""
+"""Inductor with a pass on the joint graph: the user's own pass still runs, before it."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""`torch.compile(mode=...)` with backend="sp": Inductor's settings for it, or why not; and what CUDA graphs leave out."""
+"""`torch.compile(mode=...)` with backend="sp": Inductor's settings, errors of refused modes, and operators outside of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ tiles_forward
 """.split()
 
 
-def test_what_a_cuda_graph_may_hold() -> None:
-    """Every opaque operator is one or the other, and Inductor cuts its CUDA graphs there."""
+def test_operators_in_cuda_graphs() -> None:
+    """Every opaque operator is in exactly one list, and Inductor splits CUDA graphs at the second."""
     found: dict[bool, list[str]] = {True: [], False: []}
     names = (name.removeprefix("sp::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("sp::"))
     for name in sorted(names):
@@ -36,7 +36,7 @@ def test_what_a_cuda_graph_may_hold() -> None:
 
 
 def settings_of(mode: str | None, **options: Any) -> tuple[bool, bool]:
-    """(autotuning, padding of strides) as Inductor is told for one rank's graph."""
+    """Return Inductor's settings (autotuning, padding of strides) for one rank's graph."""
     seen: list[tuple[bool, bool]] = []
 
     def look(graph: Graph) -> None:

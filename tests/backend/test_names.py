@@ -1,4 +1,4 @@
-"""Arguments and weights are called what the user calls them, however the model is called."""
+"""Arguments and weights have the user's names for every form of call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sp_compile.runtime.guard import format_input_mismatch
 
 
 def handed_on(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """As models of transformers have it."""
+    """Wrap a forward with `*args, **kwargs`, like decorators of transformers."""
 
     @functools.wraps(forward)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def test_seq_dims_take_the_users_names() -> None:
         sp_compile.explain(Model(), ids=data(), labels=data(), seq_dims={"tokens": 1})
 
 
-def test_explain_and_verify_take_what_the_model_takes() -> None:
+def test_explain_and_verify_accept_the_models_arguments() -> None:
     model, x = Model().double(), data().double()
     assert sp_compile.verify(model, ids=x, labels=x.clone(), bias=x.clone(), sp=2).worst < 1e-9
     assert "sequence" in str(sp_compile.explain(model, x, kwargs={"labels": x.clone()}, sp=4))
@@ -148,7 +148,7 @@ class Found(NamedTuple):
 
 @dataclass
 class Output(OrderedDict):  # type: ignore[type-arg]
-    """As transformers' models return theirs."""
+    """An output dataclass like those of transformers."""
 
     loss: Tensor
     scores: Tensor
@@ -159,7 +159,7 @@ class Output(OrderedDict):  # type: ignore[type-arg]
 
 
 class Returns(nn.Module):
-    """Names of its own for what it returns in one of several forms."""
+    """A model that returns named results in one of several forms."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Returns(nn.Module):
     ("how", "name"),
     [("tuple", "hidden"), ("dict", "scores"), ("dataclass", "scores"), ("named tuple", "scores"), ("nested", "hidden")],
 )
-def test_results_are_called_what_the_model_calls_them(how: str, name: str) -> None:
+def test_results_have_the_models_names(how: str, name: str) -> None:
     for outputs in ("lazy", {name: "lazy", "loss" if how != "named tuple" else "state": "gather"}):
         report = sp_compile.explain(Returns(how), data(), sp=2, outputs=outputs)
         assert report.sharded_outputs == [name]

@@ -32,7 +32,7 @@ Options = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """Of a program of eight ranks, seven of which do not exist; reductions over both axes may be merged."""
+    """Return the mesh of eight simulated ranks, over whose axes reductions may be merged."""
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     found = init_device_mesh("cpu", WORLD, mesh_dim_names=("dp", "sp"))
     world = dist.group.WORLD
@@ -45,7 +45,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 class Model(nn.Module):
-    """Linears and attention of four heads, and what no strategy splits."""
+    """A model with linears, attention of four heads, and ops that no strategy shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 class Sorted(Model):
-    """Attention, and an op that needs the whole sequence."""
+    """Attention, and an op that needs the full sequence."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).sort(1).values
@@ -90,7 +90,7 @@ class TensorParallel(Model):
 
 
 def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
-    """The graphs that are compiled, with what, and what the passes on collectives report."""
+    """Return the compiled graphs, their options, and the reports of passes on collectives."""
     seen: list[Any] = []
     plain = rank_program.compile_local
 
@@ -164,7 +164,7 @@ def given(option: str, mesh: DeviceMesh) -> tuple[nn.Module, Options, Any]:
     if option == "fallback":
         return Sorted(), {"mesh": mesh}, "error"
     if option == "state":
-        return Model(), *_with_room(mesh)
+        return Model(), *_fitting_device(mesh)
     if option == "tiles":
         return Wide(), {"mesh": mesh}, 2
     if option in plain:
@@ -177,12 +177,12 @@ def given(option: str, mesh: DeviceMesh) -> tuple[nn.Module, Options, Any]:
     return TensorParallel(mesh), *of_exchanges[option]
 
 
-def _with_room(mesh: DeviceMesh) -> tuple[Options, str]:
-    """A device on which the fastest attention just fits, beside weights that lie on it whole."""
+def _fitting_device(mesh: DeviceMesh) -> tuple[Options, str]:
+    """Return options of a device on which the fastest attention just fits next to replicated weights."""
     slow = {"all_to_all_bandwidth": 1e5}
     found = sp_compile.explain(Model(), of_text(), mesh=mesh, cost={**slow, "memory": 1e15})
-    room = found.memory[0].used + found.attention[0].chosen.memory + 1
-    return {"mesh": mesh, "cost": {**slow, "memory": room}}, "sharded"
+    memory = found.memory[0].used + found.attention[0].chosen.memory + 1
+    return {"mesh": mesh, "cost": {**slow, "memory": memory}}, "sharded"
 
 
 def of_text() -> Tensor:
@@ -190,7 +190,7 @@ def of_text() -> Tensor:
 
 
 def outcome(entry: Callable[..., str], model: nn.Module, options: Options, option: str) -> str:
-    """What is seen of a compilation; of an error that it names the option."""
+    """Return the observable results of a compilation, or of an error that it names the option."""
     torch._dynamo.reset()
     x = of_text()
     with torch.no_grad() if isinstance(model, TensorParallel) else torch.enable_grad():
@@ -202,7 +202,7 @@ def outcome(entry: Callable[..., str], model: nn.Module, options: Options, optio
 
 @pytest.fixture(scope="module")
 def plainly() -> Callable[..., str]:
-    """`outcome`, of what several options are compared with once."""
+    """Return `outcome` of the reference configuration, computed once for several options."""
     known: dict[str, str] = {}
 
     def found(entry: Callable[..., str], model: nn.Module, options: Options, option: str) -> str:
@@ -273,7 +273,7 @@ def test_options_of_a_sequence_in_another_piece(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("outputs", ["lazy", {0: "lazy"}], ids=str)
 def test_results_that_know_their_shard(mesh: DeviceMesh, entry: Callable[..., str], outputs: Any) -> None:
-    """Of a graph alone nobody makes any: `parallelize` refuses the option, and `verify`, which compares whole ones."""
+    """`parallelize` and `verify` refuse lazy outputs: a single graph has none, and verify compares full tensors."""
     found = outcome(entry, Model(), {"mesh": mesh, "outputs": outputs}, "outputs")
     if entry in (of_verify, of_parallelize):
         assert re.match(r"refused: SP1\d\d: outputs", found), found
@@ -282,7 +282,7 @@ def test_results_that_know_their_shard(mesh: DeviceMesh, entry: Callable[..., st
 
 
 @pytest.mark.parametrize("options", [{"attention": "ring"}, {"layout": "zigzag"}])
-def test_what_takes_several_ranks_is_said_of_one(options: Options) -> None:
+def test_options_for_several_ranks_are_reported_on_one(options: Options) -> None:
     (asked,) = options.values()
     report = str(sp_compile.explain(Model(), torch.randn(2, 8, WIDTH), sp=1, **options))
     assert re.search(rf"\bnot {asked}\b.* has no effect on one rank", report), report

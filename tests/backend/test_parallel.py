@@ -30,7 +30,7 @@ def expected(model: nn.Module, seq: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def step(run: Any, model: nn.Module, mesh: Any, seq: int) -> tuple[Tensor, list[Tensor]]:
-    """One step on this rank's batch; its loss averaged over the rows, its gradients whole."""
+    """Run one step on this rank's batch; the loss is averaged over the rows, gradients are complete."""
     loss = run(*text(seq, prompt=0, seed=mesh.get_local_rank("dp")))
     loss.backward()
     mean = loss.detach().clone()
@@ -106,7 +106,7 @@ def in_buckets(dynamic: bool) -> tuple[list[Outcome], list[bool]]:
 
 
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_crosses_the_cuts_of_ddp_stays_in_shards(ranks: Ranks, dynamic: bool) -> None:
+def test_values_between_ddp_buckets_stay_sharded(ranks: Ranks, dynamic: bool) -> None:
     """With torch's default of `optimize_ddp`: each piece is compiled for the rows that the one before returns."""
     results = ranks.run(2, in_buckets, dynamic)
     for outcomes in zip(*(found for found, _ in results)):
@@ -131,7 +131,7 @@ def test_ddp_by_default(ranks: Ranks, dim: int) -> None:
 
 
 class Conditioned(Decoder):
-    """A value without a sequence crosses a graph break and is added to every position behind it."""
+    """A value without a sequence crosses a graph break and is added to every later position."""
 
     def hidden(self, ids: Tensor) -> Tensor:
         x = self.blocks[0](self.embed(ids))

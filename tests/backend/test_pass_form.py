@@ -1,4 +1,4 @@
-"""The one form of pass: what orders them, what explain shows of them, and a spelling that registers itself."""
+"""The common interface of passes: their order, their rows in explain, and registration of a rewrite."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from sp_compile.passes.joint.joint import JOINT_PROPERTIES, JointPasses
 from sp_compile.passes.joint.partitioned import PartitionedPasses
 from sp_compile.pipeline import Pipeline, strategy_passes
 
-BEHIND = {BoundaryPasses: VALIDATED, JointPasses: JOINT_PROPERTIES, PartitionedPasses: CAPTURED_PROPERTIES}
-"""What runs behind the pipeline, and what it is given."""
+LATER_PASSES = {BoundaryPasses: VALIDATED, JointPasses: JOINT_PROPERTIES, PartitionedPasses: CAPTURED_PROPERTIES}
+"""Passes that run after the pipeline, and the properties that hold at their start."""
 
 
 class Sums(nn.Module):
@@ -48,7 +48,7 @@ def doubled() -> Iterator[None]:
 def test_the_order_of_the_pipeline_has_its_reasons() -> None:
     check_pass_order(iterate_passes(Pipeline))
     check_pass_order(tuple(registered_passes(CollectivePass)))
-    for kind, given in BEHIND.items():
+    for kind, given in LATER_PASSES.items():
         check_pass_order(iterate_passes(kind), given)
 
 
@@ -90,7 +90,7 @@ def test_the_order_of_the_pipeline_has_its_reasons() -> None:
     ],
 )
 def test_a_swapped_order_is_refused(first: str, second: str) -> None:
-    every = {Pipeline: CAPTURED_PROPERTIES, **BEHIND}
+    every = {Pipeline: CAPTURED_PROPERTIES, **LATER_PASSES}
     kind = next(one for one in every if {first, second} <= {part.name for part in iterate_passes(one)})
     order = list(iterate_passes(kind))
     names = [one.name for one in order]
@@ -101,7 +101,7 @@ def test_a_swapped_order_is_refused(first: str, second: str) -> None:
         check_pass_order(tuple(order), every[kind])
 
 
-def test_spellings_are_ordered_by_their_words_alone() -> None:
+def test_rewrites_are_ordered_by_their_properties_alone() -> None:
     assert [one.name for one in registered_passes(CanonicalPass)] == [
         one.name for one in order_passes(tuple(reversed(registered_passes(CanonicalPass))))
     ]
@@ -120,8 +120,8 @@ def test_passes_that_require_each_other_are_refused() -> None:
         check_pass_order((A,))
 
 
-def test_every_pass_says_what_it_is() -> None:
-    for every in (iterate_passes(Pipeline), *map(iterate_passes, BEHIND)):
+def test_every_pass_is_described() -> None:
+    for every in (iterate_passes(Pipeline), *map(iterate_passes, LATER_PASSES)):
         assert all(one.name and one.__doc__ for one in every)
         assert len({one.name for one in every}) == len(every)
     names = [one.name for one in iterate_passes(Pipeline)]
@@ -129,7 +129,7 @@ def test_every_pass_says_what_it_is() -> None:
 
 
 @pytest.mark.usefixtures("doubled")
-def test_a_spelling_registers_itself() -> None:
+def test_a_rewrite_registers_itself() -> None:
     x = torch.randn(1, 8, 4)
     report = sp_compile.explain(Sums(), x, passes=True, seq_dims={"x": 1})
     (lap,) = (lap for lap in report.passes if lap.name == "doubled")
@@ -145,12 +145,12 @@ def test_a_spelling_registers_itself() -> None:
         register_pass(Doubled)
 
 
-def test_explain_shows_what_runs_behind_the_pipeline() -> None:
+def test_explain_shows_passes_after_the_pipeline() -> None:
     ids = torch.randint(0, 11, (2, 8))
     model = build(Decoder, layers=1)
     report = sp_compile.explain(model, ids, ids, passes=True, offload=1.0)
     ran = [lap.name for lap in runs_by_pass(report.passes)]
-    behind = [
+    later = [
         "return_permutation",
         "defer_outputs",
         "add_gradient_tokens",
@@ -160,13 +160,13 @@ def test_explain_shows_what_runs_behind_the_pipeline() -> None:
         "overlap_collectives",
         "offload_values",
     ]
-    assert ran[-len(behind) :] == behind
-    assert all(f"\n{name} " in str(report) for name in behind)
+    assert ran[-len(later) :] == later
+    assert all(f"\n{name} " in str(report) for name in later)
     changes = {lap.name: lap.changes for lap in runs_by_pass(report.passes)}
     assert changes["overlap_collectives"] > 0
     assert changes["offload_values"] > 0
     plain = sp_compile.explain(model, ids, ids)
-    assert not {lap.name for lap in plain.passes} & set(behind)
+    assert not {lap.name for lap in plain.passes} & set(later)
 
 
 def test_without_it_nothing_is_left_of_it() -> None:
@@ -184,14 +184,14 @@ def test_graphs_go_to_tlparse_before_and_after(monkeypatch: pytest.MonkeyPatch) 
     assert traced == ["sp_before_doubled", "sp_after_doubled"]
 
 
-def test_nothing_is_printed_where_nobody_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_printed_without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     log = logging.getLogger("torch.__trace")
     monkeypatch.setattr(log, "handlers", [])
     monkeypatch.setattr("sp_compile.passes.base._join_lines", lambda gm: pytest.fail("printed"))
     assert Doubled()(captured(Sums(), torch.randn(1, 8, 4))).modified
 
 
-def test_by_hand_twice() -> None:
+def test_a_pass_runs_on_two_graphs() -> None:
     gm, again = (captured(Sums(), torch.randn(1, 8, 4)) for _ in range(2))
     gather = passes.GatherOperands(2, seq_dims={"x": 1})
     for graph in (gm, again):
@@ -223,7 +223,7 @@ def test_a_record_is_not_shared_by_copies() -> None:
     assert node_info(copy).parameter is None
 
 
-def test_a_job_analyses_anew_after_a_change() -> None:
+def test_a_context_repeats_the_analysis_after_a_change() -> None:
     gm = captured(Sums(), torch.randn(1, 8, 4))
     job = PassContext.start(make_settings(2, seq_dims={"x": 1}))
     assert job.plan(gm) is job.plan(gm)
@@ -266,7 +266,7 @@ def groups(x: Tensor) -> Tensor:
 
 
 def rows(x: Tensor, first: int = 0, twice: int = -1, read: bool = False) -> Tensor:
-    """What is written row by row."""
+    """Write values row by row."""
     y, total = torch.zeros_like(x), torch.zeros(())
     for t in range(first, x.shape[1]):
         y[:, t] = x[:, t].sin()
@@ -302,7 +302,7 @@ OF_SEQUENCES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     ),
     "a row written twice": (lambda x: rows(x, twice=3), "not stack_written_rows .* row 3 is written twice"),
     "rows never written": (lambda x: rows(x, first=2), "not stack_written_rows .* 2 rows of 8 are never written"),
-    "rows read on the way": (lambda x: rows(x, read=True), "not stack_written_rows .* another op reads select_scatter"),
+    "rows read in between": (lambda x: rows(x, read=True), "not stack_written_rows .* another op reads select_scatter"),
     "tiled heads": (
         lambda x: F.scaled_dot_product_attention(groups(x).repeat(1, 2, 1, 1), *[groups(x).repeat(1, 2, 1, 1)] * 2),
         "not group_key_heads .* it repeats the list of heads",
@@ -357,7 +357,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", {**REFUSED, **OF_SEQUENCES})
-def test_a_refusal_says_why(name: str) -> None:
+def test_a_refusal_has_a_reason(name: str) -> None:
     fn, why = {**REFUSED, **OF_SEQUENCES}[name]
     x = torch.randn(2, 8, 4) if name in OF_SEQUENCES else torch.randn(2, 2, 8, 4)
     report = sp_compile.explain(fn, x, seq_dims={"x": x.ndim - 2})
@@ -367,7 +367,7 @@ def test_a_refusal_says_why(name: str) -> None:
     assert note.text.split(":")[0][:20] in str(report)
 
 
-def test_what_is_no_near_miss_is_not_mentioned() -> None:
+def test_only_near_misses_are_mentioned() -> None:
     def others(x: Tensor) -> Tensor:
         return torch.stack([x.softmax(-1), x + 1, (x * 2).sin()], 0).softmax(-1)
 
@@ -387,6 +387,6 @@ NO_NEAR_MISSES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", NO_NEAR_MISSES)
-def test_what_is_none_is_not_refused(name: str) -> None:
+def test_unrelated_patterns_are_not_refused(name: str) -> None:
     report = sp_compile.explain(NO_NEAR_MISSES[name], torch.randn(2, 8, 4), seq_dims={"x": 1})
     assert not report.find_notes(NoteKind.DECLINED)

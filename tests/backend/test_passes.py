@@ -1,4 +1,4 @@
-"""Golden graphs: what each pass, run by hand on an exported graph, does to it. EXPECTTEST_ACCEPT=1 rewrites them."""
+"""Golden graphs of each pass, run directly on an exported graph. EXPECTTEST_ACCEPT=1 rewrites them."""
 
 import expecttest
 import torch
@@ -41,12 +41,12 @@ scaled_dot_product_attention: [1, 4, 8, 4] = aten.scaled_dot_product_attention(x
 return (scaled_dot_product_attention,)""",
         )
 
-    def test_canonicalize_spells_out_what_is_read(self):
-        def spelt(x, y):
+    def test_canonicalize_expands_implicit_conversions(self):
+        def implicit(x, y):
             z = torch.cat([x.new_zeros(1, 2), y.type_as(x)]).squeeze()
             return torch.cat([torch.empty(0), z]) + x.new_full((2,), 3)
 
-        gm = captured(spelt, torch.randn(2, 2), torch.ones(3, 2).long())
+        gm = captured(implicit, torch.randn(2, 2), torch.ones(3, 2).long())
         Canonicalize()(gm)
         self.assertExpectedInline(
             show(gm),
@@ -63,7 +63,7 @@ add: [4, 2] = aten.add.Tensor(cat_1, new_full)
 return (add,)""",
         )
 
-    def test_expand_heads_behind_the_exchange(self):
+    def test_expand_heads_after_the_exchange(self):
         def attention(x, y, z):
             repeated = (y * 2)[:, :, None].expand(1, 2, 2, 8, 4).reshape(1, 4, 8, 4)
             return F.scaled_dot_product_attention(x * 2, repeated, repeated, z)
@@ -116,7 +116,7 @@ flatten: [1, 8, 16] = aten.flatten.using_ints(transpose_1, 2)
 return (flatten,)""",
         )
 
-    def test_gather_what_has_no_rule_for_shards(self):
+    def test_gather_ops_without_a_sharding_rule(self):
         gm = captured(lambda x: (x * 2).cumsum(1) + 1, torch.randn(1, 8, 4))
         GatherOperands(TWO, **SEQUENCE)(gm)
         self.assertExpectedInline(
@@ -149,7 +149,7 @@ return (add,)""",
         )
 
     def test_gathered_twice_when_used_in_two_ways(self):
-        """A gathered operand of sharded compute has partial gradients; the same value used whole must not."""
+        """A gathered operand of sharded ops has partial gradients; the same value in replicated ops must not."""
         gm = captured(lambda x: (x * 2).cumsum(1) * (x * 2), torch.randn(1, 8, 4))
         gm.graph.lint()
         product = next(n for n in gm.graph.nodes if n.name == "mul")
@@ -258,7 +258,7 @@ all_reduce_default: [] = sp.all_reduce(sum_1, 2, sim)
 return (all_reduce_default,)""",
         )
 
-    def test_whole_pipeline(self):
+    def test_complete_pipeline(self):
         local = sp_compile.parallelize(torch.export.export(Decoder(), (torch.randn(1, 8, 16),)), sp=2)
         self.assertExpectedInline(
             show(local),

@@ -41,7 +41,7 @@ def test_rewrites_are_identities_in_the_global_view():
         torch.testing.assert_close(GlobalView(gm).run(x), model(x))
 
 
-def test_passes_by_hand_make_the_same_program_as_the_pipeline():
+def test_single_passes_make_the_program_of_the_pipeline():
     model, x = Decoder().double(), torch.randn(1, 9, 16).double()
     gm = sp_compile.capture_export(torch.export.export(model, (x,)))
     for rewrite in (

@@ -1,4 +1,4 @@
-"""The line that long work shows: when it comes, what it says, and when there is none."""
+"""The progress line of long work: its delay, its text, and cases without it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shown(console: Console) -> str:
     return CONTROL.sub("", console.file.getvalue())
 
 
-def test_it_comes_late_and_leaves_one_line() -> None:
+def test_it_is_delayed_and_leaves_one_line() -> None:
     clock, console = Clock(), terminal()
     line = ProgressLine("compiling f", console, clock)
     line.step = "capture"
@@ -87,7 +87,9 @@ def test_it_stays_on_one_line() -> None:
         ("0", "", Console(file=io.StringIO(), force_terminal=False), False),
     ],
 )
-def test_who_reads_it(monkeypatch: pytest.MonkeyPatch, rank: str, logs: str, console: Console, read: bool) -> None:
+def test_terminals_that_show_it(
+    monkeypatch: pytest.MonkeyPatch, rank: str, logs: str, console: Console, read: bool
+) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("TORCH_LOGS", logs)
     assert progress._is_terminal(console) is read
@@ -95,16 +97,16 @@ def test_who_reads_it(monkeypatch: pytest.MonkeyPatch, rank: str, logs: str, con
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What work says that it is at, on a terminal that nobody looks at."""
+    """Return the progress steps that work reports to a simulated terminal."""
     console, looks = terminal(), []
     monkeypatch.setattr(progress, "Console", lambda stderr: console)
 
-    def told(line: ProgressLine, name: str, value: object) -> None:
+    def record(line: ProgressLine, name: str, value: object) -> None:
         object.__setattr__(line, name, value)
         if name == "step" and value:
             looks.append(f"{line.title}: {value}")
 
-    monkeypatch.setattr(ProgressLine, "__setattr__", told)
+    monkeypatch.setattr(ProgressLine, "__setattr__", record)
     monkeypatch.delenv("TORCH_LOGS", raising=False)
     return looks
 
@@ -113,7 +115,7 @@ def program(x: torch.Tensor) -> torch.Tensor:
     return (x.cumsum(1) - x).sum()
 
 
-def test_explain_and_verify_say_what_they_are_at(seen: list[str]) -> None:
+def test_explain_and_verify_show_their_step(seen: list[str]) -> None:
     sp_compile.explain(program, torch.randn(1, 6, 4), sp=2)
     assert seen[:1] == ["explain: capture"]
     assert {"explain: pass localize", "explain: pass validate_shapes"} <= set(seen)
@@ -145,7 +147,7 @@ def test_the_halves_of_a_compilation_are_seen(seen: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_backward_that_is_compiled_when_it_runs(seen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Inductor's is."""
+    """Inductor compiles the backward at its first run."""
     lines = []
     monkeypatch.setattr(
         progress, "ProgressLine", lambda title, console: lines.append(title) or ProgressLine(title, console)

@@ -1,4 +1,4 @@
-"""verify: whatever a graph gives and writes is compared, and where nothing was compared it says so."""
+"""verify: all results and mutations of a graph are compared, and the report names graphs without a comparison."""
 
 import re
 import sys
@@ -114,7 +114,7 @@ def test_there_is_nothing_to_compile(entry, model):
 
 
 class Alone(nn.Module):
-    """A program of its own groups, which nobody simulates."""
+    """A program with process groups of its own, which are not simulated."""
 
     def forward(self, x):
         return all_reduce(x.sin(), "sum", "0").cos()
@@ -138,8 +138,8 @@ def test_a_compiler_is_refused_where_nothing_is_compiled():
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "gather", "hybrid"])
-def test_the_result_of_an_attention_lies_as_on_one_device(attention):
-    """A view behind a graph break was written for that."""
+def test_attention_results_have_single_device_strides(attention):
+    """A view after a graph break relies on these strides."""
 
     def heads(x):
         q = (x * 2).unflatten(-1, (4, 2)).transpose(1, 2)
@@ -158,7 +158,7 @@ def test_nothing_is_compared_on_the_meta_device() -> None:
 
 
 class Projected(nn.Module):
-    """Attention and a product, whose result is of the dtype of whatever autocast is around."""
+    """Attention and a product, whose result has the dtype of the surrounding autocast region."""
 
     def __init__(self):
         super().__init__()
@@ -170,14 +170,14 @@ class Projected(nn.Module):
 
 
 def test_ranks_run_in_the_autocast_of_the_caller():
-    """Their threads begin without any: what one device gives in bfloat16 would be of another dtype."""
+    """Threads of ranks start without autocast, so a bfloat16 result would have another dtype."""
     with torch.autocast("cpu", torch.bfloat16):
         found = sp_compile.verify(Projected(), torch.randn(2, 8, 8), sp=2)
     assert found.worst < 0.1
 
 
 class HalfInside(Projected):
-    """A product under an autocast of its own, and what becomes of it outside: sums of it are more than it holds."""
+    """A product under its own autocast, whose sums outside have more precision than its dtype."""
 
     def __init__(self, loss):
         super().__init__()

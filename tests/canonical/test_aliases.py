@@ -93,7 +93,7 @@ def joined(op: Any, *dim: int) -> Join:
 
 
 CAT, STACK = joined(torch.cat, 1), joined(torch.stack, 1)
-ALIKE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], set[str]]] = {
+ALIASED_FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], set[str]]] = {
     "multiply, divide": (attention(torch.multiply, torch.divide), attention(torch.mul, torch.div), ATTENTION),
     "true_divide": (attention(torch.mul, torch.true_divide), attention(torch.mul, torch.div), ATTENTION),
     "special, swapaxes, greater": (special, attention(torch.mul, torch.div), ATTENTION),
@@ -143,9 +143,9 @@ def ops_of(f: Callable[[Tensor], Tensor], of: set[str]) -> Counter[str]:
     return Counter(f"{n.target} {[*map(word, n.args)]} { {k: word(v) for k, v in n.kwargs.items()} }" for n in calls)
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", ALIASED_FORMS)
 def test_another_name_of_an_op_is_the_op(name: str) -> None:
-    other, plain, ops = ALIKE[name]
+    other, plain, ops = ALIASED_FORMS[name]
     found = ops_of(other, ops)
     assert found == ops_of(plain, ops)
     assert found.total() == 1

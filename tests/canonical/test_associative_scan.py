@@ -22,7 +22,7 @@ Combine = Callable[..., list[Tensor]]
 
 
 def scan(combine: Combine, leaves: Leaves, dim: int = 0, reverse: bool = False) -> list[Tensor]:
-    """As torch.associative_scan calls its operator: along dim 0, forwards."""
+    """Scan along dim 0, forwards, like the operator of torch.associative_scan."""
     rows = [x.movedim(dim, 0) for x in leaves]
     if reverse:
         rows = [x.flip([0]) for x in rows]
@@ -102,8 +102,8 @@ def test_known_functions(name: str, reverse: bool) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def by_hand(gm: Any) -> None:
-    """Every associative_scan of the graph, by the op that it is or by a tree."""
+def rewrite_scans(gm: Any) -> None:
+    """Replace every associative_scan of the graph by the equal scan op or by a tree."""
     for one in (RewriteAssociativeScans, ExpandAssociativeScans):
         one()(gm)
 
@@ -113,7 +113,7 @@ def by_hand(gm: Any) -> None:
 def test_other_functions_become_a_tree(name: str, length: int) -> None:
     combine, count = UNKNOWN[name]
     gm = graph(combine, count, length=length)
-    by_hand(gm)
+    rewrite_scans(gm)
     assert not gm.graph.find_nodes(op="call_function", target=associative_scan_op)
     assert "sp." not in show(gm)
     compare(gm, combine, count, length)
@@ -123,7 +123,7 @@ def test_other_functions_become_a_tree(name: str, length: int) -> None:
 def test_gradients(name: str) -> None:
     combine, count, _ = KNOWN[name]
     gm = graph(combine, count)
-    by_hand(gm)
+    rewrite_scans(gm)
     compare(gm, combine, count, 7)
 
 
@@ -137,7 +137,7 @@ def compare(gm: Any, combine: Combine, count: int, length: int) -> None:
 
 
 def saved_bytes(gm: Any, length: int) -> int:
-    """Of all memory that autograd keeps for the backward."""
+    """Return bytes of all storages that autograd saves for the backward."""
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def test_memory_is_linear(combine: Combine) -> None:
     sizes = []
     for length in (64, 128, 256):
         gm = graph(combine, 2, length=length)
-        by_hand(gm)
+        rewrite_scans(gm)
         sizes.append(saved_bytes(gm, length))
     assert sizes[2] < 2.2 * sizes[1] < 2.2 * 2.2 * sizes[0]
 
@@ -197,5 +197,5 @@ def test_shards_of_other_functions_are_gathered() -> None:
     assert local.meta["sp_report"].fallbacks
     for loss in run_ranks(3, lambda rank: local(*leaves).detach()):
         torch.testing.assert_close(loss, model(*leaves).detach())
-    with pytest.raises(SpError, match="its combine function is no sum, product"):
+    with pytest.raises(SpError, match="its combine function is not a sum, product"):
         sp_compile.parallelize(program, sp=3, fallback="error", **named)

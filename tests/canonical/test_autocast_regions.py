@@ -1,4 +1,4 @@
-"""Parts of a spelling in different autocast regions are no spelling: an op computes in the dtype of its place."""
+"""Ops of a pattern in different autocast regions do not match: an op computes in the dtype of its region."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ add: [1, 4, 8] = aten.add.Tensor(slice_1, sum_1)
 return (add,)""",
         )
 
-    def test_a_pool_pads_with_what_it_reads(self):
+    def test_a_pool_takes_the_padding_value(self):
         found = canonical(lambda x: F.max_pool1d(F.pad(x, (2, 0), value=-1.0), 3, 1), torch.randn(1, 4, 8))
         self.assertExpectedInline(
             found,

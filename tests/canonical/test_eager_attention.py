@@ -1,4 +1,4 @@
-"""Attention that is spelled out: which spellings become the fused op, which stay, and that values are what they were."""
+"""Attention of plain ops: forms that become the fused op, forms that stay, and equal values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from support.parity import check as same_on_ranks
 from support.ranks import Ranks
 from support.spellings.eager_spellings import (
     DATA,
+    FORMS,
     LOWEST,
     SOFT_CAPS,
-    SPELLINGS,
     STAYS,
     Attend,
     B,
@@ -65,22 +65,22 @@ def canonical(attend: Attend, dtype: torch.dtype = torch.float64, differentiable
 
 
 def test_a_bias_that_may_hold_anything_stays() -> None:
-    """Floats from outside that nobody trains: a row of finfo.min would have another gradient as fused attention."""
-    gm = canonical(SPELLINGS["bias"][0], differentiable=False)
+    """An untrained float input: for a row of finfo.min, fused attention would have another gradient."""
+    gm = canonical(FORMS["bias"][0], differentiable=False)
     assert not [n for n in gm.graph.nodes if n.target in ATTENTION]
 
 
-def test_sinks_that_nobody_trains_may_be_fills() -> None:
-    """A row of nothing but finite fills would be shared with them."""
+def test_untrained_sinks_may_be_fills() -> None:
+    """A row of only finite fills would share its weights with them."""
     assert not [
         n
-        for n in canonical(SPELLINGS["sinks and finite fills of data"][0], differentiable=False).graph.nodes
+        for n in canonical(FORMS["sinks and finite fills of data"][0], differentiable=False).graph.nodes
         if n.target in ATTENTION
     ]
 
 
 def test_sinks_leave_no_pairs() -> None:
-    values = [n.meta.get("val") for n in canonical(SPELLINGS["sinks as GPT-OSS has them"][0]).graph.nodes]
+    values = [n.meta.get("val") for n in canonical(FORMS["sinks as GPT-OSS has them"][0]).graph.nodes]
     assert not [x for x in values if isinstance(x, Tensor) and x.shape[-2:] in ((S, S), (S, S + 1))]
 
 
@@ -100,9 +100,9 @@ def grads(run: Attend, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [out, *torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)]
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_spelling(name: str) -> None:
-    attend, expected = SPELLINGS[name]
+@pytest.mark.parametrize("name", FORMS)
+def test_form(name: str) -> None:
+    attend, expected = FORMS[name]
     gm = canonical(attend)
     assert said(gm) == expected
     assert not any("softmax" in str(n.target) for n in gm.graph.nodes)
@@ -120,20 +120,20 @@ class Projected(Model):
         return super().forward(*(projection(x) for projection in self.projections)).sin()
 
 
-ON_RANKS = {name: attend for name, (attend, _) in {**SPELLINGS, **SOFT_CAPS}.items()}
+ON_RANKS = {name: attend for name, (attend, _) in {**FORMS, **SOFT_CAPS}.items()}
 
 
 @pytest.mark.sampled(every=46)
 @pytest.mark.parametrize(("attention", "ranks"), [("ulysses", 2), ("ring", 3), ("gather", 4)])
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_on_ranks(name: str, attention: str, ranks: int) -> None:
-    """Loss and gradients of one device."""
+    """Loss and gradients equal a single device's."""
     x = (floats(B, H, S, D) * 2 - 1).requires_grad_()
     check(seeded(lambda: Projected(ON_RANKS[name])), x, sp=ranks, attention=attention, seq_dims={"x": 2})
 
 
 class Scored(Projected):
-    """One number of it, and of rows behind it that mix none."""
+    """A scalar of the attention and of row-wise ops after it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).square().mean()
@@ -145,7 +145,7 @@ def trained(name: str) -> Outcome:
 
 
 @pytest.mark.as_users_run
-@pytest.mark.parametrize("name", [next(iter(SPELLINGS))])
+@pytest.mark.parametrize("name", [next(iter(FORMS))])
 def test_training_step(ranks: Ranks, name: str) -> None:
     """On real ranks, which do not divide the length."""
     same_on_ranks(ranks.run(3, trained, name))
@@ -162,7 +162,7 @@ def test_soft_caps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_biases_that_no_text_says(name: str) -> None:
+def test_biases_without_a_text(name: str) -> None:
     gm = canonical(DATA[name])
     (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
     assert OpCall(node)["attn_mask"] is not None
@@ -198,9 +198,9 @@ def test_half_types_lose_nothing(name: str, dtype: torch.dtype) -> None:
     gm = canonical(attend, dtype)
     assert said(gm)[0] == ("k <= q" if "mask" in name else "")
     exact = grads(lambda *x: attend(*(t.to(dtype).double() for t in x)))
-    for fused, spelt, wanted in zip(grads(gm, dtype), grads(attend, dtype), exact):
+    for fused, plain, wanted in zip(grads(gm, dtype), grads(attend, dtype), exact):
         assert fused.dtype == dtype
-        limit = 2 * (spelt - wanted).abs().max() + torch.finfo(dtype).eps / 4
+        limit = 2 * (plain - wanted).abs().max() + torch.finfo(dtype).eps / 4
         assert (fused - wanted).abs().max() <= limit
 
 
@@ -215,7 +215,7 @@ def test_scores_of_fewer_dims_than_their_bias() -> None:
     check(OneHead(), floats(1, 6, 4), floats(1, 1, 6, 6), sp=3)
 
 
-def test_dropout_goes_into_the_op() -> None:
+def test_dropout_becomes_an_argument() -> None:
     gm = canonical(lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.25, True) @ v)
     (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
     assert node.args[4] == 0.25
@@ -258,7 +258,7 @@ return (permute_default,)""",
         )
 
     def test_bias_and_fill(self):
-        attend = SPELLINGS["bias and fill"][0]
+        attend = FORMS["bias and fill"][0]
         self.assertExpectedInline(
             show(canonical(attend)),
             """\

@@ -1,4 +1,4 @@
-"""Masks computed in the graph: which predicate they become, and that attention is what it was."""
+"""Masks computed in the graph: their predicates, and equal attention results."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def captured(mask: Mask, **options: object) -> torch.fx.GraphModule:
 
 
 def text(gm: torch.fx.GraphModule) -> str:
-    """What the graph's attention says of its mask."""
+    """Return the mask text of the graph's attention."""
     (node,) = (n for n in gm.graph.nodes if "attention" in str(n.target))
     if node.target is torch.ops.sp.masked_attention.default:
         return str(node.args[6])

@@ -123,8 +123,8 @@ def test_decoder_of_packed_inputs(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_decoder_of_dynamic_length(name: str, given: tuple[str, ...]) -> None:
     plain = SLIDES.get(name, [CAUSAL, CAUSAL])
-    spelt = {(): {p: p for p in plain}, ("attention_mask",): PADDED, ("position_ids",): PACKED}[given]
-    assert masks(name, dynamic=True, **inputs(*given)) == [spelt[p] for p in plain]
+    predicates = {(): {p: p for p in plain}, ("attention_mask",): PADDED, ("position_ids",): PACKED}[given]
+    assert masks(name, dynamic=True, **inputs(*given)) == [predicates[p] for p in plain]
 
 
 @pytest.mark.sampled(every=8)

@@ -1,4 +1,4 @@
-"""What people write around an inclusive scan, and the scan that canonicalize makes of it; the values stay."""
+"""Common forms around an inclusive scan, and their canonical scan with equal values."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ IDIOMS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "flips around the difference": (lambda x: flip(flip(x).cumsum(1) - flip(x)), BOTH),
     "flips in the difference": (lambda x: reversed_sum(x) - x, BOTH),
     "shifted back": (lambda x: F.pad(reversed_sum(x), (0, 0, -1, 1)), BOTH),
-    "cat behind": (lambda x: torch.cat([reversed_sum(x)[:, 1:], row(x)], 1), BOTH),
+    "cat at the end": (lambda x: torch.cat([reversed_sum(x)[:, 1:], row(x)], 1), BOTH),
     "total - cumsum": (lambda x: x.sum(1, keepdim=True) - x.cumsum(1), BOTH),
     "total - cumsum + x": (lambda x: x.sum(1, keepdim=True) - x.cumsum(1) + x, REVERSED),
     "x + (total - cumsum)": (lambda x: x + (x.sum(1).unsqueeze(1) - x.cumsum(1)), REVERSED),
@@ -89,7 +89,7 @@ def test_idiom(name: str) -> None:
     idiom, scan = IDIOMS[name]
     x = torch.randn(2, 6, 3)
     gm = captured(idiom, x)
-    erase_dead(gm.graph)  # as behind Dynamo
+    erase_dead(gm.graph)  # as Dynamo does
     Canonicalize()(gm)
     calls = [line.split(" = ")[1] for line in show(gm).split("\n") if " = sp." in line or " = aten." in line]
     if scan == "-":
@@ -101,7 +101,7 @@ def test_idiom(name: str) -> None:
 
 
 def test_integers() -> None:
-    """The mask that a model takes off may be cast on the way; beside the inclusive sum no row has to move."""
+    """The mask to subtract may be cast before; next to an inclusive sum, no row has to move."""
     x = torch.randint(0, 9, (2, 6, 3))
 
     def both(x: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def test_each_leaf_is_gathered_once(run: Callable[..., Tensor], length: int) -> 
 @pytest.mark.parametrize("run", LEAVES)
 @pytest.mark.parametrize("length", [7, 10])
 def test_a_length_that_is_a_symbol_has_one_tree(run: Callable[..., Tensor], length: int) -> None:
-    """Its guards leave one number. (Where the program asks for the number itself, torch makes it one.)"""
+    """The guards allow one length. (If the program reads the length as an int, torch specializes it.)"""
     model, x = made(run, length)
     torch._dynamo.maybe_mark_dynamic(x, 1)
     report = sp_compile.verify(model, x, sp=3)
@@ -117,7 +117,7 @@ def test_rotary_positions_are_no_scan() -> None:
     assert not report.fallbacks
 
 
-def test_what_is_found_is_named() -> None:
+def test_matches_are_named() -> None:
     class Branches(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))

@@ -1,7 +1,7 @@
-"""Whatever changes no value may stand between the ops of a spelling: the same canonical op is found.
+"""Value-preserving ops between the ops of a pattern: the same canonical op is found.
 
-Every spelling is a function of its inputs and of `b`, which it puts around its intermediate values; BETWEEN says what
-b does. The value must be that of the spelling itself.
+Every pattern is a function of its inputs and of `b`, which it applies to its intermediate values; BETWEEN lists the
+choices of b. The result must equal that of the pattern without b.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def written(x: Tensor, b: Between) -> Tensor:
 
 
 def rounds(x: Tensor, b: Between) -> Tensor:
-    """Hillis and Steele: every round adds what stands twice as far back."""
+    """Scan by Hillis and Steele: every round adds the row at twice the distance."""
     step = 1
     while step < x.shape[1]:
         x = b(torch.cat([b(x[:, :step]), b(x[:, step:]) + b(x[:, :-step])], 1))
@@ -113,7 +113,7 @@ def logarithms(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
     return b(b(b(scores) - b(b(scores).logsumexp(-1, keepdim=True))).exp()) @ heads(v)
 
 
-def in_front(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
+def keys_first(q: Tensor, k: Tensor, v: Tensor, b: Between) -> Tensor:
     scores = b(b(b(heads(k)) @ b(b(heads(q)).mT)) * 0.5)
     return b(b(b(heads(v)).mT) @ b(b(scores).softmax(-2))).mT
 
@@ -181,7 +181,7 @@ def shift(x: Tensor, b: Between) -> Tensor:
     return torch.cat([b(torch.zeros(2, 2, 3)), b(b(x)[:, :-2])], 1)
 
 
-SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
+PATTERNS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "cat": (exclusive_cat, "sp.scan(*, None, 1, sum, True)"),
     "pad and slice": (exclusive_pad, "sp.scan(*, None, 1, sum, True)"),
     "difference": (exclusive_difference, "sp.scan(*, None, 1, sum, True)"),
@@ -197,7 +197,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "causal attention": (causal, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, True, scale=1.0)"),
     "exponentials": (exponentials, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=1.0)"),
     "logarithms": (logarithms, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=1.0)"),
-    "keys in front": (in_front, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=0.5)"),
+    "keys first": (keys_first, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=0.5)"),
     "numbers": (numbers, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=1.0)"),
     "biased": (
         biased,
@@ -224,19 +224,19 @@ CANONICAL = {
 NOT_CANONICAL = {aten.repeat_interleave.self_int}
 
 
-def canonical_ops(spelling: Callable[..., Tensor], between: Between) -> list[str]:
-    """What canonicalize makes of the spelling, after the values have been compared."""
-    count = len(inspect.signature(spelling).parameters) - 1
+def canonical_ops(pattern: Callable[..., Tensor], between: Between) -> list[str]:
+    """Return the canonical ops of the pattern after comparing its values."""
+    count = len(inspect.signature(pattern).parameters) - 1
     shape = (2, 6, 8) if count == 3 else (2, 4, 3)
     xs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(count)]
     if count == 3:
-        gm = captured(lambda x, y, z: spelling(x, y, z, between), *xs)
+        gm = captured(lambda x, y, z: pattern(x, y, z, between), *xs)
     else:
-        gm = captured(lambda x: spelling(x, between), *xs)
+        gm = captured(lambda x: pattern(x, between), *xs)
     for node in gm.graph.find_nodes(op="placeholder"):
         set_node_info(node, requires_grad=False)  # or a detach would mean something
     Canonicalize()(gm)
-    (found, *_), wanted = gm(*xs) if isinstance(gm(*xs), tuple) else (gm(*xs),), spelling(*xs, plain)
+    (found, *_), wanted = gm(*xs) if isinstance(gm(*xs), tuple) else (gm(*xs),), pattern(*xs, plain)
     torch.testing.assert_close(found, wanted)
     return [said(n) for n in gm.graph.nodes if n.target in CANONICAL | NOT_CANONICAL]
 
@@ -251,10 +251,10 @@ def said(node: torch.fx.Node) -> str:
 
 @pytest.mark.sampled(every=22)
 @pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_found_whatever_is_between(name: str, between: str) -> None:
-    spelling, op = SPELLINGS[name]
-    assert canonical_ops(spelling, BETWEEN[between]) == ([op] if op else [])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_found_with_ops_between(name: str, between: str) -> None:
+    pattern, op = PATTERNS[name]
+    assert canonical_ops(pattern, BETWEEN[between]) == ([op] if op else [])
 
 
 def reducing(group: str, b: Between, more: Between = plain) -> type[torch.autograd.Function]:

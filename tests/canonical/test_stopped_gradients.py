@@ -1,4 +1,4 @@
-"""Where a gradient stops inside of a spelling, it stops in what becomes of it: detach and no_grad between the parts."""
+"""detach and no_grad inside of a pattern: the gradient of the rewritten op stops at the same place."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def normal(x: Tensor) -> Tensor:
 
 
 Stop = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
-SPELLINGS: dict[str, Callable[[Stop, Tensor], Tensor]] = {
+PATTERNS: dict[str, Callable[[Stop, Tensor], Tensor]] = {
     "total - cumsum": lambda stop, x: stop(total)(x) - sums(x),
     "total - stopped cumsum": lambda stop, x: total(x) - stop(sums)(x),
     "cumsum - x": lambda stop, x: stop(sums)(x) - x,
@@ -102,9 +102,9 @@ SPELLINGS: dict[str, Callable[[Stop, Tensor], Tensor]] = {
 
 @pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("how", STOPS)
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", PATTERNS)
 def test_gradients(name: str, how: str) -> None:
-    model = Model(lambda x: SPELLINGS[name](STOPS[how], x))
+    model = Model(lambda x: PATTERNS[name](STOPS[how], x))
     assert verify(model, torch.randn(2, 12, WIDTH).double(), sp=2, seq_dims={"x": 1}).worst <= TOLERANCE
 
 
@@ -117,7 +117,7 @@ def inside_of_grad(x: Tensor) -> Tensor:
 
 
 def combined(x: Tensor) -> Tensor:
-    """A scan of torch whose combine function stops the gradient of what is on the left."""
+    """Run a torch scan whose combine function detaches its left operand."""
     left = without_gradient(lambda a: a * 1)
     return associative_scan(lambda a, b: left(a) + b, x, 1, combine_mode="generic")
 
@@ -144,8 +144,8 @@ ITSELF: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("op", ITSELF.values(), ids=ITSELF)
-def test_what_is_given_back_as_it_was_keeps_its_gradient(op: Callable[[Tensor], Tensor]) -> None:
-    """An op that has nothing to do gives its operand, under no_grad too, and others read the operand afterwards."""
+def test_a_returned_operand_keeps_its_gradient(op: Callable[[Tensor], Tensor]) -> None:
+    """A no-op returns its operand, also under no_grad, and later ops read the operand."""
 
     def f(h: Tensor) -> Tensor:
         with torch.no_grad():
@@ -158,7 +158,7 @@ def test_what_is_given_back_as_it_was_keeps_its_gradient(op: Callable[[Tensor], 
 
 
 class FlippedTwice(nn.Module):
-    """Of the sum of what follows, twice turned around: a value of its own, which may have a hook or be written to."""
+    """A reversed sum, flipped twice: a separate value, which may have a hook or be written to."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         sums = x.cumsum(1)

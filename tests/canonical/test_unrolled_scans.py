@@ -73,7 +73,7 @@ ROUNDS: dict[str, Scan] = {"doubling": doubling, "padded": padded(1, 0), "padded
 
 
 def scanned(scan: Scan, combine: Combine) -> Callable[[Tensor, Tensor], Tensor]:
-    """The states alone: of a recurrence, what the factors come to is not used."""
+    """Return the states only; the product of a recurrence's factors is unused."""
 
     def model(x: Tensor, y: Tensor) -> Tensor:
         leaves = (x, y) if len(combine((x, y), (x, y))) == 2 else (x,)
@@ -162,7 +162,7 @@ STAY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", STAY)
-def test_what_stays(name: str) -> None:
+def test_unmatched_scans(name: str) -> None:
     gm = captured(STAY[name], *inputs(8))
     gm.graph.eliminate_dead_code()
     before = show(gm)

@@ -1,4 +1,4 @@
-"""A value that a custom op writes is not what its node computes: no spelling may read through it."""
+"""A value that a custom op mutates differs from its node's result: no pattern matches through it."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def filled(value: float, dtype: torch.dtype, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16, torch.float64, torch.uint8], ids=str)
 @pytest.mark.parametrize("value", [0.1, 2**40, -1, float("inf")])
-def test_a_fill_is_what_its_dtype_holds(value: float, dtype: torch.dtype) -> None:
-    """0.1 is another number in each; some hold no such number at all."""
+def test_a_fill_is_rounded_to_its_dtype(value: float, dtype: torch.dtype) -> None:
+    """0.1 rounds differently in each dtype; integer dtypes cannot represent it."""
     x = torch.randn(2, 6, dtype=torch.float64)
     gm = captured(lambda x: filled(value, dtype, x), x)
     Canonicalize()(gm)
@@ -86,7 +86,7 @@ def test_a_fill_is_what_its_dtype_holds(value: float, dtype: torch.dtype) -> Non
     torch.testing.assert_close(found, filled(value, dtype, x), rtol=0, atol=0)
 
 
-def test_a_scale_is_what_its_dtype_holds() -> None:
+def test_a_scale_is_rounded_to_its_dtype() -> None:
     def attention(q: Tensor) -> Tensor:
         return ((q @ q.mT) * torch.full((), 0.1).double()).softmax(-1) @ q
 

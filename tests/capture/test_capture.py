@@ -1,4 +1,4 @@
-"""capture: the captured program, run by aot_eager, does to every value what the model does in eager mode."""
+"""capture: the captured program, run by aot_eager, has the same effects on every value as eager mode."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_program(name: str) -> None:
             assert all(n.target is aten.copy_.default and n.args[0].op == "placeholder" for n in changes)
 
 
-def test_ops_stay_whole_and_know_their_line() -> None:
+def test_ops_are_not_decomposed_and_have_their_line() -> None:
     def f(q, w, labels):
         y = F.linear(F.scaled_dot_product_attention(q, q, q, is_causal=True), w)
         return F.cross_entropy(y.flatten(0, -2), labels)
@@ -171,7 +171,7 @@ def test_capture_for_another_size() -> None:
     assert shapes == [(2, 6 * D)]
 
 
-def test_what_can_not_run_names_the_line() -> None:
+def test_unsupported_ops_name_the_line() -> None:
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
         mode, fakes = fake_inputs(example_inputs)
         with mode, pytest.raises(SpError, match=r"SP211.*matmul .*test_capture.py:\d+: return x @ w"):
@@ -266,7 +266,7 @@ class HookedLate(nn.Module):
 
 
 @pytest.mark.parametrize("of_input", [False, True])
-def test_a_hook_sees_the_whole_gradient(of_input: bool) -> None:
+def test_a_hook_gets_the_complete_gradient(of_input: bool) -> None:
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(1, 6, 4).requires_grad_()
     for ranks in (1, 2):
         torch._dynamo.reset()
@@ -284,7 +284,7 @@ class HookedWithoutGradients(nn.Module):
 
 
 class HookedForNothing(nn.Module):
-    """A view of a leaf says that it requires a gradient where it is made under no_grad, and hands none on."""
+    """A view of a leaf under no_grad has requires_grad set, but passes no gradient on."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Checkpoint regions are inlined and tagged: the partitioner recomputes what torch itself would recompute."""
+"""Checkpoint regions are inlined and tagged: the partitioner recomputes the same ops as torch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def selective(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def saved_elements(wrap: Callable[..., Any], capturing: bool = True) -> tuple[int, list[torch.Tensor | None]]:
-    """How many floats the forward hands to the backward, inputs aside, and what one training step computes."""
+    """Return the number of floats saved for the backward without inputs, and the results of one training step."""
     saved = []
 
     def forward_compiler(gm: GraphModule, example_inputs: list[Any]) -> Any:
@@ -124,7 +124,7 @@ def test_checkpoint_regions_are_tagged() -> None:
 
 
 def test_policies_travel_with_their_nodes() -> None:
-    """They are asked when a rank's graph is compiled, see test_what_checkpoints_keep.py."""
+    """Policies run when a rank's graph is compiled, see test_what_checkpoints_keep.py."""
     model = Stack(selective)
     compiled, backend = compile_function(model)
     assert_same(step(compiled, model, torch.ones(2, 8, D)), step(model, model, torch.ones(2, 8, D)))

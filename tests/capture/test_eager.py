@@ -1,4 +1,4 @@
-"""What was compiled with backend="sp" and runs eagerly all the same: said once, with the reason and what to do."""
+"""Eager fallbacks of code compiled with backend="sp": one warning with the reason and a fix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Broken(Block):
-    """Two graphs: a break is no reason to say this."""
+    """A model of two graphs: a graph break is not an eager fallback."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x)
@@ -58,15 +58,15 @@ def looped(x: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     torch._dynamo.reset()
     monkeypatch.setattr(eager, "_warned", set())
     caplog.set_level(logging.WARNING, "sp_compile.runtime.eager_fallback")
     return caplog
 
 
-def words(told: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in told.records if record.name == "sp_compile.runtime.eager_fallback"]
+def words(warnings: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in warnings.records if record.name == "sp_compile.runtime.eager_fallback"]
 
 
 def compiled(module: Any, **how: Any) -> Any:
@@ -87,24 +87,24 @@ def compiled(module: Any, **how: Any) -> Any:
     ],
     ids=lambda one: "" if isinstance(one, str) else type(one).__name__,
 )
-def test_it_is_said_once(told: pytest.LogCaptureFixture, given: Any, name: str, reason: str, advice: str) -> None:
+def test_it_warns_once(warnings: pytest.LogCaptureFixture, given: Any, name: str, reason: str, advice: str) -> None:
     run = compiled(given)
     for _ in range(2):
         run(torch.ones(2, 3, 4))
-    (one,) = words(told)
+    (one,) = words(warnings)
     assert one.startswith(f"{name} runs eagerly")
     assert reason in one
     assert advice in one
     assert ("test_eager.py:" in one) == (name != "Linear")
 
 
-def test_past_the_recompile_limit(told: pytest.LogCaptureFixture) -> None:
+def test_past_the_recompile_limit(warnings: pytest.LogCaptureFixture) -> None:
     run = compiled(Block(), dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=1):
         run(torch.ones(2, 3, 4))
-        assert not words(told)
+        assert not words(warnings)
         run(torch.ones(2, 5, 4))
-    (one,) = words(told)
+    (one,) = words(warnings)
     assert "Block runs eagerly" in one
     assert "recompile limit exceeded. TORCH_LOGS=recompiles" in one
 
@@ -118,24 +118,24 @@ def decorated(forward: Any) -> Any:
 
 
 class Decorated(Block):
-    """As transformers' models are."""
+    """A model with a decorated forward, as in transformers."""
 
     forward = decorated(Block.forward)
 
 
-def test_the_limit_of_a_decorated_forward(told: pytest.LogCaptureFixture) -> None:
+def test_the_limit_of_a_decorated_forward(warnings: pytest.LogCaptureFixture) -> None:
     """It is no torch.compiler.disable, though the code that Dynamo left is not the module's own."""
     run = compiled(Decorated(), dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=1):
         run(torch.ones(2, 3, 4))
         run(torch.ones(2, 5, 4))
-    (one,) = words(told)
+    (one,) = words(warnings)
     assert "Decorated runs eagerly" in one
     assert "recompile limit exceeded. TORCH_LOGS=recompiles" in one
 
 
 def test_a_callback_of_the_garbage_collection_was_not_compiled() -> None:
-    """It may run between torch.compile's wrapper and what that was given, as if it were that."""
+    """A callback may run between torch.compile's wrapper and the wrapped function, and must not be mistaken for it."""
     wrapper = torch.compile(looped, backend="eager").__code__
     caller: Any = SimpleNamespace(f_code=wrapper, f_locals={"fn": looped}, f_back=None)
     assert _entered_model(looped.__code__, caller) == "looped"
@@ -143,9 +143,9 @@ def test_a_callback_of_the_garbage_collection_was_not_compiled() -> None:
 
 
 @pytest.mark.parametrize("module", [Block(), Broken()], ids=lambda one: type(one).__name__)
-def test_what_is_compiled_is_not_spoken_of(told: pytest.LogCaptureFixture, module: nn.Module) -> None:
+def test_compiled_code_does_not_warn(warnings: pytest.LogCaptureFixture, module: nn.Module) -> None:
     module.register_forward_pre_hook(torch.compiler.disable(lambda module, args: None))
     compiled(module)(torch.ones(2, 3, 4))
     plain = torch.compile(looped, backend="eager")
     plain(torch.ones(2))
-    assert not words(told)
+    assert not words(warnings)

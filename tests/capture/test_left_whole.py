@@ -1,4 +1,4 @@
-"""Graphs that cannot be split run whole, right and with one warning; a failed compilation leaves no state."""
+"""Graphs that cannot be split run unsplit, correctly and with one warning; a failed compilation leaves no state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTH = 8
 
 
 class Written(nn.Module):
-    """Causal attention of (batch, S, WIDTH) behind `write(x, mask, rows, parameter)`."""
+    """Causal attention of (batch, S, WIDTH) after `write(x, mask, rows, parameter)`."""
 
     def __init__(self, write: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def added(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
     return torch.index_put(x, (mask,), rows, accumulate=True)
 
 
-def behind_a_slice(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+def write_to_a_slice(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
     x[:, mask[0]] = given
     return x
 
@@ -108,7 +108,7 @@ def forward_mode(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor
 
 
 SPLIT = features, zeros, a_parameter, one_number, added, inner_step, step_of_each, forward_mode
-WHOLE = behind_a_slice, without_grad, escaped, scans_of_each
+WHOLE = write_to_a_slice, without_grad, escaped, scans_of_each
 MASK = torch.tensor([[0, 0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 0]]).bool()
 
 
@@ -119,8 +119,8 @@ def made(write: Callable[..., Tensor]) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return model, (x, MASK.clone(), rows.requires_grad_())
 
 
-def told_of() -> list[str]:
-    """The warnings of whole programs from here on."""
+def collect_warnings() -> list[str]:
+    """Return a list that collects later warnings of unsplit programs."""
     found: list[str] = []
 
     class Handler(logging.Handler):
@@ -146,37 +146,37 @@ def parity(write: Callable[..., Tensor], **how: Any) -> Outcome:
 
 
 def of_all(writes: tuple[Callable[..., Tensor], ...], how: dict[str, Any]) -> tuple[list[Outcome], list[str]]:
-    told = told_of()
-    return [parity(write, **how) for write in writes], told
+    warnings = collect_warnings()
+    return [parity(write, **how) for write in writes], warnings
 
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("n", [2, 3])
-def test_what_is_split(ranks: Ranks, n: int) -> None:
+def test_split_programs(ranks: Ranks, n: int) -> None:
     answers = ranks.run(n, of_all, SPLIT, {})
-    assert not any(told for _, told in answers)
+    assert not any(warnings for _, warnings in answers)
     for outcomes in zip(*(found for found, _ in answers), strict=True):
         check(outcomes)
 
 
 @pytest.mark.parametrize("write", [features, pytest.param(inner_step, marks=pytest.mark.slow)])
-def test_what_is_split_under_inductor(ranks: Ranks, write: Callable[..., Tensor]) -> None:
+def test_split_programs_under_inductor(ranks: Ranks, write: Callable[..., Tensor]) -> None:
     answers = ranks.run(2, of_all, (write,), {"compiler": "inductor"})
-    assert not any(told for _, told in answers)
+    assert not any(warnings for _, warnings in answers)
     for outcomes in zip(*(found for found, _ in answers), strict=True):
         check(outcomes)
 
 
-def test_what_runs_whole(ranks: Ranks) -> None:
+def test_unsplit_programs(ranks: Ranks) -> None:
     """One warning each, on rank 0, with the first line and the reason."""
-    (first, told), *others = ranks.run(2, of_all, WHOLE, {})
+    (first, warnings), *others = ranks.run(2, of_all, WHOLE, {})
     for outcomes in zip(first, *(found for found, _ in others), strict=True):
         check(outcomes)
     assert [words for _, words in others] == [[]]
-    assert len(told) == len(WHOLE)
-    assert all("test_left_whole.py" in words and "runs unsplit on every rank" in words for words in told)
+    assert len(warnings) == len(WHOLE)
+    assert all("test_left_whole.py" in words and "runs unsplit on every rank" in words for words in warnings)
     reasons = "torch cannot trace its forward", "under no_grad", "out of the compiled region", "register a derivative"
-    for words, reason in zip(told, reasons, strict=True):
+    for words, reason in zip(warnings, reasons, strict=True):
         assert reason in words
 
 
@@ -200,13 +200,13 @@ def test_reports_say_so(write: Callable[..., Tensor]) -> None:
 
 
 def test_fallback_error_forbids_it() -> None:
-    model, args = made(behind_a_slice)
+    model, args = made(write_to_a_slice)
     with pytest.raises(Exception, match=r"aten.nonzero|fallback"):
         sp_compile.explain(model, *args, sp=2, fallback="error")
 
 
 class Broken(nn.Module):
-    """A piece that writes to what comes in shards, between two with attention."""
+    """A graph that writes to sharded inputs, between two graphs with attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,12 +231,12 @@ def between_shards() -> Outcome:
     return against_eager(model, x, MASK.clone(), mesh=mesh())
 
 
-def test_a_whole_piece_writes_to_what_lies_in_shards(ranks: Ranks) -> None:
+def test_an_unsplit_graph_writes_to_sharded_values(ranks: Ranks) -> None:
     check(ranks.run(2, between_shards))
 
 
 def on_one_rank() -> str:
-    """What each rank says where only rank 1 cannot split the program."""
+    """Return the error of each rank if only rank 1 cannot split the program."""
     model, args = made(zeros)
 
     def fails(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the guards of a program say of a length that is a symbol."""
+"""Guards of a program on a symbolic length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sp_compile.lowering.torch_compat import make_symbolic_mode, single_value
 
 
 def halves(length: Any) -> None:
-    """What a tree of every second row asks."""
+    """Evaluate the conditions of a tree over every second row."""
     while length >= 2:
         if length % 2 == 0:
             pass
@@ -34,7 +34,7 @@ def halves_to_one(length: Any) -> None:
 
 
 def root(length: Any) -> None:
-    """Asked by functions of torch."""
+    """Evaluate conditions by torch's functions."""
     assert length**0.5 < 4
 
 
@@ -68,8 +68,8 @@ def test_other_lengths_have_several(length: int, ask: Callable[[Any], Any]) -> N
     assert symbol.node.expr.is_Symbol, "a guard was added"
 
 
-def test_inputs_that_are_not_made_fake_run_whole() -> None:
-    """Of a jagged tensor there is no fake with the symbols of the program."""
+def test_inputs_without_fakes_run_unsplit() -> None:
+    """A jagged tensor has no fake with the program's symbols."""
 
     def model(x: Tensor, rows: Tensor) -> Tensor:
         return x.cumsum(1) * (rows.values() * 2).sum()
@@ -82,8 +82,8 @@ def test_inputs_that_are_not_made_fake_run_whole() -> None:
 
 
 @pytest.mark.parametrize("marks", [torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic])
-def test_a_model_without_a_sequence_says_so_of_any_length(marks: Callable[..., None]) -> None:
-    """No length becomes a number that the user has marked, or that the program does not depend on."""
+def test_a_model_without_a_sequence_is_reported_for_any_length(marks: Callable[..., None]) -> None:
+    """A length that the user marked dynamic, or that the program does not depend on, is not specialized."""
     x = torch.randn(2, 7, 4)
     marks(x, 1)
     with pytest.raises(sp_compile.SpError, match="SP301"):

@@ -1,4 +1,4 @@
-"""Shards as inputs (inputs="local"): the program of a shard has to be that of the whole sequence, or it is refused."""
+"""Shards as inputs (inputs="local"): the program of a shard must equal that of the full sequence, or it is refused."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ STEPS = {
 
 
 def given(*lengths: int) -> list[Tensor]:
-    """Inputs of whole sequences."""
+    """Return inputs of full sequences."""
     torch.manual_seed(0)
     return [torch.randn(2, length, WIDTH, dtype=torch.float64) for length in lengths]
 
@@ -127,8 +127,8 @@ def errors(name: str) -> list[str]:
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", ["loop", "tree", "one_op"])
-def test_steps_of_a_shard_are_not_those_of_the_whole(ranks: Ranks, name: str) -> None:
-    """What only a rewrite finds to be a sequence was taken for a whole one, each rank's rows by themselves."""
+def test_loops_over_a_shard_are_refused(ranks: Ranks, name: str) -> None:
+    """A sequence that only a rewrite finds would be taken as complete, with each rank's rows separate."""
     for found in ranks.run(2, errors, name):
         for one in found:
             assert "SP306" in one
@@ -136,7 +136,7 @@ def test_steps_of_a_shard_are_not_those_of_the_whole(ranks: Ranks, name: str) ->
 
 
 @pytest.mark.parametrize("name", ["branch", "rounds_of_sums"])
-def test_what_the_program_asks_of_its_length_is_so_of_the_whole(ranks: Ranks, name: str) -> None:
+def test_guards_on_the_length_hold_for_the_full_sequence(ranks: Ranks, name: str) -> None:
     (first, second), again = ranks.run(2, errors, name)
     assert [first, second] == again
     assert "SP235" in first
@@ -164,12 +164,12 @@ def whole_table() -> tuple[str, Outcome]:
     )
 
 
-def test_a_whole_table_beside_shards(ranks: Ranks) -> None:
-    """Its rows were taken for the first of so many a rank."""
+def test_a_replicated_table_with_sharded_inputs(ranks: Ranks) -> None:
+    """Rows of a replicated table would be taken for shards."""
     answers = ranks.run(2, whole_table)
     assert all(
-        "SP234" in told and "dim 1 of inputs[0] and dim 1 of inputs[1]" in told and "got 6 and 20" in told
-        for told, _ in answers
+        "SP234" in error and "dim 1 of inputs[0] and dim 1 of inputs[1]" in error and "got 6 and 20" in error
+        for error, _ in answers
     )
     check([outcome for _, outcome in answers])
 
@@ -181,7 +181,7 @@ def other_rows() -> list[str]:
 
 
 def test_an_input_that_is_no_sequence_is_the_same_on_every_rank(ranks: Ranks) -> None:
-    """What a scan or attention does not reach was taken for the whole: ranks had other losses, silently."""
+    """An input that no scan or attention reaches would be taken as complete, with other losses on each rank."""
     for found in ranks.run(2, other_rows):
         for one in found:
             assert "SP636" in one
@@ -195,8 +195,8 @@ def exact(name: str, lengths: list[int], inputs: int, named: bool = False) -> li
 
 
 @pytest.mark.parametrize(("name", "inputs"), [("scaled", 1), ("scaled", 2), ("branch", 1), ("first_half", 1)])
-def test_shards_are_of_the_whole(ranks: Ranks, name: str, inputs: int) -> None:
-    """Lengths of which the program asks nothing, or the same: a branch that shards and the whole take alike."""
+def test_shards_match_the_full_sequence(ranks: Ranks, name: str, inputs: int) -> None:
+    """The program has no guard on its length, or a branch that shards and the full length both take."""
     lengths = [8, 12, 32] if name == "branch" else [12, 20]
     for outcomes in zip(*ranks.run(2, exact, name, lengths, inputs), strict=True):
         check(outcomes)

@@ -1,4 +1,4 @@
-"""What shards must not hide: values that change in place, and gradients that count over the whole batch."""
+"""In-place writes on sharded values, and gradients that depend on the full batch."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def test_mutation_of_sharded_values_and_buffers():
-    """The custom op sees the whole sequence, readers before it the old value and readers after it the new one."""
+    """The custom op gets the full sequence, earlier readers the old value and later readers the new one."""
     for n in (2, 3):
         report = sp_compile.verify(Model().double(), torch.randn(2, 9, 8).double(), sp=n)
         assert report.worst < 1e-12, str(report)
@@ -48,7 +48,7 @@ def test_mutation_of_sharded_values_and_buffers():
 
 
 class Frequencies(nn.Module):
-    """The gradient of each row is divided by how often the whole batch uses it."""
+    """An embedding that divides the gradient of each row by its count in the full batch."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ def test_rows_of_a_table_that_are_renormalised(bag):
 
 
 class Statistics(nn.Module):
-    """What a norm makes of its running statistics is read, written and read again; one is over the tokens alone."""
+    """Running statistics of norms are read, written and read again; one norm is over the tokens only."""
 
     def __init__(self, length):
         super().__init__()
@@ -135,7 +135,7 @@ class Statistics(nn.Module):
 
 
 def test_running_statistics_change_when_the_norm_runs():
-    """The schema of these ops does not say that they write."""
+    """The schema of these ops does not declare the mutation."""
     for n in (2, 3):
         report = sp_compile.verify(Statistics(9).double(), torch.randn(2, 9, 8).double(), sp=n)
         assert report.worst < 1e-12, str(report)
@@ -155,7 +155,7 @@ INTO = {
 
 
 class Into(nn.Module):
-    """Attention beside values that an op writes where it is told to."""
+    """Attention next to values that an op writes to its out= argument."""
 
     def __init__(self, write):
         super().__init__()
@@ -169,8 +169,8 @@ class Into(nn.Module):
 
 
 @pytest.mark.parametrize("write", INTO.values(), ids=INTO)
-def test_what_is_written_elsewhere_is_whole(write):
-    """An op that writes has no rule, though torch says of its out= variant, too, that it is pointwise."""
+def test_values_written_by_an_out_variant_are_gathered(write):
+    """A mutating op has no rule, although torch tags its out= variant as pointwise."""
     x = torch.randn(2, 9, 8).double()
     for n in (2, 3):
         report = sp_compile.verify(Into(write), x, sp=n)

@@ -1,4 +1,4 @@
-"""offload=: what goes to the host's memory between forward and backward, in which order, and the numbers of one device."""
+"""offload=: values that move to host memory between forward and backward, their order, and single-device results."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ ROWS = torch.zeros(1, 64, 8, dtype=torch.float64)
 def halves(
     share: Any, model: str = "as written", attention: str = "ring", dynamic: bool = False, **options: Any
 ) -> tuple[Graph, Graph, int]:
-    """Forward and backward of a rank of two, behind the pass, and how many results are the caller's; nothing runs.
+    """Return forward and backward of a rank of two after the pass, and the number of the caller's results; run nothing.
 
-    dynamic: is it a program of any length?
+    dynamic: compile for symbolic lengths.
     """
     found: list[Any] = []
     plain = PartitionedPasses.run_training
@@ -81,7 +81,7 @@ def halves(
 
 
 def kept(forward: Graph, results: int) -> dict[Any, int]:
-    """Bytes of what the device keeps for the backward beside its inputs, by where it lies."""
+    """Return bytes per storage that the device keeps for the backward in addition to its inputs."""
     given = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in node_tensors(n)}
     values: list[Node] = [n for n in forward.output_node().args[0][results:] if n.target is not sp.offload.default]
     found = {storage_of(x): nbytes_of(x) for n in values for x in node_tensors(n)}
@@ -90,8 +90,8 @@ def kept(forward: Graph, results: int) -> dict[Any, int]:
 
 @pytest.mark.parametrize("model", ["as written", pytest.param("checkpointed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_what_the_device_keeps_shrinks_by_the_share(model: str, share: float) -> None:
-    """But for the largest value; queries, keys and values in one piece of memory go as that."""
+def test_device_memory_shrinks_by_the_share(model: str, share: float) -> None:
+    """Up to the size of the largest value; queries, keys and values in one storage move together."""
     (before, _, results), (after, backward, _) = halves(0.0, model), halves(share, model)
     all_of_it, left = kept(before, results), kept(after, results)
     gone = sum(all_of_it.values()) - sum(left.values())
@@ -105,7 +105,7 @@ def test_what_the_device_keeps_shrinks_by_the_share(model: str, share: float) ->
 @pytest.mark.parametrize("model", ["checkpointed", pytest.param("as written", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention", ["ulysses", pytest.param("ring", marks=pytest.mark.slow)])
 def test_a_program_of_any_length_leaves_no_more_than_one_of_that_length(model: str, attention: str) -> None:
-    """Attention's results do not lie row behind row, and queries, keys and values lie in one piece of memory."""
+    """Attention results are not contiguous, and queries, keys and values share one storage."""
     one, every = (kept(*halves(1.0, model, attention, dynamic)[::2]) for dynamic in (False, True))
     assert sum(every.values()) <= sum(one.values())
 
@@ -152,7 +152,7 @@ def test_parts_of_one_piece_of_memory(dynamic: bool) -> None:
 
 
 def test_copies_are_in_order() -> None:
-    """Begun when the value is there, waited for before the end; begun before what it hides behind, waited for before use."""
+    """Offloads start after their value and end before the return; reloads start early and end before use."""
     forward, backward, results = halves(0.5)
     order = {n: i for graph in (forward, backward) for i, n in enumerate(graph.nodes)}
     for host in forward.find_nodes(op="call_function", target=sp.offload.default):
@@ -172,8 +172,8 @@ def test_copies_are_in_order() -> None:
         assert list(x.args[0].users) == [x]
 
 
-def test_what_a_caller_has_stays() -> None:
-    """Of all that is kept, the result alone does not go."""
+def test_values_of_the_caller_stay() -> None:
+    """Of all saved values, only the result is not offloaded."""
     forward, _, results = halves(1.0, "handed out")
     outputs = forward.output_node().args[0]
     assert not [n for n in outputs[:results] if n.target is sp.offload.default]
@@ -198,7 +198,7 @@ def test_copies_back_begin_ahead(model: str) -> None:
 
 
 class Slow(dict):  # type: ignore[type-arg]
-    """Constants of a cost model, which a cache can be asked for."""
+    """Hashable constants of a cost model with slow copies."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.items()))
@@ -243,8 +243,8 @@ def on_a_device(step: StepMemory) -> int:
 @pytest.mark.parametrize(
     ("program", "shares"), [("chain", (0.95, 0.8)), pytest.param("decoder", (0.98, 0.9), marks=pytest.mark.slow)]
 )
-def test_auto_takes_what_does_not_fit(program: str, shares: Sequence[float]) -> None:
-    """The decoder's peak is elsewhere when some values are away: at each moment no more lies there than fits."""
+def test_auto_offloads_the_excess(program: str, shares: Sequence[float]) -> None:
+    """Offloading moves the decoder's peak to another place; memory stays in the limit at each moment."""
     step = explained(program).step
     assert step is not None
     assert step.offloaded is None
@@ -257,7 +257,7 @@ def test_auto_takes_what_does_not_fit(program: str, shares: Sequence[float]) -> 
         assert on_a_device(found) <= memory
         if program == "chain":  # all values are of one size
             assert found.offloaded.nbytes < max(0, least - memory) + 64 * 8 * 8
-    assert explained(program, offload="auto").step.offloaded.nbytes == 0, "nobody knows the memory of a CPU"
+    assert explained(program, offload="auto").step.offloaded.nbytes == 0, "the memory of a CPU is unknown"
 
 
 ROUTES = {"at once": 1e15, "slow": 1e10}
@@ -317,8 +317,8 @@ def test_auto_takes_no_more_than_a_share_that_fits(part: float) -> None:
     assert found.offloaded.nbytes <= enough.offloaded.nbytes
 
 
-def test_a_report_says_what_waits_on_the_host() -> None:
-    """Where copies are slow they follow one another, and nothing hides them."""
+def test_a_report_lists_offloaded_values() -> None:
+    """Slow copies run one after another and are not hidden."""
     report = explained("chain", offload=0.5)
     assert "are copied to the host" in str(report)
     assert report.step is not None
@@ -332,7 +332,7 @@ def test_a_report_says_what_waits_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("value", ["allways", 2, -0.5, True, None])
-def test_what_is_no_share(value: Any) -> None:
+def test_invalid_shares(value: Any) -> None:
     with pytest.raises(sp_compile.SpError, match="SP103: offload"):
         SPConfig(offload=value)
 
@@ -343,7 +343,7 @@ def test_a_compiler_without_a_place_for_it() -> None:
 
 
 class Stream:
-    """One of a GPU that is not there: what is asked of it is written down."""
+    """A fake GPU stream that records its calls."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name
@@ -360,7 +360,7 @@ class Stream:
 
 
 def test_streams_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way has one of its own, which waits for what is computed; the computation waits for marks, when it is told to.
+    """Each direction has its own stream, which waits for the computation; the computation waits for marks where requested.
 
     The host waits for nothing, as its memory is pinned.
     """

@@ -31,7 +31,7 @@ class Separate(nn.Module):
 
 
 def backward(model: type, strategy: str, layers: int = 2) -> tuple[Graph, Graph]:
-    """As AOTAutograd orders it, and as the pass does."""
+    """Return the backward in AOTAutograd's order and in the order of the pass."""
     found: list[Graph] = []
     plain = PartitionedPasses.run_training
 
@@ -86,7 +86,7 @@ def test_sums_of_gradients_leave_before_the_backward_of_the_layer_before() -> No
 
 
 def test_a_sum_over_rows_does_not_wait_for_the_end() -> None:
-    """The gradient of a bias of queries and values is made of rows that came in an exchange: until then all would live."""
+    """The bias gradient of queries and values sums received rows, which would otherwise stay in memory until the end."""
 
     def summed(graph: Graph) -> list[str]:
         """Beside the first attention's backward, before the second one's."""

@@ -1,4 +1,4 @@
-"""FSDP2 on the layers of a model that is compiled as a whole, on real ranks: steps are one device's, nobody reads or writes a weight that FSDP has freed, and no exchange is on its way when it frees one."""
+"""FSDP2 on layers of a model compiled as one graph, on real ranks: steps equal a single device's, freed weights are neither read nor written, and no collective is pending when FSDP frees one."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ POISON = 255  # in every byte: each float is NaN, each index far outside
 
 @dataclass
 class Freed:
-    """What FSDP frees stays where it is and is poisoned until FSDP wants it again: what is read of it is NaN, and what
-    was written to it is seen.
+    """A record of freed weights: they stay allocated with NaN as poison until FSDP gathers them again, so that reads give
+    NaN and writes are detected.
 
-    frees: how many. written: how often some of it was no longer poison. on_the_way: collectives that were not waited
-    for at these times, the most.
+    frees: number of frees. written: number of times that poison was overwritten. pending: largest number of collectives
+    without a wait at these times.
     """
 
     frees: int = 0
     written: int = 0
-    on_the_way: int = 0
+    pending: int = 0
     held: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def free(self, x: Tensor) -> None:
@@ -58,7 +58,7 @@ class Freed:
             storage.resize_(size)
 
     def _look(self) -> None:
-        self.on_the_way = max(self.on_the_way, _distributed_c10d._get_work_registry_size())
+        self.pending = max(self.pending, _distributed_c10d._get_work_registry_size())
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -75,7 +75,7 @@ def poisoned() -> Iterator[Freed]:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """What rank 0 is told of pieces of a model."""
+    """Return a list that collects the warnings of rank 0 about FSDP parts of a model."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -89,8 +89,8 @@ def warned() -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Way:
-    """How the layers are sharded. gathers: reshard_after_forward. grads: the option param_grads. fetches: each layer asks
-    for its neighbours' weights. adds: micro-batches a step, whose gradients are reduced with the last one. checkpoints:
+    """Settings of sharded layers. gathers: reshard_after_forward. grads: the option param_grads. fetches: each layer
+    prefetches its neighbors' weights. adds: micro-batches a step, whose gradients are reduced with the last one. checkpoints:
     around each layer.
     """
 
@@ -119,7 +119,7 @@ class Found:
 
 
 class Looking:
-    """A compiler that counts the graphs which cut what they are given.
+    """A compiler that counts the graphs that shard their inputs.
 
     inner: as torch names it.
     """
@@ -179,16 +179,16 @@ def check(results: list[Found], steps: int) -> None:
         assert found.losses < 1e-9
         assert found.weights < 1e-8
         assert found.freed.frees >= steps * 2
-        assert (found.freed.written, found.freed.on_the_way) == (0, 0)
+        assert (found.freed.written, found.freed.pending) == (0, 0)
 
 
-def test_nobody_touches_weights_that_are_freed(ranks: Ranks) -> None:
+def test_freed_weights_are_not_accessed(ranks: Ranks) -> None:
     first, *others = results = ranks.run(2, trained, Way(), 3)
     check(results, 3)
     assert first.cut == 1  # of both layers
-    (told,) = first.said
-    assert "Decoder is compiled with backend='sp' as a whole" in told
-    assert "fully_shard has 2 of its parts, blocks.0 the first" in told
+    (warning,) = first.said
+    assert "Decoder is compiled with backend='sp' as a whole" in warning
+    assert "fully_shard has 2 of its parts, blocks.0 the first" in warning
     assert not any(found.said for found in others)
 
 

@@ -1,4 +1,4 @@
-"""What checkpointed blocks compute again: attention's results stay, and selective policies are asked as torch asks."""
+"""Recomputation of checkpointed blocks: attention results are saved, and selective policies are called as by torch."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ MUST = CheckpointPolicy.MUST_SAVE
 
 
 def all_but(again: Sequence[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """All stays but what these ops make."""
+    """Save all values except results of these ops."""
     return CheckpointPolicy.MUST_RECOMPUTE if op in again else MUST
 
 
 def policy(saved: Sequence[Any], stays: Any, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
-    """`stays` of these ops; of others that they are computed again, in the same words. Nobody asks of a backward's."""
+    """Return `stays` for saved ops, and recomputation in the same form for others; never called on backward ops."""
     assert "backward" not in str(op)
     again = False if stays is True else CheckpointPolicy.PREFER_RECOMPUTE
     return stays if op in saved else again
@@ -63,7 +63,7 @@ CHECKPOINTS |= {
 
 
 def cut(how: str, attention: str, **options: Any) -> tuple[Counter[Any], Counter[Any]]:
-    """How often each op is in the forward and in the backward of a rank of four; nothing runs."""
+    """Count each op in forward and backward of a rank of four, without running them."""
     model = build(Checkpointed, layers=1)
     model.given = CHECKPOINTS[how]
     return halves_of(model, 16, bool(CHECKPOINTS[how]), attention=attention, **options)
@@ -86,8 +86,8 @@ def halves_of(model: nn.Module, seq: int, policies: bool, **options: Any) -> tup
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("attention", ["ring", "gather"])
-def test_a_memory_budget_takes_what_is_cheap_first(attention: str) -> None:
-    """Elementwise work, then products; no attention and no exchange runs twice until nothing may be kept."""
+def test_a_memory_budget_recomputes_cheap_ops_first(attention: str) -> None:
+    """Elementwise ops first, then products; attention and collectives run twice only if nothing may be saved."""
     model = build(Decoder, layers=2)
     parts = {
         share: halves_of(model, 64, False, attention=attention, activation_memory_budget=share) for share in SHARES
@@ -115,7 +115,7 @@ def _is_exchange(target: Any) -> bool:
         pytest.param("nothing stays", True, True, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_computed_again(how: str, attends: bool, multiplies: bool) -> None:
+def test_recomputed_ops(how: str, attends: bool, multiplies: bool) -> None:
     forward, again = cut(how, "ring")
     assert forward[sp.attend.default] == 4
     assert again[sp.attend.default] == (4 if attends else 0)
@@ -123,7 +123,7 @@ def test_what_is_computed_again(how: str, attends: bool, multiplies: bool) -> No
 
 
 def test_attention_alone_is_computed_again() -> None:
-    """Of one kernel; in a ring what is merged of several is made by other ops, which stay."""
+    """Only the attention kernel is recomputed; a ring's merged result comes from other ops, which are saved."""
     forward, again = cut("all stays but attention", "gather")
     assert (forward[sp.attend.default], again[sp.attend.default]) == (1, 1)
     assert not again[aten.addmm.default]
@@ -150,13 +150,13 @@ def test_results_with_sinks_stay(how: str) -> None:
     assert (forward[sp.attend.default], again[sp.attend.default]) == (4, 0)
 
 
-def test_attention_that_leaves_no_room_is_computed_again() -> None:
+def test_attention_beyond_the_memory_is_computed_again() -> None:
     _, again = cut("without a policy", "ring", cost={"memory": 1e3})
     assert again[sp.attend.default] == 4
 
 
 @pytest.mark.parametrize("how", ["without a policy", "products stay"])
-def test_a_policy_saves_nothing_of_a_tile_and_that_is_said(how: str) -> None:
+def test_a_policy_saves_nothing_of_a_tile_with_a_note(how: str) -> None:
     model = build(Checkpointed, layers=1)
     model.given = CHECKPOINTS[how]
     report = sp_compile.explain(model, *text(16), sp=2, tiles=2)
@@ -171,7 +171,7 @@ def test_lists_of_ops_are_policies() -> None:
 
 
 class Normed(nn.Module):
-    """(2, S, 8) -> a number: a norm over batch and sequence, and what is dropped of attention and of an MLP."""
+    """(2, S, 8) -> a scalar: a norm over batch and sequence, and dropout in attention and an MLP."""
 
     given: Mapping[str, Any] = {}
 
@@ -194,7 +194,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("tiles", ["never", 3])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_statistics_in_a_checkpoint(n: int, tiles: int | str) -> None:
-    """Of one run of the block, gradients as well; eager code counts a checkpointed block's tokens twice."""
+    """Statistics and gradients count one run of the block; eager code counts a checkpointed block's tokens twice."""
     found = sp_compile.verify(Normed().double(), torch.randn(2, 13, 8, dtype=torch.float64), sp=n, tiles=tiles)
     assert sum(name.startswith("mutated") for name, _ in found.errors) == 3, "mean, variance, and how many calls"
     assert found.worst < 1e-9
@@ -253,7 +253,7 @@ def test_within_a_memory_budget_equals_one_device(ranks: Ranks, attention: str) 
 
 
 def test_a_checkpoint_that_keeps_nothing_may_draw() -> None:
-    """Under no_grad it is none, for torch either; of an inference's checkpoint, torch refuses what draws."""
+    """Under no_grad it is no checkpoint, as in torch; torch refuses random ops in a checkpoint under inference mode."""
     model, x = Normed(dropout=0.5).double(), torch.randn(2, 13, 8, dtype=torch.float64)
     run = torch.compile(model, backend="sp", options={"cost": {}, "compiler": "aot_eager"})
     with torch.no_grad():

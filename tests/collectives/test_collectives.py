@@ -23,13 +23,13 @@ each_n = pytest.mark.parametrize("n", [1, 2, 3, 4])
 
 
 def whole(frame: Sequence[int], seed: int = 0) -> Tensor:
-    """A random float64 value whose dim 1 the frame describes, with an inner factor of 2."""
+    """Return a random float64 value whose dim 1 the frame describes, with an inner factor of 2."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(2, frame[0] * frame[3] * INNER, 3, generator=generator, dtype=torch.float64)
 
 
 def shard_of(x: Tensor, dim: int, frame: Sequence[int], n: int, rank: int, edge: bool = True) -> Tensor:
-    """What ``rank`` holds of the whole ``x``, position by position."""
+    """Return the shard of `x` on `rank`, computed position by position."""
     outer, size, start, length, *folds = frame
     s = local_row_count((1, size, 0, size, *folds), n)
     factors = x.unflatten(dim, (outer, length, -1))

@@ -37,7 +37,7 @@ def program(x: Tensor, w: Tensor, n: int, group: str) -> Results:
 
 
 def shifted(x: Tensor, w: Tensor, n: int, group: str) -> Results:
-    """All but the first position, in a window of the whole frame: no row changes its rank."""
+    """Drop the first position as a window of the full frame: no row changes its rank."""
     size = x.shape[1]
     window, heads = [1, size, 1, size - 1], [1, HEADS, 0, HEADS]
     (w,) = sp.reduce_grad([w], "reduce", n, group)
@@ -113,7 +113,7 @@ def check(fn, real: list[list[list[Tensor]]], sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("fn", PROGRAMS)
-def test_simulated_ranks_compute_what_one_does(fn) -> None:
+def test_simulated_ranks_equal_a_single_one(fn) -> None:
     (alone,) = simulated(fn, 7, 1)
     for n in (2, 3, 4):
         for results in simulated(fn, 7, n):

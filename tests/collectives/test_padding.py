@@ -1,4 +1,4 @@
-"""What padded rows hold: the nearest valid row, for every frame; and what each operator declares of them."""
+"""Values of padded rows: the nearest valid row for every frame, and the declaration of each operator."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ NAN = float("nan")
 
 
 def frames(most: int) -> list[list[int]]:
-    """Every window of every sequence of up to so many positions, contiguous and zigzag."""
+    """Return every window of every sequence of up to `most` positions, contiguous and zigzag."""
     return [
         [1, size, start, length, folds]
         for size in range(1, most + 1)
@@ -30,7 +30,7 @@ def frames(most: int) -> list[list[int]]:
 
 
 def nearest(x: Tensor, frame: Sequence[int], n: int, dim: int = 0) -> Callable[[int], Tensor]:
-    """rank -> the rows that it has to hold of a whole window, spelt position by position."""
+    """Return a function from a rank to its rows of the full window, computed position by position."""
     _, size, start, length, folds = frame
     rows = -(-size // (folds * n))
 
@@ -46,7 +46,7 @@ def nearest(x: Tensor, frame: Sequence[int], n: int, dim: int = 0) -> Callable[[
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_every_frame(n: int) -> None:
-    """Whatever padded rows held before, NaN here, and although some ranks hold no valid row."""
+    """Padded rows may contain NaN, and some ranks have no valid row."""
     for frame in frames(7):
         length = frame[3]
         x = torch.randn(length, 2, dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_outer_and_inner_factors_and_dtypes(n: int, size: int, start: int, lengt
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_cotangents_of_padding_are_dropped_by_selection(n: int) -> None:
-    """NaN that comes back for a padded row is not multiplied by zero: it is not read."""
+    """A NaN cotangent of a padded row is not multiplied by zero, but never read."""
     for frame in frames(4):
         x = torch.ones(frame[3], dtype=torch.float64)
 
@@ -94,7 +94,7 @@ def test_cotangents_of_padding_are_dropped_by_selection(n: int) -> None:
 
 
 def test_places_and_who_lacks_an_edge() -> None:
-    """`row_of_position` and `has_remote_edges`, against a table of who holds which position."""
+    """`row_of_position` and `has_remote_edges`, against a table of positions per rank."""
     for n, frame in itertools.product((1, 2, 3, 4), frames(6)):
         _, _, start, length, folds = frame
         total = n * local_row_count(frame, n)
@@ -121,7 +121,7 @@ def _rows(*, dim: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def _along(op: Any, x: Tensor, dim: int, *args: Any, grown: int = 0, stride: int = 1, **kwargs: Any) -> Any:
-    """(x, dim, whole, on shards, the result's frame) of a window op."""
+    """Return (x, dim, op on the full value, op on shards, frame of the result) of a window op."""
     size = S + max(grown, 0)
     frame, result = [1, size, 0, S], [1, size // stride, 0, (S + grown) // stride]
     return (
@@ -202,7 +202,7 @@ def test_results_hold_the_nearest_row_and_read_no_padding(case: str) -> None:
 
 
 def test_all_operators_that_give_shards_declare_their_padding() -> None:
-    """What an exchange or an operator of ours gives in shards is in `PADDED`; nothing else is."""
+    """`PADDED` contains exactly the operators with sharded results."""
     gathers = {"all_gather", "all_reduce", "broadcast", "broadcast_grad", "unshard"}
     given = {op for op in (*RULES, *TRANSFERS) if getattr(op, "namespace", "") == "sp"}
     names = {op.__name__.split(".")[0] for op in given}
@@ -219,7 +219,7 @@ def test_all_operators_that_give_shards_declare_their_padding() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_exchanges_hold_the_nearest_row(n: int) -> None:
-    """Of a sum that is scattered, and of heads that become rows: padded operands are not read."""
+    """A reduce-scatter and an all-to-all of heads and rows do not read padded operands."""
     for frame in frames(5):
         heads = [1, 4, 0, 4]
         x = torch.randn(frame[3], 4, dtype=torch.float64)
@@ -263,7 +263,7 @@ def test_attention_reads_no_padding(way: str, causal: bool, balance: bool) -> No
             n: int = n,
             frame: list[int] = frame,
             poison: float = poison,
-            call: Any = (op, [*args, frame, frame, n, SIMULATED_GROUP, balance, *more]),
+            call: Any = (op, (*args, frame, frame, n, SIMULATED_GROUP, balance, *more)),
         ) -> tuple[Tensor, list[Tensor]]:
             shards = [sp.shard(one, 2, frame, n, SIMULATED_GROUP).requires_grad_() for one in x]
             attend, rest = call
@@ -282,7 +282,7 @@ def test_attention_reads_no_padding(way: str, causal: bool, balance: bool) -> No
 
 
 def test_rows_that_are_as_given_follow_from_the_same_row() -> None:
-    """What operators with `padded="as given"` make of other rows does not change with one row."""
+    """Operators with `padded="as given"` compute other rows independently of one row."""
     ids = torch.tensor([2, 0, 1, 2, 0])
     x, w = torch.randn(5, 8, dtype=torch.float64), torch.randn(3, 8, 8, dtype=torch.float64)
 

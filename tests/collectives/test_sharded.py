@@ -1,4 +1,4 @@
-"""A value that knows its shard, on simulated ranks: what reads it, what moves it, and what comes back as its gradient."""
+"""Sharded values on simulated ranks: reads, moves, and gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYOUTS += [
 
 
 def made(x: Tensor, layout: Layout) -> Tensor:
-    """What a graph makes of this rank's rows: sin(2 x)."""
+    """Return this rank's rows of sin(2 x) as a graph returns them."""
     rows = layout.local_rows(x)
     return from_local((rows * 2).sin(), layout, x.shape[layout.dim])
 
@@ -65,7 +65,7 @@ WAYS: dict[str, Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
 def _written(
     y: Tensor, then: Callable[[Tensor], Tensor], use: Callable[[Tensor], Tensor], reads: bool = False
 ) -> Tensor:
-    """What is done with a value before and after a graph has written to it; an alias sees that as well."""
+    """Use a value before and after a graph writes to it; an alias has the new value, too."""
     before = (y * 3).sum() if reads else then(y).sum()
     alias, version, new = y.detach(), y._version, then(y)
     if isinstance(y, Sharded):
@@ -86,7 +86,7 @@ def _with_rows(y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_values_and_gradients_are_those_of_one_device(layout: Layout, way: str) -> None:
+def test_values_and_gradients_equal_a_single_device(layout: Layout, way: str) -> None:
     def one_device() -> tuple[Tensor, Tensor]:
         x = X.clone().requires_grad_()
         loss = WAYS[way]((x * 2).sin(), lambda y: (y * W).cos())
@@ -114,7 +114,7 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("folds", [1, 2])
 def test_the_sequence_is_a_part_of_a_dim(part: str, folds: int) -> None:
-    """Of a dim with a batch or heads in it, or a window: read, passed on and added up; and its gradient."""
+    """A sharded factor of a dim with a batch or heads, or a window: reads, results, sums and gradients."""
     shape, where = PARTS[part]
     layout = Layout(n=3, group=SIMULATED_GROUP, order=tuple(range(len(shape))), folds=folds, **where)
 
@@ -162,7 +162,7 @@ MOVES: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_what_only_moves_it_reads_nothing(move: str) -> None:
+def test_moves_do_not_gather(move: str) -> None:
     def rank(layout: Layout) -> None:
         y = made(X, layout)
         moved = MOVES[move](y)
@@ -193,7 +193,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_what_reads_it_makes_it_and_its_aliases_whole(read: str) -> None:
+def test_a_read_gathers_the_value_and_its_aliases(read: str) -> None:
     def rank(layout: Layout) -> None:
         y = made(X, layout)
         other = y.detach()
@@ -230,21 +230,21 @@ def test_data_that_is_assigned() -> None:
 
 
 def test_it_is_gathered_once() -> None:
-    """All ranks are told, once each."""
-    told: list[str] = []
+    """Each rank is notified once."""
+    notified: list[str] = []
 
     def rank(layout: Layout) -> None:
-        y = from_local(layout.local_rows(X), layout, LENGTH, Origin("the states", told.append))
+        y = from_local(layout.local_rows(X), layout, LENGTH, Origin("the states", notified.append))
         whole = [y.full(), y.detach().full(), y.mul(1)]
         assert whole[0].data_ptr() == whole[1].data_ptr() == y.data_ptr()
 
     on_ranks(LAYOUTS[2], rank)
-    assert told == [f"the states (torch.float64 of {LENGTH} rows)"] * 2
+    assert notified == [f"the states (torch.float64 of {LENGTH} rows)"] * 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_its_rows_are_asked_for_while_something_is_traced(layout: Layout) -> None:
-    """As AOTAutograd does, which looks at the base of a view."""
+def test_its_rows_are_read_during_tracing(layout: Layout) -> None:
+    """AOTAutograd reads the base of a view."""
 
     def rank(layout: Layout) -> None:
         y, right = made(X, layout), made(X, layout).local
@@ -258,7 +258,7 @@ def test_its_rows_are_asked_for_while_something_is_traced(layout: Layout) -> Non
 
 
 def test_a_frozen_copy_is_a_leaf() -> None:
-    """As `x.detach().requires_grad_()` between two graphs, whose gradient is looked at."""
+    """The gradient of `x.detach().requires_grad_()` between two graphs."""
 
     def rank(layout: Layout) -> Tensor:
         y = made(X, layout).detach().requires_grad_()
@@ -273,8 +273,8 @@ def test_a_frozen_copy_is_a_leaf() -> None:
             torch.testing.assert_close(found, leaf.grad)
 
 
-def test_a_stream_is_told_to_what_there_is() -> None:
-    """FSDP records on its streams what it passes on, which is no reason to gather it; a CPU has no streams."""
+def test_record_stream_does_not_gather() -> None:
+    """FSDP records results on its streams; that reads no value, so nothing is gathered. A CPU has no streams."""
 
     def rank(layout: Layout) -> bool:
         y = made(X, layout)
@@ -285,8 +285,8 @@ def test_a_stream_is_told_to_what_there_is() -> None:
     assert all(all(on_ranks(layout, rank)) for layout in LAYOUTS)
 
 
-def test_the_memory_of_the_whole_is_in_its_order() -> None:
-    """A result that lies transposed on one device: `view` works where it does there."""
+def test_the_full_tensor_has_single_device_strides() -> None:
+    """For a result that is transposed on a single device, `view` works or fails as it does there."""
 
     def rank(_: int) -> None:
         layout = Layout(1, 2, SIMULATED_GROUP, (1, 0, 2))

@@ -1,4 +1,4 @@
-"""Results that share memory, on real ranks: what eager code writes to one is seen in the others, and gradients of all are right."""
+"""Results that share memory, on real ranks: eager writes to one change the others, and all gradients are correct."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ D = 8
 
 @dataclass
 class Output:
-    """As libraries return results."""
+    """An output dataclass like those of libraries."""
 
     hidden: Tensor
     last: Tensor
@@ -91,7 +91,7 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 class Model(nn.Module):
-    """Attention, and what a program returns of its result. product: the result is that of a matrix product."""
+    """Attention and a program that returns views of its result. product: the result of a matrix product."""
 
     def __init__(self, program: str, product: bool) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def loss_of(results: list[Tensor], numbers: list[int]) -> Tensor | float:
 
 
 def uses_of(run: Any, model: nn.Module, length: int) -> list[Any]:
-    """What eager code may do with results: the values and gradients after each, or what torch refuses."""
+    """Return values and gradients after each eager use of results, or torch's error."""
     found: list[Any] = []
     leaf = torch.linspace(-1, 1, 2 * length * D, dtype=torch.float64).reshape(2, length, D).cos()
     count = len(listed(model(leaf)))
@@ -145,7 +145,7 @@ def uses_of(run: Any, model: nn.Module, length: int) -> list[Any]:
 
 
 def compared(program: str, length: int, product: bool, options: dict[str, Any]) -> list[str]:
-    """What is not as on one device."""
+    """Return the differences from a single device."""
     alone, model = Model(program, product), Model(program, product)
     given = {"mesh": worker.mesh(), "cost": {}, **options}
     right = uses_of(alone, alone, length)
@@ -206,7 +206,7 @@ def test_large_ones(ranks: Ranks, program: str, compiler: str) -> None:
 
 
 def reads_of_views() -> tuple[list[bool], int, int, float]:
-    """What is in shards; the reads of a loss and a backward between graphs, and of eager code that reads both."""
+    """Return gathered flags, reads of a loss and backward between graphs, reads of eager code, and the error."""
     options = {"mesh": worker.mesh(), "cost": {}, **LAZY}
     model = Model("views of one view", True)
     first = torch.compile(model, backend="sp", options=options)
@@ -237,7 +237,7 @@ def reads_of_views() -> tuple[list[bool], int, int, float]:
 
 
 def test_views_stay_in_shards(ranks: Ranks) -> None:
-    """To the next graph and back nothing is gathered; eager code reads the value once, for all of its views."""
+    """Views pass to the next graph and back without a gather; eager code gathers once for all views."""
     for apart, in_graphs, all_reads, error in ranks.run(2, reads_of_views):
         assert apart == [False] * 3
         assert (in_graphs, all_reads) == (0, 1)
@@ -358,7 +358,7 @@ def twice(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def equal_results(compiler: str, trained: bool, outputs: str) -> float:
-    """How far the second is off after a write to the first."""
+    """Return the error of the second result after a write to the first."""
     options = {"mesh": worker.mesh(), "compiler": compiler, "outputs": outputs}
     run, x = torch.compile(twice, backend="sp", options=options), torch.linspace(-1, 1, 7 * D, dtype=torch.float64)
     results = []
@@ -384,7 +384,7 @@ def writes_and_counts(x: Tensor, y: Tensor) -> Tensor:
 
 
 def kept_program() -> tuple[float, str, float]:
-    """A program that cannot be lowered runs whole: right, refused where its inputs share memory, and right again."""
+    """Run an unsplit program: correct, refused for inputs that share memory, and correct again."""
     options = {"mesh": worker.mesh(), "cost": {}, **EAGER}
     run = torch.compile(writes_and_counts, backend="sp", fullgraph=True, options=options)
 
@@ -403,7 +403,7 @@ def kept_program() -> tuple[float, str, float]:
         return first, words, error(*(one.clone() for one in inputs(2)))
 
 
-def test_a_program_that_runs_whole_refuses_inputs_that_share_memory(ranks: Ranks) -> None:
+def test_an_unsplit_program_refuses_inputs_that_share_memory(ranks: Ranks) -> None:
     for first, words, last in ranks.run(2, kept_program):
         assert max(first, last) < 1e-9
         assert "SP221: " in words
@@ -419,7 +419,7 @@ def test_verify_makes_views(program: str) -> None:
 
 
 def of_a_batch_of_one(dim: int) -> float:
-    """The rows of a batch of one arrive in their order: their gather is a view of what arrived."""
+    """Compare results with batch 1, whose gather is a view of the received rows."""
     model = nn.Linear(4, 4).double()
     x = torch.randn(1, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).movedim(1, dim)
 

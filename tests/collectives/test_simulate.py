@@ -36,7 +36,7 @@ def test_an_error_in_backward_ends_the_other_ranks() -> None:
         run_ranks(2, live)
 
 
-def test_a_collective_on_the_way_out_does_not_wait() -> None:
+def test_a_collective_during_unwinding_does_not_wait() -> None:
     def live(rank: int) -> None:
         try:
             assert rank != 1, "boo"
@@ -65,7 +65,7 @@ def test_different_calls_are_named() -> None:
     assert caught.value.cause.endswith("\n  rank 0: all_reduce of float32[2]\n  rank 1: all_reduce of float32[3]")
 
 
-def test_each_rank_draws_what_the_caller_would() -> None:
+def test_each_rank_draws_the_callers_random_numbers() -> None:
     torch.manual_seed(3)
     expected = [torch.rand(2), torch.rand(2)]
     after = torch.rand(1)

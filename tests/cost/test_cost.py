@@ -1,4 +1,4 @@
-"""The cost model of attention: bytes, published throughput, who wins, what is refused."""
+"""The cost model of attention: bytes, published throughput, choices, refused candidates."""
 
 import math
 from dataclasses import replace
@@ -56,8 +56,8 @@ def of(found: list[Candidate], kind: str, ulysses: int = 0, layout: str = "") ->
 
 
 @pytest.mark.parametrize("kv_heads", [8, 64])
-def test_what_the_backward_of_flash_takes_for_itself(kv_heads: int) -> None:
-    """As the walk over a rank's graph has it of the tensors that each way hands to the kernel."""
+def test_workspace_of_the_flash_backward(kv_heads: int) -> None:
+    """The workspace equals the walk over a rank's graph, for the tensors of each strategy."""
     s = shape(16, kv_heads=kv_heads, kernel="flash")
     rows, keys = s.q_rows, s.kv_len
 
@@ -72,7 +72,7 @@ def test_what_the_backward_of_flash_takes_for_itself(kv_heads: int) -> None:
         )
         return op_workspace(torch.ops.sp.attend_backward.default, [q, q, k, k])
 
-    whole = kv_heads * 2 * 128 * 2 * keys  # behind it, gradients of all keys are packed, beside no keys
+    whole = kv_heads * 2 * 128 * 2 * keys  # later, gradients of all keys are packed while no keys are stored
     assert taken("gather", "contiguous") == max(0, walked(64, kv_heads, rows, keys) - whole)
     assert taken("ring", "contiguous") == walked(64, kv_heads, rows, rows)
     assert taken("hybrid", "contiguous", 4) == walked(16, kv_heads // 4, 4 * rows, 4 * rows)
@@ -226,7 +226,7 @@ def test_rules_that_survive_all_terms(machine: Machine, rows: int) -> None:
         assert short or choose_attention(all_candidates(shape(n, 32, 1, rows), machine)).kind == "gather"
 
 
-def test_heads_decide_what_is_legal() -> None:
+def test_heads_decide_legality() -> None:
     found = all_candidates(shape(4, 6, 6), GPU)
     assert of(found, "ulysses").legal == "4 ranks do not divide 6 query heads"
     assert of(found, "hybrid").legal is None
@@ -310,7 +310,7 @@ def test_memory_is_a_limit() -> None:
 
 
 def test_groups_of_heads_where_they_hide_an_exchange() -> None:
-    """As many as there are on a rank if a call costs nothing; none where nothing hides, or where calls cost more."""
+    """One group per head of a rank if calls are free; no groups if nothing overlaps, or if calls cost more."""
     machine = replace(BYTES, flops=4e3, overlap=1.0)
     (plain, grouped) = [
         c for c in all_candidates(shape(4), machine) if c.kind == "ulysses" and c.layout == "contiguous"

@@ -1,4 +1,4 @@
-"""How decisions about attention are printed and put together."""
+"""Text and merging of attention decisions."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def test_report() -> None:
     )
 
 
-def test_a_strategy_that_is_registered_for_a_block_is_gone_behind_it() -> None:
+def test_a_scoped_strategy_is_gone_after_its_block() -> None:
     op, before = toy_strategy.Toy.op, dict(RULES)
     with toy_strategy.registered():
         assert SPConfig(attention="toy").attention == op_strategy(op).name
@@ -69,7 +69,7 @@ def test_a_strategy_that_is_registered_for_a_block_is_gone_behind_it() -> None:
         SPConfig(attention="toy")
 
 
-def test_a_strategy_with_an_op_says_what_it_sends() -> None:
+def test_a_strategy_with_an_op_reports_its_bytes() -> None:
     ring = STRATEGIES["ring"]
     with pytest.raises(SpError, match=r"SP981.*'silent'"):
         Strategy(name="silent", preference=9, rewrite=ring.rewrite, candidates=ring.candidates)

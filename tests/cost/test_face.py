@@ -49,7 +49,7 @@ REASON = "an op <b> without a rule & more"
 
 
 class Page(HTMLParser):
-    """Tags that are open, how often each was met, what links away, and all text."""
+    """A parser that collects open tags, counts of tags, external links, and all text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def test_a_report_as_json() -> None:
 
 
 def test_an_infinite_error_is_json() -> None:
-    """To which infinity is no number."""
+    """JSON has no infinity."""
     made = report()
     made.errors = [("result 0: torch.float32, on one device torch.float64", math.inf), ("result 1", 0.5)]
     found = report_json(made)
@@ -129,8 +129,8 @@ def test_an_infinite_error_is_json() -> None:
     assert "infinite" in Page(page(found)).text
 
 
-def test_what_lies_in_shards_is_drawn_so() -> None:
-    """Of 8 ranks each has an eighth of the state, and the gradients of a moment are in it."""
+def test_sharded_state_is_drawn_sharded() -> None:
+    """Each of 8 ranks has an eighth of the state; the peak includes the gradients of its moment."""
     made = report()
     assert made.step is not None
     assert report_json(made)["memory"]["constant_bytes"] == made.step.state
@@ -138,7 +138,7 @@ def test_what_lies_in_shards_is_drawn_so() -> None:
     memory = report_json(made)["memory"]
     assert memory["constant_bytes"] == made.step.sharded_state(8) < made.step.state
     assert memory["constant_bytes"] + max(p["values_bytes"] for p in memory["curve"]) == made.step.fsdp(8)
-    assert memory["peak_with_fsdp_bytes"] == made.step.fsdp(8), "of its shards, whatever the ranks of the sequence"
+    assert memory["peak_with_fsdp_bytes"] == made.step.fsdp(8), "of FSDP's shards, for any number of sequence ranks"
     words = "8 shards of parameters and state of the optimizer, buffers, inputs"
     assert f"{words}: {format_bytes(made.step.sharded_state(8))}" in page(report_json(made))
     assert f"peak of a rank {format_bytes(made.step.fsdp(8))}, with" in made.step.text(8)
@@ -156,7 +156,7 @@ def test_a_page_has_a_ranks_own_state_in_its_table() -> None:
     assert f"peak, with the state on every rank{format_bytes(made.step.peak)}" in text
 
 
-def test_a_line_keeps_what_is_saved_of_it() -> None:
+def test_a_line_has_its_saved_bytes() -> None:
     whole, line = report(), "model.py:3: attend(x)"
     assert whole.step is not None
     held = [LiveValue("a", line, 7, "saved"), LiveValue("b", line, 5, "saved"), LiveValue("c", line, 9, "value")]
@@ -221,8 +221,8 @@ def test_names_in_json_are_those_that_are_documented() -> None:
     found = report_json(whole), plan_json(plan_of(row(8, 1.0, True)))
     assert [names(one) for one in found] == [REPORT, PLAN]
     assert [one["version"] for one in found] == [1, 1]
-    told = set(re.findall(r'"(\w+)"', record.__doc__ or ""))
-    assert (flat(REPORT) | flat(PLAN)) - {"x"} <= told
+    documented = set(re.findall(r'"(\w+)"', record.__doc__ or ""))
+    assert (flat(REPORT) | flat(PLAN)) - {"x"} <= documented
 
 
 def test_a_plan_as_json() -> None:
@@ -234,7 +234,7 @@ def test_a_plan_as_json() -> None:
     assert plan_json(plan_of(row(8, 1.0, False)))["best"] is None
 
 
-def test_a_page_is_whole_and_has_all() -> None:
+def test_a_page_is_complete() -> None:
     text = page(report_json(report()))
     found = Page(text)
     assert not found.open
@@ -252,7 +252,7 @@ def test_a_page_is_whole_and_has_all() -> None:
     assert "model.py:3: attend(x)" in found.text
 
 
-def test_a_page_says_what_waits_on_the_host() -> None:
+def test_a_page_lists_offloaded_values() -> None:
     whole = report()
     assert whole.step is not None
     whole.step.graphs[0].offloaded = HostValues(1, 2048, 1024, 0.5, 0.25)
@@ -262,7 +262,7 @@ def test_a_page_says_what_waits_on_the_host() -> None:
 
 
 def test_the_highest_of_many_points_is_drawn() -> None:
-    """A spike between the points of a long step that have room in the picture."""
+    """A spike between the points of a long step that the chart samples."""
     found = report_json(report())
     point = found["memory"]["curve"][0]
     found["memory"]["curve"] = [{**point, "values_bytes": 0} for _ in range(3 * MAX_POINTS)]
@@ -274,7 +274,7 @@ ROWS = """
 const shown = [], more = {}, rows = %s.map(([textContent, title]) => ({textContent, title, style: {display: ""}}));
 let typed;
 globalThis.document = {
-  getElementById: name => name === "search" ? {addEventListener: (what, heard) => what === "input" && (typed = heard)} : null,
+  getElementById: name => name === "search" ? {addEventListener: (what, listener) => what === "input" && (typed = listener)} : null,
   querySelectorAll: what => ({"[data-find]": rows, details: [more]})[what],
 };
 (0, eval)(%s);
@@ -287,8 +287,8 @@ console.log(JSON.stringify(shown));
 """The page's script in a document of these rows, and what is typed; which rows are shown then."""
 
 
-def test_what_is_whole_is_marked_and_comes_first() -> None:
-    """Rows with equal words are one, though their nodes differ; each collective says what it moves."""
+def test_gathered_values_are_marked_and_first() -> None:
+    """Rows with equal texts are merged, although their nodes differ; each collective has its bytes."""
     made = report()
     made.notes += [Note(NoteKind.GATHERED, "gather", "a place", node, "model.py:4: sort(x)") for node in "ab"]
     text = page(report_json(made))
@@ -298,8 +298,8 @@ def test_what_is_whole_is_marked_and_comes_first() -> None:
     assert "heads exchanged for positions" in text
 
 
-def test_what_can_be_searched() -> None:
-    """Every row of every table and every line of the strip is found by the script, which is about the page's own box."""
+def test_searchable_rows() -> None:
+    """The script finds every row of every table and every line of the strip, and reads the page's search box."""
     found = report_json(report())
     met = Page(page(found)).met
     assert met["tr[data-find]"] == met["tr"] - met["thead"] > 0
@@ -326,7 +326,7 @@ def test_the_script_hides_rows_without_the_words() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
 def test_a_browser_searches_the_page(tmp_path: Path) -> None:
-    """Rows without the words are hidden, in tables and in the strip; the page says nothing of errors."""
+    """Rows without the search text are hidden in tables and in the strip; the browser logs no errors."""
     typed = "const box = document.getElementById('search'); box.value = 'SORT gather';"
     script = f"<script>{typed} box.dispatchEvent(new Event('input'))</script></body>"
     path = tmp_path / "page.html"
@@ -356,14 +356,14 @@ document.body.textContent = "SEEN" + JSON.stringify(seen) + "SEEN";
 
 
 def seen_by_a_browser(path: Path, of: Any) -> dict[str, Any]:
-    """(left, right, top, bottom) of what a page shows, and its words."""
+    """Return (left, right, top, bottom) of the shown elements of a page, and its text."""
     path.write_text(page(of).replace("</body>", f"<script>{LOOK}</script></body>"))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,3000", "--dump-dom", path.as_uri()]
     found = subprocess.run([str(BROWSER), *options], capture_output=True, text=True, timeout=240, check=True)
     return json.loads(unescape(found.stdout.split("<body>SEEN")[1].split("SEEN\n</body>")[0]))
 
 
-def apart(a: Sequence[float], b: Sequence[float]) -> bool:
+def are_disjoint(a: Sequence[float], b: Sequence[float]) -> bool:
     return a[1] <= b[0] + 0.5 or b[1] <= a[0] + 0.5 or a[3] <= b[2] + 0.5 or b[3] <= a[2] + 0.5
 
 
@@ -375,7 +375,7 @@ def within(a: Sequence[float], b: Sequence[float]) -> bool:
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
 @pytest.mark.parametrize("state", ["replicated", "sharded"])
 def test_a_browser_shows_the_strip_and_the_chart(state: str, tmp_path: Path) -> None:
-    """Whole, nothing on top of another, the peak where the area is highest, and of a rank what its options say."""
+    """Strip and chart are complete, without overlaps; the peak is at the highest area, and a rank shows its options."""
     options = {"param_grads": "partial", "state": "sharded"} if state == "sharded" else {}
     found = report_json(sp_compile.explain(Decoder(), tokens(64), sp=2, memory=True, tiles=2, **options))
     seen = seen_by_a_browser(tmp_path / "page.html", found)
@@ -397,7 +397,7 @@ def test_a_browser_shows_the_strip_and_the_chart(state: str, tmp_path: Path) -> 
     assert chart[1] - chart[0] > 500
     assert chart[3] - chart[2] > 100
     assert all(within(label, chart) for label in labels), words
-    assert all(apart(a, b) for a, b in combinations(labels, 2)), words
+    assert all(are_disjoint(a, b) for a, b in combinations(labels, 2)), words
     assert {"forward", "loss", "backward"} <= set(words)
     (dot,) = seen["dot"]
     assert (dot[2] + dot[3]) / 2 == pytest.approx(min(area[2] for area in seen["areas"]), abs=2)
@@ -410,7 +410,7 @@ def test_a_browser_shows_the_strip_and_the_chart(state: str, tmp_path: Path) -> 
 
 
 def test_a_page_of_a_plan() -> None:
-    """The fastest of each number of ranks is marked, and what does not fit; numbers are written out."""
+    """The fastest row of each number of ranks is marked, and rows that do not fit; numbers have units."""
     ways = row(8, 1.0, False), row(16, 3.0, True), row(16, 2.0, True), row(32, 0.001, True)
     found = Page(page(plan_json(plan_of(*ways))))
     assert (found.met["tr.best"], found.met["tr.misses"]) == (2, 1)
@@ -463,7 +463,7 @@ def test_numbers_of_ranks_have_spaces_or_commas_between_them(words: list[str], m
 def test_a_place_that_cannot_be_written_is_one_line(
     command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before any work: nothing is printed of a report, and nothing is left behind."""
+    """The command fails before any work: it prints no report and leaves no file."""
     for place in (tmp_path / "missing" / "page.html", tmp_path):
         assert main([command, f"{__name__}:small", option, str(place)]) == 2
         printed = capsys.readouterr()
@@ -474,7 +474,7 @@ def test_a_place_that_cannot_be_written_is_one_line(
 
 
 def test_a_head_in_tiles_stands_before_its_loss() -> None:
-    """It runs with the line where it ends; the line where it begins comes first, and is told as tiled."""
+    """It runs with its last line; its first line precedes that one, and the report marks it as tiled."""
     model = Decoder()
     model.head = nn.Linear(WIDTH, 4 * WIDTH)
 
@@ -492,7 +492,7 @@ def test_a_head_in_tiles_stands_before_its_loss() -> None:
 
 @pytest.mark.parametrize("name", ["explain", "verify", "plan"])
 def test_files_of_a_command(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As JSON, and as the page of that; what was found is what is printed."""
+    """A command writes JSON and its page; both equal the printed report."""
     monkeypatch.setitem(sys.modules, "face_model", sys.modules[__name__])
     made = plan_of(row(8, 1.0, True)) if name == "plan" else report()
     monkeypatch.setattr(command, name, lambda *given, **options: made)

@@ -1,4 +1,4 @@
-"""`explain` of a deep model on the meta device looks at a few of its layers, and says what it would say of all."""
+"""`explain` of a deep model on the meta device traces a few of its layers, and reports the same as for all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Trained(nn.Module):
     """A decoder with its loss. again: its layers are computed again. wider: every fourth layer is of another kind.
 
-    normed: a norm is after the layers.
+    normed: a norm follows the layers.
     """
 
     def __init__(self, again: bool, wider: bool, normed: bool) -> None:
@@ -74,10 +74,10 @@ def sent(report: Report) -> dict[str, float]:
         (True, "never", 1e15, 4),
     ],
 )
-def test_a_few_layers_say_what_all_do(
+def test_a_few_layers_give_the_report_of_all(
     monkeypatch: pytest.MonkeyPatch, wider: bool, offload: Any, memory: float, tiles: Any
 ) -> None:
-    """Where copies to the host take no longer than the work beside them.
+    """Copies to the host take no longer than the overlapping work.
 
     Not fused: Inductor sums gradients of such small layers over two or three of them at once.
     """
@@ -112,7 +112,7 @@ def test_a_few_layers_say_what_all_do(
 
 @pytest.mark.parametrize("bucket", [1, pytest.param(25 << 20, marks=pytest.mark.slow)])
 def test_gradients_of_a_few_layers_count_for_those_of_all(monkeypatch: pytest.MonkeyPatch, bucket: int) -> None:
-    """Of a layer as often as there are layers, of what is beside them once. A large bucket holds those of several."""
+    """Gradients of a layer count once per layer, others once. A large bucket contains those of several layers."""
 
     def bytes_of(report: Report) -> Counter[str]:
         found: Counter[str] = Counter()
@@ -131,7 +131,7 @@ def test_gradients_of_a_few_layers_count_for_those_of_all(monkeypatch: pytest.Mo
 
 
 def test_losses_have_gradients_on_the_meta_device() -> None:
-    """Of a model of one layer; without them its backward would stand in the forward, as if nothing led to it."""
+    """A model of one layer; without these gradients its backward would be placed in the forward."""
     with torch.device("meta"):
         model, ids = Decoder(plain), torch.zeros(1, 64, dtype=torch.int64)
     report = sp_compile.explain(lambda x: F.cross_entropy(model(x).flatten(0, 1), x.flatten()), ids, sp=2, memory=True)
@@ -142,8 +142,8 @@ def test_losses_have_gradients_on_the_meta_device() -> None:
     assert any("backward" in moment.name for moment in graph.backward.moments)
 
 
-def test_sums_far_apart_are_two_kernels() -> None:
-    """They read a value in common; what the second one reads is not waited for by the first."""
+def test_distant_sums_are_two_kernels() -> None:
+    """Both read one value; the first sum does not wait for inputs of the second."""
 
     def run(x: Tensor, y: Tensor, apart: int) -> tuple[Tensor, ...]:
         first = (x * y).sum(0)

@@ -1,4 +1,4 @@
-"""Where Inductor puts values, and how long it keeps them: walks over small graphs by hand, and a model it compiles."""
+"""Placement and lifetime of values in Inductor's buffers: walks over small graphs, and a compiled model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROW = 64 * 8 * 4  # bytes of (64, 8) in float32
 
 
 def walked(fn: Callable[..., Any], saved: str = "", **inputs: Tensor) -> LivenessWalk:
-    """Of a graph with inputs of these names. saved: those that end."""
+    """Walk a graph with inputs of these names. saved: inputs that are freed."""
     graph = make_fx(fn, tracing_mode="fake")(*inputs.values()).graph
     nodes = dict(zip(inputs, graph.find_nodes(op="placeholder")))
     for name, node in nodes.items():
@@ -29,7 +29,7 @@ def walked(fn: Callable[..., Any], saved: str = "", **inputs: Tensor) -> Livenes
 
 
 def test_gradients_of_results_are_not_written_over() -> None:
-    """AOTAutograd gives Inductor away what it saved, and nothing else."""
+    """AOTAutograd donates only saved values to Inductor."""
     x, w = torch.randn(64, 8), torch.randn(8, 8)
     held = [
         walked(lambda x, w: x.exp() @ w, name, **{name: x}, primals_1=w).moments[0].nbytes
@@ -39,7 +39,7 @@ def test_gradients_of_results_are_not_written_over() -> None:
 
 
 def waiting(make: Callable[[Tensor, Tensor], Tensor], device: str = "cpu", **first: Tensor) -> int:
-    """Bytes that wait between what `make` makes, which ends, and a product of its size."""
+    """Return idle bytes between the last use of the result of `make` and a product of its size."""
 
     def fn(first: Tensor, x: Tensor, w: Tensor) -> Any:
         total, a = first.sum(), make(x, w)
@@ -56,15 +56,15 @@ def waiting(make: Callable[[Tensor, Tensor], Tensor], device: str = "cpu", **fir
     return between.idle
 
 
-def test_what_waits_for_a_buffer_of_its_size() -> None:
-    """As much as lay there at first, by the inputs that Inductor takes for such as end."""
+def test_a_value_waits_for_a_buffer_of_its_size() -> None:
+    """A value waits for the buffer of an input that Inductor frees, not of one that the caller owns."""
     product, large = torch.mm, torch.randn(256, 8)
     assert waiting(product, view_9=large) == ROW
     assert waiting(product, primals_9=large) == waiting(product, tangents_9=large) == 0
 
 
-def test_what_may_not_be_aligned_waits_for_nothing() -> None:
-    """On a CPU: inputs, and what operators that Inductor calls as they are make of such."""
+def test_unaligned_buffers_are_not_reused() -> None:
+    """On a CPU, inputs and results of fallback operators on inputs may be unaligned."""
     large = torch.randn(256, 8)
     assert waiting(lambda x, w: x.cumsum(0), view_9=large) == 0
     assert waiting(lambda x, w: x.cumsum(0), "meta", view_9=large) == ROW
@@ -86,7 +86,7 @@ def test_a_product_runs_where_the_sum_does_that_alone_reads_it() -> None:
     assert [m.nbytes - 2 * ROW for m in found.moments] == [256, 512, 768]
 
 
-def test_a_gpu_adds_in_the_kernel_that_goes_on() -> None:
+def test_a_gpu_adds_in_the_next_kernel() -> None:
     def fn(x: Tensor, y: Tensor, z: Tensor, then: Callable[[Tensor], Tensor]) -> Tensor:
         return then(x.t() @ y + z)
 
@@ -101,8 +101,8 @@ def test_a_gpu_adds_in_the_kernel_that_goes_on() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_kept_is_what_inductor_keeps(device: str) -> None:
-    """Attention's result, and not what AOTAutograd has of it by another name: Inductor's passes take that away."""
+def test_saved_values_equal_inductors(device: str) -> None:
+    """Attention's result is saved once; Inductor's passes remove AOTAutograd's alias of it."""
 
     def fn(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x, x + 1, x + 2).exp()
@@ -116,7 +116,7 @@ def test_kept_is_what_inductor_keeps(device: str) -> None:
 
 
 class Tied(nn.Module):
-    """Its head is its embedding, and it returns what its loss is of."""
+    """A decoder with a tied head that returns the input of its loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,8 +35,8 @@ def test_overrides() -> None:
         Machine.of("cpu", {"ranks_per_node": True})
 
 
-def test_what_was_measured_counts_beside_the_size_of_a_device_alone() -> None:
-    """cost={} names no constant and means the defaults, as tests and plans without ranks want them."""
+def test_measured_constants_count_beside_a_device_size_only() -> None:
+    """cost={} names no constant and selects the defaults, for tests and plans without ranks."""
     found = replace(Machine.of("cpu"), flops=1.0)
     assert Machine.of("cpu", None, found) == found
     assert Machine.of("cpu", {"memory": 5.0}, found) == replace(found, memory=5.0)

@@ -1,4 +1,4 @@
-"""The constants of the cost model on real ranks: equal everywhere, measured once, whatever the disks hold."""
+"""The constants of the cost model on real ranks: equal everywhere, measured once, for any cache contents."""
 
 import json
 import math
@@ -42,7 +42,7 @@ MARKED = replace(
 
 
 def asked(folders: list[str]) -> tuple[Machine, int, list[str]]:
-    """What this rank is told, how often it measured, and the files of its folder (one folder per rank)."""
+    """Return the constants of this rank, the number of its measurements, and its cache files (one folder per rank)."""
     folder = folders[dist.get_rank()]
     measure._measured.pop(worker.group(), None)  # what all of a group know, all of it must forget
     with (
@@ -55,16 +55,18 @@ def asked(folders: list[str]) -> tuple[Machine, int, list[str]]:
     return found, fit.call_count, sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
-def _nobody(error: Exception | None) -> None:
-    raise AssertionError("there is nobody to meet")
+def _never_called(error: Exception | None) -> None:
+    raise AssertionError("there is no other rank")
 
 
 def fails(where: str, folder: str) -> str:
-    """The last rank cannot find its disk, or has no memory for what is timed."""
+    """Return the error if the last rank has no disk, or no memory for the timed values."""
     ranks = resolve(worker.mesh(), None)
     measure._measured.pop(worker.group(), None)
     odd = (
-        mock.patch.object(measure, where, side_effect=MemoryError("no room")) if dist.get_rank() == 1 else nullcontext()
+        mock.patch.object(measure, where, side_effect=MemoryError("no memory"))
+        if dist.get_rank() == 1
+        else nullcontext()
     )
     with odd, mock.patch.dict(os.environ, {"SP_COMPILE_CACHE_DIR": folder}):
         return error_text(lambda: measure.machine(ranks, DEVICE, make_error_barrier(ranks, MEASURE_VERB)))
@@ -72,11 +74,11 @@ def fails(where: str, folder: str) -> str:
 
 @pytest.mark.parametrize("where", ["_cache_path", "full_span"])
 def test_a_rank_that_cannot_measure(ranks: Ranks, tmp_path: Path, where: str) -> None:
-    """Every rank hears of it at once, and the next exchange of the group is as good as any."""
+    """Every rank raises at once, and the next collective of the group works."""
     for _ in range(2):
         assert (
             ranks.run(2, fails, where, str(tmp_path))
-            == ["SP608: rank 1: MemoryError: no room. Correct the error of that rank."] * 2
+            == ["SP608: rank 1: MemoryError: no memory. Correct the error of that rank."] * 2
         )
 
 
@@ -99,7 +101,7 @@ def test_measured_once_and_kept(ranks: Ranks, tmp_path: Path) -> None:
     assert [r[:2] for r in ranks.run(2, asked, two(tmp_path))] == [(first, 0)] * 2
 
 
-def test_what_rank_0_reads_counts(ranks: Ranks, tmp_path: Path) -> None:
+def test_constants_of_rank_0_are_used(ranks: Ranks, tmp_path: Path) -> None:
     folders = two(tmp_path)
     _, _, (name,) = ranks.run(2, asked, folders)[0]
     (tmp_path / "rank0" / name).write_text(json.dumps(dict(zip(KEYS, MARK))))
@@ -171,9 +173,9 @@ def test_a_disk_that_refuses(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_without_processes() -> None:
-    assert measure.machine(Group(1, ""), DEVICE, _nobody) == CPU
-    assert measure.machine(Group(8, ""), DEVICE, _nobody) == CPU
-    assert measure.machine(Group(8, ""), torch.device("cuda"), _nobody) == GPU
+    assert measure.machine(Group(1, ""), DEVICE, _never_called) == CPU
+    assert measure.machine(Group(8, ""), DEVICE, _never_called) == CPU
+    assert measure.machine(Group(8, ""), torch.device("cuda"), _never_called) == GPU
 
 
 def test_constants_from_lines() -> None:

@@ -1,4 +1,4 @@
-"""What a rank holds beside an attention, and candidates that do not fit into the rest."""
+"""Memory of a rank in addition to attention, and candidates that do not fit into the remainder."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def kinds(report: Report) -> set[str]:
     return {decision.chosen.kind for decision in report.attention}
 
 
-def test_weights_and_gradients_are_whole() -> None:
+def test_weights_and_gradients_are_replicated() -> None:
     (memory,) = roomy().memory
     nbytes = sum(p.numel() * p.element_size() for p in seeded(partial(Decoder, layers=2)).parameters())
     assert (memory.weights, memory.gradients) == (nbytes, nbytes)
     assert "are available for an attention" in str(roomy())
 
 
-def test_what_is_kept_is_a_share() -> None:
-    """The operands of every product, once each; of layers that are computed again, what goes into them and attention's
+def test_saved_values_are_a_share() -> None:
+    """Operands of every product are saved once; recomputed layers save only their inputs and attention's
     results."""
     (memory,) = roomy().memory
     rows, width, double = 2 * LENGTH // RANKS, 24, 8
@@ -67,7 +67,7 @@ def test_what_is_kept_is_a_share() -> None:
     assert again.saved == rows * double * 3 * width + 2 * rows * (double * width + sums * heads)
 
 
-def test_auto_takes_what_fits() -> None:
+def test_auto_takes_a_fitting_candidate() -> None:
     slow_exchanges = {
         "all_to_all_bandwidth": 1e5,
         "hop_bandwidth": 1e5,
@@ -89,7 +89,7 @@ def test_auto_takes_what_fits() -> None:
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("options", [{}, {"attention": "ring"}])
 def test_nothing_fits(options: dict[str, Any]) -> None:
-    """Estimates do not stop a program: the least is taken, or what was asked for, and the report says it."""
+    """Estimates do not stop a program: the smallest or the requested candidate is taken, with a note."""
     (memory,) = roomy().memory
     report = explained(memory.used + 1.0, **options)
     (decision,) = report.attention
@@ -99,7 +99,7 @@ def test_nothing_fits(options: dict[str, Any]) -> None:
 
 
 def test_the_rest_alone_is_too_large() -> None:
-    """Then attention is not to blame, and the fastest is taken as long as it fits by itself."""
+    """If the rest alone does not fit, the fastest attention that fits alone is taken."""
     (memory,) = roomy().memory
     report = explained(memory.used)
     assert kinds(report) == kinds(roomy())
@@ -153,7 +153,7 @@ class Attends(nn.Module):
     ("dtype", "kv_heads", "masked"), [(torch.bfloat16, 2, False), (torch.float32, 4, False), (torch.bfloat16, 4, True)]
 )
 def test_attention_on_the_meta_device_keeps_no_scores(dtype: torch.dtype, kv_heads: int, masked: bool) -> None:
-    """torch traces it there as products; a GPU has a kernel for it, also behind Ulysses' exchange."""
+    """torch decomposes it into products there; a GPU has a fused kernel, also after Ulysses' exchange."""
     length = 2048
     with torch.device("meta"):
         model = Attends(kv_heads, masked).to(dtype)

@@ -1,4 +1,4 @@
-"""Rows of `benchmarks/results/memory_plan.md`, made again: what a step of a rank holds is what `explain` said, to 10 %."""
+"""Reproduced rows of `benchmarks/results/memory_plan.md`: measured bytes of a step equal `explain`'s to 10 %."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def held(way: str, compiler: str) -> int:
 
 @pytest.mark.parametrize(("way", "compiler"), rows(SHARDS, set()))
 def test_fsdp(ranks: Ranks, way: str, compiler: str) -> None:
-    """By blocks, on two ranks: all that is alive in a warm step, state in shards and the optimizer's step included."""
+    """Blocks on two ranks: all live bytes of a warm step, with sharded state and the optimizer's step."""
     from measuring import shards
 
     found = max(ranks.run(shards.RANKS, held, way, compiler, timeout=600))
@@ -79,8 +79,8 @@ def test_all_rows_are_here() -> None:
     assert (list(steps.CASES), list(shards.WAYS)) == (CASES, SHARDS)
 
 
-def test_what_fsdp_has_whole() -> None:
-    """Gradients of a head, then of three layers that are alike, then of an embedding: 5, 20 each, and 7."""
+def test_unsharded_bytes_of_fsdp() -> None:
+    """Gradients of a head, then of three equal layers, then of an embedding: 5, 20 each, and 7."""
     names = [("head", ""), *((name, "1") for name in "abab"), ("first", "0"), ("embed", "")]
     made = [5, 10, 25, 30, 45, 65, 72]
     moments = [WalkMoment(name, "", gradients, gradients, layer=layer) for (name, layer), gradients in zip(names, made)]

@@ -1,4 +1,4 @@
-"""The best way of a plan on the ranks that it is for: two that are real take the bytes that it said, and say one device's loss."""
+"""The best row of a plan on two real ranks: predicted bytes, and a single device's loss."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _trained(options: dict[str, Any], again: bool) -> tuple[int, float]:
     ],
     ids=["roomy", "checkpoints", "host"],
 )
-def test_the_best_takes_what_was_planned(
+def test_the_best_row_takes_the_planned_bytes(
     ranks: Ranks, memory: str, options: dict[str, Any], asked: dict[str, Any]
 ) -> None:
     model = seeded(Trained)

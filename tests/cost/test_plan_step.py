@@ -1,4 +1,4 @@
-"""`sp_compile.plan`: what a few layers say of all, what fits, and what is said where nothing does."""
+"""`sp_compile.plan`: extrapolation from a few layers, fitting rows, and the report if no row fits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_plan() -> None:
     assert "best" in str(plan)
 
 
-def test_a_state_that_does_not_fit_is_said_without_a_look() -> None:
+def test_a_state_that_does_not_fit_needs_no_dry_run() -> None:
     with mock.patch.object(StepPlanner, "plan_steps", side_effect=AssertionError), torch.device("meta"):
         plan = sp_compile.plan(nn.Linear(64, 64), torch.zeros(1, 8, 64), memory="1KB", ranks=[1, 2, 8])
     assert not plan.rows
@@ -85,8 +85,8 @@ class Wide(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_goes_to_the_host_or_is_said() -> None:
-    """Not much more goes than has to, the fastest of what fits is best, and for one rank it says what would have to change."""
+def test_excess_is_offloaded_or_reported() -> None:
+    """Little more than needed is offloaded, the fastest fitting row is best, and one rank gets a list of changes."""
     with torch.device("meta"):
         model, x = Wide().bfloat16(), torch.zeros(1, 4096, 16, dtype=torch.bfloat16)
     roads: dict[str, Any] = {"attention": "ulysses", "tiles": "never", "cost": {"host_bandwidth": 1e15}}
@@ -118,7 +118,7 @@ def test_what_does_not_fit_goes_to_the_host_or_is_said() -> None:
 
 @pytest.mark.slow
 def test_many_ranks_hold_a_small_share_of_a_long_sequence() -> None:
-    """A ring whose gradients of all keys do not fit hands them on."""
+    """A ring sends gradients around if those of all keys do not fit."""
     with torch.device("meta"):
         model, ids = Decoder(plain).bfloat16(), torch.zeros(1, 1 << 16, dtype=torch.int64)
     plan = sp_compile.plan(model, ids, memory="20MB", ranks=[8, 512], attention="ring", tiles="never", offload="never")
@@ -128,7 +128,7 @@ def test_many_ranks_hold_a_small_share_of_a_long_sequence() -> None:
 
 
 def explained(model: nn.Module, args: tuple[Any, ...], row: Variant) -> float:
-    """Bytes of a rank that `explain` says with the options of a row, of the model as the row wants it."""
+    """Return a rank's bytes by `explain` with the options and model of a row."""
     with checkpoint_layers(checkpoint_blocks(model)) if row.checkpoint else nullcontext():
         step = sp_compile.explain(model, *args, sp=row.ranks, memory=True, **row.options).step
     assert step is not None
@@ -146,8 +146,8 @@ def explained(model: nn.Module, args: tuple[Any, ...], row: Variant) -> float:
         (11, "6MB", {"offload": 0.3, "tiles": 4}),
     ],
 )
-def test_explain_says_the_same_of_the_best(layers: int, memory: str, options: dict[str, Any]) -> None:
-    """Of a few layers and of all; with shards of the state and without; in tiles, checkpointed and on the host."""
+def test_explain_agrees_with_the_best_row(layers: int, memory: str, options: dict[str, Any]) -> None:
+    """Compare few and all layers, with and without sharded state, tiled, checkpointed and offloaded."""
     with torch.device("meta"):
         model, ids = decoder(layers).bfloat16(), torch.zeros(1, 4096, dtype=torch.int64)
     plan = sp_compile.plan(model, ids, memory=memory, ranks=[2, 4], **options)
@@ -171,8 +171,8 @@ def local_and_global() -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["80GB", "700MB"])
-def test_explain_says_the_same_where_local_and_global_attention_go_different_ways(memory: str) -> None:
-    """Where the best way leaves it to the compiler, which takes what the plan has counted for each."""
+def test_explain_agrees_for_mixed_attention(memory: str) -> None:
+    """The best row uses the automatic choice, which takes the strategies that the plan counted."""
     with torch.device("meta"):
         model, ids = local_and_global(), torch.zeros(1, 1 << 18, dtype=torch.int64)
     plan = sp_compile.plan(model, ids, kwargs={"labels": ids}, memory=memory, ranks=[8, 16])
@@ -191,7 +191,7 @@ SIZES = AttentionChoice(("ring", "zigzag"), [(Candidate("ring", 1, 2, "zigzag", 
 
 
 class Looked:
-    """A step by hand: 400 bytes of values, of which 300 may go to the host, and attentions that take 3 s."""
+    """A made-up dry run: 400 bytes of values, of which 300 may be offloaded, and attention that takes 3 s."""
 
     def __init__(self, n: int, again: bool) -> None:
         self.config, self.again = PlanConfig(n, *SIZES.key, again, "never", SHARDED_STATE), again
@@ -217,14 +217,14 @@ class Looked:
 
 
 def rows(again: bool = False, memory: float = 1e9, shares: tuple[float, ...] = (0.5, 1.0)) -> list[dict[str, Any]]:
-    """Of 4 ranks."""
+    """Return the planned rows of 4 ranks."""
     machine = Machine.of("cpu", {"memory": memory})
     planner = StepPlanner(nn.Linear(2, 2), [], {}, machine, {}, shares, 2.0, 64, [])
     return list(planner.plan_rows(Looked(4, again), SIZES))  # type: ignore[arg-type]
 
 
 def test_memory_and_seconds_of_a_row() -> None:
-    """State in shards first; no more goes to the host than has to; a checkpoint attends forwards once more."""
+    """Sharded state first; only the needed share is offloaded; a checkpoint repeats the attention forward."""
     sharded, whole = rows()
     assert (sharded["config"].state, whole["config"].state) == (SHARDED_STATE, REPLICATED_STATE)
     assert (sharded["memory"], whole["memory"]) == (550 + 400, 1000 + 400)
@@ -239,8 +239,8 @@ def test_memory_and_seconds_of_a_row() -> None:
     assert [row["config"].offload for row in rows(memory=10, shares=())] == [0.0, 0.0]
 
 
-def test_no_more_goes_to_the_host_than_it_has_room_for() -> None:
-    """Of 300 bytes that may go, 150 have room; a share that was asked for and has none does not fit."""
+def test_offload_is_limited_by_host_memory() -> None:
+    """The host has memory for 150 of 300 bytes; a requested share above that does not fit."""
     machine = Machine.of("cpu", {"memory": 700})
 
     def found(host: float, shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0), asked: float = 0.0) -> list[Any]:
@@ -255,7 +255,7 @@ def test_no_more_goes_to_the_host_than_it_has_room_for() -> None:
     assert [found(host, (), 1.0) for host in (300, 299)] == [[(1.0, True)], [(1.0, False)]]
 
 
-def test_what_waits_on_the_host_is_shown_beside_what_it_has() -> None:
+def test_offloaded_bytes_are_shown_with_host_memory() -> None:
     row = replace(variant(1.0, 300e6, True, True), offload=0.5, host=120e6)
     plan = StepPlan(500e6, ModelBytes(1, 1, 0, 1), [row], unit=parse_unit("500MB"), host_memory=200e6)
     assert str(plan).startswith("500.0 MB a rank, 200.0 MB of its host; ")
@@ -282,8 +282,8 @@ def variant(seconds: float, memory: float, looked: bool, fits: bool, n: int = 2,
     return Variant(ranks=n, memory=memory, seconds=seconds, **made, **rest)
 
 
-def test_the_best_is_looked_at_until_it_is_known() -> None:
-    """An estimate that does not hold goes behind, and another share of the host comes; one that cannot be is gone."""
+def test_the_best_estimate_is_dry_run_until_exact() -> None:
+    """A failed estimate moves down and another offload share is tried; an impossible configuration is removed."""
     known, here = variant(9.0, 80, True, True), variant(1.0, 200, True, False, attention="gather")
     first, second = (
         variant(s, 80, False, True, offload=o, attention=a) for s, o, a in ((1, 0.5, "gather"), (2, 0.0, "ulysses"))
@@ -320,8 +320,8 @@ def test_the_best_is_looked_at_until_it_is_known() -> None:
     assert second not in plan.rows
 
 
-def test_a_look_at_a_few_layers_says_which_share_is_enough() -> None:
-    """All shares are known from it: a smaller one that fits, or a larger one, needs no look of its own."""
+def test_a_dry_run_of_few_layers_gives_the_share() -> None:
+    """One dry run covers all shares: a smaller fitting one, or a larger one, needs no dry run of its own."""
     here, guess = variant(1.0, 200, True, False), variant(1.0, 90, False, True, offload=0.5)
     for first, enough in ((0.5, 0.75), (0.75, 0.5)):
         plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [here, replace(guess, offload=first)])
@@ -348,7 +348,7 @@ def test_a_look_at_a_few_layers_says_which_share_is_enough() -> None:
         assert (best.offload, best.is_measured, planner.plan_steps.call_count) == (enough, True, 1)
 
 
-def test_what_nearly_fits_is_looked_at_once() -> None:
+def test_near_misses_are_dry_run_once() -> None:
     near, far = variant(1.0, 105, False, False), variant(1.0, 120, False, False)
     plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [near, far])
     assert plan_module._unplanned_best(plan, 2) == [near]
@@ -363,7 +363,7 @@ def test_what_nearly_fits_is_looked_at_once() -> None:
 
 
 def test_nothing_more_is_tried_where_nothing_can_be_faster() -> None:
-    """What fits with nothing on the host, or with copies that other work hides; not what waits for these."""
+    """Rows that fit without offload, or with hidden copies, end the search; rows that wait for copies do not."""
     large, hidden = variant(10.0, 200, True, False), variant(10.05, 80, True, True, offload=0.5)
     for best, settled in ((hidden, True), (replace(hidden, seconds=11.0), False), (replace(hidden, fits=False), False)):
         assert plan_module._is_settled(StepPlan(100, ModelBytes(1, 1, 0, 1), [large, best]), 2) is settled
@@ -373,12 +373,12 @@ def test_nothing_more_is_tried_where_nothing_can_be_faster() -> None:
 
 
 def looked(checkpoints: bool, *notes: Note) -> Any:
-    """What came of a look."""
+    """Return the result of a dry run."""
     return mock.Mock(checkpoints=checkpoints, report=Report(2, [*notes]))
 
 
 def test_checkpoints_are_tried_where_only_an_estimate_said_that_none_are_needed() -> None:
-    """All of it on the host seemed to be enough, and is not when it is looked at."""
+    """By the estimate, full offload fits, but its dry run does not."""
     seen: list[PlanConfig] = []
 
     def look(ways: Sequence[PlanConfig]) -> list[Any]:
@@ -438,7 +438,7 @@ def attends(n: int, *shapes: AttentionShape, **options: Any) -> dict[tuple[str, 
 
 
 def test_local_and_global_attention_may_go_different_ways() -> None:
-    """As the options leave it to the compiler; where all attention is alike, that is one of the other ways."""
+    """The automatic choice may mix strategies; if all attention is equal, it equals a single strategy."""
     local = replace(FULL, window=128)
     assert ("auto", "auto") not in attends(128, FULL)
     found = attends(128, FULL, local)
@@ -453,7 +453,7 @@ def test_local_and_global_attention_may_go_different_ways() -> None:
 
 
 def test_what_would_have_to_change() -> None:
-    """The next number of ranks on which something fits, and the line of the largest value, of the least way."""
+    """The report names the next number of ranks that fits, and the line of the largest value of the smallest row."""
     small = variant(1.0, 300e6, True, False)
     more = [replace(small, ranks=n, fits=fits) for n, fits in ((1, True), (8, False), (16, True), (64, True))]
     plan = StepPlan(100e6, ModelBytes(1, 1, 0, 1), [replace(small, memory=1e9), small, *more], unit=parse_unit("100MB"))
@@ -497,7 +497,7 @@ def test_checkpoints_and_tiles_are_tried_where_something_does_not_fit() -> None:
     assert ways_looked_at(False, decoder(), tiles=4)[0] == [(False, 4), (True, 4)]
 
 
-def test_what_is_not_tried_is_said() -> None:
+def test_skipped_configurations_are_reported() -> None:
     ways, plan = ways_looked_at(False, nn.Linear(8, 8))
     assert ways == [(False, "auto"), (False, TILE_COUNTS)]
     assert "no list of blocks" in str(plan)
@@ -510,7 +510,7 @@ def test_what_is_not_tried_is_said() -> None:
 
 
 class Parts(nn.Module):
-    """(1, S, 16) -> a number. called: are the entries of its list called, or what is in them?"""
+    """(1, S, 16) -> a scalar. called: call the entries of its list, instead of the parts in them."""
 
     def __init__(self, called: bool, own: bool = False) -> None:
         super().__init__()
@@ -544,7 +544,7 @@ def test_a_models_own_checkpoints_and_lists_that_are_not_called() -> None:
 
 
 class Broken(nn.Module):
-    """(1, S, 16) -> a number, behind a line that torch.compile leaves to Python."""
+    """(1, S, 16) -> a scalar, after a line that torch.compile runs in Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -557,8 +557,8 @@ class Broken(nn.Module):
         return h.square().mean()
 
 
-def test_where_the_program_is_several_graphs_is_said() -> None:
-    """Once for all that was looked at."""
+def test_graph_breaks_are_reported() -> None:
+    """The note is printed once for all dry runs."""
     with torch.device("meta"):
         model, x = Broken(), torch.zeros(1, 512, 16)
     plan = sp_compile.plan(model, x, memory="1GB", ranks=[1, 2])
@@ -578,8 +578,8 @@ def test_blocks_are_the_outermost_entries_that_are_called() -> None:
 
 
 @pytest.mark.slow
-def test_strategies_that_are_legal_on_so_many_ranks() -> None:
-    """Ulysses needs heads for all; what a user asks for is all there is, or it is said why it cannot be."""
+def test_strategies_that_are_legal_for_the_number_of_ranks() -> None:
+    """Ulysses needs a head per rank; only the requested strategy is planned, or the reason against it is reported."""
     with torch.device("meta"):
         model, ids = decoder(2), torch.zeros(1, 64, dtype=torch.int64)
     plan = sp_compile.plan(model, ids, memory="1GB", ranks=[2, 3], attention="ulysses", tiles="never", state="sharded")
@@ -588,7 +588,7 @@ def test_strategies_that_are_legal_on_so_many_ranks() -> None:
     assert plan.changes[3].startswith("3 ranks: attention='ulysses' cannot be (ulysses: ")
 
 
-def test_options_hold_what_the_plan_was_given() -> None:
+def test_options_contain_the_plans_arguments() -> None:
     with torch.device("meta"):
         model, ids = decoder(2), torch.zeros(1, 64, dtype=torch.int64)
     given = {"seq_dims": {"ids": 1}, "activation_memory_budget": 0.5, "cost": {"flops": 1e12}}
@@ -613,7 +613,7 @@ def test_kinds_of_layers() -> None:
     assert len(layers) == 5
 
 
-def test_what_a_config_says_of_each_layer_goes_with_them() -> None:
+def test_per_layer_config_entries_follow_the_layers() -> None:
     class Config:
         def __init__(self) -> None:
             self.layer_types, self.others = ["near", "near", "far"], [1, 2]
@@ -641,7 +641,7 @@ def test_sizes(text: str | float, nbytes: float) -> None:
 
 
 @pytest.mark.parametrize("memory", ["much", "80 apples", 0, "0GB", "1.2.3GB", float("inf"), True])
-def test_what_is_no_size(memory: str | float) -> None:
+def test_invalid_sizes(memory: str | float) -> None:
     with pytest.raises(SpError, match="SP722: memory"):
         sp_compile.plan(nn.Linear(2, 2), (), memory=memory)
 
@@ -657,7 +657,7 @@ def test_what_is_no_size(memory: str | float) -> None:
         ("512", "512.0 B"),
     ],
 )
-def test_sizes_are_shown_as_they_are_asked_for(asked: str | float, shown: str) -> None:
+def test_sizes_are_shown_as_requested(asked: str | float, shown: str) -> None:
     unit = parse_unit(asked)
     assert unit(parse_bytes(asked)) == shown
     assert f"{shown} a rank; parameters {unit(32)}" in str(
@@ -666,12 +666,12 @@ def test_sizes_are_shown_as_they_are_asked_for(asked: str | float, shown: str) -
 
 
 @pytest.mark.parametrize("ranks", [[0], [], ["8"], [True]])
-def test_what_are_no_ranks(ranks: Any) -> None:
+def test_invalid_ranks(ranks: Any) -> None:
     with pytest.raises(SpError, match="SP711: ranks"):
         sp_compile.plan(nn.Linear(2, 2), (), ranks=ranks)
 
 
-def test_what_is_no_model_or_means_nothing_to_a_plan() -> None:
+def test_invalid_models_and_options() -> None:
     with pytest.raises(SpError, match="SP721"):
         sp_compile.plan(lambda x: x, (torch.ones(2),))  # type: ignore[arg-type]
     with pytest.raises(SpError, match="SP109: mesh_dim"):

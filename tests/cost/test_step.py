@@ -1,4 +1,4 @@
-"""The memory of a training step: walks over small graphs by hand, and over models, against tensors that are alive."""
+"""The memory of a training step: walks over small graphs and models, compared with live tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_fused_kernels_have_no_values_between() -> None:
     assert found.traffic == 2 * ROW + 2 * ROW
 
 
-def test_views_are_what_they_view() -> None:
+def test_views_share_their_base() -> None:
     found = walked(lambda x: x.exp().view(8, 64).t()[:2].sum(), torch.randn(64, 8), fused=False)
     assert max(m.nbytes for m in found.moments) == ROW + 4
 
@@ -83,7 +83,7 @@ def test_the_optimizer_as_given() -> None:
 
 
 @pytest.mark.parametrize("wrong", [torch.optim.LBFGS, "adamw", 3], ids=str)
-def test_what_makes_no_step_is_no_optimizer(wrong: Any) -> None:
+def test_an_optimizer_needs_a_step(wrong: Any) -> None:
     with pytest.raises(SpError, match="SP704"):
         state_per_weight(wrong)
 
@@ -102,12 +102,12 @@ def explained(sp: int = 2, **options: Any) -> StepMemory:
     ("rows", "heads", "key_heads", "width", "packed"),
     [(1024, 4, 2, 32, ""), (2048, 8, 8, 64, ""), (1024, 4, 2, 32, "stack"), (512, 4, 1, 64, "rows")],
 )
-def test_attention_of_a_rank_takes_what_is_predicted(
+def test_attention_of_a_rank_takes_the_predicted_bytes(
     examples: None, rows: int, heads: int, key_heads: int, width: int, packed: str, dtype: torch.dtype
 ) -> None:
     """Forward and backward, on shards, against every allocation; a kernel's own sums of rows are not counted.
 
-    Nor is what oneDNN multiplies half types in: some CPUs lay out operands anew in each product, others do not.
+    Nor are oneDNN's buffers for half types: some CPUs reorder operands in each product, others do not.
     """
     from peak_memory import peak_activation_bytes
 
@@ -161,8 +161,8 @@ def test_a_step_of_a_decoder() -> None:
     assert "support/models.py" in text
 
 
-def test_what_fsdp_shares() -> None:
-    """Parameters, gradients and the optimizer's state; what is in no layer, a layer and the next stay whole."""
+def test_bytes_that_fsdp_shards() -> None:
+    """Parameters, gradients and optimizer state are sharded; parts outside of layers and two layers stay gathered."""
     weights = ModelBytes(parameters=1000, trainable=800, buffers=30, unit=100, rest=50)
     assert weights.sharded_bytes(4) == ((1000 + 2 * 800) // 4 + 50 + 2 * 100, 800 // 4 + 50 + 2 * 100)
     small = StepMemory(weights)
@@ -171,8 +171,8 @@ def test_what_fsdp_shares() -> None:
     assert small.peak == 1000 + 30 + 2 * 800 + 800
 
 
-def test_what_fsdp_has_shared() -> None:
-    """Of a model that is in shards already: a rank's own."""
+def test_bytes_that_fsdp_has_sharded() -> None:
+    """A sharded model counts the rank's own bytes."""
     model, whole = seeded(Decoder), ModelBytes.of(seeded(Decoder))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -207,8 +207,8 @@ def test_a_loss_on_the_meta_device_has_its_backward() -> None:
     assert products("meta") == products("cpu") > 0
 
 
-def test_what_no_line_makes_has_a_name() -> None:
-    """Gradients that the caller hands in, or that are sent together, and results on their way out."""
+def test_values_without_a_line_have_a_name() -> None:
+    """Gradients that the caller passes or that are sent together, and results being returned."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -236,7 +236,7 @@ def test_what_no_line_makes_has_a_name() -> None:
 
 
 def test_flops_of_grouped_products() -> None:
-    """Of each row as many as of a product, whichever its group; torch's own counters stay as they are."""
+    """Each row counts like a row of a product, in any group; torch's own counters do not change."""
     x, w = torch.randn(64, 8, dtype=torch.bfloat16), torch.randn(4, 8, 16, dtype=torch.bfloat16)
     ends = torch.tensor([16, 16, 40, 64], dtype=torch.int32)
     torchs = torch.ops.aten._grouped_mm.default
@@ -253,7 +253,7 @@ def test_flops_of_grouped_products() -> None:
 
 
 def test_flops_of_tiles() -> None:
-    """Of the head as many as ever; a backward does the first half of an MLP again."""
+    """FLOPs of the head do not change; a backward recomputes the first half of an MLP."""
     made = {}
     for tiles in ("never", 4):
         (graph,) = sp_compile.explain(Tiled(), torch.randn(1, 128, 16), sp=1, memory=True, tiles=tiles).step.graphs
@@ -292,8 +292,8 @@ class Tiled(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "tiles"), [(Measured, "never"), (Tiled, 4)])
-def test_a_step_on_one_device_to_the_byte(examples: None, make: type[nn.Module], tiles: str | int) -> None:
-    """Of eager kernels nothing is guessed; all that is not counted is the gradient that autograd begins with."""
+def test_a_single_device_step_to_the_byte(examples: None, make: type[nn.Module], tiles: str | int) -> None:
+    """Memory of eager kernels is exact except for the initial gradient of autograd."""
     from peak_memory import peak_activation_bytes
 
     model, x = make(), torch.randn(1, 128, 16)
@@ -323,7 +323,7 @@ def test_a_function_has_no_weights() -> None:
 
 
 def test_an_operand_without_a_value_takes_nothing() -> None:
-    """As a part of a graph that an op calls: only Dynamo knows what that is."""
+    """A subgraph operand of an op has no value."""
     graph = torch.fx.Graph()
     node = graph.call_function(torch.ops.aten.mul.Tensor, (graph.get_attr("part"), graph.placeholder("x")))
     node.meta["val"] = torch.ones(4)

@@ -1,7 +1,7 @@
-"""FlashAttention-3 or -4 where a user has activated it: which blocks go there, and what it is given.
+"""Blocks that run on FlashAttention-3 or -4 if a user has activated it, and the arguments of its kernels.
 
-torch's registry and its Python glue for FlashAttention-3 run as they are. The kernel behind them is arithmetic: neither
-it nor that of -4 is installed here, and no GPU has run them from this project.
+torch's registry and its Python glue for FlashAttention-3 are unmodified. The kernel itself is replaced by arithmetic:
+neither it nor that of -4 is installed here, and no GPU has run them from this project.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLASH, EFFICIENT = ([f"_{name}_attention_{way}" for way in ("forward", "backward
 def with_flash3(
     name: str, q_len: int, k_len: int, width: int, dtype: torch.dtype, same_bits: bool = False, major: int = 9
 ) -> Found:
-    """On a GPU of that generation."""
+    """Return results of one block on a GPU of compute capability (major, 0)."""
     capability = mock.patch.object(torch.cuda, "get_device_capability", return_value=(major, 0))
     known = mock.patch.object(case, "_device_capability", return_value=(major, 0))
     torch.use_deterministic_algorithms(same_bits)

@@ -11,7 +11,7 @@ import torch
 from support.attention.attending import randn
 from support.attention.by_hand import OPS, Case
 from support.cuda.blocks import TOLERANCE
-from support.cuda.ranks import by_hand_on_gpu
+from support.cuda.ranks import simulated_on_gpu
 from support.cuda.worker import AbsentGpu
 from torch import Tensor
 
@@ -89,26 +89,26 @@ def test_a_cpu_takes_a_bias_without_its_gradient() -> None:
 
 
 def checked(found: Found, dtype: torch.dtype) -> None:
-    """By efficient attention alone, of one device's numbers."""
+    """Check that efficient attention alone ran, and that the values are those of a single device."""
     got, wanted, kernels, products = found
     assert kernels == EFFICIENT
     assert products == 0
     for a, b in zip(got, wanted, strict=True):
-        largest = max(1.0, b.abs().max().item())  # what is the same for all keys has a gradient of 0
+        largest = max(1.0, b.abs().max().item())  # a bias that is equal for all keys has a gradient of 0
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=TOLERANCE[dtype] * largest)
 
 
 def biased(mask: Tensor, s: int = 32, **options: object) -> Case:
-    """Of the mask's dtype, on zigzag shards."""
+    """Return a case in the dtype of the mask, on zigzag shards."""
     return Case({"attn_mask": mask, **options}, kv_heads=2, s=s, dtype=mask.dtype, layout="zigzag")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_every_way(gpu: AbsentGpu, op: str, dtype: torch.dtype) -> None:
-    """A bias of heads that all of a batch share, learned, in blocks that are causal."""
+    """A learned bias of heads, shared by the samples of a batch, in causal blocks."""
     case = biased(randn(1, 4, 32, 32, seed=6).to(dtype), is_causal=True)
-    checked(gpu.run(by_hand_on_gpu, op, case, 2), dtype)
+    checked(gpu.run(simulated_on_gpu, op, case, 2), dtype)
 
 
 SHAPES = [(2, 4, 40, 40), (1, 4, 40, 40), (2, 1, 40, 40), (40, 40), (2, 4, 1, 40), (2, 1, 1, 40), (1, 4, 40, 1)]
@@ -124,7 +124,7 @@ def test_what_broadcasts(
 ) -> None:
     """Its gradient is a sum; a window is made part of the bias."""
     case = biased(randn(*shape, seed=6).to(dtype), s=40, **options)
-    checked(gpu.run(by_hand_on_gpu, op, case, 4), dtype)
+    checked(gpu.run(simulated_on_gpu, op, case, 4), dtype)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
@@ -132,10 +132,10 @@ def test_what_broadcasts(
 def test_masks_of_few_rows(gpu: AbsentGpu, op: str, dtype: torch.dtype) -> None:
     """A bias is made of them, of data and of conditions."""
     case = replace(biased(randn(2, 1, 32, 32, seed=6) > -1, is_causal=True), dtype=dtype)
-    checked(gpu.run(by_hand_on_gpu, op, case, 2), dtype)
+    checked(gpu.run(simulated_on_gpu, op, case, 2), dtype)
     documents = torch.stack([torch.arange(32) // 5, torch.arange(32) // 7])
     case = Case({"window": 9, "documents": documents, "is_causal": True}, s=32, dtype=FP32)
-    checked(gpu.run(by_hand_on_gpu, op, case, 2), FP32)
+    checked(gpu.run(simulated_on_gpu, op, case, 2), FP32)
 
 
 @pytest.mark.parametrize("op", ["ulysses", "ring"])
@@ -143,7 +143,7 @@ def test_masks_of_few_rows(gpu: AbsentGpu, op: str, dtype: torch.dtype) -> None:
 def test_lengths_that_are_not_aligned(gpu: AbsentGpu, op: str, s: int, t: int, causal: bool) -> None:
     """And of two lengths: rows are padded for the kernel, not for the user."""
     options = {"attn_mask": randn(1, 4, s, t or s, seed=6).to(FP32), "is_causal": causal}
-    checked(gpu.run(by_hand_on_gpu, op, Case(options, s=s, t=t, dtype=FP32), 2), FP32)
+    checked(gpu.run(simulated_on_gpu, op, Case(options, s=s, t=t, dtype=FP32), 2), FP32)
 
 
 def under_autocast(op: str, case: Case) -> Found:
@@ -156,7 +156,7 @@ def under_autocast(op: str, case: Case) -> Found:
         return out.float()
 
     with mock.patch.dict(OPS, {op: (cast, extra)}):
-        return by_hand_on_gpu(op, case, 2)
+        return simulated_on_gpu(op, case, 2)
 
 
 @pytest.mark.parametrize("op", ["ulysses", "ring", "gathered"])
@@ -169,7 +169,7 @@ def test_autocast_takes_the_bias_along(gpu: AbsentGpu, op: str) -> None:
 
 def in_strips(op: str, case: Case, n: int) -> Found:
     with mock.patch.object(attend, "GPU_BIAS", 8 * 8 * 3):
-        return by_hand_on_gpu(op, case, n)
+        return simulated_on_gpu(op, case, n)
 
 
 @pytest.mark.parametrize("op", ["gathered", "ulysses"])
@@ -187,7 +187,7 @@ def test_keys_that_a_bias_leaves_out(gpu: AbsentGpu, op: str, dtype: torch.dtype
     mask[:, :, 3:20, :16] = none
     mask[:, :, :, 2] = none
     mask[:, :, 8:, 5] = 0.25
-    checked(gpu.run(by_hand_on_gpu, op, biased(mask, check=False), 2), dtype)
+    checked(gpu.run(simulated_on_gpu, op, biased(mask, check=False), 2), dtype)
     mask[:, :, :, 0] = 0.5
     mask[:, :, 20, 16:22] = none
-    checked(gpu.run(by_hand_on_gpu, op, biased(mask, is_causal=True, check=False), 2), dtype)
+    checked(gpu.run(simulated_on_gpu, op, biased(mask, is_causal=True, check=False), 2), dtype)

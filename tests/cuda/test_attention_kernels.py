@@ -7,7 +7,7 @@ from functools import reduce
 import pytest
 import torch
 from support.attention.attending import PREDICATES, Problem, row_indices, shard
-from support.cuda.blocks import TOLERANCE, Found, arguments, by_hand, check, one_device, rounded
+from support.cuda.blocks import TOLERANCE, Found, arguments, check, one_device, reference, rounded
 from support.cuda.borrowed import Watch, borrow, give_back
 from support.cuda.worker import AbsentGpu
 from torch import Tensor
@@ -35,12 +35,16 @@ BANDS = [
 def ring(
     predicate: str, length: int, n: int, folds: int, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor], int, int]:
-    """All steps of all ranks, padded in front; the most kernels of attention in one forward or backward, and products
-    of matrices besides them."""
+    """Run all steps of all ranks, with padding at the start of the sequence.
+
+    Returns:
+        The results, the expected ones, the largest number of attention kernels in one forward or backward, and the
+        number of other matrix products.
+    """
     p = Problem("none", length, length, key_heads=2)
     p.predicate = predicate
     rounded(p, dtype)
-    wanted = by_hand(p)
+    wanted = reference(p)
     out_, lse_ = wanted[0].to(dtype), wanted[1].float()
     spans = [[n, folds, 1, shift, 1, length] for shift in range(n)]
     found = [torch.zeros_like(x) for x in wanted]

@@ -1,6 +1,6 @@
-"""Which kernels compute the pairs of long attention on a GPU, by mask and width of heads: none of them is dense.
+"""No pair of long attention on a GPU is computed by dense arithmetic, for any mask and head dim.
 
-Sinks are merged into the result of these calls (`merge.add_sinks`), so no kernel hears of them.
+Sinks are merged into the result of these calls (`merge.add_sinks`), so kernels do not see them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 TOKENS, RANKS = 8192, 4
 DOCUMENTS = [700, 1900, 1, 3000, 64, 2400, 100, 27]
-BEHIND = 500
-"""Tokens of padding behind the second sequence of a batch."""
+PADDED = 500
+"""Tokens of padding at the end of the second sequence of a batch."""
 
 MASKS = {
     "none": ("", ""),
@@ -40,12 +40,12 @@ MASKS = {
 
 
 def pairs_by_kernel(predicate: str, score: str, head_dim: int) -> Counter[str]:
-    """Pairs of queries and keys that each kernel runs through, in all steps of a zigzag ring of all ranks.
+    """Return the number of query-key pairs of each kernel, in all steps of a zigzag ring of all ranks.
 
-    The backward runs through the same ones.
+    The backward has the same pairs.
     """
     (documents, _), padding = packed(DOCUMENTS), torch.ones(2, TOKENS, dtype=torch.bool)
-    padding[1, -BEHIND:] = False
+    padding[1, -PADDED:] = False
     vectors = [documents, documents, padding, documents]
     there, tables = [borrow(x) for x in vectors], torch.ops.sp.pieces(vectors)
     heads = [borrow(torch.ones(4))] if "head0" in score else []
@@ -70,7 +70,7 @@ def pairs_by_kernel(predicate: str, score: str, head_dim: int) -> Counter[str]:
 
 NAMED = {"cuDNN", "flash"}
 KERNELS = {name: NAMED for name in ("none", "causal", "window", "chunks", "documents", "documents, window")}
-"""The others have pairs that a text tells."""
+"""The other masks have pairs that only a compiled predicate can describe, by flex attention."""
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])

@@ -1,4 +1,4 @@
-"""What Inductor's own settings for overlap and bucketing make of the order of exchanges, and why none is switched on."""
+"""The effect of Inductor's settings for overlap and bucketing on the order of exchanges, and why none is enabled."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ RING, ULYSSES = ("ring", 3, Sizes()), ("ulysses", 2, Sizes(layers=2, rows=8192, 
 
 
 def order(setting: str, strategy: str, n: int, sizes: Sizes) -> tuple[list[str], list[str]]:
-    """What happens forward and backward: sends, waits and blocks of attention alone."""
+    """Return the sends, waits and attention blocks of the forward and of the backward."""
     with inductor.patch(SETTINGS[setting]):
-        rank = attention.__wrapped__(strategy, n, sizes)  # whose results others keep by their sizes
+        rank = attention.__wrapped__(strategy, n, sizes)  # not the cached function
     return tuple([x for x in one.text().splitlines() if _counts(x)] for one in (rank.forward, rank.backward))
 
 
@@ -42,31 +42,31 @@ def _counts(event: str) -> bool:
 
 
 def numbers(events: list[str], kind: str) -> list[int]:
-    """Where events of a kind lie."""
+    """Return the indices of events that contain `kind`."""
     return [i for i, event in enumerate(events) if kind in event]
 
 
 def ring(events: list[str]) -> list[str]:
-    """Without sums of gradients; exchanges are numbered anew."""
+    """Return the events without sums of gradients, with exchanges numbered from 0."""
     sums = [event.split()[0] for event in events if "all_reduce" in event]
-    left = [event for event in events if "all_reduce" not in event and event not in {f"wait {n}" for n in sums}]
-    sent = [event.split()[0] for event in left if " = " in event]
+    others = [event for event in events if "all_reduce" not in event and event not in {f"wait {n}" for n in sums}]
+    sent = [event.split()[0] for event in others if " = " in event]
 
     def numbered(event: str) -> str:
-        before, word, behind = event.partition(" = ") if " = " in event else event.rpartition(" of ")
+        before, word, after = event.partition(" = ") if " = " in event else event.rpartition(" of ")
         if word == " = ":
-            return f"{sent.index(before)} = {behind}"
+            return f"{sent.index(before)} = {after}"
         if event.startswith("wait"):
             return f"wait {sent.index(event.split()[1])}"
-        return f"{before} of {[sent.index(n) if n in sent else n for n in behind.split(', ')]}"
+        return f"{before} of {[sent.index(n) if n in sent else n for n in after.split(', ')]}"
 
-    return list(map(numbered, left))
+    return list(map(numbered, others))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["scheduling", "bucketing"])
-def test_a_ring_stays_as_it_is(gpu: AbsentGpu, setting: str) -> None:
-    """Its exchanges, waits and blocks; what becomes of gradients' sums is below."""
+def test_a_ring_keeps_its_order(gpu: AbsentGpu, setting: str) -> None:
+    """Compare exchanges, waits and blocks; a test below covers sums of gradients."""
     ours, theirs = (list(map(ring, gpu.run(order, how, *RING))) for how in ("none", setting))
     assert theirs == ours
     assert all(any("shift" in event for event in events) for events in ours)
@@ -81,20 +81,20 @@ def test_reordering_waits_before_the_block_that_hides_the_exchange(gpu: AbsentGp
 
 
 @pytest.mark.slow
-def test_scheduling_sends_groups_of_heads_back_behind_the_last_of_them(gpu: AbsentGpu) -> None:
-    """Ours go back as each is done, beside the next; its own wait for all, and their results lie in memory until then."""
+def test_scheduling_delays_groups_of_heads_until_the_last_one(gpu: AbsentGpu) -> None:
+    """Without it, a group is sent during the next one. With it, all results stay in memory until the last group."""
     groups = 4
     back = "= all_to_all_single bfloat16[2, 4, 1048576]"
-    for setting, beside in (("none", groups - 1), ("scheduling", 1)):
+    for setting, overlapped in (("none", groups - 1), ("scheduling", 1)):
         forward, _ = gpu.run(order, setting, *ULYSSES)
         blocks, sent = numbers(forward, "flash")[:groups], numbers(forward, back)[:groups]
         assert len(sent) == len(blocks) == groups
-        assert sum(one < blocks[-1] for one in sent) == beside, forward
+        assert sum(one < blocks[-1] for one in sent) == overlapped, forward
 
 
 @pytest.mark.slow
-def test_bucketing_keeps_gradients_until_the_last_is_there(gpu: AbsentGpu) -> None:
-    """Ours leave as they are made, which is what hides them."""
+def test_bucketing_delays_gradients_until_the_last_one(gpu: AbsentGpu) -> None:
+    """Without bucketing, each gradient is sent as soon as it is computed, during later blocks."""
     _, ours = gpu.run(order, "none", *ULYSSES)
     _, theirs = gpu.run(order, "bucketing", *ULYSSES)
     first, last = (numbers(events, "flash") for events in (ours, theirs))

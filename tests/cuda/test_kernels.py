@@ -1,4 +1,4 @@
-"""The project's Triton kernels, compiled for sm_90: registers, spills and the width of loads of whatever is launched."""
+"""The project's Triton kernels, compiled for sm_90: registers, spills and load widths of every launch."""
 
 from __future__ import annotations
 

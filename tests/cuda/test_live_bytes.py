@@ -1,4 +1,4 @@
-"""What is in a rank's memory while its program runs on a GPU: one accumulator, however many ranks there are."""
+"""Memory of a rank while its program runs on a GPU: one accumulator for any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 def peaks(gpu: AbsentGpu, strategy: str, ns: Sequence[int], ulysses: int | None = None) -> list[list[int]]:
-    """Of the forward and of the backward, the peak by the number of ranks, each with as many rows as ever."""
+    """Return the peaks of the forward and of the backward per number of ranks, with constant rows per rank."""
     ranks = [gpu.run(attention, strategy, n, SIZES, ulysses) for n in ns]
     return [[rank.forward.peak for rank in ranks], [rank.backward.peak for rank in ranks]]
 
@@ -22,7 +22,7 @@ def peaks(gpu: AbsentGpu, strategy: str, ns: Sequence[int], ulysses: int | None 
 def test_a_ring_keeps_one_accumulator(gpu: AbsentGpu, ns: tuple[int, ...]) -> None:
     for few, *found in peaks(gpu, "ring", ns):
         flat(found if ns[0] == 2 else [few, *found])
-        assert few <= found[0] + MIB  # two ranks have less under way
+        assert few <= found[0] + MIB  # two ranks have fewer transfers in flight
 
 
 @pytest.mark.parametrize("ns", [(4, 6, 8), pytest.param((4, 8, 16), marks=pytest.mark.slow)])
@@ -33,14 +33,14 @@ def test_a_hybrid_keeps_one_accumulator(gpu: AbsentGpu, ns: tuple[int, ...]) -> 
 
 
 def flat(found: Sequence[int]) -> None:
-    """But for a few words of what is summed over the ranks."""
+    """Check that the peaks are equal, except for a few values that are summed over the ranks."""
     assert max(found) - min(found) < MIB, found
 
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("layout", "missing"), [("zigzag", 0), ("zigzag", 3), ("contiguous", 3)])
 def test_gathered_keys_are_not_copied(gpu: AbsentGpu, layout: str, missing: int) -> None:
-    """No kernel writes the rows of all ranks, or one half of each's; nor are they copied to leave padding out."""
+    """No kernel writes the rows of all ranks, or one half of each rank's; padding is not removed by a copy."""
     rank = gpu.run(attention, "gather", 4, Sizes(missing=missing), layout=layout)
     every = {2 * SIZES.rows, 2 * SIZES.rows - missing, 4 * SIZES.rows, 4 * SIZES.rows - missing}
     for trace in (rank.forward, rank.backward):

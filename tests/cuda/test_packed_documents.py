@@ -1,4 +1,4 @@
-"""Packed documents on a GPU: the calls that each attention takes, wherever its rows lie, and numbers in float32."""
+"""Packed documents on a GPU: kernel calls of each attention for every layout, and values in float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.attention.attending import packed
 from support.attention.by_hand import OPS, Case
 from support.cuda.blocks import TOLERANCE
 from support.cuda.borrowed import borrow
-from support.cuda.ranks import by_hand_on_gpu
+from support.cuda.ranks import simulated_on_gpu
 from support.cuda.worker import AbsentGpu
 from torch import Tensor
 
@@ -34,11 +34,11 @@ PREDICATES = {
     "window": f"{CAUSAL_WITHIN} & (row1 - col1 < 100)",
 }
 Spans = list[tuple[list[int], list[int], int]]
-"""Of queries and of keys, and how many keys there are."""
+"""Spans of queries and of keys, and the number of keys."""
 
 
 def lengths(spread: float, count: int = DOCUMENTS, tokens: int = TOKENS) -> list[int]:
-    """Log-normal."""
+    """Return log-normal lengths of documents."""
     drawn = (spread * torch.randn(count, generator=torch.Generator().manual_seed(0))).exp()
     ends = (drawn.cumsum(0) / drawn.sum() * (tokens - count)).long() + torch.arange(1, count + 1)
     return torch.cat([ends[:1], ends.diff()]).tolist()
@@ -62,7 +62,7 @@ WAYS: dict[str, Spans] = {
 
 
 def tables_of(vectors: list[Tensor], balanced: str) -> list[Tensor]:
-    """Of rows and of columns: dealt rows attend to dealt keys in a ring, and to keys in their own order elsewhere."""
+    """Return the tables of rows and columns. Balanced rows attend to balanced keys in a ring only."""
     tables = torch.ops.sp.pieces(vectors)
     if not balanced:
         return tables * 2
@@ -73,7 +73,7 @@ def tables_of(vectors: list[Tensor], balanced: str) -> list[Tensor]:
 
 
 def kernels(predicate: str, spread: float, dtype: torch.dtype, spans: Spans, balanced: str = "") -> list[list[str]]:
-    """Of each attention of all ranks, forward or backward."""
+    """Return the kernels of each attention of all ranks."""
     vectors = list(packed(lengths(spread)))
     tables, there = tables_of(vectors, balanced), [borrow(x) for x in vectors]
 
@@ -95,8 +95,8 @@ def kernels(predicate: str, spread: float, dtype: torch.dtype, spans: Spans, bal
 @pytest.mark.parametrize("spread", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("name", PREDICATES)
 def test_three_calls_an_attention(gpu: AbsentGpu, name: str, spread: float, dtype: torch.dtype) -> None:
-    """Of a thousand documents, in every order of rows. In float32 two more where three would take memory for more than
-    8 times the rows: of very uneven lengths, or where those of a zigzag shard that are not causal are three already."""
+    """A thousand documents, in every order of rows. In float32, two more calls are made if three would need memory for
+    more than 8 times the rows: for very uneven lengths, or if the non-causal ones of a zigzag shard are three."""
     crowded = dtype == FP32 and (spread == 2.0 or name == "all pairs")
     ways = [(spans, "") for spans in WAYS.values()] + [(WAYS[name], name) for name in ("ring", "gather")]
     for spans, balanced in ways:
@@ -110,8 +110,8 @@ def test_three_calls_an_attention(gpu: AbsentGpu, name: str, spread: float, dtyp
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0])
-def test_windows_of_whole_documents(gpu: AbsentGpu, spread: float) -> None:
-    """As many queries as keys: no rank holds a part of them."""
+def test_windows_of_unsplit_documents(gpu: AbsentGpu, spread: float) -> None:
+    """Every rank has all queries and keys of a document."""
     found = gpu.run(kernels, PREDICATES["window"], spread, FP32, WAYS["Ulysses"])
     assert {name for names in found for name in names} == {"efficient"}
 
@@ -120,10 +120,10 @@ OPTIONS = {"all pairs": {}, "causal": {"is_causal": True}, "window": {"is_causal
 
 
 def by_any_length(op: str, case: Case, n: int) -> tuple[list[Tensor], list[Tensor], set[str], int]:
-    """In three calls, as if memory were short."""
+    """Run the case in three calls, by limits that forbid one call."""
     with mock.patch.multiple(calls, UNSPLIT_BYTES=0, MIN_SAVING=1, MAX_PADDING=1 << 20):
         calls._split_by_length.cache_clear()
-        found = by_hand_on_gpu(op, case, n)
+        found = simulated_on_gpu(op, case, n)
         calls._split_by_length.cache_clear()
     return found
 
@@ -133,7 +133,7 @@ def by_any_length(op: str, case: Case, n: int) -> tuple[list[Tensor], list[Tenso
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("op", OPS)
 def test_numbers_in_float32(gpu: AbsentGpu, op: str, name: str, layout: str) -> None:
-    """Results and gradients of one device, where lengths differ so much that they are several calls, of padded shards."""
+    """Results and gradients equal a single device's for uneven lengths, which need several calls, on padded shards."""
     if op in ("ulysses", "hybrid") and layout == "zigzag":
         layout = "contiguous"
     documents = torch.arange(9).repeat_interleave(torch.tensor([3, 70, 1, 2, 1, 40, 5, 30, 5])).expand(2, -1)
@@ -148,7 +148,7 @@ def test_numbers_in_float32(gpu: AbsentGpu, op: str, name: str, layout: str) -> 
 
 @pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])
 def test_memory_for_the_longest(spread: float) -> None:
-    """At most three calls, of the same sequences, and none needs memory for many times the rows."""
+    """At most three calls cover all sequences, and none needs memory for many times the rows."""
     ends = torch.tensor([0, *lengths(spread)]).cumsum(0).tolist()
     runs = [AttendedRun((a, b), (a, b), CAUSAL_WINDOW) for a, b in pairwise(ends)]
     found = calls.split_by_length((merge_runs(runs, CAUSAL_WINDOW),), 1, 4096)
@@ -159,7 +159,7 @@ def test_memory_for_the_longest(spread: float) -> None:
 
 
 def test_lengths_of_every_size_are_more_calls() -> None:
-    """One of half the rows, two of a quarter, ...: else memory is for many times as many rows as there are."""
+    """One sequence of half the rows, two of a quarter, ...: three calls would need memory for many times the rows."""
     sizes = [1 << (16 - level) for level in range(12) for _ in range(1 << level)]
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
     runs = [AttendedRun((a, b), (a, b), CAUSAL_WINDOW) for a, b in pairwise(ends)]
@@ -169,7 +169,7 @@ def test_lengths_of_every_size_are_more_calls() -> None:
     assert max(longest) <= calls.MAX_PADDING * ends[-1]
 
 
-def test_a_grid_has_so_many_sequences() -> None:
+def test_sequences_per_call_are_limited_by_the_grid() -> None:
     runs = [AttendedRun((i, i + 1), (i, i + 1), CAUSAL_WINDOW) for i in range(70_000)]
     found = calls.split_by_length((merge_runs(runs, CAUSAL_WINDOW),), 2, 64)
     assert [len(call.runs()) for call in found] == [32_767, 32_767, 4_466]

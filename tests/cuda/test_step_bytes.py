@@ -1,4 +1,4 @@
-"""What `explain` predicts of a rank's training step on a GPU, beside the bytes that live along Inductor's wrappers."""
+"""Predictions of `explain` for a rank's training step on a GPU, against the live bytes of Inductor's wrappers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ slow = pytest.mark.slow
 CLOSE = 0.1
 
 SMALL = Llama(rows=2048, dim=512, heads=16, hidden=1536, vocab=8192)
-"""Narrow heads, and too little for sums over rows to run with rows."""
+"""Narrow heads, and too few values for sums over rows to be fused with rows."""
 HOSTED = {"attention": "ulysses", "tiles": 16, "offload": 0.3}
 GATHERED = {"attention": "gather", "layout": "zigzag"}
 
@@ -34,28 +34,26 @@ CASES = [
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("of", "n", "options"), CASES)
-def test_a_predicted_peak_is_that_along_the_wrappers(
-    gpu: AbsentGpu, of: Llama, n: int, options: dict[str, Any]
-) -> None:
-    """Of all values and gradients, over forward and backward."""
+def test_a_predicted_peak_is_that_of_the_wrappers(gpu: AbsentGpu, of: Llama, n: int, options: dict[str, Any]) -> None:
+    """Compare the peaks of all values and gradients, of forward and backward."""
     live = gpu.run(compiled_step, of, n, **options)
     found = predicted(of, n, **{name: value for name, value in options.items() if name != "ulysses"})
     assert found.values == pytest.approx(live.peak, rel=CLOSE)
-    forward, backward = (max(x.nbytes for x in found.points() if x.is_after is behind) for behind in (False, True))
+    forward, backward = (max(x.nbytes for x in found.points() if x.is_after is backward) for backward in (False, True))
     assert forward == pytest.approx(live.forward.peak, rel=CLOSE)
     assert backward == pytest.approx(live.backward.peak, rel=CLOSE)
 
 
 @slow
 def test_layers_add_up(gpu: AbsentGpu) -> None:
-    """Of an 8B model at a million tokens on 8 ranks: each layer more takes as much, and 32 fit into 80 GB with FSDP.
+    """Each further layer of an 8B model at a million tokens takes equal memory, and 32 fit into 80 GB with FSDP.
 
-    Attention is computed again, as in the model with all layers, of which `explain` says the same.
+    Attention is recomputed, as in the model with all layers; `explain` predicts the extrapolated peak.
     """
     options = {"attention": "ulysses", "tiles": 16}
     live = [gpu.run(compiled_step, LLAMA_8B.of(n), 8, **options, **OF_MANY) for n in (1, 2, 3)]
     first, second, third = (step.values for step in live)
     assert third - second == pytest.approx(second - first, rel=0.05)
-    whole = third + (LLAMA_8B.layers - 3) * (third - second)
-    assert whole + LLAMA_8B.state(8) < 80e9
-    assert predicted(LLAMA_8B, 8, **options).peak_without_gradients == pytest.approx(whole, rel=CLOSE)
+    total = third + (LLAMA_8B.layers - 3) * (third - second)
+    assert total + LLAMA_8B.state(8) < 80e9
+    assert predicted(LLAMA_8B, 8, **options).peak_without_gradients == pytest.approx(total, rel=CLOSE)

@@ -1,6 +1,6 @@
-"""Golden order of what a rank does on a GPU: exchanges that start before what hides them, waits, blocks of attention.
+"""Golden order of a rank's operations on a GPU: exchanges start early enough to be hidden by attention blocks.
 
-Of `n = route`, n numbers the exchange and the route says between whom; `of n` is what reads its result.
+In `n = route`, n is the number of the exchange, and the route names its ranks; `of n` marks a reader of its result.
 """
 
 from __future__ import annotations
@@ -320,8 +320,8 @@ wait 2""",
     )
 
 
-def test_gradients_leave_as_they_are_made(gpu: AbsentGpu) -> None:
-    """The sum of a layer's gradients is on its way while attention of the layer before it is computed."""
+def test_gradients_are_sent_as_they_are_computed(gpu: AbsentGpu) -> None:
+    """The sum of a layer's gradients is in flight while attention of the previous layer is computed."""
     sizes = Sizes(rows=8192, heads=32, kv_heads=8, layers=2)
     rank = gpu.run(partial(attention, ulysses_chunks=1), "ulysses", 2, sizes)
     of_sums = [i for i, event in enumerate(rank.backward.events) if "all_reduce" in event]
@@ -331,7 +331,7 @@ def test_gradients_leave_as_they_are_made(gpu: AbsentGpu) -> None:
 
 
 def padding_of_strides() -> set[bool]:
-    """What Inductor is told of it in each graph that it lowers for a GPU."""
+    """Return Inductor's setting in each graph that it lowers for a GPU."""
     found = set()
     run = GraphLowering.run
 
@@ -346,5 +346,5 @@ def padding_of_strides() -> set[bool]:
 
 @slow
 def test_a_tensor_has_one_layout(gpu: AbsentGpu) -> None:
-    """Inductor of torch 2.11 read what lay without padding as if it had some: rows of odd length, on an H100."""
+    """Inductor of torch 2.11 read unpadded rows of odd length as padded ones on an H100."""
     assert gpu.run(padding_of_strides) == {False}

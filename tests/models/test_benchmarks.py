@@ -25,9 +25,11 @@ def test_attention(tmp_path: Path) -> None:
     run("attention.py", *tiny, "--output", str(report))
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.read_text().splitlines()]
     collectives = {tuple(row[1:3]): int(row[4]) for row in rows if len(row) == 7 and row[0] == "2"}
-    assert set(collectives) == {(kind, how) for kind in ("ulysses", "ring") for how in ("compiled", "op", "by hand")}
+    assert set(collectives) == {
+        (kind, how) for kind in ("ulysses", "ring") for how in ("compiled", "op", "handwritten")
+    }
     for kind in ("ulysses", "ring"):
-        assert collectives[kind, "compiled"] < collectives[kind, "by hand"]
+        assert collectives[kind, "compiled"] < collectives[kind, "handwritten"]
 
 
 @pytest.mark.slow
@@ -80,7 +82,7 @@ def test_gpu_models(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_plans() -> None:
-    """The work of the busiest rank, in the balanced layout, is what it promises for every kind of documents."""
+    """The busiest rank's work in the balanced layout is within its bound for every kind of documents."""
     rows = [line.split("│") for line in run("plans.py", "--tokens", "131072", "--documents", "30").splitlines()]
     balanced = [row for row in rows if len(row) > 5 and row[3].strip() == "balanced"]
     assert len(balanced) == 6

@@ -1,4 +1,4 @@
-"""A print, a branch on data and a hook in every block: the pieces are one device's, and the report says what was whole, and why."""
+"""A print, a data-dependent branch and a hook in every block: single-device results, and a report of gathered values with reasons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIM = 16
 
 
 class Watched(Block):
-    """A block that prints, and takes one of two ways by what it has computed; a hook notes the largest entry."""
+    """A block that prints and branches on its data; a hook records the largest entry."""
 
     def __init__(self, place: int, seen: Seen) -> None:
         super().__init__(16, 4)
@@ -41,7 +41,7 @@ class BreaksInEachBlock(Decoder):
 
 
 def watched(how: str, outputs: str, lengths: list[int]) -> tuple[list[Outcome], Seen, Seen]:
-    """Steps against one device, with what the hooks saw in both. how: compiled "whole" or by "blocks"."""
+    """Compare steps and hook records with a single device. how: compile the "whole" model, or "blocks"."""
     saw: tuple[Seen, Seen] = [], []
     model, alone = (build(BreaksInEachBlock, seen=seen) for seen in saw)
     options = {"mesh": worker.mesh(), "outputs": outputs}
@@ -79,10 +79,10 @@ def test_breaks_in_each_block(ranks: Ranks, n: int, how: str, outputs: str, leng
         torch.testing.assert_close(*(torch.tensor([x for _, x in saw]) for saw in (found, right)))
 
 
-def behind_eager_code(
+def train_after_eager_code(
     layout: str, attention: str, changes: bool, lengths: list[int]
 ) -> tuple[list[Outcome], list[str]]:
-    """Blocks whose results a hook reads, and after the last one changes, before a compiled loss; what is said of it."""
+    """Train blocks whose results a hook reads, or changes after the last one, before a compiled loss; return warnings."""
     model, said = build(Packed, shifts=False), list[str]()
     alone = copy.deepcopy(model)
 
@@ -121,8 +121,8 @@ def behind_eager_code(
 def test_eager_code_before_a_compiled_tail(
     ranks: Ranks, layout: str, attention: str, changes: bool, lengths: list[int]
 ) -> None:
-    """What it reads stays in shards. What it makes is whole, and so is then what has no sequence: rank 0 says so."""
-    results = ranks.run(2, behind_eager_code, layout, attention, changes, lengths)
+    """Values that eager code reads stay sharded; its results, and values without a sequence, are full, with a warning."""
+    results = ranks.run(2, train_after_eager_code, layout, attention, changes, lengths)
     for outcomes in zip(*(steps for steps, _ in results)):
         check(outcomes)
     (of_first, of_second) = (said for _, said in results)
@@ -134,7 +134,7 @@ def test_eager_code_before_a_compiled_tail(
 
 
 def cut_between_blocks(options: dict[str, Any], dynamic: bool | None, cut: slice, lengths: list[int]) -> list[Outcome]:
-    """Blocks that break behind their attention; eager code passes on a view of the first one's result, which it read."""
+    """Blocks with a graph break after their attention; eager code reads the first result and passes a view of it."""
     model = build(Packed, shifts=False)
     for block in model.blocks:
         block.out.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
@@ -174,7 +174,7 @@ BALANCED, ZIGZAG = ({"layout": layout, "attention": "ring"} for layout in ("bala
 def test_views_of_results_in_shards(
     ranks: Ranks, n: int, options: dict[str, Any], dynamic: bool | None, cut: slice, lengths: list[int]
 ) -> None:
-    """To autograd such a view has a base in shards, whose rows torch asks for in the middle of a compilation."""
+    """For autograd such a view has a sharded base, whose rows torch reads during compilation."""
     for outcomes in zip(*ranks.run(n, cut_between_blocks, options, dynamic, cut, lengths)):
         check(outcomes)
 
@@ -185,7 +185,7 @@ def changed_by_eager_code(view: Tensor) -> None:
 
 
 class WritesView(nn.Module):
-    """Changes a view of its rows behind a break, and so these."""
+    """Mutates a view of its rows after a graph break, and so the rows."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class WritesView(nn.Module):
 
 
 def writes_view(where: str) -> str | float:
-    """The error; or how far the result is from that of one device."""
+    """Return the error message, or the difference from the single-device result."""
     front, block = nn.Linear(DIM, DIM), WritesView(where)
     alone, x = copy.deepcopy(block), torch.randn(1, 8, DIM)
     options = {"compiler": "aot_eager", "mesh": worker.mesh(), "outputs": "lazy", "seq_dims": {"x": 1}}
@@ -216,8 +216,8 @@ def writes_view(where: str) -> str | float:
 
 
 @pytest.mark.parametrize("where", ["of a result", "of an input", "by eager code"])
-def test_a_view_that_is_written_behind_a_break(ranks: Ranks, where: str) -> None:
-    """On one device what it is a view of changes with it; a graph that is given both refuses it."""
+def test_a_view_that_is_written_after_a_break(ranks: Ranks, where: str) -> None:
+    """On a single device the base changes with its view; a graph with both as inputs refuses the write."""
     for found in ranks.run(2, writes_view, where):
         if isinstance(found, str):
             assert "input view is changed in place and shares memory with input x" in found
@@ -225,8 +225,8 @@ def test_a_view_that_is_written_behind_a_break(ranks: Ranks, where: str) -> None
             assert found < 1e-5
 
 
-def test_what_the_report_says_of_breaks() -> None:
-    """What stays in shards; what is whole, at which line, and why: the hook's largest entry, and what eager code reads."""
+def test_report_of_breaks() -> None:
+    """The report lists sharded values, and gathered ones with line and reason: the hook's entry, and eager reads."""
     report = sp_compile.explain(build(BreaksInEachBlock, seen=[], layers=2), *text(9), sp=2, outputs="lazy")
     said = {note.label: note for note in report.notes if note.kind is not NoteKind.KEPT_SHARDED}
     assert {note.node for note in report.find_notes(NoteKind.KEPT_SHARDED)} == {"y", "out", "x"}
@@ -243,7 +243,7 @@ def test_what_the_report_says_of_breaks() -> None:
 
 
 @pytest.mark.slow
-def test_what_the_report_says_of_small_results() -> None:
+def test_report_of_small_results() -> None:
     report = sp_compile.explain(build(BreaksInEachBlock, seen=[], layers=1), *text(9), sp=2)
     (small,) = report.find_notes(NoteKind.UNSHARDED)
     assert "return x + self.dropout" in small.where

@@ -21,7 +21,7 @@ def run(*command):
     return done.stdout
 
 
-def test_by_hand():
+def test_single_passes():
     out = run("examples/by_hand.py")
     assert "== UlyssesAttention: rewrote the graph" in out
     losses = re.findall(r"rank \d: (\S+) +one device: (\S+)", out)
@@ -44,7 +44,7 @@ def test_data_and_sequence(kind):
 
 
 @pytest.mark.slow
-def test_attention_by_hand():
+def test_functional_attention():
     assert torchrun(2, "examples/attention_by_hand.py").count("largest relative error against one device") == 3
 
 
@@ -56,7 +56,7 @@ def test_attention_strategies():
     assert re.findall(r"(\w+) +on 4 ranks", out) == ["ulysses", "ring", "hybrid", "gather", "auto"]
 
 
-# Each compares some values by hand and one compiled model with one device.
+# Each compares some values directly, and one compiled model with a single device.
 SCANS = {"moe_routing": 4, "packed_sequences": 5, "cumulative_masks": 6, "batch_slicing": 3, "distributed_softmax": 3}
 
 

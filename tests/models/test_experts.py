@@ -50,7 +50,7 @@ def summed(x: Tensor) -> Tensor:
 
 
 def inverted(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """As transformers writes it."""
+    """Route tokens in the form of transformers."""
     keys, order = torch.sort(ids.reshape(-1))
     y = model.inside(x[order // TOP], keys, ends_of(keys)) * weights.reshape(-1)[order].unsqueeze(-1)
     inverse = torch.empty_like(order)
@@ -59,7 +59,7 @@ def inverted(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
 
 
 def scattered(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """As torchtitan writes it."""
+    """Route tokens in the form of torchtitan."""
     flat = ids.view(-1)
     order = torch.argsort(flat, stable=True)
     tokens = (order // TOP).reshape(-1, 1).expand(-1, WIDTH)
@@ -103,12 +103,12 @@ def counted(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     return summed(y[order.argsort()]) * (1 + counts.to(x.dtype).std())
 
 
-SPELLINGS = [inverted, scattered, added, written, argsorted_twice, without_products, counted]
+ROUTINGS = [inverted, scattered, added, written, argsorted_twice, without_products, counted]
 
 
 @pytest.mark.sampled(every=10)
 @pytest.mark.parametrize(("ranks", "length"), [(2, 16), (3, 13), (4, 3)])
-@pytest.mark.parametrize("experts", SPELLINGS)
+@pytest.mark.parametrize("experts", ROUTINGS)
 def test_each_rank_sorts_its_own(experts: Experts, ranks: int, length: int) -> None:
     model = seeded(partial(Mixture, experts))
     x = torch.randn(BATCH, length, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -117,7 +117,7 @@ def test_each_rank_sorts_its_own(experts: Experts, ranks: int, length: int) -> N
 
 
 @pytest.mark.sampled(every=6)
-@pytest.mark.parametrize("experts", [scattered, *(one for one in SPELLINGS if one is not scattered)])
+@pytest.mark.parametrize("experts", [scattered, *(one for one in ROUTINGS if one is not scattered)])
 def test_each_rank_sorts_its_own_of_any_length(experts: Experts) -> None:
     model = seeded(partial(Mixture, experts))
     x = torch.randn(BATCH, 13, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -127,7 +127,7 @@ def test_each_rank_sorts_its_own_of_any_length(experts: Experts) -> None:
 
 
 def test_rows_in_the_order_of_keys_are_never_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is missed in front of it, the proof refuses: a slice of all rows of a length that only the run knows."""
+    """The proof refuses a form that was missed before: a full slice of a length that is known only at run time."""
     monkeypatch.setattr(sorted_rows, "_is_full_slice", lambda node: False)
     x = torch.randn(BATCH, 13, WIDTH, dtype=torch.float64)
     torch._dynamo.mark_dynamic(x, 1)
@@ -136,7 +136,7 @@ def test_rows_in_the_order_of_keys_are_never_exchanged(monkeypatch: pytest.Monke
 
 
 class Hashed(Mixture):
-    """As DeepSeek V4's first layers route: by a table of token ids, which are whole on every rank."""
+    """Routing of DeepSeek V4's first layers: by a table of token ids, which are replicated."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
@@ -153,14 +153,14 @@ class Hashed(Mixture):
 
 
 @pytest.mark.parametrize("experts", [inverted, scattered, added])
-def test_each_rank_sorts_its_own_by_keys_that_are_whole(experts: Experts) -> None:
+def test_each_rank_sorts_its_own_by_replicated_keys(experts: Experts) -> None:
     tokens = torch.randint(EXPERTS, (BATCH, 13))
     report = check(seeded(partial(Hashed, experts)), tokens, sp=3)
     assert not report.fallbacks, report
 
 
 def test_an_order_of_all_rows_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sort of keys that stay whole, beside rows in shards, is refused."""
+    """A sort of replicated keys with sharded rows is refused."""
     sort, start = torch.ops.sp.sort_rows.default, propagate.start_sharding
     monkeypatch.setattr(
         propagate,
@@ -172,7 +172,7 @@ def test_an_order_of_all_rows_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("experts", SPELLINGS)
+@pytest.mark.parametrize("experts", ROUTINGS)
 def test_nothing_is_gathered(experts: Experts) -> None:
     x = torch.randn(BATCH, 8, WIDTH, dtype=torch.float64)
     report = sp_compile.explain(seeded(partial(Mixture, experts)), x, sp=2, seq_dims={"x": 1})
@@ -231,7 +231,7 @@ def not_put_back(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Ten
         not_put_back,
     ],
 )
-def test_what_depends_on_the_order_is_gathered(experts: Experts) -> None:
+def test_values_that_depend_on_the_order_are_gathered(experts: Experts) -> None:
     model = seeded(partial(Mixture, experts))
     x = torch.randn(BATCH, 6, WIDTH, dtype=torch.float64, requires_grad=True)
     report = check(model, x, sp=2, seq_dims={"x": 1})

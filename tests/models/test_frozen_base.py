@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @torch.library.custom_op("sp_tests::dequantized", mutates_args=())
 def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
-    """As a library of quantised weights has it, of which nobody knows a rule."""
+    """Dequantize weights like an operator of a quantization library, for which no rule exists."""
     return codes.to(scale.dtype) * scale[:, None]
 
 
@@ -28,7 +28,7 @@ def _(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 class Int8(Tensor):
-    """A weight that is dequantised by whatever op takes it, as torchao's are."""
+    """A weight that any op dequantizes on use, like torchao's."""
 
     codes: Tensor
     scale: Tensor
@@ -72,14 +72,14 @@ class Codes(nn.Module):
 
 
 class ByAnOp(Codes):
-    """The same, by an op of a library."""
+    """A frozen weight of int8 codes that a library's op dequantizes."""
 
     def forward(self) -> Tensor:
         return dequantized(self.codes, self.scale)
 
 
 class BySubclass(Codes):
-    """The same, as a parameter of a subclass of Tensor."""
+    """A frozen weight of int8 codes in a Tensor subclass."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
@@ -150,5 +150,5 @@ def test_adapters_of_a_frozen_base(ranks: Ranks, base: Callable[[Tensor], nn.Mod
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [BySubclass, Table])
 def test_adapters_in_bf16(ranks: Ranks, base: Callable[[Tensor], nn.Module]) -> None:
-    """Of 8 bits: the ranks' gradients are rounded before they are added up."""
+    """Gradients of ranks are rounded to bfloat16 before their sum."""
     check(ranks.run(2, tuned, base, torch.bfloat16), tolerance=3e-2)

@@ -55,7 +55,7 @@ def test_random_tiles_equal_one_device(seed: int) -> None:
 
 @pytest.mark.sampled(every=156)
 @pytest.mark.parametrize("name", list(itertools.islice(op_db.infos(), 0, None, 3)))
-def test_ops_behind_attention_equal_one_device(name: str) -> None:
+def test_ops_after_attention_equal_one_device(name: str) -> None:
     for variant in op_db.VARIANTS:
         if op_db.samples(name) and op_db.has(variant, name):
             result = op_db.run(f"op_db:{name}:{variant}:0")
@@ -130,7 +130,7 @@ FOUND_TILES = {
         ],
         TiledSetting((2, 6, 3), (4,), 1, True, {"tiles": 40}),
     ),
-    "balanced, and an attention that nobody reads": (
+    "balanced, and an unused attention": (
         [Step("rows attend", (0,)), HEAD, Step("each bce", (2,)), Step("sum mean", (3,))],
         TiledSetting((1, 6, 3), (2,), 1, False, {"layout": "balanced", "tiles": 5}),
     ),
@@ -157,7 +157,7 @@ SEEDS_FOUND = {579: RIGHT, 617: RIGHT, 818: RIGHT, 859: RIGHT, 2059: RIGHT, 2684
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS_FOUND)
 def test_seeds_that_were_wrong_once(seed: int) -> None:
-    """Silently wrong, a raw error or a hang when they were first run. Seed 2684 asks for hybrid attention of a single head."""
+    """Former silent errors, raw errors and hangs. Seed 2684 uses hybrid attention with a single head."""
     result = run(f"programs:{seed}")
     assert result.outcome in SEEDS_FOUND[seed], result
 
@@ -224,7 +224,7 @@ def test_a_program_that_is_lowered_wrongly(change: Callable[[GraphModule], None]
         assert SETTING.outcome(STEPS).outcome is expected
 
 
-def test_what_is_wrong_is_made_small() -> None:
+def test_failures_are_minimized() -> None:
     with spoilt(drops_the_scans):
         setting, steps, result = minimal(SETTING, STEPS, SETTING.outcome(STEPS))
     assert steps == [Step("cumsum", (0,), (1,))]
@@ -250,26 +250,30 @@ def test_a_refusal_is_no_bug() -> None:
 
 
 RIGHT_STEP = Event(0, "right")
-TOLD = Event(1, "refused", "SP633: the 2 ranks of this group were given different values: ids")
+REFUSED_STEP = Event(1, "refused", "SP633: the 2 ranks of this group were given different values: ids")
 
 
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        ([RIGHT_STEP, TOLD, None], [RIGHT_STEP, TOLD, None], Outcome.REFUSED),
-        ([RIGHT_STEP, TOLD, None], [RIGHT_STEP], Outcome.HANG),
-        ([RIGHT_STEP, TOLD, None], [RIGHT_STEP, Event(1, "right"), None], Outcome.WRONG),
-        ([RIGHT_STEP, Event(1, "wrong"), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
-        ([RIGHT_STEP, TOLD, None], [RIGHT_STEP, Event(1, "raw"), None], Outcome.RAW),
-        ([Event(3, "refused", TOLD.words), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
-        ([Event(1, "refused", "no"), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
-        ([TOLD, Event(AFTER, "raw"), None], [TOLD, Event(AFTER, "right"), None], Outcome.RAW),
-        ([TOLD, Event(AFTER, "refused", BROKEN), None], [TOLD, Event(AFTER, "right"), None], Outcome.WRONG),
-        ([Event(2, "refused", TOLD.words), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
-        ([RIGHT_STEP, TOLD, None], [Event(2, "refused", TOLD.words), None], Outcome.REFUSED),
+        ([RIGHT_STEP, REFUSED_STEP, None], [RIGHT_STEP, REFUSED_STEP, None], Outcome.REFUSED),
+        ([RIGHT_STEP, REFUSED_STEP, None], [RIGHT_STEP], Outcome.HANG),
+        ([RIGHT_STEP, REFUSED_STEP, None], [RIGHT_STEP, Event(1, "right"), None], Outcome.WRONG),
+        ([RIGHT_STEP, Event(1, "wrong"), None], [RIGHT_STEP, REFUSED_STEP, None], Outcome.WRONG),
+        ([RIGHT_STEP, REFUSED_STEP, None], [RIGHT_STEP, Event(1, "raw"), None], Outcome.RAW),
+        ([Event(3, "refused", REFUSED_STEP.words), None], [RIGHT_STEP, REFUSED_STEP, None], Outcome.WRONG),
+        ([Event(1, "refused", "no"), None], [RIGHT_STEP, REFUSED_STEP, None], Outcome.WRONG),
+        ([REFUSED_STEP, Event(AFTER, "raw"), None], [REFUSED_STEP, Event(AFTER, "right"), None], Outcome.RAW),
+        (
+            [REFUSED_STEP, Event(AFTER, "refused", BROKEN), None],
+            [REFUSED_STEP, Event(AFTER, "right"), None],
+            Outcome.WRONG,
+        ),
+        ([Event(2, "refused", REFUSED_STEP.words), None], [RIGHT_STEP, REFUSED_STEP, None], Outcome.WRONG),
+        ([RIGHT_STEP, REFUSED_STEP, None], [Event(2, "refused", REFUSED_STEP.words), None], Outcome.REFUSED),
     ],
 )
-def test_the_judgement_of_what_ranks_told(first: list, second: list, expected: Outcome) -> None:
+def test_judgement_of_events(first: list, second: list, expected: Outcome) -> None:
     scene = FaultScene("other tokens", world=2, odd=1, step=1, tcp=False, folder="")
     assert judged(scene, FAULTS["other tokens"], {0: first, 1: second}).outcome is expected
 
@@ -295,8 +299,8 @@ def test_no_tokens(options: dict[str, Any]) -> None:
     assert not result.outcome.is_bad, result
 
 
-def test_the_ledger_goes_on(tmp_path: Path) -> None:
-    """Cases of one source and commit make one row, whatever is between them."""
+def test_the_ledger_continues(tmp_path: Path) -> None:
+    """Cases of one source and commit make one row, also with other cases between them."""
     path = tmp_path / "fuzz.md"
     for source, number, outcome in (
         ("programs", 7, Outcome.EXACT),
@@ -323,7 +327,7 @@ MADE: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("kind", MADE)
 def test_a_seed_makes_one_program_of_each_kind(kind: str) -> None:
-    """Of other sizes and ranks, some under Inductor, of which most are lengths that the ranks do not divide."""
+    """Programs vary in size and ranks, some under Inductor, most with lengths that the ranks do not divide."""
     drawn = [MADE[kind](seed) for seed in range(30)]
     assert MADE[kind](7) == drawn[7]
     assert len({str(one) for one in drawn}) == 30
@@ -343,8 +347,8 @@ def test_a_seed_of_a_session_draws_other_cases(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Told(Scene):
-    """A scene without ranks: each rank's answer is given. raised: by one device."""
+class FakeScene(Scene):
+    """A scene without ranks. answers: result of each rank. raises: the single-device run fails."""
 
     answers: tuple[Any, ...] = ()
     raises: bool = False
@@ -358,8 +362,8 @@ class Told(Scene):
         return {"result": 2 * inputs[0]}
 
 
-def told(scene: Told) -> Any:
-    """The pool in place of the one that has processes; None is a rank that does not answer."""
+def fake_pool(scene: FakeScene) -> Any:
+    """Replace the pool of processes by the answers of the scene; None is a rank without an answer."""
     answers = {
         rank: (not isinstance(answer, Failure), answer)
         for rank, answer in enumerate(scene.answers)
@@ -392,16 +396,16 @@ GONE = Failure(("RuntimeError",), "Connection closed by peer", "")
         ((GONE, Failure(("RuntimeError",), "Timed out waiting 120000ms", "")), Outcome.HANG),
     ],
 )
-def test_the_judgement_of_what_ranks_found(answers: tuple[Any, ...], expected: Outcome) -> None:
-    scene = Told(2, answers=answers)
-    with told(scene):
+def test_judgement_of_results(answers: tuple[Any, ...], expected: Outcome) -> None:
+    scene = FakeScene(2, answers=answers)
+    with fake_pool(scene):
         assert on_ranks.outcome(scene).outcome is expected
 
 
-def test_what_is_wrong_on_one_device_is_no_fault_of_ours() -> None:
-    """NaN where one device has NaN, and an error where it raises."""
+def test_single_device_failures_are_not_counted() -> None:
+    """NaN of a single device is expected on ranks, and a case whose single-device run raises is skipped."""
 
-    class Infinite(Told):
+    class Infinite(FakeScene):
         def play(self, compiled: Any, inputs: Any) -> dict[str, Any]:
             return {"result": inputs[0] / 0, "other": inputs[0]}
 
@@ -411,9 +415,9 @@ def test_what_is_wrong_on_one_device_is_no_fault_of_ours() -> None:
         ({**HALF.values, "other": TWO}, Outcome.WRONG),
     ):
         scene = Infinite(2, answers=(Played(answer, ""),) * 2)
-        with told(scene):
+        with fake_pool(scene):
             assert on_ranks.outcome(scene).outcome is expected
-    assert on_ranks.outcome(Told(2, raises=True)).outcome is Outcome.SKIPPED
+    assert on_ranks.outcome(FakeScene(2, raises=True)).outcome is Outcome.SKIPPED
 
 
 @pytest.mark.parametrize(

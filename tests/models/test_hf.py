@@ -1,4 +1,4 @@
-"""Models that nobody here wrote, from transformers, with tiny random weights."""
+"""Unmodified models of transformers with tiny random weights."""
 
 import copy
 from functools import partial
@@ -17,7 +17,7 @@ from sp_compile.passes.context import NoteKind
 
 transformers = pytest.importorskip("transformers")
 
-TOLERANCE = 1e-6  # transformers computes the losses of decoders in float32, whatever the model is in
+TOLERANCE = 1e-6  # transformers computes the losses of decoders in float32 for every dtype of the model
 SMALL = {"vocab_size": VOCAB, "attn_implementation": "sdpa"}
 
 
@@ -134,7 +134,7 @@ def trained(model: torch.nn.Module, whole: bool) -> torch.nn.Module:
 @pytest.mark.parametrize(("sp", "attention"), [(4, "hybrid"), (1, "auto"), (2, "ring"), (3, "gather"), (4, "ulysses")])
 @pytest.mark.parametrize("make", [deepseek, partial(gpt_oss, "grouped_mm")], ids=["deepseek", "gpt_oss"])
 def test_gathers_nothing(make: Any, sp: int, attention: str, padded: bool) -> None:
-    """Loss and every gradient of one device, on simulated ranks; experts sort the tokens that a rank has."""
+    """Loss and every gradient equal a single device's on simulated ranks; experts sort the tokens of each rank."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     model = make().double()
@@ -148,7 +148,7 @@ def test_gathers_nothing(make: Any, sp: int, attention: str, padded: bool) -> No
 
 
 def sent(make: Any, whole: bool, outputs: Any) -> tuple[list[int], list[str]]:
-    """Bytes of a training step, forward and backward; results that stay in shards."""
+    """Return bytes of a training step, forward and backward, and its lazy results."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     ids = torch.randint(1, VOCAB, (2, 14))
@@ -159,7 +159,7 @@ def sent(make: Any, whole: bool, outputs: Any) -> tuple[list[int], list[str]]:
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("outputs", ["lazy", {"logits": "lazy"}], ids=str)
-def test_logits_that_nobody_reads_cost_nothing(outputs: Any) -> None:
+def test_unread_logits_cost_nothing(outputs: Any) -> None:
     found, lazy = sent(llama, True, outputs)
     assert found == sent(llama, False, "gather")[0]
     assert lazy == ["logits"]
@@ -178,7 +178,7 @@ def test_logits_of_other_models_cost_nothing(make: Any) -> None:
 
 
 def logits_read(make: Any) -> tuple[Outcome, float]:
-    """Loss and logits of one call of the unmodified model, the logits read behind the backward."""
+    """Return loss and logits of one call of the unmodified model, with logits read after the backward."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     model = make().double()
@@ -205,7 +205,7 @@ def test_logits_are_one_devices(ranks: Ranks, make: Any) -> None:
 
 @pytest.mark.parametrize("attention", ["auto", pytest.param("ring", marks=pytest.mark.slow)])
 def test_gemma_2_as_transformers_trains_it(attention: str) -> None:
-    """Its only attention is spelled out, with soft-caps and windows: nothing is gathered."""
+    """Eager attention with soft-caps and windows is matched: nothing is gathered."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "sliding_window": 8}
     counts = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     torch.manual_seed(0)

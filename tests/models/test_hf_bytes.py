@@ -1,4 +1,4 @@
-"""What ranks really send when unmodified models of transformers train: logits that nobody reads cost nothing."""
+"""Measured bytes that ranks send while unmodified transformers models train: unread logits cost nothing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WORDS, ROWS, TOKENS = 64, 66, 63
 
 @dataclass
 class Step:
-    """What came of a step on one rank. sent: its bytes of the forward, of the backward, and of reading the logits.
+    """Results of a step on one rank. sent: bytes of the forward, of the backward, and of reading the logits.
 
-    right: loss and gradients; error: of the logits, whose bytes are `size`. in_shards: were they, before they were read?
+    right: loss and gradients; error: of the logits, whose bytes are `size`. in_shards: logits were sharded before the read.
     """
 
     sent: list[int]
@@ -35,7 +35,7 @@ class Step:
 
 
 def step(make: Any, whole: bool) -> Step:
-    """The second step. whole: of the model itself, with all that it returns, and not of its loss alone."""
+    """Run two steps and return the second. whole: compile the model with all results, not its loss only."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     model = make()
@@ -70,8 +70,8 @@ MODELS = [
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_logits_that_nobody_reads_are_not_sent(ranks: Ranks, make: Any) -> None:
-    """Forward and backward, with no option; read afterwards they are one device's, and are sent once."""
+def test_unread_logits_are_not_sent(ranks: Ranks, make: Any) -> None:
+    """Forward and backward without options; logits read afterwards equal a single device's and are sent once."""
     if not counts():
         pytest.skip("the kernel does not count what a connection sends")
     with_logits, loss_alone = (ranks.run(2, step, make, whole) for whole in (True, False))

@@ -1,4 +1,4 @@
-"""State-space models and mixtures of experts that nobody here wrote, from transformers, with tiny random weights."""
+"""State-space models and mixtures of experts of transformers, with tiny random weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -129,7 +129,7 @@ def one_step(name: str, seq: int) -> Outcome:
 
 
 def tolerance(name: str) -> float:
-    """transformers computes norms and losses in float32, whatever the model is in."""
+    """Return the tolerance of a model; transformers computes norms and losses in float32 for every dtype."""
     return 2e-5 if name in EXPERTS else 1e-6
 
 
@@ -168,8 +168,8 @@ def verified(name: str, seq: int, sp: int) -> Report:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_models_are_sharded_whole(name: str) -> None:
-    """The sequence is found through the scan; nothing but scans and the convolution's halos crosses ranks."""
+def test_recurrent_models_are_sharded_completely(name: str) -> None:
+    """The scan identifies the sequence; only scan carries and convolution halos are exchanged."""
     report = verified(name, 14, sp=4)
     assert set(map(tuple, report.inputs.values())) == {(1,)}  # ids and labels
     assert not report.fallbacks, report

@@ -36,8 +36,8 @@ def test_nothing_is_gathered(make: Callable[[], torch.nn.Module], config: dict[s
     assert report.attention
 
 
-def test_a_head_in_front_of_a_loss_that_transformers_warns_of() -> None:
-    """torch ends the graph at the warning, and it is said where; told of its loss, the model is one graph in tiles."""
+def test_a_head_before_a_loss_with_a_warning() -> None:
+    """The warning breaks the graph, and a note names its line; with a loss_type, the model is one graph in tiles."""
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 64, "bos_token_id": None, "eos_token_id": None}
     model, ids = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), torch.randint(0, 64, (1, 32))
     model.config.use_cache = False

@@ -1,4 +1,4 @@
-"""What integrations decide before a rank is asked: sizes, backends, and calls that would train wrongly."""
+"""Checks of integrations before communication: sizes, backends, and calls that would train wrongly."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from sp_compile import SpError
 from sp_compile.integrations.ddp import compile_under_ddp
 
 
-def test_only_integrations_import_what_they_are_for() -> None:
-    """Nothing that `import sp_compile` or `sp_compile.data` reaches needs any of them."""
+def test_only_integrations_import_their_libraries() -> None:
+    """`import sp_compile` and `sp_compile.data` import none of these libraries."""
     wanted = "accelerate transformers lightning trl peft torchdata datasets".split()
     pattern = re.compile(rf"^\s*(?:import|from) (?:{'|'.join(wanted)})\b", re.MULTILINE)
     found = {module for module, file in FILES.items() if pattern.search(file.read_text())}
@@ -65,7 +65,7 @@ def test_sizes_that_do_not_fit(accelerate: Any, given: dict[str, int], words: st
         accelerate.axis_sizes(accelerate.ParallelismConfig(**given), 4)
 
 
-def test_the_backend_is_known_meanwhile(accelerate: Any) -> None:
+def test_the_backend_name_is_scoped(accelerate: Any) -> None:
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
     before = list(DynamoBackend)
@@ -109,7 +109,7 @@ def test_one_process_compiles(fresh: Any, given: dict[str, Any]) -> None:
         ({"sp_options": {"mesh": None}}, "SP822: sp_options: 'mesh'"),
     ],
 )
-def test_what_an_accelerator_refuses(fresh: Any, given: dict[str, Any], words: str) -> None:
+def test_accelerator_errors(fresh: Any, given: dict[str, Any], words: str) -> None:
     with pytest.raises(SpError, match=words):
         fresh.SequenceParallelAccelerator(cpu=True, **given)
 
@@ -141,7 +141,7 @@ class Sums(nn.Module):
 
 
 def under_ddp() -> tuple[int, float, str]:
-    """(graphs, worst error of a gradient against one device, what a call without DDP says)."""
+    """Return (graphs, largest gradient error against a single device, error of a call without DDP)."""
     torch.manual_seed(0)
     model, alone = Sums(), Sums()
     alone.load_state_dict(model.state_dict())
@@ -164,14 +164,14 @@ def under_ddp() -> tuple[int, float, str]:
 
 
 def test_a_model_under_ddp_is_one_graph(ranks: Ranks) -> None:
-    for graphs, worst, told in ranks.run(2, under_ddp):
+    for graphs, worst, message in ranks.run(2, under_ddp):
         assert graphs == 1
         assert worst < 1e-10
-        assert "SP832" in told
+        assert "SP832" in message
 
 
 def metrics() -> tuple[list[Any], list[str]]:
-    """What both ranks have of metrics in every form, and what they are told of forms that differ, and of none."""
+    """Return metrics of both ranks in every form, and the errors for different and for missing metrics."""
     from sp_compile.integrations.accelerate import gather_over_replicas
 
     rank, group = dist.get_rank(), dist.new_group([0, 1], timeout=timedelta(seconds=3), group_desc="metrics")
@@ -181,9 +181,9 @@ def metrics() -> tuple[list[Any], list[str]]:
     given = [{"loss": torch.tensor(rank), "more": (torch.full((2,), rank),)}, [rank, ("a", None)], [array]]
     found = [gather_over_replicas(one, group) for one in given]
     found.append(gather_over_replicas([torch.ones(1)], group, as_objects=True))
-    told = [error_text(lambda: gather_over_replicas(torch.ones(rank + 1), group))]
-    told.append(error_text(lambda: gather_over_replicas([1] if rank else torch.ones(2), group)))
-    return found, [*told, error_text(lambda: gather_over_replicas([1], group)) if rank == 0 else ""]
+    errors = [error_text(lambda: gather_over_replicas(torch.ones(rank + 1), group))]
+    errors.append(error_text(lambda: gather_over_replicas([1] if rank else torch.ones(2), group)))
+    return found, [*errors, error_text(lambda: gather_over_replicas([1], group)) if rank == 0 else ""]
 
 
 def test_metrics_of_replicas(accelerate: Any, ranks: Ranks) -> None:
@@ -199,7 +199,7 @@ def test_metrics_of_replicas(accelerate: Any, ranks: Ranks) -> None:
 
 
 def counted() -> dict[str, Any]:
-    """What a rank of two replicas of two ranks each is given, and what a rank is told of sums that differ."""
+    """Return the batches of a rank in two replicas of two ranks, and its error for sums that differ."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     import sp_compile.integrations.accelerate as integration
@@ -231,13 +231,13 @@ def counted() -> dict[str, Any]:
         if dist.get_rank() == 3:
             accelerator.set_trigger()
         found["triggers"] = [accelerator.check_trigger(), accelerator.check_trigger()]
-        found["told"] = error_text(lambda: accelerator.reduce(torch.tensor(dist.get_rank() == 3).int()))
+        found["error"] = error_text(lambda: accelerator.reduce(torch.tensor(dist.get_rank() == 3).int()))
     return found
 
 
 def test_rows_are_counted_once(accelerate: Any, ranks: Ranks) -> None:
     for found in ranks.run(4, counted):
-        assert "expected the same integers on the 2 ranks that share a sequence" in found.pop("told")
+        assert "expected the same integers on the 2 ranks that share a sequence" in found.pop("error")
         assert found == {
             "gather": [0, 1, 10, 11],
             "number": [3, 4],

@@ -18,7 +18,7 @@ AXES = "replicas", "shards", "sp"
 
 
 def sharding_mesh(mesh: DeviceMesh, with_sequence: bool) -> DeviceMesh:
-    """Replicas of what FSDP2 shards: over "shards" alone, or over the ranks of a sequence too, as torchtitan has it."""
+    """Return FSDP2's mesh: sharded over "shards" only, or also over the ranks of a sequence, as in torchtitan."""
     if not with_sequence:
         return mesh["replicas", "shards"]
     mesh["shards", "sp"]._flatten("both")

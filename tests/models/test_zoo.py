@@ -1,4 +1,4 @@
-"""Ops that mix tokens, inside a decoder: exact, and what had to be gathered is reported by name."""
+"""Ops that mix tokens in a decoder: exact results, and reports that name gathered ops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST = 20
 
 
 class Model(Decoder):
-    """op(model, x, ids) acts on the states x (B, S, WIDTH) behind a layer, and has parameters to use."""
+    """A decoder that applies op(model, x, ids) to the states x (B, S, WIDTH) after a layer, with parameters for op."""
 
     def __init__(self, op: Op) -> None:
         super().__init__(heads=12)  # all numbers of ranks here divide them
@@ -70,18 +70,18 @@ def moving_average(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     return x * m.average
 
 
-def token_mixing_by_hand(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+def eager_token_mixing(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
     return (x @ x.mT).masked_fill(hidden, -1e9).softmax(-1) @ x
 
 
-def capped_mixing_by_hand(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+def eager_capped_mixing(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     """No fused attention caps its scores."""
     return (x @ x.mT).tanh().softmax(-1) @ x
 
 
 def halves_of_a_weight(m: Model, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """One is used on shards, the other on every rank alike."""
+    """One half is used on shards, the other equally on every rank."""
     left, right = m.weight.exp().split(WIDTH // 2, 1)
     return x @ left, right.sin()
 
@@ -121,7 +121,7 @@ GATHERED: dict[str, Op] = {
     "slice_scatter": shifted_by_writes,
     "cdist": lambda m, x, ids: torch.cdist(x, x),
     "einsum": lambda m, x, ids: torch.einsum("bsd,btd->bst", x, x.exp()),
-    "matmul": capped_mixing_by_hand,
+    "matmul": eager_capped_mixing,
     "linear": lambda m, x, ids: F.linear(x.mT, square(m, x), m.mix[0, : x.shape[1]]).mT,
     "avg_pool1d": lambda m, x, ids: F.avg_pool1d(x.mT, 3, 1, 1, count_include_pad=False).mT @ m.weight,
     "tril": lambda m, x, ids: x.tril(),
@@ -179,14 +179,14 @@ SHARDED: dict[str, Op] = {
     "cat of a parameter": lambda m, x, ids: torch.cat([x[:, 1:], m.first.expand(x.shape[0], 1, -1)], 1) * x,
     "mean pool": lambda m, x, ids: F.avg_pool1d(x.mT, 3, 1, 1).mT @ m.weight,
     "max pool": lambda m, x, ids: F.max_pool1d(F.pad(x.mT, (1, 0)), 2, 1).mT @ m.weight,
-    "attention by hand": token_mixing_by_hand,
+    "eager attention": eager_token_mixing,
     "cumsum": lambda m, x, ids: x.cumsum(1),
     "cumprod": lambda m, x, ids: x.cumprod(1),
     "logcumsumexp": lambda m, x, ids: x.logcumsumexp(1),
     "cummax": lambda m, x, ids: x.cummax(1),
     "cumsum of all": lambda m, x, ids: x.flatten().cumsum(0),
     "exclusive": lambda m, x, ids: x.cumsum(1) - x,
-    "sum from behind": lambda m, x, ids: x.flip(1).cumsum(1).flip(1) * x,
+    "reversed sum": lambda m, x, ids: x.flip(1).cumsum(1).flip(1) * x,
 }
 
 
@@ -195,7 +195,7 @@ def run(op: Op, ranks: int, length: int, **config: object) -> object:
 
 
 def spread(table: dict[str, Op]) -> list[object]:
-    """Every op at one of the sizes of several ranks, in turn; what slides wants neighbours in half of the sequence."""
+    """Return every op with one size of several ranks in turn; sliding windows span half of the sequence."""
     several = itertools.cycle([(n, max(length, 5)) for n, length in SIZES if n > 1])
     return [pytest.param(name, *size, id=f"{name}-{size[0]}-{size[1]}") for name, size in zip(table, several)]
 
@@ -224,7 +224,7 @@ def test_fallback_error_names_the_op_and_the_line(name: str) -> None:
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("op", [lambda m, x, ids: x[ids > 3].sum(0), lambda m, x, ids: x.sum() + torch.nonzero(ids)])
 def test_results_of_unknown_size(op: Op) -> None:
-    """Dynamo breaks the graph there; what crosses the break is whole."""
+    """Dynamo breaks the graph there, and values that cross the break are gathered."""
     run(op, 2, 16)
 
 
@@ -241,7 +241,7 @@ class Input(nn.Module):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_dims_of_equal_sizes_are_told_apart(ranks: int) -> None:
+def test_dims_of_equal_sizes_are_distinguished(ranks: int) -> None:
     check(seeded(lambda: Input(4)), floats(4, 4, 4).requires_grad_(), sp=ranks)
 
 

@@ -1,4 +1,4 @@
-"""Scans over simulated ranks: values and gradients of the whole, and what travels."""
+"""Scans over simulated ranks: values and gradients of the full scan, and exchanged bytes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_segments_that_differ_between_columns(layout: str, op: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows(window: str, layout: str, n: int) -> None:
-    """Padding may hold anything; what stands there afterwards is finite."""
+    """Padding may have any values, and is finite after the scan."""
     for op in OPS:
         for runs in ((), (2, 3)):
             for case in every(Case(op, runs=runs, layout=layout, **WINDOWS[window])):
@@ -161,7 +161,7 @@ def test_nan_is_an_extreme() -> None:
 
 
 def _twice(case: Case, fn: Callable[..., Tensor], leaves: list[Tensor], sharded: int, n: int) -> list[Tensor]:
-    """The gradient of the sum of squares of the gradient of the sum of cubes, whole: of simulated ranks."""
+    """Return the full second-order gradient: of the sum of squares of the gradient of the sum of cubes."""
 
     def live(rank: int) -> list[Tensor]:
         own = [cut(case, x, rank, n) if i < sharded else x for i, x in enumerate(leaves)]

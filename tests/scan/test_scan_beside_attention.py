@@ -31,7 +31,7 @@ class Mixed(nn.Module):
 
 
 class Returns(nn.Module):
-    """What is earned from each token on, of the window that values are predicted for: the scan begins as that window."""
+    """A value model with targets that scan rewards of a window: the scan starts with the window."""
 
     def __init__(self, back: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Scans in models under backend="sp" on real ranks: loss and gradients of one device, one small exchange each way."""
+"""Scans in models under backend="sp" on real ranks: single-device loss and gradients, one small collective in each direction."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def gate(x: Tensor) -> Tensor:
 
 
 def starts_of(ids: Tensor) -> Tensor:
-    """Where a packed sequence begins."""
+    """Return the starts of packed sequences."""
     return torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] % 5 == 0], 1)
 
 
 def with_positions(x: Tensor, ids: Tensor) -> Tensor:
-    """Positions within packed sequences, of tokens that the model itself tells apart."""
+    """Rotate by positions within packed sequences, whose starts the model itself computes."""
     at = torch.arange(x.shape[1])
     begins = x[..., 0] > 0.3
     inside = at - torch.where(begins, at, 0).cummax(1)[0]
@@ -55,7 +55,7 @@ def with_positions(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def routed(x: Tensor, ids: Tensor) -> Tensor:
-    """Places of tokens in the queues of their experts, over the whole batch; those that come too late are dropped."""
+    """Route tokens by positions in their experts' queues over the full batch; tokens over the capacity are dropped."""
     tokens = x.flatten(0, 1)
     mask = F.one_hot(tokens.argmax(-1), WIDTH)
     place = ((mask.cumsum(0) - mask) * mask).sum(-1)
@@ -172,7 +172,7 @@ def test_zigzag(ranks: Ranks, seq: int) -> None:
 
 
 def local_shards() -> Outcome:
-    """Each rank gives its shard; the loss of the whole."""
+    """Train on each rank's shard with the loss of the full batch."""
     model, (ids, labels) = build(Tagging), text(12)
     at = worker.mesh().get_local_rank()
 
@@ -250,7 +250,7 @@ def test_one_exchange_each_way(ranks: Ranks, name: str) -> None:
     assert sorted(found[0].backward) == ["all_gather_into_tensor", *LOSS]
     report = sp_compile.explain(build(Scanning, scan=MODELS[name]), *text(39), sp=3)
     (scan,) = (e for e in report.exchanges if e.op in ("scan", "extremes", "linear_scan"))
-    assert found[0].gathered == [scan.forward, scan.backward], "bytes, whatever the length is"
+    assert found[0].gathered == [scan.forward, scan.backward], "bytes do not depend on the length"
 
 
 @pytest.mark.slow

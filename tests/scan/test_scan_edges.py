@@ -1,4 +1,4 @@
-"""Scans by hand and shifts at their edges: empty dims, lone rows, options that do not apply, wrong operands."""
+"""Edge cases of functional scans and shifts: empty dims, single rows, ignored options, wrong operands."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ GROUP = Ranks(N, "sim")
 @pytest.mark.parametrize("accumulate", [torch.int8, torch.int64])
 @pytest.mark.parametrize("scan", [inclusive_scan, exclusive_scan])
 @pytest.mark.parametrize("exchange", ["gather", "steps"])
-def test_extremes_are_not_rounded_on_their_way_to_other_ranks(scan, accumulate, exchange):
+def test_exchanged_extremes_are_not_rounded(scan, accumulate, exchange):
     x = torch.arange(6, dtype=torch.int16) * 100
     options = {"accumulate_dtype": accumulate, "exchange": exchange, "group": GROUP}
     shards = run_ranks(N, lambda rank: scan(x.chunk(N)[rank], 0, "max", **options))
@@ -62,7 +62,7 @@ def test_a_shift_by_more_rows_than_there_are(length, widths):
     assert sp_compile.verify(model, x, sp=N).worst < 1e-12
 
 
-def test_logsumexp_passes_a_gradient_to_what_comes_before_infinity():
+def test_logsumexp_passes_a_gradient_to_rows_before_infinity():
     x = torch.tensor([0.0, torch.inf, 2.0], dtype=torch.float64, requires_grad=True)
     inclusive_scan(x, 0, "logsumexp").sum().backward()
     assert x.grad[0] == 1
@@ -91,7 +91,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_is_wrong_on_one_rank_is_raised_on_all(message):
+def test_an_error_of_one_rank_is_raised_on_all(message):
     def scan(rank):
         code, _, cause = message.partition(": ")
         with pytest.raises(SpError, match=f"{code}.*rank 1: {cause}" if cause else f"{code}"):

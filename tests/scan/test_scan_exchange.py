@@ -1,4 +1,4 @@
-"""What scans of shards send, to the byte, and how precise they are."""
+"""Exact bytes and precision of scans of shards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Traffic = tuple[list[tuple[str, int]], list[tuple[str, int]]]
 
 
 def traffic(fn: Callable[[int, list[Tensor]], Tensor], operands: list[Tensor], n: int) -> Traffic:
-    """What a rank sends forward and backward, the same on all of them."""
+    """Return the bytes that each rank sends forward and backward."""
 
     def live(rank: int) -> Traffic:
         counted = Counted(current_communicator())
@@ -78,7 +78,7 @@ ROWS, COLUMNS = 8, 2 * 3
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("op", OPS)
-def test_one_collective_each_way_whatever_the_length(op: str, layout: str, dtype: torch.dtype) -> None:
+def test_one_collective_each_way_for_every_length(op: str, layout: str, dtype: torch.dtype) -> None:
     chunks = COLUMNS * (2 if layout == "zigzag" else 1)
     inner = accumulate_dtype(op, dtype, "cpu")
     there = back = inner.itemsize
@@ -293,6 +293,6 @@ def _linear_map(case: Case, x: Tensor, g: Tensor, n: int) -> tuple[Tensor, Tenso
 
 def test_exchanges_that_do_not_fit() -> None:
     x: Any = torch.ones(4)
-    for how, told in ((([1, 4, 0, 4, 2], "steps", 2), "contiguous frame"), (([1, 4, 0, 4], "ring", 2), "must be")):
-        with pytest.raises(ValueError, match=told):
+    for how, message in ((([1, 4, 0, 4, 2], "steps", 2), "contiguous frame"), (([1, 4, 0, 4], "ring", 2), "must be")):
+        with pytest.raises(ValueError, match=message):
             sp.scan(x, None, 0, "sum", False, False, None, None, *how, SIMULATED_GROUP)

@@ -1,4 +1,4 @@
-"""Scans of whole tensors inside torch.func."""
+"""Scans of full tensors inside torch.func."""
 
 from __future__ import annotations
 

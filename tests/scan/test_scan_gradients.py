@@ -106,7 +106,7 @@ def two_of_them(x: Tensor, ids: Tensor) -> Tensor:
     ("loss", "backend", "dynamic"),
     [(all_of_them, "aot_eager", False), (all_of_them, "aot_eager", True), (two_of_them, "inductor", True)],
 )
-def test_compiles_whole(loss: Callable[..., Tensor], backend: str, dynamic: bool) -> None:
+def test_compiles_without_graph_breaks(loss: Callable[..., Tensor], backend: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(loss, backend=backend, dynamic=dynamic, fullgraph=True)
     for length in (7, 12):

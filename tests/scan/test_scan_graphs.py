@@ -1,4 +1,4 @@
-"""Golden graphs of the scan passes, by hand and in the pipeline. EXPECTTEST_ACCEPT=1 rewrites them."""
+"""Golden graphs of the scan passes, run directly and in the pipeline. EXPECTTEST_ACCEPT=1 rewrites them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ rows_of_all = pytest.mark.parametrize("row", [row for row in ROWS if row != "ate
 @given(data=st.data())
 @settings(max_examples=60)
 def test_any_shape_strides_and_starts(data: st.DataObject) -> None:
-    """Whatever the table chooses, of views too."""
+    """Every kernel choice of the table gives the same result, also for views."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     op = data.draw(st.sampled_from(OPS))
@@ -89,7 +89,7 @@ ARGUMENTS: list[tuple[Any, tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("op", "arguments"), ARGUMENTS)
 def test_are_good_operators(op: Any, arguments: tuple[Any, ...]) -> None:
-    """Schemas and fakes say what the kernels do."""
+    """Schemas and fakes agree with the kernels."""
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(op.default, arguments, test_utils=checks)
 

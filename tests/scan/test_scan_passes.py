@@ -1,4 +1,4 @@
-"""The scan passes: which exchanges they make, what stays whole, and where values are needed right."""
+"""The scan passes: collectives, gathered scans, and restored padding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_one_rank_in_the_pipeline():
     torch.testing.assert_close(local(values), (values * 2).cumsum(0))
 
 
-def test_what_cannot_be_taken_apart_is_gathered():
+def test_scans_without_a_split_are_gathered():
     gm = captured(lambda x: (x * 2).flatten(0, 1).cummax(0)[0], torch.randn(3, 7, 4))
     local = sp_compile.parallelize(gm, sp=2)
     report = local.meta["sp_report"]
@@ -93,8 +93,8 @@ def test_exchanges() -> None:
     assert [choose_exchange(1 << 40, n, machine).exchange for n in (1, 2, 3)] == ["gather"] * 3
 
 
-def test_the_sequence_is_what_is_scanned_in_most_values():
-    """Counts per expert are scanned too; the longest part of a flattened dim is the sequence."""
+def test_the_sequence_is_the_largest_scanned_dim():
+    """Counts per expert are also scanned; the longest part of a flattened dim is the sequence."""
 
     def routing(x):
         one_hot = torch.nn.functional.one_hot((x * 2).flatten(0, 1).argmax(-1), 4)

@@ -18,13 +18,13 @@ TIMEOUT = 30.0
 
 
 def _raised(wrong: Callable[[int, Any], Any]) -> tuple[str, Tensor]:
-    """What this rank's call raises; and that the group still works."""
-    group, told = in_rank.group(), "nothing"
+    """Return the error of this rank's call, and the result of a later call on the group."""
+    group, message = in_rank.group(), "nothing"
     try:
         wrong(dist.get_rank(), group)
     except SpError as error:
-        told = str(error)
-    return told, sp_compile.inclusive_scan(torch.ones(2), 0, group=group)
+        message = str(error)
+    return message, sp_compile.inclusive_scan(torch.ones(2), 0, group=group)
 
 
 def _unequal_shards(rank: int, group: Any) -> Tensor:
@@ -103,10 +103,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("wrong", "told"), WRONG.items())
-def test_every_rank_raises(ranks, wrong: Callable[[int, Any], Any], told: str) -> None:
+@pytest.mark.parametrize(("wrong", "expected"), WRONG.items())
+def test_every_rank_raises(ranks, wrong: Callable[[int, Any], Any], expected: str) -> None:
     for error, after in ranks.run(2, _raised, wrong, timeout=TIMEOUT):
-        assert told in error
+        assert expected in error
         assert after.tolist()[0] in (1, 3)
 
 

@@ -1,4 +1,4 @@
-"""Public scans of shards on real ranks: eager and compiled, and what travels."""
+"""Public scans of shards on real ranks: eager, compiled, and exchanged bytes."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _recorded(case: Case) -> tuple[list[str], list[str], list[str], int]:
 @pytest.mark.sampled(every=24)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_compiler_sees_one_collective_each_way(ranks, name: str) -> None:
-    """And keeps shards, not what was gathered; the graphs are the same on all ranks."""
+    """The graph saves shards, not gathered values, and is equal on all ranks."""
     found = ranks.run(4, _recorded, KINDS[name])
     ways = [["all_to_all_single"] * 2] * 2 if name == "in steps" else [["all_gather_into_tensor"]] * 2
     shard, carries = 2 * 12 * 3, 4 * 2 * 2 * 3

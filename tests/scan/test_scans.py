@@ -1,4 +1,4 @@
-"""The public scans of local tensors: values, and what they refuse."""
+"""The public scans of local tensors: values and errors."""
 
 import contextlib
 
@@ -13,10 +13,10 @@ from support.scans.scanning import (
     OPS,
     TORCH,
     as_exact_as,
-    by_hand,
     ids_of,
-    linear_by_hand,
+    linear_scan_by_loop,
     sample,
+    scan_by_loop,
 )
 from torch import Tensor
 
@@ -29,7 +29,7 @@ SHAPES = [((), 0), ((7,), -1), ((4, 7), 0), ((4, 7), 1), ((2, 7, 3), 1), ((2, 3,
 
 
 def starts_of(ids: Tensor, x: Tensor, dim: int, reverse: bool) -> Tensor:
-    """Where segments begin in scan order, like x; of ids like x."""
+    """Return the segment starts in scan order, of the shape of x, for ids of the shape of x."""
     ids = ids.flip(dim) if reverse else ids
     starts = torch.ones_like(ids, dtype=torch.bool)
     if ids.shape[dim] > 1:
@@ -40,7 +40,7 @@ def starts_of(ids: Tensor, x: Tensor, dim: int, reverse: bool) -> Tensor:
 
 @cases
 def test_inclusive_is_torchs(op: str, dtype: torch.dtype) -> None:
-    """The same dtype and the same numbers, or as exact ones."""
+    """Results have torch's dtype, and torch's values or equally exact ones."""
     for shape, dim in SHAPES:
         for length in LENGTHS:
             x = sample(tuple(length if size == 7 else size for size in shape), dtype, op)
@@ -58,7 +58,7 @@ def test_every_way(op: str, dtype: torch.dtype) -> None:
         wide = torch.float64 if x.is_floating_point() else inclusive_scan(x, dim, op).dtype
         for reverse in (False, True):
             found = exclusive_scan(x, dim, op, reverse=reverse)
-            expected = by_hand(x.to(wide), dim, op, True, reverse)
+            expected = scan_by_loop(x.to(wide), dim, op, True, reverse)
             assert as_exact_as(found, expected.to(found.dtype), expected)
             if not x.ndim:
                 continue
@@ -67,14 +67,14 @@ def test_every_way(op: str, dtype: torch.dtype) -> None:
             starts = starts_of(whole, x, dim, reverse)
             for exclusive in (False, True):
                 found = segmented_scan(x, ids, dim, op, exclusive=exclusive, reverse=reverse)
-                expected = by_hand(x.to(wide), dim, op, exclusive, reverse, starts)
+                expected = scan_by_loop(x.to(wide), dim, op, exclusive, reverse, starts)
                 assert as_exact_as(found, expected.to(found.dtype), expected)
 
 
 @given(data=st.data())
 @settings(max_examples=50)
 def test_segments_of_any_lengths(data: st.DataObject) -> None:
-    """Each segment is what torch makes of it alone, whatever broadcasts, and whatever the strides."""
+    """Each segment equals torch's result for it alone, for all broadcasts and strides."""
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     outer, inner = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     op, dtype = data.draw(st.sampled_from(OPS)), data.draw(st.sampled_from((torch.float64, torch.int64)))
@@ -98,7 +98,7 @@ def test_ids_differ_between_rows() -> None:
     assert segmented_scan(x, ids, 1).tolist() == [[1, 2, 3, 1], [1, 1, 2, 3]]
 
 
-def test_an_id_that_comes_again_begins_another_segment() -> None:
+def test_a_repeated_id_starts_another_segment() -> None:
     x, ids = torch.ones(5, dtype=torch.int64), torch.tensor([1, 1, 0, 1, 1])
     assert segmented_scan(x, ids, 0).tolist() == [1, 2, 1, 1, 2]
 
@@ -154,7 +154,7 @@ def test_half_precision_is_added_in_float32() -> None:
 
 
 def test_accumulate_dtype() -> None:
-    """Rounding on the way or not is seen where small numbers follow a large one."""
+    """Small numbers after a large one show the rounding of intermediate sums."""
     x = torch.tensor([1e8] + [1.0] * 1000 + [-1e8]).view(-1, 1).expand(-1, 3)
     for scan in (inclusive_scan, lambda x, *rest, **options: linear_scan(torch.ones_like(x), x, *rest, **options)):
         assert (scan(x, 0, accumulate_dtype=torch.float64)[-1] == 1000).all()
@@ -179,7 +179,7 @@ def test_linear(dtype: torch.dtype, reverse: bool) -> None:
             first = sample(tuple(s for d, s in enumerate(sizes) if d != dim % len(sizes)), dtype, seed=2)
             for initial in (None, first):
                 h = linear_scan(a, b, dim, initial=initial, reverse=reverse)
-                exact = linear_by_hand(
+                exact = linear_scan_by_loop(
                     a.double(), b.double(), dim, None if initial is None else initial.double(), reverse
                 )
                 assert h.dtype == dtype
@@ -188,7 +188,7 @@ def test_linear(dtype: torch.dtype, reverse: bool) -> None:
 
 def test_linear_broadcasts() -> None:
     a, b = torch.rand(5, 1), torch.rand(3, 5, 2)
-    expected = linear_by_hand(a.expand(3, 5, 2), b, 1, torch.full((3, 2), 2.0))
+    expected = linear_scan_by_loop(a.expand(3, 5, 2), b, 1, torch.full((3, 2), 2.0))
     torch.testing.assert_close(linear_scan(a, b, 1, initial=torch.tensor(2.0)), expected)
     torch.testing.assert_close(linear_scan(a, b, -2, initial=torch.full((3, 1), 2.0)), expected)
     assert linear_scan(a, b.bfloat16(), 1).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The loss of a model is the loss of one device, and so are its gradients, whatever the loss."""
+"""Loss and gradients equal a single device's, for every kind of loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sliced(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def padded(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The label shift by padding the labels; the logits stay whole."""
+    """Shift labels by padding them; logits are not sliced."""
     labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
     return logits.view(-1, VOCABULARY), labels.view(-1)
 

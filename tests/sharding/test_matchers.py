@@ -1,4 +1,4 @@
-"""What one node does, read off its rule."""
+"""Classification of a node by its rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharding rules: each is run as it says on sharded operands; none lets a wrong factor pass, and few are timid."""
+"""Sharding rules: each is run on sharded operands; none accepts a wrong factor, and few reject a correct one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def samples_of(op: Any) -> list[samples.Sample]:
 
 
 @pytest.mark.parametrize("op", RULES, ids=str)
-def test_parts_make_the_whole(op: Any) -> None:
+def test_shards_equal_the_full_result(op: Any) -> None:
     outcomes = [o for args, kwargs in samples_of(op) for o in brute.outcomes(op, args, kwargs)]
     assert outcomes or op in NOTHING_TO_SHARD, "no sample in tests/support/samples shards this op"
     wrong = [o for o in outcomes if o.kind in RUNS and o.error]
@@ -77,7 +77,7 @@ def test_parts_make_the_whole(op: Any) -> None:
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 30.0, None])
 @pytest.mark.parametrize("op", SMOOTH_OPS, ids=str)
 def test_smooth_ops_are_finite_with_finite_derivatives(op: Any, value: float | None) -> None:
-    """Operands of one value, and of some zeros: what padded rows that are not restored may hold."""
+    """Constant operands, and operands with zeros, as in padded rows that are not restored."""
     checked = 0
     losses = aten.cross_entropy_loss.default, aten.nll_loss_nd.default
     for args, kwargs in samples_of(op) or samples.of_pointwise(op):
@@ -102,7 +102,7 @@ def test_smooth_ops_are_finite_with_finite_derivatives(op: Any, value: float | N
     assert checked
 
 
-def test_parts_make_the_whole_on_torch_samples() -> None:
+def test_shards_equal_the_full_result_on_torch_samples() -> None:
     ops, wrong = set(), []
     for op, (args, kwargs) in opinfo.samples():
         for outcome in brute.outcomes(op, args, kwargs):
@@ -137,7 +137,7 @@ def show(rule_: BoundRule | None) -> str:
 
 
 def test_table() -> None:
-    """The rule of every op at its first sample. EXPECTTEST_ACCEPT=1 writes the file anew: review its diff."""
+    """The rule of every op at its first sample. EXPECTTEST_ACCEPT=1 rewrites the file: review its diff."""
     lines = []
     for op in sorted(RULES, key=str):
         args, kwargs = samples_of(op)[0]
@@ -174,7 +174,7 @@ def test_refused_texts(text: str, options: dict[str, Any], message: str) -> None
         rule(aten.mm.default, text, **options)
 
 
-def test_factors_built_by_hand_are_held_to_the_same() -> None:
+def test_directly_built_factors_are_validated() -> None:
     with pytest.raises(SpError, match=r"SP935: .*\['i'\]"):
         BoundRule((("n", "i"),), (("n",),))
     assert BoundRule((("n",),), (("n", "new"),)).kind("new") == "whole"
@@ -182,7 +182,7 @@ def test_factors_built_by_hand_are_held_to_the_same() -> None:
 
 
 def test_a_text_is_its_rule() -> None:
-    """What `str` prints is read again: at the same call, but for what the call itself spells, it is the same rule."""
+    """The text of a rule parses to the same rule for the same call, except for fields that depend on the call."""
     read = 0
     for op in RULES:
         for args, kwargs in samples_of(op):
@@ -190,9 +190,9 @@ def test_a_text_is_its_rule() -> None:
             if one is None or one.operand_placements is not None:
                 continue
             again = RulePattern.parse(str(one)).bind(call)
-            spelt = {"slides": one.slides, "spans": one.spans, "picks": one.picks, "normalizes": one.normalizes}
+            call_fields = {"slides": one.slides, "spans": one.spans, "picks": one.picks, "normalizes": one.normalizes}
             assert again is not None, str(one)
-            assert replace(again, **spelt) == one, str(one)
+            assert replace(again, **call_fields) == one, str(one)
             read += 1
     assert read > 500
 
@@ -243,7 +243,7 @@ def test_reshape_finds_a_sequence_again(case: tuple[list[int], list[int], list[i
 
 
 def _home(shape: list[int], outer: int, length: int) -> Shard:
-    """Where the atom that `outer` rows precede lies in the shape."""
+    """Return the shard of the shape that contains the atom after `outer` rows."""
     for dim, extent in enumerate(shape):
         before = torch.Size(shape[:dim]).numel()
         if outer % before == 0 and before * extent % (outer * length) == 0 and before * extent >= outer * length:

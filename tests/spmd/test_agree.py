@@ -1,4 +1,4 @@
-"""What ranks compare before they run, and options that must not be ignored; no processes needed."""
+"""Comparisons of ranks before a run, and options that must not be ignored; no processes needed."""
 
 import math
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def test_fingerprint_sees_dtypes_and_constants() -> None:
 
 
 def one_op(size: int, device: str, group: str = "") -> int:
-    """The digest of x + table on a device, where the table has so many zeros; beside it, an exchange over a group."""
+    """Return the digest of x + table on a device, with `size` zeros in the table, and an all-reduce over a group."""
     graph = torch.fx.Graph()
     x, table = graph.placeholder("x"), graph.get_attr("table")
     made = graph.call_function(torch.ops.aten.empty.memory_format, ([2],), {"device": torch.device(device)})
@@ -66,7 +66,7 @@ def one_op(size: int, device: str, group: str = "") -> int:
     return graph_digest(torch.fx.GraphModule({"table": table}, graph)).digest
 
 
-def test_fingerprint_knows_what_is_of_one_rank() -> None:
+def test_fingerprint_ignores_values_of_one_rank() -> None:
     assert one_op(3, "cuda:0") == one_op(3, "cuda:1") != one_op(3, "cpu")
     assert one_op(3, "cpu") != one_op(4, "cpu")
     with one_of(2):
@@ -90,7 +90,7 @@ def gradients_of(part: Callable[[Callable[..., Tensor], Tensor], Tensor]) -> tor
     return found[0]
 
 
-def test_what_is_in_a_checkpoint_is_exchanged_again() -> None:
+def test_collectives_in_a_checkpoint_run_again() -> None:
     plain = gradients_of(lambda inside, x: inside(x))
     again = gradients_of(lambda inside, x: checkpoint(inside, x, use_reentrant=False))
     assert exchange_digest(plain).digest != exchange_digest(again).digest
@@ -107,19 +107,19 @@ def test_what_is_in_a_checkpoint_is_exchanged_again() -> None:
 
 
 def test_modes_of_a_call() -> None:
-    told: list[str] = []
+    modes: list[str] = []
 
     def look(x: Tensor) -> Tensor:
-        told.append(mode_fields())
+        modes.append(mode_fields())
         return x.sin()
 
     checkpoint(look, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
     with torch.no_grad(), torch.autograd.graph.save_on_cpu():
         look(torch.ones(2))
-    assert told == ["grad, checkpoint", "grad, checkpoint", "no_grad"]
+    assert modes == ["grad, checkpoint", "grad, checkpoint", "no_grad"]
 
 
-def test_words_lie_on_the_cpu_whatever_the_default_device_is() -> None:
+def test_gather_buffers_are_on_the_cpu_for_every_default_device() -> None:
     with torch.device("meta"):
         words = GatherBuffers.of((3, torch.int64), 2)
     assert {x.device.type for x in (*words.mine_given, *words.out_given[0])} == {"cpu"}
@@ -144,18 +144,18 @@ def test_an_input_more_moves_no_operation() -> None:
     assert first == ("aten.tanh.default", "aten.add.Tensor")
 
 
-def test_what_differs_first_reads_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a line that only takes its values from other places, because something else differs further below."""
+def test_first_difference_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines whose inputs only moved, because a later line differs, are not reported."""
     x = torch.ones(2, 2)
     mine = exchange_digest(make_fx(lambda x, w: (x.sin() @ w).cos().tanh())(x, x))
     other = exchange_digest(make_fx(lambda x, w: (w @ x.sin()).cos().exp())(x, x))
-    told: list[Any] = []
+    exchanged: list[Any] = []
 
     def answers(ranks: Any, doing: str, subject: str, said: Any) -> list[Any]:
-        told.append(said)
+        exchanged.append(said)
         return [
             said,
-            [[hash_text(line.name), hash_text(line.text)] for line in other.lines] if len(told) == 1 else "exp",
+            [[hash_text(line.name), hash_text(line.text)] for line in other.lines] if len(exchanged) == 1 else "exp",
         ]
 
     monkeypatch.setattr(spmd_fingerprint, "all_gather_object", answers)
@@ -186,7 +186,7 @@ def test_options_are_not_ignored() -> None:
         ({"seq_dims": {"x": 5}}, "SP303: .*3 dims.*dim 5"),
     ],
 )
-def test_values_of_another_type_are_told(config: dict[str, Any], words: str) -> None:
+def test_options_of_a_wrong_type_raise(config: dict[str, Any], words: str) -> None:
     with pytest.raises(sp_compile.SpError, match=words):
         sp_compile.explain(Attention(), torch.randn(1, 8, 8), **config)
 
@@ -197,12 +197,12 @@ def test_options_that_are_no_mapping() -> None:
 
 
 def bucket(graph: Any) -> None:
-    """A pass of somebody's own."""
+    """A user's pass."""
 
 
 @pytest.mark.parametrize(("module", "patterns"), [("functorch", FUNCTORCH), ("inductor", INDUCTOR)])
 def test_names_of_settings_are_torch_s(module: str, patterns: list[str]) -> None:
-    """One that this torch has renamed would be compared no more, without a word."""
+    """A setting that torch renames would no longer be compared, without an error."""
     held = getattr(torch, f"_{module}").config.get_config_copy()
     unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in held)]
     assert not unknown or torch.__version__ < "2.13", unknown
@@ -223,8 +223,8 @@ def test_names_of_settings_are_torch_s(module: str, patterns: list[str]) -> None
         ("inductor", "aten_distributed_optimizations.prioritize_bucketing_during_scheduling", False),
     ],
 )
-def test_settings_of_torch_are_told(config: str, name: str, value: Any) -> None:
-    """By values and names, which are the same in another process."""
+def test_settings_of_torch_are_compared(config: str, name: str, value: Any) -> None:
+    """Settings are compared by values and names, which are equal in all processes."""
     module = getattr(torch, f"_{config}").config
     before = settings_fields({})
     with module.patch({name: value}):
@@ -253,8 +253,8 @@ class Half(Attention):
         return F.cross_entropy(self.head(y).flatten(0, 1), labels.flatten())
 
 
-def test_loss_of_half_precision_logits_is_as_good_as_on_one_device() -> None:
-    """At most twice the error of one device against float64."""
+def test_loss_of_half_precision_logits_is_as_precise_as_a_single_devices() -> None:
+    """The error against float64 is at most twice that of a single device."""
     model, labels = Half().bfloat16(), torch.randint(0, 16, (1, 1000))
     x = torch.randn(1, 1000, 8).bfloat16()
     exact = Half().double()
@@ -295,7 +295,7 @@ def one_hot(place: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(5000, 64), (64, 5000), (3, 7, 9), (1, 10_000), (4097,), (2, 2), (300, 300, 2)])
 def test_a_part_is_spread_over_all_dims(shape: tuple[int, ...]) -> None:
-    """Of a head not one token's row: a few elements of many. At other turns other ones, in time all."""
+    """The sample of a head has a few elements of many rows, other ones at each step, and all over time."""
     x, most = torch.arange(math.prod(shape)).view(shape), 100
     found = checksums.sample_view(x, most, 0)
     assert found.numel() <= most
@@ -310,7 +310,7 @@ def test_a_part_is_spread_over_all_dims(shape: tuple[int, ...]) -> None:
 
 
 def test_checksums_of_masks() -> None:
-    """Few bits, in many places: what a plain sum of bits times their places confuses."""
+    """Masks with few bits at many positions, which a plain sum of bits times positions confuses."""
     ends, middle = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 1, 1, 0])
     for dtype in (torch.bool, torch.int64, torch.float64):
         assert checksums.checksum(ends.to(dtype)) != checksums.checksum(middle.to(dtype))
@@ -353,8 +353,8 @@ def test_checksums_of_lazy_signs() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("differ", [1, 64])
-def test_gradients_of_other_targets_are_told_apart(dtype: torch.dtype, differ: int) -> None:
-    """A loss outside of the graph, of other labels or of another sign: its gradient has the same sum and magnitude."""
+def test_gradients_of_other_targets_differ(dtype: torch.dtype, differ: int) -> None:
+    """Gradients of a loss with other labels or another sign, which have the same sum and magnitude."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 500, dtype=dtype, generator=generator)
     labels = torch.randint(500, (64,), generator=generator)
@@ -371,8 +371,8 @@ def test_gradients_of_other_targets_are_told_apart(dtype: torch.dtype, differ: i
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_gradients_that_overflow_alike_are_the_same(value: float) -> None:
-    """A scaler finds them, on every rank; ranks round the rest of them apart."""
+def test_gradients_with_equal_overflows_are_equal(value: float) -> None:
+    """A gradient scaler finds overflows on every rank; rounding of the other elements may differ."""
     numbers = "about {0!r} {0!r} {1}".format
     assert is_close(numbers(value, 1.0), numbers(value, 1.0 + 1e-15)) == (value == float("inf"))
     assert is_close(numbers(value, value), numbers(value, float(str(value))))
@@ -380,7 +380,7 @@ def test_gradients_that_overflow_alike_are_the_same(value: float) -> None:
     assert not is_close(numbers(1.0, 1.0), numbers(value, 1.0))
 
 
-def test_what_a_summary_takes() -> None:
+def test_inputs_of_a_summary() -> None:
     ones = [checksums.summarize(torch.ones(size)) for size in ((), (3,), (2, 5, 7), (3, 0))]
     assert [one.shape for one in ones] == [(3,)] * 4
     assert torch.allclose(
@@ -391,7 +391,7 @@ def test_what_a_summary_takes() -> None:
 
 
 @pytest.mark.parametrize("tracing", [nullcontext, FakeTensorMode, enable_python_dispatcher])
-def test_words_are_real_whatever_is_traced(tracing: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_buffers_are_real_during_tracing(tracing: Callable[[], AbstractContextManager[Any]]) -> None:
     with tracing(), use_real_tensors():
         assert type(torch.ones(2)) is Tensor
         assert not torch._C._len_torch_dispatch_stack()

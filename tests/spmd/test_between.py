@@ -1,4 +1,4 @@
-"""Values in shards between graphs, on real ranks: every combination is one device's, and a rank that reads alone hears."""
+"""Sharded values between graphs, on real ranks: single-device results, and an error if one rank reads alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Chain(nn.Module):
 
 
 def chained(lengths: list[int], options: dict[str, Any], prints: bool) -> tuple[list[Outcome], Seen, int]:
-    """Steps of the blocks, what went in and out of each, and how many graphs there are."""
+    """Train the blocks; return their inputs and results, and the number of graphs."""
     model = build(Chain)
     alone, seen, graphs = copy.deepcopy(model), Seen(), list[int]()
 
@@ -87,7 +87,7 @@ def chained(lengths: list[int], options: dict[str, Any], prints: bool) -> tuple[
     ],
 )
 def test_blocks_pass_on_shards(ranks: Ranks, n: int, lengths: list[int], options: dict[str, Any], prints: bool) -> None:
-    """One graph for the first, which is given the whole, and one for all others."""
+    """The first block has a graph for full inputs, and all others share one."""
     results = ranks.run(n, chained, lengths, options, prints)
     for outcomes in zip(*(steps for steps, _, _ in results)):
         check(outcomes)
@@ -115,7 +115,7 @@ def compiled(outputs: Any = "lazy", length: int = 9) -> tuple[Any, Tensor, Tenso
 
 
 def both_results() -> tuple[Outcome, float, Any]:
-    """The loss is whole, the logits are read afterwards, and both have a gradient."""
+    """Train with a full loss and logits that are read afterwards, both with gradients."""
     run, ids, labels, model = compiled()
     alone = copy.deepcopy(model)
     loss, logits = run(ids, labels)
@@ -148,7 +148,7 @@ class Sums(nn.Module):
 
 
 def through_a_backward() -> tuple[str, list[str], float]:
-    """What comes of a gradient of a gradient of a result in shards; of several gradients at once; and of one then."""
+    """Return results of a second-order gradient of a sharded result, of several gradients at once, and of one after."""
     run = sp(Sums(), mesh=worker.mesh(), outputs="lazy", seq_dims={"x": 1})
     x = torch.linspace(0, 1, 10, dtype=torch.float64).reshape(1, 10).requires_grad_()
     total, h = run(x)
@@ -169,7 +169,7 @@ def through_a_backward() -> tuple[str, list[str], float]:
     return "", at_once, 0.0
 
 
-def test_what_no_backward_on_shards_does(ranks: Ranks) -> None:
+def test_unsupported_backwards_on_shards(ranks: Ranks) -> None:
     for twice, at_once, error in ranks.run(2, through_a_backward):
         assert "double backward" in twice
         assert all("SP323" in words for words in at_once)
@@ -206,8 +206,8 @@ def unread_logits(read: bool) -> tuple[list[Outcome], list[list[int]]]:
 
 @pytest.mark.as_users_run(read=True)
 @pytest.mark.parametrize("read", [False, True])
-def test_logits_that_nobody_reads_have_no_gradient(ranks: Ranks, read: bool) -> None:
-    """The backward takes a number in its place; once they are read it is right all the same, and afterwards too."""
+def test_unread_logits_have_no_gradient(ranks: Ranks, read: bool) -> None:
+    """The backward takes a scalar in place of the gradient; results stay correct when logits are read."""
     results = ranks.run(2, unread_logits, read)
     for outcomes in zip(*(steps for steps, _ in results)):
         check(outcomes)
@@ -228,7 +228,7 @@ class Parts(Two):
 
 
 def parts_of_dims(dynamic: bool) -> tuple[list[Outcome], list[str], float]:
-    """Steps of other batches and lengths; what is lazy; and how far what is read is off."""
+    """Train with other batches and lengths; return lazy results, and errors of read values."""
     model = build(Parts)
     alone, run, outcomes, off = copy.deepcopy(model), sp(model, dynamic, mesh=worker.mesh(), outputs="lazy"), [], 0.0
     after = sp(lambda h: h.sin(), mesh=worker.mesh(), seq_dims={"h": 0})  # takes it whole
@@ -263,7 +263,7 @@ def test_results_along_a_part_of_a_dim(ranks: Ranks, n: int, dynamic: bool) -> N
 
 
 def one_local() -> Outcome:
-    """A loss of each rank's rows, of one result by name; the other is whole, and its gradient is compared."""
+    """Train with one local result by name, used in a loss of each rank's rows, and one gathered result."""
     run, ids, labels, model = compiled({"logits": "local"}, 10)
     alone, mine = copy.deepcopy(model), slice(5 * dist.get_rank(), 5 * dist.get_rank() + 5)
     loss, logits = run(ids, labels)
@@ -300,7 +300,7 @@ def one_reads(then: str) -> str:
     ],
 )
 def test_a_rank_that_reads_alone(ranks: Ranks, then: str, words: str) -> None:
-    """All ranks hear which result of which line, who does what, and what to do about it."""
+    """The error on all ranks names the result, its line, the action of each rank, and a fix."""
     messages = ranks.run(2, one_reads, then, timeout=60)
     assert len(set(messages)) == 1
     for each in (
@@ -312,7 +312,7 @@ def test_a_rank_that_reads_alone(ranks: Ranks, then: str, words: str) -> None:
         assert re.search(each, messages[0]), messages[0]
 
 
-def waits_in_vain() -> str:
+def waits_for_a_missing_rank() -> str:
     group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=4), group_desc="reads")
     if dist.get_rank() > 2:
         return ""
@@ -323,8 +323,8 @@ def waits_in_vain() -> str:
 
 @pytest.mark.slow
 def test_ranks_that_read_and_wait(ranks: Ranks) -> None:
-    """Who did not come is told from who waits, too."""
-    message, *_ = ranks.run(4, waits_in_vain, timeout=60)
+    """The error distinguishes missing ranks from waiting ones."""
+    message, *_ = ranks.run(4, waits_for_a_missing_rank, timeout=60)
     assert re.search(r"rank 0 reads result 'logits' .* at .*test_between.py:\d+.* and waited \d s", message), message
     assert re.search(r"rank 1 waits here, too: it reads result 'logits'", message), message
     assert re.search(r"rank 2 did not come, and was last seen when it calls forward", message), message
@@ -352,7 +352,7 @@ LOGITS = f"Sharded(2, 10, {VOCAB})"
         ({"logits": "gather"}, False, False),
     ],
 )
-def test_what_the_report_says_of_results(outputs: Any, stays: bool, small: bool) -> None:
+def test_report_of_results(outputs: Any, stays: bool, small: bool) -> None:
     report = sp_compile.explain(build(Two), *text(9), sp=2, outputs=outputs)
     gathered = [e for e in report.exchanges if e.op == "unshard"]
     assert len(gathered) == (not stays)
@@ -360,8 +360,8 @@ def test_what_the_report_says_of_results(outputs: Any, stays: bool, small: bool)
     assert report.sharded_outputs == ["logits"] * stays
 
 
-def test_what_the_report_says_of_the_next_graph() -> None:
-    """It goes through a break without ranks as it would with them: nothing is gathered between two pieces."""
+def test_report_of_the_next_graph() -> None:
+    """explain crosses a graph break as real ranks do: nothing is gathered between two graphs."""
 
     class Broken(Two):
         def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,7 +385,7 @@ NAMED = [({"logits": "lazy"}, ASKED["lazy"]), ({1: "lazy"}, ASKED["lazy"]), ({"l
 
 
 @pytest.mark.slow
-def test_each_result_as_asked(ranks: Ranks) -> None:
+def test_each_result_as_requested(ranks: Ranks) -> None:
     for *found, refusal in ranks.run(2, asked):
         assert found == [each for _, each in [*ASKED.items(), *NAMED]]
         assert "outputs: no result is called 'logit'" in refusal[0]
@@ -393,7 +393,7 @@ def test_each_result_as_asked(ranks: Ranks) -> None:
 
 
 def rows_of_ranks() -> tuple[float, str]:
-    """A DTensor of uneven rows, and plain rows; their gradients. At last a DTensor that lies otherwise."""
+    """Compare gradients of a DTensor of uneven rows and of plain rows; then return the error of another placement."""
     whole = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mesh, weight = worker.mesh(), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     placed = distribute_tensor(whole, mesh, [Shard(1)]).requires_grad_()
@@ -417,7 +417,7 @@ def test_rows_that_ranks_have(ranks: Ranks, n: int) -> None:
 
 
 def given_rows(length: int) -> tuple[list[str], Outcome]:
-    """Tokens as a DTensor: what inputs="local" takes, without the option; the loss of all of them."""
+    """Train on tokens as a DTensor, as with inputs="local", and a loss of all tokens."""
     model = build(Two)
     alone, mesh = copy.deepcopy(model), worker.mesh()
     ids, labels = (sp_compile.in_shards(distribute_tensor(x, mesh, [Shard(1)])) for x in text(length))
@@ -425,8 +425,8 @@ def given_rows(length: int) -> tuple[list[str], Outcome]:
     loss.backward()
     right, _ = alone(*text(length))
     right.backward()
-    lie = [type(x).__name__ + str(x.is_gathered) for x in (ids, labels, logits)]
-    return lie, outcome(loss, gradients(model), right, gradients(alone))
+    placements = [type(x).__name__ + str(x.is_gathered) for x in (ids, labels, logits)]
+    return placements, outcome(loss, gradients(model), right, gradients(alone))
 
 
 @pytest.mark.slow
@@ -434,12 +434,12 @@ def given_rows(length: int) -> tuple[list[str], Outcome]:
 def test_tokens_in_shards(ranks: Ranks, n: int) -> None:
     results = ranks.run(n, given_rows, 10)
     check([step for _, step in results])
-    for lie, _ in results:
-        assert lie == ["ShardedFalse"] * 3
+    for placements, _ in results:
+        assert placements == ["ShardedFalse"] * 3
 
 
 class Brought(torch.autograd.Function):
-    """The sum over the ranks of values that every rank has, as an exchange that nobody has waited for."""
+    """The sum over the ranks of equal values, as a collective without a wait."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -451,7 +451,7 @@ class Brought(torch.autograd.Function):
 
 
 def given_wrappers(dynamic: bool, wraps: bool) -> tuple[list[Outcome], set[type]]:
-    """A block is given what a collective is still to bring, and weights that are made of other tensors."""
+    """Call a block with a pending collective's result, and with weights computed from other tensors."""
     block, seen, out = build(lambda: Block(16, 4)), set[type](), list[Outcome]()
     alone, n = copy.deepcopy(block), dist.get_world_size(worker.group())
     if wraps:

@@ -1,4 +1,4 @@
-"""Blocks compiled by themselves, with FSDP2 around each, on real ranks: ten steps are one device's, equal blocks are one program, and the backward keeps what a graph of the whole model keeps."""
+"""Separately compiled blocks with FSDP2 around each, on real ranks: ten steps equal a single device's, equal blocks share a program, and the backward saves the same bytes as one graph."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Way:
-    """How the blocks are compiled and sharded, on `sizes` ranks of replicas and of a sequence.
+    """Settings of compiled and sharded blocks, on `sizes` ranks of replicas and of a sequence.
 
-    over: FSDP's ranks, the "replicas" or "all"; "ddp" is DDP over all around the model, and no FSDP. grads: the option
-    param_grads. gathers: again in the backward. fetches: each block asks for its neighbours' weights, both ways.
+    over: ranks of FSDP, the "replicas" or "all"; "ddp" is DDP over all, without FSDP. grads: the option
+    param_grads. gathers: again in the backward. fetches: each block prefetches its neighbors' weights, in both directions.
     """
 
     sizes: tuple[int, int]
@@ -101,7 +101,7 @@ class Way:
         fully_shard(module, mesh=mesh, reshard_after_forward=self.gathers, **policy)
 
     def wrap(self, model: Stack, compiler: Callable[..., Any]) -> nn.Module:
-        """What is called instead of the model, whose blocks it compiles and shards."""
+        """Compile and shard the blocks of the model; return the callable for training."""
         sequence = worker.mesh2d(*self.sizes)
         mesh = sequence["dp"] if self.over == "replicas" else worker.mesh2d(4, 1)["dp"]
         options = {"compiler": compiler, "cost": {}, "mesh": sequence, "outputs": "lazy", "param_grads": self.grads}
@@ -119,7 +119,7 @@ class Way:
         return nn.parallel.DistributedDataParallel(model) if self.over == "ddp" else model
 
     def alone(self, model: Stack) -> Stack:
-        """One device's: with casts that of FSDP2 over a single rank, which is what says where they are."""
+        """Return the single-device model; with casts, FSDP2 over a single rank, which defines their places."""
         single = copy.deepcopy(model)
         if self.mixed:
             mesh = worker.mesh2d(4, 1)["sp"]
@@ -159,7 +159,7 @@ def whole(p: Tensor) -> Tensor:
 
 
 def trained(way: Way) -> tuple[float, float, Seen, Counter[str]]:
-    """Ten steps against one device: errors of losses, and of weights relative to how far they went; what was seen."""
+    """Compare ten steps with a single device: errors of losses, of weights relative to their change, and records."""
     model = build(Stack, checkpoints=way.checkpoints)
     model = model.float() if way.mixed else model
     begun, compiler, seen = [p.detach().clone() for p in model.parameters()], Counting(), Seen()
@@ -211,7 +211,7 @@ def test_ten_steps_of_fsdp_or_ddp_block_by_block(ranks: Ranks, way: Way) -> None
         assert found["graphs"] == 2
 
 
-def given_to_nobody() -> str:
+def partial_gradients_without_fsdp() -> str:
     """Gradients are left to FSDP, whose ranks are not those of the sequence."""
     way = Way((2, 2), grads="partial")
     model = build(Stack)
@@ -228,8 +228,8 @@ def given_to_nobody() -> str:
 
 
 @pytest.mark.slow
-def test_gradients_that_nobody_sums(ranks: Ranks) -> None:
-    for message in ranks.run(4, given_to_nobody):
+def test_gradients_that_are_not_summed(ranks: Ranks) -> None:
+    for message in ranks.run(4, partial_gradients_without_fsdp):
         assert "param_grads" in message
 
 
@@ -247,7 +247,7 @@ class Adds(nn.Module):
 
 
 def in_place() -> tuple[Outcome, list[bool], str]:
-    """What is written to the first block's result, which is used before and after; and to one that is given twice."""
+    """Write in place to the first block's result between two uses, and to a value that is passed twice."""
     blocks = build(lambda: nn.ModuleList(Adds() for _ in range(2)))
     alone, whole = copy.deepcopy(blocks), list[bool]()
     options = {"compiler": "aot_eager", "mesh": worker.mesh(), "outputs": "lazy"}
@@ -274,9 +274,9 @@ def adds_up(a: Tensor, b: Tensor) -> Tensor:
 def test_blocks_that_change_their_inputs(ranks: Ranks) -> None:
     results = ranks.run(2, in_place)
     check([found for found, _, _ in results])
-    for _, whole, told in results:
+    for _, whole, message in results:
         assert whole == [False, False]
-        assert "input a is changed in place and shares memory with input b" in told
+        assert "input a is changed in place and shares memory with input b" in message
 
 
 def compile_parts(model: Stack, options: dict[str, Any]) -> None:
@@ -301,7 +301,7 @@ def test_equal_blocks_are_one_program(ranks: Ranks) -> None:
 
 @contextmanager
 def keeping(model: nn.Module) -> Iterator[list[int]]:
-    """What autograd keeps for the backward, weights aside: [its bytes], each memory counted once."""
+    """Return the bytes that autograd saves without weights, each storage counted once."""
     held: dict[int, torch.UntypedStorage] = {}
     found: list[int] = []
 
@@ -339,7 +339,7 @@ def kept(sizes: tuple[int, int], sharded: bool) -> tuple[int, int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])
-def test_blocks_keep_what_one_graph_keeps(ranks: Ranks, sizes: tuple[int, int], sharded: bool) -> None:
+def test_blocks_save_the_bytes_of_one_graph(ranks: Ranks, sizes: tuple[int, int], sharded: bool) -> None:
     for blocks, one, alone in ranks.run(4, kept, sizes, sharded):
         assert blocks <= 1.05 * one, (blocks, one, alone)
         assert blocks < alone / sizes[1]
@@ -381,24 +381,24 @@ def documents(length: int, seed: int) -> Tensor:
 
 
 def packed(attention: str, lengths: list[int], shifts: bool, layout: str) -> tuple[list[Outcome], Seen, Counter[str]]:
-    """Steps of blocks whose rows are dealt; how each block was given its input, and left its result."""
+    """Train blocks with balanced rows; return the order of each block's input and result."""
     model, compiler, seen = build(Packed, shifts=shifts), Counting(), Seen()
     alone, outcomes = copy.deepcopy(model), []
-    cost = {"flops": 1e4}  # so slow that balancing saves more than whatever a result of a block may cost
+    cost = {"flops": 1e4}  # so slow that balancing saves more than reordering the results of blocks
     options = {"compiler": compiler, "cost": cost, "mesh": worker.mesh(), "outputs": "lazy", "attention": attention}
 
-    def lies(x: Tensor) -> str:
+    def order_of(x: Tensor) -> str:
         return (
             "whole"
             if not isinstance(x, Sharded) or x.is_gathered
-            else "dealt"
+            else "balanced"
             if x.sharding.is_balanced
             else "in order"
         )
 
     for block in model.blocks:
         block.compile(backend="sp", options={**options, "layout": "auto" if block.shifts else layout})
-        block.register_forward_hook(torch.compiler.disable(lambda _, x, y: seen.append((lies(x[0]), lies(y)))))
+        block.register_forward_hook(torch.compiler.disable(lambda _, x, y: seen.append((order_of(x[0]), order_of(y)))))
     model.tail.compile(backend="sp", options=options)
     for seed, length in enumerate(lengths):
         args = text(length, seed=seed)[0], documents(length, seed)
@@ -421,15 +421,18 @@ def packed(attention: str, lengths: list[int], shifts: bool, layout: str) -> tup
         pytest.param(2, "ulysses", [9, 10, 12], False, "balanced", marks=pytest.mark.slow),  # has nothing to balance
     ],
 )
-def test_rows_that_are_dealt_stay_so(
+def test_balanced_rows_stay_balanced(
     ranks: Ranks, n: int, attention: str, lengths: list[int], shifts: bool, layout: str
 ) -> None:
-    """The first block deals them; later ones, and the loss, keep the order. One that needs another takes the whole."""
+    """The first block balances rows; later ones, and the loss, use that order. A block with shifts gathers its input."""
     outcomes, seen, graphs = zip(*ranks.run(n, packed, attention, lengths, shifts, layout), strict=True)
     for of_length in zip(*outcomes, strict=True):
         check(of_length)
-    keeps = "dealt" if attention != "ulysses" else "in order"
-    passed_on = [("whole" if shifts else keeps, keeps), (keeps, keeps)]  # the one that shifts deals its result anew
+    keeps = "balanced" if attention != "ulysses" else "in order"
+    passed_on = [
+        ("whole" if shifts else keeps, keeps),
+        (keeps, keeps),
+    ]  # the block with shifts balances its result again
     assert seen[0] == [("whole", keeps), *passed_on] * len(lengths)
-    if keeps == "dealt":
+    if keeps == "balanced":
         assert graphs[0]["graphs"] == (3 if not shifts else 4) * min(2, len(lengths))

@@ -23,7 +23,7 @@ from sp_compile.passes.cost import measure
 
 
 def declared_again() -> tuple[int, int, bool]:
-    """How many communicators there are more: after declaring a mesh, after its axes as groups; one table?"""
+    """Return the numbers of new communicators after declaring a mesh and its axes as groups, and if both share a table."""
     mesh = worker.mesh2d(2, 2)
     before = len(process_groups())
     groups = sp_compile.declare_groups(mesh, measure=False)
@@ -58,7 +58,7 @@ def fitted(folder: str) -> tuple[list[dict], int, list[int]]:
 
 
 @pytest.mark.slow
-def test_lines_are_measured_once_and_alike(ranks: Ranks, tmp_path: Path) -> None:
+def test_cost_lines_are_measured_once_and_equal(ranks: Ranks, tmp_path: Path) -> None:
     results = ranks.run(4, fitted, str(tmp_path))
     assert results == [results[0]] * 4
     (axes, mesh, again, from_disk), files, timed = results[0]
@@ -82,7 +82,7 @@ def refused(what: str) -> str:
         "measure": lambda: sp_compile.declare_groups(mesh, measure=mine > 1),
         "other unions": lambda: sp_compile.declare_groups(mesh, [] if mine == 3 else None),
         "left out": lambda: sp_compile.declare_groups([pair, None if mine == 2 else pair]),
-        "nobody's": lambda: sp_compile.declare_groups([pair, None]),
+        "empty axis": lambda: sp_compile.declare_groups([pair, None]),
         "no axes": lambda: sp_compile.declare_groups([]),
         "letters": lambda: sp_compile.declare_groups(mesh, ["dp", "sp"]),  # type: ignore[list-item]
         "no strings": lambda: sp_compile.declare_groups(mesh, [("dp", [mine])] if mine else None),
@@ -109,7 +109,7 @@ def refused(what: str) -> str:
         ("measure", "rank 2 passes axes ('dp', 'sp'), unions None and measure=True, rank 0 axes ('dp', 'sp'), "),
         ("other unions", "rank 3 passes axes ('dp', 'sp'), unions () and measure=True, rank 0 axes"),
         ("left out", "rank 2 passes None for axis '1', but is in the group (0, 2) that others pass"),
-        ("nobody's", "no rank passes a group of axis '1'"),
+        ("empty axis", "no rank passes a group of axis '1'"),
         ("no axes", "SP615: declare_groups: rank 0, 1, 2, 3: mesh: "),
         ("letters", "unions: expected lists of names of axes, got ['dp', 'sp']"),
         ("no strings", "unions: expected lists of names of axes, got [('dp', [1])]"),
@@ -122,7 +122,7 @@ def test_bad_declarations_raise_on_every_rank(ranks: Ranks, what: str, message: 
 
 
 def declared_twice() -> tuple[bool, int]:
-    """The same groups as two axes, such as expert parallelism over the tensor-parallel groups."""
+    """Declare equal groups as two axes, such as expert parallelism over the tensor-parallel groups."""
     dp, tp = worker.mesh2d(2, 2).get_all_groups()
     before = len(process_groups())
     groups = sp_compile.declare_groups([dp, tp, tp], measure=False)
@@ -135,8 +135,8 @@ def test_the_same_groups_as_two_axes(ranks: Ranks) -> None:
     assert ranks.run(4, declared_twice) == [(True, 0)] * 4
 
 
-def by_hand(op: str) -> str:
-    """Groups that are not declared, in a graph made after a declaration; or a reduction that torch does not know."""
+def merge_errors(op: str) -> str:
+    """Return the error for undeclared groups in a graph after a declaration, or for an unknown reduction."""
     declared = worker.mesh2d(2, 2) if op != "sum" else [worker.group(4)]
     groups = sp_compile.declare_groups(declared, measure=False)
     a, b = names(worker.mesh2d(2, 2))
@@ -150,7 +150,7 @@ def by_hand(op: str) -> str:
 
 @pytest.mark.parametrize(("op", "message"), [("sum", "SP611"), ("median", "SP561")])
 def test_bad_graphs_raise_on_every_rank(ranks: Ranks, op: str, message: str) -> None:
-    assert all(message in error for error in ranks.run(4, by_hand, op))
+    assert all(message in error for error in ranks.run(4, merge_errors, op))
 
 
 def test_without_processes() -> None:
@@ -166,6 +166,6 @@ def tensors_of_a_gpu() -> str:
     return str(error.value)
 
 
-def test_gloo_is_not_asked_to_move_tensors_of_a_gpu(ranks: Ranks) -> None:
+def test_gloo_does_not_move_gpu_tensors(ranks: Ranks) -> None:
     words = "SP117"
     assert words in ranks.run(2, tensors_of_a_gpu)[0]

@@ -29,7 +29,7 @@ RANKS, STEPS, FAULT = 2, 4, 2
 
 
 class Threads:
-    """Ranks that are threads, and exchange messages at a barrier. asked: how many exchanges there were."""
+    """Ranks as threads, which exchange messages at a barrier. asked: number of exchanges."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(RANKS, timeout=60)
@@ -41,16 +41,16 @@ class Threads:
         self.said[self.own.rank] = mine
         self.barrier.wait()
         everyone = [Message.read(self.said[rank].body) for rank in range(RANKS)]
-        alike = len({str(self.said[rank].header) for rank in range(RANKS)}) == 1
+        is_equal = len({str(self.said[rank].header) for rank in range(RANKS)}) == 1
         if self.barrier.wait() == 0:
             self.asked += 1
-        return None if alike else everyone
+        return None if is_equal else everyone
 
     def wire(self, ranks: Ranks) -> ControlChannel:
         return self.own.wire
 
     def run(self, act: Callable[[int], Any]) -> list[Any]:
-        """What `act` returns on each rank, or the words of its SpError."""
+        """Return the result of `act` on each rank, or the text of its SpError."""
         out: dict[int, Any] = {}
 
         def live(rank: int) -> None:
@@ -126,8 +126,8 @@ def skipped_step(one: Training) -> None:
         one.optimizer.step()
 
 
-def gradients_apart(one: Training) -> None:
-    """torch.autograd.grad leaves .grad alone, so that the optimizer finds nothing to do."""
+def unused_gradients(one: Training) -> None:
+    """Run torch.autograd.grad, which does not set .grad, so that the optimizer changes nothing."""
     one.optimizer.zero_grad()
     loss = one.model(one.x)
     torch.autograd.grad(loss, [*one.model.parameters()]) if one.odd else loss.backward()
@@ -196,7 +196,7 @@ def buffer_moves(one: Training) -> None:
 
 DRIFTS = [
     (skipped_step, r"weights.0 \(8, 8\) with checksum"),
-    (gradients_apart, r"weights.0 \(8, 8\) with checksum"),
+    (unused_gradients, r"weights.0 \(8, 8\) with checksum"),
     (scaler_skips, r"weights.0 \(8, 8\) with checksum"),
     (clipped, r"weights.0 \(8, 8\) with checksum"),
     (other_rate, r"weights.0 \(8, 8\) with checksum"),
@@ -209,7 +209,7 @@ DRIFTS = [
 
 
 def steps(one: Training, how: Callable[[Training], None]) -> tuple[int, str]:
-    """The step on which this rank hears of the fault, and what; (STEPS, "") if it does not."""
+    """Return the step of this rank's error and its text; (STEPS, "") without an error."""
     for number in range(STEPS):
         one.odd = one.rank == 1 and number == FAULT
         try:
@@ -220,16 +220,16 @@ def steps(one: Training, how: Callable[[Training], None]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("how", "words"), DRIFTS, ids=[how.__name__ for how, _ in DRIFTS])
-def test_a_drift_is_told_at_the_next_comparison(threads: Threads, how: Callable[[Training], None], words: str) -> None:
+def test_a_drift_raises_at_the_next_comparison(threads: Threads, how: Callable[[Training], None], words: str) -> None:
     first, second = threads.run(lambda rank: steps(Training(rank), how))
     assert first == second
-    number, told = first
-    assert number == FAULT + 1, told
-    assert "SP635" in told
-    assert re.search(words, told), told
+    number, message = first
+    assert number == FAULT + 1, message
+    assert "SP635" in message
+    assert re.search(words, message), message
 
 
-def test_a_drift_is_told_after_check_every_calls_at_the_latest(threads: Threads) -> None:
+def test_a_drift_raises_within_check_every_calls(threads: Threads) -> None:
     """The drift of the third step is found on the fourth call, of index 3, where every fourth is compared."""
     for every, expected in ((2, FAULT + 1), (4, FAULT + 1), (3, STEPS), (100, STEPS)):
         first, second = threads.run(lambda rank, every=every: steps(Training(rank, check_every=every), other_rate))
@@ -238,11 +238,11 @@ def test_a_drift_is_told_after_check_every_calls_at_the_latest(threads: Threads)
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_drift_is_told_until_it_is_mended(threads: Threads, first: bool) -> None:
-    """A loop that catches the error and goes on."""
+def test_a_drift_raises_until_it_is_repaired(threads: Threads, first: bool) -> None:
+    """A loop that catches the error and continues."""
 
     def act(rank: int) -> list[bool]:
-        one, heard = Training(rank), []
+        one, errors = Training(rank), []
         kept = one.model.weights[2].detach().clone()
         for number in range(6):
             if rank == 1 and number == (0 if first else 2):
@@ -252,20 +252,20 @@ def test_a_drift_is_told_until_it_is_mended(threads: Threads, first: bool) -> No
             try:
                 one.model(one.x)
             except SpError as error:
-                heard.append(error.code in ("SP633", "SP635"))
+                errors.append(error.code in ("SP633", "SP635"))
             else:
-                heard.append(False)
-        return heard
+                errors.append(False)
+        return errors
 
-    told = [first, first, True, True, False, False]
-    assert threads.run(act) == [told] * RANKS
+    expected = [first, first, True, True, False, False]
+    assert threads.run(act) == [expected] * RANKS
 
 
-def test_a_rank_that_fails_before_it_speaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_before_an_exchange_publishes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     def fails(x: Tensor) -> str:
-        raise MemoryError("no room for a checksum")
+        raise MemoryError("no memory for a checksum")
 
     monkeypatch.setattr(check_run, "checksum", fails)
     monkeypatch.setattr(
@@ -273,22 +273,22 @@ def test_a_rank_that_fails_before_it_speaks_says_so(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(failures, "publish_stop", lambda words, **how: said.append(words))
     monkeypatch.setattr(failures.dist, "get_rank", lambda: 0)
-    with pytest.raises(MemoryError, match="no room for a checksum\nrank 0 raised this when it calls"):
+    with pytest.raises(MemoryError, match="no memory for a checksum\nrank 0 raised this when it calls"):
         Training(0).model(torch.ones(4, 8))
-    assert re.search(r"MemoryError: no room for a checksum, when it calls ", said[0])
+    assert re.search(r"MemoryError: no memory for a checksum, when it calls ", said[0])
 
 
 def compared_on_request(n: int) -> list[str]:
-    """What a rank hears while its model is as the others', with a weight of one that drifts by `.data`, and mended."""
-    model, heard = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), []
+    """Return errors of comparisons with equal weights, with one that drifts by `.data`, and after its repair."""
+    model, errors = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), []
     for name in ("", "0.weight", "", "1.running_mean", ""):
         state = model.state_dict()
         kept = {key: x.clone() for key, x in state.items()}
         if name and dist.get_rank() == n - 1:
             state[name].view(-1)[-1] += 1e-6
-        heard.append(compared(torch.compile(model, backend="eager"), n))
+        errors.append(compared(torch.compile(model, backend="eager"), n))
         model.load_state_dict(kept)
-    return [*heard, compared(nn.ReLU(), n)]
+    return [*errors, compared(nn.ReLU(), n)]
 
 
 def compared(model: Any, n: int) -> str:
@@ -301,9 +301,9 @@ def compared(model: Any, n: int) -> str:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_weights_are_compared_on_request(ranks: RealRanks, n: int) -> None:
-    heard = ranks.run(n, compared_on_request, n)
-    assert heard == [heard[0]] * n
-    before, weight, between, buffer, after, nothing = heard[0]
+    errors = ranks.run(n, compared_on_request, n)
+    assert errors == [errors[0]] * n
+    before, weight, between, buffer, after, nothing = errors[0]
     assert before == between == after == ""
     assert re.search(f"SP651.*rank {n - 1}: 0.weight torch.float32", weight, re.DOTALL)
     assert "0.bias" not in weight
@@ -312,7 +312,7 @@ def test_weights_are_compared_on_request(ranks: RealRanks, n: int) -> None:
 
 
 def compared_on_another_axis() -> str:
-    """What is heard where rank 1 names an axis that the mesh has not, and comes no more."""
+    """Return the error if rank 1 names an unknown mesh axis and makes no further call."""
     try:
         compare_weights(nn.Linear(2, 2), mesh=mesh(2), mesh_dim="sq" if dist.get_rank() else None)
     except SpError as error:
@@ -324,9 +324,9 @@ def compared_on_another_axis() -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_compares_over_an_axis_that_is_none(ranks: RealRanks) -> None:
-    for told in ranks.run(2, compared_on_another_axis):
-        assert "SP11" in told
-        assert "'sq'" in told
+    for message in ranks.run(2, compared_on_another_axis):
+        assert "SP11" in message
+        assert "'sq'" in message
 
 
 def test_a_loop_without_faults_exchanges_once_a_call(threads: Threads) -> None:
@@ -335,12 +335,12 @@ def test_a_loop_without_faults_exchanges_once_a_call(threads: Threads) -> None:
 
 
 def test_never_is_never(threads: Threads) -> None:
-    heard = threads.run(lambda rank: steps(Training(rank, check_every=0), skipped_step))
-    assert heard == [(STEPS, "")] * RANKS
+    errors = threads.run(lambda rank: steps(Training(rank, check_every=0), skipped_step))
+    assert errors == [(STEPS, "")] * RANKS
 
 
-def test_a_drift_on_a_device_is_told_one_call_later(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here of the CPU, in place of a device."""
+def test_a_drift_on_a_device_raises_one_call_later(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses CPU tensors in place of device tensors."""
     monkeypatch.setattr(check_run, "is_on_accelerator", lambda a: isinstance(a, Tensor))
     first, second = threads.run(lambda rank: steps(Training(rank), skipped_step))
     assert first == second

@@ -1,4 +1,4 @@
-"""Each fault of the fuzzer's table on real ranks: what every living rank is told, when, and what comes afterwards."""
+"""Each fault of the fuzzer's table on real ranks: error, step and later calls of every living rank."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ from support.fuzz.outcomes import Outcome
 @pytest.mark.parametrize(("seed", "fault"), list(enumerate(FAULTS)), ids=FAULTS)
 def test_fault(seed: int, fault: str) -> None:
     result = faults.run(f"faults:{fault}:{seed}")
-    assert result.outcome is (Outcome.REFUSED if FAULTS[fault].hears else Outcome.EXACT), result
+    assert result.outcome is (Outcome.REFUSED if FAULTS[fault].error else Outcome.EXACT), result

@@ -27,7 +27,7 @@ FAULT = 2  # the step on which rank 1 does something else
 
 
 class Model(nn.Module):
-    """Tokens and labels in, a loss out, with a scale that it reads and nobody trains; quick to compile."""
+    """A small model from tokens and labels to a loss, with an untrained scale; quick to compile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def odd() -> bool:
 
 
 def loop(step: Callable[[Any, nn.Module, int], None], **how: Any) -> tuple[int, str]:
-    """The step on which this rank heard of the fault, and what it heard; (STEPS, "") if it did not."""
+    """Return the step of this rank's error and its text; (STEPS, "") without an error."""
     torch.manual_seed(0)
     net = build(Model)
     run = sp(net, mesh=worker.mesh(), check_every=1, **how)
@@ -109,8 +109,8 @@ def weights_drift(run: Any, net: nn.Module, number: int) -> None:
     run(*text(8, seed=number)).backward()
 
 
-def gradients_apart(run: Any, net: nn.Module, number: int) -> None:
-    """torch.autograd.grad leaves the optimizer nothing to do."""
+def unused_gradients(run: Any, net: nn.Module, number: int) -> None:
+    """Run torch.autograd.grad, which does not set .grad, so that the optimizer changes nothing."""
     loss = run(*text(8, seed=number))
     if odd() and number == FAULT:
         torch.autograd.grad(loss, [*net.parameters()])
@@ -136,7 +136,7 @@ CASES: dict[Callable[..., None], tuple[int, str, dict[str, Any]]] = {
     frozen_later: (FAULT, r"SP639.*rank 0: head.weight wanted", {}),
     compiled_again: (STEPS, "^$", {}),
     weights_drift: (FAULT, r"SP635.*head.weight", {}),
-    gradients_apart: (FAULT + 1, r"SP635.*weight", {}),
+    unused_gradients: (FAULT + 1, r"SP635.*weight", {}),
     buffer_differs: (0, r"SP63[345].*scale", {}),
 }
 
@@ -149,14 +149,14 @@ def run_case(name: str) -> tuple[int, str]:
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", [one.__name__ for one in CASES])
-def test_every_rank_hears_of_it_on_that_step(ranks: Ranks, name: str) -> None:
+def test_every_rank_raises_on_that_step(ranks: Ranks, name: str) -> None:
     step = next(one for one in CASES if one.__name__ == name)
     when, words, _ = CASES[step]
-    heard = ranks.run(RANKS, run_case, name)
-    for number, told in heard:
-        assert number in (when, when + 1), told  # a rank that has skipped something is one step ahead
-        assert re.search(words, told, re.DOTALL), told
-    assert heard[0][1] == heard[1][1]
+    results = ranks.run(RANKS, run_case, name)
+    for number, message in results:
+        assert number in (when, when + 1), message  # a rank that has skipped something is one step ahead
+        assert re.search(words, message, re.DOTALL), message
+    assert results[0][1] == results[1][1]
 
 
 def budgets() -> str:
@@ -180,7 +180,7 @@ def requires_grad() -> str:
 
 
 def two_models(tied: bool = False) -> str:
-    """Of one class, called in another order."""
+    """Call two models of one class in another order."""
     first, second = build(Sums), build(Sums)
     if tied:
         second.inner.weight = first.inner.weight
@@ -202,7 +202,7 @@ def two_tied_models() -> str:
 
 def two_threads() -> str:
     net = build(Sums)
-    run, told = sp(net, mesh=worker.mesh()), []
+    run, errors = sp(net, mesh=worker.mesh()), []
     x = torch.ones(2, 8, 16, dtype=torch.float64)
     run(x).backward()
 
@@ -210,12 +210,12 @@ def two_threads() -> str:
         try:
             run(x)
         except SpError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    return told[0] if told else ""
+    return errors[0] if errors else ""
 
 
 @pytest.mark.parametrize(
@@ -230,14 +230,14 @@ def two_threads() -> str:
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )
-def test_every_rank_hears_of_it(ranks: Ranks, case: Callable[[], str], words: str) -> None:
-    heard = ranks.run(RANKS, case)
-    assert len(set(heard)) == 1
-    assert re.search(words, heard[0], re.DOTALL), heard[0]
+def test_every_rank_raises(ranks: Ranks, case: Callable[[], str], words: str) -> None:
+    results = ranks.run(RANKS, case)
+    assert len(set(results)) == 1
+    assert re.search(words, results[0], re.DOTALL), results[0]
 
 
 def of_replicas() -> tuple[int, str]:
-    """As `loop`, under DDP: two replicas of two ranks, each with tokens of its own; on the step of the fault one trains."""
+    """Run `loop` under DDP: two replicas of two ranks with their own tokens; one has different tokens on a rank in the step of the fault."""
     torch.manual_seed(0)
     net, replica = build(Model), dist.get_rank() // 2
     compile_under_ddp(net, worker.mesh2d(2, 2)["sp"], compiler="aot_eager", cost={})
@@ -252,7 +252,7 @@ def of_replicas() -> tuple[int, str]:
     return STEPS, ""
 
 
-def test_a_replica_under_ddp_hears_of_it(ranks: Ranks) -> None:
+def test_a_replica_under_ddp_raises(ranks: Ranks) -> None:
     first, second, *others = ranks.run(4, of_replicas)
     assert first == second
     assert first[0] == FAULT

@@ -1,4 +1,4 @@
-"""Which groups are the axes of a grid, and what one collective over all of them would be."""
+"""Detection of groups that are axes of a grid, and the collective over all of them."""
 
 import itertools
 

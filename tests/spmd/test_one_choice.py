@@ -1,6 +1,6 @@
-"""What a compilation decides is one decision on all ranks that the program connects, whatever each of them measured.
+"""Compilation decisions are equal on all ranks that the program connects, also if their measurements differ.
 
-Numbers of Python's are no part of that where each rank has data of its own.
+Python scalars are not compared where each rank has its own data.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from sp_compile.passes.cost.machine import Machine
 SLOW_ALL_TO_ALL, SLOW_ALL_GATHER = ({f"{op}_latency": 1.0} for op in ("all_to_all", "all_gather"))
 
 
-def measured_apart() -> list[str]:
-    """Each of the two groups over which the sequence is split finds other links fast, as noise or a cold disk do."""
+def different_measurements() -> list[str]:
+    """Measure different link speeds in the two groups of the sequence, as noise or a cold disk would."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
     tp = Split(2, mesh.get_local_rank("tp"), mesh.get_group("tp"))
     found = Machine.of("cpu", SLOW_ALL_TO_ALL if tp.rank else SLOW_ALL_GATHER)
@@ -43,9 +43,9 @@ def measured_apart() -> list[str]:
 
 
 @pytest.mark.slow
-def test_groups_that_measured_apart_split_attention_the_same_way(ranks: Ranks) -> None:
-    """Else the tensor-parallel ranks have two programs, and all layers stay full."""
-    assert ranks.run(4, measured_apart) == [["ssss"]] * 4
+def test_groups_with_different_measurements_choose_equal_attention(ranks: Ranks) -> None:
+    """Otherwise tensor-parallel ranks have two programs, and no layer runs on rows."""
+    assert ranks.run(4, different_measurements) == [["ssss"]] * 4
 
 
 CALLS = 6
@@ -57,7 +57,7 @@ NUMBERS = {
 
 
 class Experts(nn.Module):
-    """One on each rank, for the tokens of all ranks, which lie behind what each of them has seen."""
+    """One expert per rank for the tokens of all ranks, which start at a different position on each rank."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is said of values that lie on a device: nobody waits for them, and the ranks hear of it one call later."""
+"""Checks of device values: no call waits for the device, and differences raise one call later."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernel_adds_up_what_the_cpu_does() -> None:
+def test_kernel_checksums_equal_the_cpus() -> None:
     python(CHECKSUMS)
 
 
 class Launches(TorchDispatchMode):
-    """How many ops ran."""
+    """A mode that counts ops."""
 
     count = 0
 
@@ -71,7 +71,7 @@ def program(names: Sequence[str]) -> GuardedProgram:
 
 
 def call(n: int) -> tuple[int, int]:
-    """How often a program of n tensors copies from the device in two calls, and the ops of the second."""
+    """Return the copies from the device in two calls of a program of n tensors, and the ops of the second call."""
     with pytest.MonkeyPatch.context() as patch:
         copied = of_absent_device(patch)
         run = program([f"x{i}" for i in range(n)])
@@ -83,7 +83,7 @@ def call(n: int) -> tuple[int, int]:
 
 
 def test_no_value_of_a_device_is_read_on_the_path_of_a_call(ranks: Ranks) -> None:
-    """One copy to the CPU a call, whatever the number of tensors; .item(), .tolist() and .cpu() of these would raise."""
+    """Each call copies to the CPU once for any number of tensors; .item(), .tolist() and .cpu() of these would raise."""
     (copied, few), _ = ranks.run(2, call, 1)
     (again, many), _ = ranks.run(2, call, 3)
     assert copied == again == 2
@@ -111,34 +111,34 @@ def test_the_number_of_launches_does_not_grow_with_the_size(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("came", "waits"), [(True, 0), (False, 1)])
-def test_what_is_there_is_read_without_a_wait(came: bool, waits: int) -> None:
-    """The device is waited for only where it is more than a call behind."""
+def test_ready_checksums_are_read_without_a_wait(came: bool, waits: int) -> None:
+    """A call waits for the device only if its last checksums are not ready."""
     event = Mock(query=Mock(return_value=came))
     assert checksums.PendingChecksums(torch.tensor([3, 5]), event).read() == ["3", "5"]
     assert event.synchronize.call_count == waits
 
 
 def drifts() -> list[str]:
-    """Rank 1 is given another value on the second call: of the CPU, in place of a device."""
+    """Pass another value on rank 1 in the second call; CPU tensors replace device tensors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check_run, "is_on_accelerator", lambda a: isinstance(a, Tensor))
-        run, told = program(["x"]), []
+        run, results = program(["x"]), []
         for step in range(4):
             x = torch.full((4,), step + 10 * (step == 1 and worker.group().rank()))
-            told.append(error_text(partial(run, x)) if step == 2 else str(run(x)))
-    return told
+            results.append(error_text(partial(run, x)) if step == 2 else str(run(x)))
+    return results
 
 
-def test_ranks_hear_of_it_one_call_later(ranks: Ranks) -> None:
-    for *_, told, after in ranks.run(2, drifts):
-        assert "SP638" in told
-        assert "value of x when it calls a program (number " in told
+def test_differences_raise_one_call_later(ranks: Ranks) -> None:
+    for *_, error, after in ranks.run(2, drifts):
+        assert "SP638" in error
+        assert "value of x when it calls a program (number " in error
         assert "tensor" in after
 
 
 def shared_gradients(factors: Sequence[float]) -> list[str]:
-    """What this rank hears at each call behind a backward whose shared gradient is so many times rank 0's on rank 1."""
-    group, told = worker.group(), []
+    """Return the error of each call after a backward whose shared gradient is scaled by a factor on rank 1."""
+    group, errors = worker.group(), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradients, "is_on_accelerator", lambda a: True)
         run, x = program(["x"]), torch.ones(4, dtype=torch.int64)
@@ -149,12 +149,12 @@ def shared_gradients(factors: Sequence[float]) -> list[str]:
                 gradient *= factor
             (copy,) = gradients.check_shared_gradients([gradient], ["y"], group.size(), group.group_name)
             assert torch.equal(copy, gradient)
-            told.append(message(partial(run, x)))
-    return told
+            errors.append(message(partial(run, x)))
+    return errors
 
 
 def test_shared_gradients_of_a_device_are_compared_at_the_next_call(ranks: Ranks) -> None:
-    """By their size and projections, which rounding may change."""
+    """Gradients are compared by norm and projections, with a tolerance for rounding."""
     for same, rounded, doubled in ranks.run(2, shared_gradients, [1.0, 1 + 1e-6, 2.0]):
         assert not same
         assert not rounded
@@ -162,7 +162,7 @@ def test_shared_gradients_of_a_device_are_compared_at_the_next_call(ranks: Ranks
 
 
 def shared_copies() -> int:
-    """How often gradients of a device are copied in a backward; reading one would raise."""
+    """Return the number of copies of device gradients in a backward; reading one would raise."""
     group = worker.group()
     with pytest.MonkeyPatch.context() as patch:
         copied = of_absent_device(patch)

@@ -1,4 +1,4 @@
-"""A wait for a rank that does not come ends in words, within the group's timeout, and the group says so ever after."""
+"""A wait for a missing rank ends with an error within the group's timeout, and later calls of the group raise."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def fails_inside(calls: list[int], gm: torch.fx.GraphModule, inputs: list[Tensor
     def run(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == 2 and dist.get_rank() == 1:
-            raise MemoryError("no room for the activations")
+            raise MemoryError("no memory for the activations")
         return gm.forward(*args)
 
     return run
 
 
 def run_of(how: str) -> tuple[str, str, float]:
-    """What rank 0 hears of a call that rank 1 leaves out or fails in, and of the one behind it; seconds."""
+    """Return errors of rank 0 for a call that rank 1 skips or fails in, and for the next one, and the seconds."""
     mesh = impatient(how)
     if mesh is None:
         return "", "", 0.0
@@ -84,8 +84,8 @@ def run_of(how: str) -> tuple[str, str, float]:
                 run(x)
         time.sleep(2 * SECONDS)
         return "", "", 0.0
-    told = error_text(lambda: run(x))
-    return told, error_text(lambda: run(x)), time.monotonic() - begun
+    message = error_text(lambda: run(x))
+    return message, error_text(lambda: run(x)), time.monotonic() - begun
 
 
 @pytest.mark.sampled(every=4)
@@ -99,13 +99,13 @@ def run_of(how: str) -> tuple[str, str, float]:
         ),
         (
             "fails",
-            "^SP661: rank 1 raised MemoryError: no room for the activations, when it calls forward at spmd/test_waits.py:",
+            "^SP661: rank 1 raised MemoryError: no memory for the activations, when it calls forward at spmd/test_waits.py:",
         ),
     ],
 )
 def test_a_rank_that_does_not_come(ranks: Ranks, how: str, why: str) -> None:
-    told, again, seconds = ranks.run(4, run_of, how)[0]
-    assert re.search(why, told), told
+    message, again, seconds = ranks.run(4, run_of, how)[0]
+    assert re.search(why, message), message
     assert "SP623" in again
     assert seconds < 3 * SECONDS
 
@@ -128,7 +128,7 @@ def test_a_compilation_may_take_longer_than_the_timeout(ranks: Ranks) -> None:
 
 
 def measures_alone() -> tuple[str, float]:
-    """What rank 0 hears that measures the machine, a part of compiling, where rank 1 never comes."""
+    """Return the error of rank 0 if rank 1 skips the cost measurements of compilation, and the seconds."""
     mesh, begun = impatient("measures"), time.monotonic()
     if mesh is None or dist.get_rank() == 1:
         return "", 0.0
@@ -137,9 +137,9 @@ def measures_alone() -> tuple[str, float]:
 
 
 def test_a_rank_that_waits_while_it_compiles_is_no_sign_of_life_to_itself(ranks: Ranks) -> None:
-    told, seconds = ranks.run(4, measures_alone)[0]
-    assert "measures how fast the ranks are" in told
-    assert "SP623" in told
+    message, seconds = ranks.run(4, measures_alone)[0]
+    assert "measures how fast the ranks are" in message
+    assert "SP623" in message
     assert seconds < 3 * SECONDS
 
 
@@ -159,17 +159,17 @@ def test_a_mesh_that_one_rank_cannot_resolve(ranks: Ranks) -> None:
 
 
 def another_program() -> tuple[str, float]:
-    """What a rank hears of a program that rank 1 cannot compile, and another's result, which rank 1 is slow to call."""
+    """Return the error of a program that rank 1 cannot compile, and a later result of another program."""
     x, groups = torch.ones(2, 8, 16, dtype=torch.float64), [impatient("one"), impatient("other")]
     if groups[0] is None:
         return "", 0.0
     run = sp(Floats(), mesh=groups[0], mesh_dim="sq" if dist.get_rank() else "sp", compiler="aot_eager")
-    told = error_text(lambda: run(x))
+    message = error_text(lambda: run(x))
     time.sleep(3 * dist.get_rank())
-    return told, sp(Halves(), mesh=groups[1], compiler="aot_eager")(x).item()
+    return message, sp(Halves(), mesh=groups[1], compiler="aot_eager")(x).item()
 
 
-def test_a_rank_that_cannot_compile_one_program_comes_to_the_next(ranks: Ranks) -> None:
+def test_a_rank_that_cannot_compile_one_program_runs_the_next(ranks: Ranks) -> None:
     (first, then), (second, also), *_ = ranks.run(4, another_program)
     assert "SP11" in first
     assert "SP11" in second
@@ -177,10 +177,8 @@ def test_a_rank_that_cannot_compile_one_program_comes_to_the_next(ranks: Ranks) 
 
 
 @pytest.mark.parametrize(("name", "believed"), [("there", True), ("later", False)])
-def test_a_stop_holds_for_the_groups_that_there_were(
-    monkeypatch: pytest.MonkeyPatch, name: str, believed: bool
-) -> None:
-    """A rank that could not compile a program comes to the same one over a group that is made later."""
+def test_a_stop_holds_for_existing_groups(monkeypatch: pytest.MonkeyPatch, name: str, believed: bool) -> None:
+    """A rank that could not compile a program may run it over a group that is created later."""
     said = wire.StopNotice(1, "mesh: it has no axis 'sq'", False, {"there": 0}, "Floats")
     monkeypatch.setattr(wire, "_read_last_stop", lambda _: said)
     monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
@@ -199,16 +197,16 @@ def test_a_stop_holds_for_the_groups_that_there_were(
     ],
 )
 def test_a_stop_holds_for_its_program(monkeypatch: pytest.MonkeyPatch, subject: str, believed: bool) -> None:
-    """And not for one whose name begins alike."""
-    monkeypatch.setattr(wire, "_read_last_stop", lambda _: wire.StopNotice(1, "no room", False, {"one": 0}, subject))
+    """Not for another program with the same prefix."""
+    monkeypatch.setattr(wire, "_read_last_stop", lambda _: wire.StopNotice(1, "no memory", False, {"one": 0}, subject))
     monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
     waiting = wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     found = waiting._find_stop(Message(CALL_VERB, "forward at model.py:12: x", 3, model=2))
     assert (found != wire.NO_RANK) == believed
 
 
-def test_who_loses_a_group_says_so_where_the_others_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes later does not wait for it, and hears all that it had heard; other groups are none of it."""
+def test_a_rank_that_loses_a_group_publishes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later rank does not wait for the lost group and gets the complete reason; other groups are not affected."""
     store, rank = dist.HashStore(), [0]
     monkeypatch.setattr(wire.dist, "get_rank", lambda: rank[0])
     monkeypatch.setattr(wire.dist, "is_initialized", lambda: True)
@@ -222,19 +220,19 @@ def test_who_loses_a_group_says_so_where_the_others_look(monkeypatch: pytest.Mon
     call = Message(CALL_VERB, "Floats", 4)
     with monkeypatch.context() as patch:
         patch.setattr(wire, "process_groups", lambda: [("three", (0, 1, 2), "")])
-        wire.publish_stop("MemoryError: no room", goes_on=True)
+        wire.publish_stop("MemoryError: no memory", goes_on=True)
     rank[0], wire._own_stop[:] = 1, []
-    assert "rank 0 stopped: MemoryError: no room" in waiting().fail_timeout(call, 30.0).cause
+    assert "rank 0 stopped: MemoryError: no memory" in waiting().fail_timeout(call, 30.0).cause
     rank[0], wire._own_stop[:] = 2, []
     said = waiting()._find_stop(call)
     assert (said.rank, said.continues) == (1, False)
     assert said.text.startswith("it calls Floats (number 4) and waited 30 s for ranks that did not come"), said.text
-    assert said.text.endswith("rank 0 stopped: MemoryError: no room")
+    assert said.text.endswith("rank 0 stopped: MemoryError: no memory")
     assert waiting("another group")._find_stop(call) == wire.NO_RANK
 
 
-def test_models_that_are_gone_are_nobody_else() -> None:
-    """A parameter may lie where another did: tied to the first one of a model that is still there."""
+def test_deleted_models_are_not_reused() -> None:
+    """A parameter may reuse the address of a deleted one; a model is known by its first parameter that still exists."""
     waiting = wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
     assert waiting.model([first, second]) == waiting.model([first, second]) == 1
@@ -244,8 +242,8 @@ def test_models_that_are_gone_are_nobody_else() -> None:
     assert waiting.model([]) == 0
 
 
-def test_models_are_numbered_alike_again_once_ranks_have_strayed() -> None:
-    """A weight that one rank replaces makes another model of it, and the ranks hear of that once, not ever after."""
+def test_model_numbers_are_equal_after_ranks_diverged() -> None:
+    """A weight that one rank replaces changes its model number; ranks raise once, and later numbers are equal."""
     wires = [
         wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2) for _ in range(2)
     ]
@@ -261,8 +259,8 @@ def test_models_are_numbered_alike_again_once_ranks_have_strayed() -> None:
     assert set(numbers[0]).isdisjoint({1, 2, 3})  # what is known of a number is of one model
 
 
-def test_a_backward_runs_where_its_waits_are_told() -> None:
-    """All of it: what autograd refuses, as a weight that has changed, is told to those who wait, too."""
+def test_a_backward_runs_in_its_wait_context() -> None:
+    """The context covers the complete backward, also errors of autograd such as a modified weight."""
     entered = []
 
     @contextmanager
@@ -291,7 +289,7 @@ def test_a_backward_runs_where_its_waits_are_told() -> None:
 
 
 def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or those who come later would connect to nobody, in a call that no signal interrupts."""
+    """Otherwise later ranks would connect to a missing one, in a call that no signal interrupts."""
     store = dist.HashStore()
     monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(wire, "publish_stop", lambda *_, **__: None)
@@ -320,7 +318,7 @@ def test_a_read_that_waits_is_warned_of_before_the_timeout(
 
 
 def test_a_backward_may_call_programs_from_a_thread_of_its_own() -> None:
-    """As a checkpoint does that recomputes on a GPU; any other second thread may not."""
+    """A checkpoint that recomputes on a GPU calls from autograd's thread; any other second thread raises."""
     waiting = wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     waiting.check_thread()
     x = torch.ones(1, requires_grad=True)
@@ -333,8 +331,8 @@ def test_a_backward_may_call_programs_from_a_thread_of_its_own() -> None:
     assert x.grad is not None
 
 
-def test_a_question_right_behind_another() -> None:
-    """The thread of an answer may outlive it: the next question is asked, not dropped."""
+def test_a_query_directly_after_another() -> None:
+    """The thread of a query may outlive its result: the next query still runs."""
     ended = threading.Event()
     store._pending_queries[:] = [threading.Thread(target=ended.wait)]
     store._pending_queries[0].start()
@@ -343,7 +341,7 @@ def test_a_question_right_behind_another() -> None:
 
 
 def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a stopped rank: nobody waits for it, asks it again meanwhile, or leaves threads in it."""
+    """The store of a stopped rank: queries time out, are not repeated while one is pending, and leak no threads."""
     monkeypatch.setattr(store, "STORE_TIMEOUT", 0.1)
     awake, asked = threading.Event(), []
 

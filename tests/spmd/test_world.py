@@ -21,7 +21,7 @@ from sp_compile.runtime.session import CompileSession
 
 
 def _losses(rank: int, folder: str) -> None:
-    """Train without processes, with two, with two others, without: after each change the error, then what is right."""
+    """Train without processes, with two, with two others, without; after each change the error, then correct losses."""
     torch.set_num_threads(1)
     net, x, out = build(Sums, width=4), torch.ones(2, 8, 4, dtype=torch.float64), []
     run = sp(net, compiler=_noting)
@@ -45,7 +45,7 @@ COMPILED: list[int] = []
 
 
 def _noting(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """A compiler that notes how many rows of the sequence a rank has in what it compiles."""
+    """Return a compiler that records the number of sequence rows of a rank in each graph."""
     values = [n.meta.get("val") for n in gm.graph.nodes]
     COMPILED.append(min(x.shape[1] for x in values if isinstance(x, Tensor) and x.ndim == 3))
     return lookup_backend("aot_eager")(gm, inputs)
@@ -66,8 +66,8 @@ def test_other_processes() -> None:
             assert [rows for *_, rows in out] == [8, 4, 4, 8]
 
 
-def test_what_could_not_be_compiled_is_of_its_processes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever failed then, and though no group was found."""
+def test_a_failed_compilation_belongs_to_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without a process group, and after any failure."""
     x = torch.ones(2, 8, 4)
     gm = symbolic_trace(lambda x: torch.sin(x))
     session = CompileSession(gm, [x], {"mesh_dim": "sp"})

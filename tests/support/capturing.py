@@ -1,4 +1,4 @@
-"""Run a model through capture and aot_eager, and see all that one training step computes and changes."""
+"""Run a model through capture and aot_eager; collect all values that a training step computes and changes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from sp_compile.runtime.session import CompileSession
 
 
 def lowered(gm: GraphModule, inputs: list[Any], n: int, **options: Any) -> GraphModule:
-    """Dynamo's graph as one of n simulated ranks runs it."""
+    """Return the graph of one of n simulated ranks for Dynamo's graph."""
     session = CompileSession(gm, inputs, options, measures=False)
     session.ranks = Ranks(n, SIMULATED_GROUP)
     return lower(UserProgram.from_dynamo(gm, inputs), options, session).graph
 
 
 def simulating(n: int, graphs: list[GraphModule], **options: Any) -> Callable[..., Any]:
-    """A backend: each graph of one of n simulated ranks, which is kept, runs on all of them, and gives the first's."""
+    """Return a backend that runs each graph on n simulated ranks, appends it to `graphs`, and returns rank 0's results."""
 
     def backend(gm: GraphModule, given: list[Any]) -> Callable[..., Any]:
         local = lowered(gm, given, n, **options)
@@ -39,7 +39,7 @@ def simulating(n: int, graphs: list[GraphModule], **options: Any) -> Callable[..
 
 
 def compile_halves(model: nn.Module, args: Sequence[Any], n: int, **options: Any) -> None:
-    """Compile forward and backward of one of n simulated ranks; of the rank nothing runs."""
+    """Compile forward and backward of one of n simulated ranks, and run none of them."""
 
     def compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         given = {"cost": {}, "compiler": "aot_eager", **options}
@@ -53,7 +53,7 @@ def compile_halves(model: nn.Module, args: Sequence[Any], n: int, **options: Any
 
 
 class Backend:
-    """Compiles the captured graph with aot_eager and keeps the captured graphs."""
+    """A backend that compiles captured graphs with aot_eager and records them."""
 
     def __init__(self, compile_graph: Callable[..., Any] = aot_eager) -> None:
         self.compile_graph = compile_graph
@@ -69,7 +69,7 @@ class Backend:
 
 
 def step(run: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
-    """One training step; every tensor that it returns or changes."""
+    """Run a training step; return every tensor that it returns or changes."""
     x = x.clone().requires_grad_()
     torch.manual_seed(1)
     outputs = [t for t in tree_leaves(run(x)) if isinstance(t, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Graphs as text, one line a node: what the golden tests of the passes compare."""
+"""Graphs as text, one line per node, for the golden tests of passes."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ import sp_compile
 
 
 def captured(fn, *args):
-    """An exported function as IR."""
+    """Return the captured graph of an exported function."""
 
     class Module(nn.Module):
         def forward(self, *inputs):
@@ -16,12 +16,12 @@ def captured(fn, *args):
     names = "xyzwuv"[: len(args)]
     module = Module()
     code = f"lambda {', '.join(names)}: fn({', '.join(names)})"
-    module.forward = eval(code, {"fn": fn})  # export names the graph's inputs after the arguments
+    module.forward = eval(code, {"fn": fn})  # names of the arguments become names of the inputs
     return sp_compile.capture_export(torch.export.export(module, args))
 
 
 def show(gm):
-    """One line a node: name: shape = target(arguments)."""
+    """Return one line per node: name: shape = target(arguments)."""
 
     def word(value):
         return str(value).replace("torch.", "")
@@ -42,6 +42,6 @@ def show(gm):
 
 
 def notes_of(one, gm):
-    """What a pass by hand says that it did to the graph, and what it would not do."""
+    """Run a pass directly; return its notes about changes and refusals."""
     one(gm)
     return one.notes

@@ -1,4 +1,4 @@
-"""A small decoder whose parts tests replace, and the one comparison that they make."""
+"""A small decoder whose parts tests replace, and a comparison by `verify`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = [(2, 16), (3, 13), (4, 17), (4, 3), (1, 16), (2, 17), (3, 16), (4, 16), 
 
 
 def check(model: Callable[..., Any], *args: Any, sp: int, **config: Any) -> Report:
-    """`verify` on simulated ranks; every result and every gradient within TOLERANCE of one device."""
+    """Verify a model on simulated ranks; check that results and gradients are within TOLERANCE."""
     report = sp_compile.verify(model, *args, sp=sp, **config)
     assert report.errors, "nothing was compared"
     wrong = [(name, error) for name, error in report.errors if not error <= TOLERANCE]
@@ -30,7 +30,7 @@ def check(model: Callable[..., Any], *args: Any, sp: int, **config: Any) -> Repo
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary positions on (B, H, S, D)."""
+    """Return x (B, H, S, D) with rotary positions."""
     half = x.shape[-1] // 2
     angle = torch.arange(x.shape[2], dtype=x.dtype)[:, None] / 100 ** (torch.arange(half) / half)
     a, b = x[..., :half], x[..., half : 2 * half]
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """A float64 model whose parameters depend on the seed alone."""
+    """Return a float64 model whose parameters depend only on the seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return make().double()

@@ -1,4 +1,4 @@
-"""Compares a model compiled for sequence parallelism with the same model in eager on one device."""
+"""Compare a model compiled for sequence parallelism with the same model in eager mode on a single device."""
 
 import copy
 import hashlib
@@ -69,7 +69,7 @@ class Decoder(nn.Module):
 
 
 class Checkpointed(Decoder):
-    """Each block's inside is computed again in the backward. given: more arguments of its checkpoint."""
+    """A decoder with checkpointed blocks. given: further arguments of the checkpoint."""
 
     given: Mapping[str, Any] = {}
 
@@ -81,7 +81,7 @@ class Checkpointed(Decoder):
 
 
 def text(seq: int, batch: int = 2, prompt: float = 0.3, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random tokens, and labels of which the first share is skipped."""
+    """Return random tokens and labels; the first share of labels (`prompt`) is -100."""
     generator = torch.Generator().manual_seed(1000 * seed + seq)
     ids = torch.randint(0, VOCAB, (batch, seq), generator=generator)
     labels = ids.clone()
@@ -90,7 +90,7 @@ def text(seq: int, batch: int = 2, prompt: float = 0.3, seed: int = 0) -> tuple[
 
 
 class Sums(nn.Module):
-    """(..., S, width) in, one number out: a linear layer and a sum over the tokens before each."""
+    """(..., S, width) to a scalar: a linear layer and a cumulative sum over the tokens."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -101,22 +101,22 @@ class Sums(nn.Module):
 
 
 def build(model: Callable[..., nn.Module] = Decoder, **kwargs: Any) -> nn.Module:
-    """A model in float64 with the same random weights on every rank."""
+    """Return a model in float64 with equal random weights on every rank."""
     torch.manual_seed(0)
     return model(**kwargs).double()
 
 
 def compile_options() -> dict[str, Any]:
-    """The options that a test gives where it asks for none: none in a test that runs as users do (`conftest.py`).
+    """Return the default options of tests: none in a test marked `as_users_run` (`conftest.py`).
 
-    Else aot_eager, as the tests are many, and cost={}, the device's constants: measured ones change with what else runs,
-    and with them what "auto" takes.
+    Otherwise aot_eager, for speed, and cost={}, the device's constants: measured ones vary, and with them the choices of
+    "auto".
     """
     return {} if as_users_run() else {"compiler": "aot_eager", "cost": {}}
 
 
 def sp(model: Any, dynamic: bool | None = None, **options: Any) -> Any:
-    """The model under backend="sp"; options: on top of `compile_options`."""
+    """Compile a model with backend="sp"; options override `compile_options`."""
     given = {**compile_options(), **options}
     return torch.compile(model, backend="sp", dynamic=dynamic, options=given)
 
@@ -131,7 +131,7 @@ class Outcome:
 
 
 def outcome(loss: Tensor, grads: Iterable[Tensor | None], expected: Tensor, wanted: Iterable[Tensor | None]) -> Outcome:
-    """Compare results and gradients with those of one device."""
+    """Compare results and gradients with those of a single device."""
     found, right = [loss.detach(), *grads], [expected.detach(), *wanted]
     largest = max(r.abs().max().item() for r in right if r is not None)
     errors = [difference(a, b, floor=1e-6 * largest) for a, b in zip(found, right, strict=True)]
@@ -140,7 +140,7 @@ def outcome(loss: Tensor, grads: Iterable[Tensor | None], expected: Tensor, want
 
 
 def difference(found: Tensor | None, right: Tensor | None, floor: float = 0.0) -> float:
-    """Largest difference relative to the largest entry; a missing gradient matches only a missing one.
+    """Return the largest difference relative to the largest entry; None equals only None.
 
     floor: entries below it are rounding errors around a true zero (the gradient of a bias of attention's keys).
     """
@@ -162,7 +162,7 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
 
 
 def train_step(run: Callable[..., Any], model: nn.Module, args: Sequence[Any], **kwargs: Any) -> tuple[Tensor, list]:
-    """Loss and fresh gradients of one forward and backward."""
+    """Return the loss and the gradients of one forward and backward."""
     model.zero_grad()
     loss = run(*args, **kwargs)
     loss = getattr(loss, "loss", loss)
@@ -171,21 +171,21 @@ def train_step(run: Callable[..., Any], model: nn.Module, args: Sequence[Any], *
 
 
 def against_eager(model: nn.Module, *args: Any, run: Any = None, kwargs: dict | None = None, **how: Any) -> Outcome:
-    """One training step of `model` under backend="sp" (or of `run`, made from it) against one of a copy in eager."""
+    """Compare a training step of `model` under backend="sp" (or of `run`) with a copy in eager mode."""
     expected = train_step(alone := copy.deepcopy(model), alone, args, **(kwargs or {}))
     found = train_step(sp(model, **how) if run is None else run, model, args, **(kwargs or {}))
     return outcome(*found, *expected)
 
 
 def check(outcomes: Sequence[Outcome], tolerance: float = 1e-9) -> None:
-    """Every rank is right, and all have the same bits."""
+    """Check that every rank is right, and that the bits of all are equal."""
     for rank, one in enumerate(outcomes):
         assert one.error <= tolerance, f"rank {rank}: relative error {one.error:.2e} in {one.where}"
     assert len({one.bits for one in outcomes}) == 1, "the ranks differ from each other"
 
 
 def error_text(call: Callable[[], Any]) -> str:
-    """The message of the SpError that `call` raises."""
+    """Return the message of the SpError that `call` raises."""
     try:
         call()
     except sp_compile.SpError as error:

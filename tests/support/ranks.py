@@ -1,8 +1,8 @@
 """Real ranks for tests: four Gloo processes that live as long as the session.
 
 A test takes the ``ranks`` fixture and calls ``ranks.run(n, fn, *args)``; ``fn``, a function of a test
-module, runs in the first ``n`` processes. There it asks this module for its ``group()``, ``mesh()`` or
-``mesh2d(dp, sp)``. Nothing hangs: ranks that do not answer in time are named, killed and replaced.
+module, runs in the first ``n`` processes. It calls ``group()``, ``mesh()`` or ``mesh2d(dp, sp)`` of this
+module. Ranks that do not answer in time are reported, killed and replaced.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ TIMEOUT = 120.0
 COMPILE_TIMEOUT = 300.0
 """Seconds for a call that compiles by Inductor."""
 GRACE = 5.0
-"""Seconds that the other ranks are given to answer once one has failed."""
+"""Seconds for the other ranks to answer after one has failed."""
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -46,8 +46,8 @@ ENVIRONMENT = {
 
 
 def without_timing_guards() -> None:
-    """Torch runs the guards of each program that it has compiled once more to time them: 30 ms a program."""
-    from torch._dynamo import guards  # only now: it remembers what torch.cuda says, see `support/cuda/absent.py`
+    """Disable torch's timing of guards after each compilation, which takes 30 ms a program."""
+    from torch._dynamo import guards  # imported here: it queries torch.cuda, see `support/cuda/absent.py`
 
     guards.profile_guard_manager = lambda *_: 0.0
 
@@ -58,15 +58,15 @@ class RanksError(AssertionError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank raised. kinds: the names of the error's class and its bases, also of the errors that it wraps."""
+    """An error of a rank."""
 
-    kinds: tuple[str, ...]
-    words: str
+    kinds: tuple[str, ...]  # names of the class and its bases, also of wrapped errors
+    words: str  # the message
     traceback: str
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """To be called where the error is handled."""
+        """Return the failure of an error; call it in the handler."""
         kinds, inner = [], error
         while inner is not None:
             kinds += [base.__name__ for base in type(inner).__mro__]
@@ -78,10 +78,10 @@ class Failure:
 
 
 def forkserver() -> ForkServerContext:
-    """What starts processes that have imported, and compiled, what takes each rank seconds: see ``parallel/warm.py``."""
+    """Return a context whose processes have slow imports and compilations done: see ``parallel/warm.py``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.parallel.warm"])
-    path = os.pathsep.join(filter(None, sys.path))  # which Python 3.11 does not hand on to what it preloads
+    path = os.pathsep.join(filter(None, sys.path))  # Python 3.11 does not pass it to preloaded modules
     with mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": path}):
         ensure_running()
     return context
@@ -95,33 +95,33 @@ _as_users_run = False
 
 
 def as_users_run() -> bool:
-    """Does this call compile models as users do: by Inductor, with all default options? See ``pytest.mark.as_users_run``."""
+    """Return True if this call compiles with Inductor and all default options; see ``pytest.mark.as_users_run``."""
     return _as_users_run
 
 
 def group(n: int | None = None) -> dist.ProcessGroup:
-    """The process group of the first ``n`` ranks; of the ranks of this call by default."""
+    """Return the process group of the first ``n`` ranks; of the ranks of this call by default."""
     return _groups[n or _running]
 
 
 def mesh(n: int | None = None) -> DeviceMesh:
-    """A 1-D mesh ("sp",) over the first ``n`` ranks; over the ranks of this call by default."""
+    """Return a 1-D mesh ("sp",) over the first ``n`` ranks; over the ranks of this call by default."""
     return DeviceMesh.from_group(group(n), "cpu", mesh_dim_names=("sp",))
 
 
 @functools.cache
 def mesh2d(dp: int, sp: int) -> DeviceMesh:
-    """A 2-D mesh ("dp", "sp") over all four ranks; every rank has to ask for it."""
+    """Return a 2-D mesh ("dp", "sp") over all four ranks; a collective call."""
     return init_device_mesh("cpu", (dp, sp), mesh_dim_names=("dp", "sp"))
 
 
 def _stack_of(store: str, rank: int) -> Path:
-    """The file into which a rank writes where it is, when it gets SIGUSR1."""
+    """Return the file to which a rank writes its stack on SIGUSR1."""
     return Path(f"{store}.stack{rank}")
 
 
 def _work(rank: int, store: str, pipe: Connection) -> None:
-    """A worker's life: join the groups, then answer calls until the pipe closes."""
+    """Join the groups, then answer calls until the pipe closes."""
     global _running, _as_users_run
     faulthandler.register(signal.SIGUSR1, _stack_of(store, rank).open("w"), all_threads=True)
     torch.set_num_threads(1)
@@ -139,7 +139,7 @@ def _work(rank: int, store: str, pipe: Connection) -> None:
 
 
 def answer(payload: bytes) -> bytes:
-    """Run one pickled call; the pickled (True, result) or (False, Failure)."""
+    """Run one pickled call; return the pickled (True, result) or (False, Failure)."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     try:
@@ -157,7 +157,7 @@ def answer(payload: bytes) -> bytes:
 
 
 class Ranks:
-    """The workers, started at the first call and again after a failure. as_users_run: how they compile models."""
+    """The workers, started at the first call and again after a failure."""
 
     def __init__(self) -> None:
         self.as_users_run = False
@@ -166,7 +166,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def run(self, n: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-        """Call ``fn(*args)`` on ranks 0 to ``n - 1``; their results in rank order.
+        """Call ``fn(*args)`` on ranks 0 to ``n - 1``; return their results in rank order.
 
         Raises RanksError with the traceback of every rank that raised and the names of those that died or
         did not answer within ``timeout`` seconds.
@@ -190,9 +190,9 @@ class Ranks:
     def answers(
         self, n: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, grace: float = GRACE
     ) -> dict[int, tuple[bool, Any]]:
-        """What each rank that answered in time gave: (True, its result) or (False, Failure).
+        """Return (True, result) or (False, Failure) of each rank that answered in time.
 
-        grace: seconds that the other ranks have once one has failed.
+        grace: seconds for the other ranks to answer after one has failed.
         """
         payload = pickle.dumps((fn, args))
         if not self._processes or not all(process.is_alive() for process in self._processes):
@@ -224,14 +224,14 @@ class Ranks:
             self._pipes.append(ours)
 
     def _stack(self, rank: int) -> str:
-        """Where a rank is."""
+        """Return the stack of a rank."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
             time.sleep(0.5)
         return _stack_of(self._store, rank).read_text()
 
     def _collect(self, n: int, timeout: float, grace: float) -> dict[int, tuple[bool, Any]]:
-        """The answers of the ranks that gave one."""
+        """Collect the answers until the deadline."""
         answers: dict[int, tuple[bool, Any]] = {}
         waiting = {self._pipes[rank]: rank for rank in range(n)}
         deadline = time.monotonic() + timeout

@@ -1,4 +1,4 @@
-"""What AOTAutograd makes of a compiled model, and what Inductor generates from it."""
+"""Record the graphs of AOTAutograd and the programs of ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from sp_compile.rank_program import RankProgram
 
 
 class Recorder:
-    """A compiler that keeps the forward and backward graphs of AOTAutograd, as Inductor would get them."""
+    """A compiler that records the forward and backward graphs of AOTAutograd, as Inductor would get them."""
 
     def __init__(self) -> None:
         self.graphs: dict[str, torch.fx.GraphModule] = {}
@@ -36,7 +36,7 @@ class Recorder:
         return [n for n in nodes if str(n.target).startswith("_c10d_functional." + op) and "wait" not in str(n.target)]
 
     def sent(self, name: str) -> list[int]:
-        """Bytes of the operand of each all-to-all: all but 1/n of it leaves the rank."""
+        """Return the bytes of the operand of each all-to-all; all but 1/n of them are sent."""
         operands = [n.args[0].meta["val"] for n in self.collectives(name, "all_to_all_single")]
         return [x.numel() * x.element_size() for x in operands]
 
@@ -46,7 +46,7 @@ class Recorder:
 
 @contextmanager
 def lowered_programs() -> Iterator[list[RankProgram]]:
-    """The programs of this rank that are made meanwhile."""
+    """Record the programs of this rank that are lowered within the context."""
     found: list[RankProgram] = []
     lower = backend.lower
 
@@ -59,19 +59,19 @@ def lowered_programs() -> Iterator[list[RankProgram]]:
 
 
 def is_undivided(program: RankProgram) -> bool:
-    """Is it given a sequence of a length that its ranks do not divide?"""
+    """Return True if the ranks do not divide the length of the sequence."""
     shards = program.graph.graph.find_nodes(op="call_function", target=torch.ops.sp.shard.default)
     return any(_number(node.args[2][1]) % program.ranks.n for node in shards)
 
 
 def _number(size: Any) -> int:
-    """A size, or that of the call which a symbol was made for."""
+    """Return a size, or the hint of a symbol."""
     size = size.meta["val"] if isinstance(size, torch.fx.Node) else size
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def checked_as_users_run(fn: Callable[..., Any], *args: Any) -> Any:
-    """fn(*args), which has to compile by Inductor a program of a length that the ranks do not divide."""
+    """Return fn(*args); check that it compiles a program with Inductor, for a length that the ranks do not divide."""
     with lowered_programs() as programs:
         result = fn(*args)
     compilers = {str(program.settings.compiler) for program in programs}

@@ -14,7 +14,7 @@ from support.parallel.tensor_parallel import (
     decoder,
     joint_graph,
     on_ranks,
-    spelt,
+    simulate_reductions,
     weights,
 )
 
@@ -48,7 +48,7 @@ def graphs(n, batch, length, layers=2):
 @pytest.mark.parametrize(("n", "batch", "length"), [(2, 2, 6), (2, 1, 7), (3, 2, 7), (4, 3, 5), (4, 4, 9), (2, 3, 1)])
 def test_equals_the_untouched_graph_and_one_device(n, batch, length):
     gm, inputs, x, whole = graphs(n, batch, length)
-    expected = on_ranks(spelt(copy.deepcopy(gm), n), inputs)
+    expected = on_ranks(simulate_reductions(copy.deepcopy(gm), n), inputs)
     one = SequenceParallelLinear(Ranks(n, GROUP))
     local = one(gm).graph_module
     found = on_ranks(local, inputs)
@@ -68,7 +68,7 @@ def test_counts():
     local = one(gm).graph_module
     targets = Counter(str(n.target) for n in local.graph.nodes)
     assert targets["sp.reduce_scatter.default"] == 12  # two a layer, there and back
-    assert targets["sp.all_gather.default"] == 13  # as many, and the gradient of the input
+    assert targets["sp.all_gather.default"] == 13  # the same number, and the gradient of the input
     assert targets["sp.all_reduce.default"] == 1  # the gradients of norm weights and of biases, together
 
 
@@ -79,13 +79,13 @@ def modes(program, *operands):
 
 
 def test_exchanges_over_another_group_are_no_work_on_rows():
-    """What is summed again and then returned has nothing between to be done on a share of the rows."""
+    """A value that is summed again and returned has no ops between that could run on a share of the rows."""
     x, w, v = torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3)
     assert modes(lambda x, w: all_reduce(all_reduce(x @ w), "dp"), x, w) == ["full"]
     assert modes(lambda x, w, v: torch.relu(all_reduce(x @ w)) @ v, x, w, v) == ["scattered"]
 
 
-def test_a_weight_that_comes_from_another_group_is_one():
+def test_a_weight_from_another_group_is_a_weight():
     c10d = torch.ops._c10d_functional
     sent = lambda w: c10d.wait_tensor(c10d.broadcast(w, 0, "dp"))  # noqa: E731
     x, w, v = torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3)

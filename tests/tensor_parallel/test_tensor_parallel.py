@@ -87,8 +87,8 @@ def mesh_of(tp: int) -> dist.DeviceMesh:
     return worker.mesh() if worker.group().size() == tp else worker.mesh2d(2, 2)["sp"]
 
 
-def cut(model: Net, spelling: str, mesh: dist.DeviceMesh) -> Net:
-    if spelling == "dtensor":
+def cut(model: Net, form: str, mesh: dist.DeviceMesh) -> Net:
+    if form == "dtensor":
         for block in model.blocks:
             parallelize_module(block, mesh, PLAN)
     else:
@@ -96,12 +96,12 @@ def cut(model: Net, spelling: str, mesh: dist.DeviceMesh) -> Net:
     return model
 
 
-def trained(spelling: str, shape: tuple[int, int], tp: int, compiler: str, **options: Any) -> tuple[float, list[str]]:
+def trained(form: str, shape: tuple[int, int], tp: int, compiler: str, **options: Any) -> tuple[float, list[str]]:
     """(largest difference of losses and norm weights from one device over some steps, modes of the layers)."""
     mesh = mesh_of(tp)
     torch.manual_seed(0)
     whole = Net().double()
-    model = cut(copy.deepcopy(whole), spelling, mesh)
+    model = cut(copy.deepcopy(whole), form, mesh)
     found: list[Any] = []
     plain = joint.JointPasses.__call__
 
@@ -129,18 +129,18 @@ def trained(spelling: str, shape: tuple[int, int], tp: int, compiler: str, **opt
 
 
 @pytest.mark.sampled(every=12)
-@pytest.mark.parametrize("spelling", ["functions", "dtensor"])
+@pytest.mark.parametrize("form", ["functions", "dtensor"])
 @pytest.mark.parametrize(("ranks_of_all", "tp", "shape"), [(2, 2, (2, 7)), (4, 4, (1, 9)), (4, 2, (3, 5))])
-def test_trains_as_one_device(ranks: Ranks, spelling: str, ranks_of_all: int, tp: int, shape: tuple[int, int]) -> None:
-    for worst, modes in ranks.run(ranks_of_all, trained, spelling, shape, tp, "aot_eager"):
+def test_trains_as_one_device(ranks: Ranks, form: str, ranks_of_all: int, tp: int, shape: tuple[int, int]) -> None:
+    for worst, modes in ranks.run(ranks_of_all, trained, form, shape, tp, "aot_eager"):
         assert worst < 1e-12
         assert modes == ["scattered"] * 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spelling", ["functions", "dtensor"])
-def test_inductor(ranks: Ranks, spelling: str) -> None:
-    for worst, modes in ranks.run(2, trained, spelling, (2, 7), 2, "inductor"):
+@pytest.mark.parametrize("form", ["functions", "dtensor"])
+def test_inductor(ranks: Ranks, form: str) -> None:
+    for worst, modes in ranks.run(2, trained, form, (2, 7), 2, "inductor"):
         assert worst < 1e-12
         assert modes == ["scattered"] * 4
 
@@ -170,8 +170,8 @@ def test_inputs_that_differ_later_are_an_error(ranks: Ranks) -> None:
         assert " x (" in error
 
 
-def of_two_minds() -> str:
-    """One rank's batch has another size: it compiles anew, and the other runs what it has."""
+def run_with_another_batch() -> str:
+    """Return the error if one rank recompiles for another batch size while the other runs its compiled program."""
     torch.manual_seed(0)
     mesh = mesh_of(2)
     model = torch.compile(cut(Net().double(), "functions", mesh), backend="sp", options={"compiler": "aot_eager"})
@@ -184,7 +184,7 @@ def of_two_minds() -> str:
 
 
 def test_a_rank_that_compiles_alone_is_an_error(ranks: Ranks) -> None:
-    for error in ranks.run(2, of_two_minds):
+    for error in ranks.run(2, run_with_another_batch):
         assert "SP602: rank 1 of 2 compiles" in error
 
 

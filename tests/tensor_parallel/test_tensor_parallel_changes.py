@@ -19,7 +19,7 @@ OPTIONS = {"compiler": "aot_eager"}
 
 
 class Crossing(Hidden):
-    """Each token meets all others, so nothing in front of the second layer can run on rows."""
+    """Each token is mixed with all others, so no op before the second layer can run on rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = super().forward(x).flatten(0, 1)
@@ -27,7 +27,7 @@ class Crossing(Hidden):
 
 
 class Turned(Hidden):
-    """Kernels of the backward read the channels of a transposed value as they lie in memory, and views rely on it."""
+    """Backward kernels read channels of a transposed value in memory order, and views rely on the strides."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -36,7 +36,7 @@ class Turned(Hidden):
 
 
 class Remembering(Hidden):
-    """The tokens are shifted by what this rank's columns were in the call before."""
+    """A layer that shifts tokens by this rank's columns of the previous call."""
 
     def __init__(self, tp: Split) -> None:
         super().__init__(tp)
@@ -81,7 +81,7 @@ def against_eager(kind: type[Hidden], shape: tuple[int, ...], freeze: bool) -> f
     ],
     ids=["tokens with tokens", "transposed", "no tokens", "frozen on one rank"],
 )
-def test_what_eager_mode_does(ranks: Ranks, kind: type[Hidden], shape: tuple[int, ...], freeze: bool) -> None:
+def test_equals_eager_mode(ranks: Ranks, kind: type[Hidden], shape: tuple[int, ...], freeze: bool) -> None:
     assert max(ranks.run(2, against_eager, kind, shape, freeze)) < 1e-11
 
 
@@ -92,8 +92,8 @@ def remembered() -> str:
     return message(lambda: run(x))
 
 
-def test_a_buffer_that_goes_its_own_way(ranks: Ranks) -> None:
-    """Equal on all ranks when it is compiled, and written by the program with each rank's own values."""
+def test_a_buffer_that_diverges(ranks: Ranks) -> None:
+    """The buffer is equal on all ranks at compilation, and the program writes rank-specific values to it."""
     for error in ranks.run(2, remembered):
         assert "SP633" in error
         assert " last (" in error

@@ -1,4 +1,4 @@
-"""What tensor-parallel training graphs exchange, compute and save, counted on the graphs of both directions."""
+"""Counts of communication, computation and saved bytes on tensor-parallel graphs of both directions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def counted(gm: GraphModule) -> dict[str, int]:
 
 
 def sent(gm: GraphModule, n: int) -> int:
-    """Bytes of one rank: a ring's 2 (n - 1) / n of what is reduced, half of it for a scatter or a gather."""
+    """Return bytes of one rank: a ring sends 2 (n - 1) / n of an all-reduce, and half of it for a scatter or a gather."""
     total = 0
     for node in exchanges(gm):
         given, got = (v.numel() * v.element_size() for v in (node.args[0].meta["val"], node.meta["val"]))
@@ -88,14 +88,14 @@ def test_two_exchanges_a_layer_and_direction(n: int) -> None:
 def test_no_byte_more(n: int) -> None:
     plain, scattered = graphs(n, False), graphs(n, True)
     assert sent(scattered[0], n) == sent(plain[0], n)
-    weights_of_norms = (3 * LAYERS + LAYERS) * WIDTH * 8  # two norms, a bias of one of them, a bias behind the sum
+    weights_of_norms = (3 * LAYERS + LAYERS) * WIDTH * 8  # two norms, a bias of one of them, a bias after the sum
     assert sent(scattered[1], n) == sent(plain[1], n) + 2 * (n - 1) * weights_of_norms // n
 
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("n", [2, 4])
-def test_norms_and_what_is_saved_on_rows(n: int) -> None:
-    """All norms but the first, whose input every rank has, run on 1/n of the rows; residuals are saved so."""
+def test_norms_and_saved_rows(n: int) -> None:
+    """All norms except the first, whose input is replicated, run on 1/n of the rows, as are saved residuals."""
     plain, scattered = graphs(n, False), graphs(n, True)
     rows, part = (BATCH, LENGTH, 1), (BATCH // n, LENGTH, 1)
     assert values(plain[0], "rsqrt") == [rows] * LAYERS
@@ -107,7 +107,7 @@ def test_norms_and_what_is_saved_on_rows(n: int) -> None:
 
 
 def common_rows(forward: GraphModule) -> list[tuple[int, ...]]:
-    """Rows of what the forward hands to the backward and every rank would have alike: (batch, length, width or 1)."""
+    """Return the rows of saved activations that are equal on all ranks, of shape (batch, length, width or 1)."""
     handed = [node for node in forward.graph.output_node().args[0][1:] if isinstance(node, Node)]
     made = [node.meta["val"] for node in handed if node.op != "placeholder"]
     tensors = [v for v in made if isinstance(v, Tensor) and v.ndim == 3 and v.shape[-1] in (1, WIDTH)]

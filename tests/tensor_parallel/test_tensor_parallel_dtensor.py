@@ -95,13 +95,13 @@ def tied(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def inside_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """What is between two linears of an MLP stays a DTensor."""
+    """Parallelize the model such that values between two linears of an MLP stay DTensors."""
     plan = {"mlp.up": ColwiseParallel(use_local_output=False), "mlp.down": ROWS["mlp.down"]}
     parallelize_module(model, mesh, each_block(plan))
 
 
 def scattered_already(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Sequence parallelism by hand: nothing is left to do."""
+    """Apply DTensor's sequence parallelism, after which nothing can be rewritten."""
     whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     rows = RowwiseParallel(output_layouts=Shard(1))
     plan = {

@@ -1,4 +1,4 @@
-"""What one rank does wrong in a tensor-parallel program is an error on every rank, and no rank waits for ever."""
+"""An error of one rank in a tensor-parallel program is raised on every rank, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = {"compiler": "aot_eager"}
 
 
 def gradients_of_their_own() -> tuple[str, bool]:
-    """The hidden states are shared; what each rank makes of them is not. In eager mode that is a wrong gradient."""
+    """Use shared hidden states differently on each rank, which is a wrong gradient in eager mode."""
     run = torch.compile(Hidden(split()), backend="sp", options=OPTIONS)
     x = torch.randn(2, 6, DIM, dtype=torch.float64, requires_grad=True)
     run(x.detach()).sum()
@@ -149,7 +149,7 @@ def test_ranks_that_do_not_do_the_same(ranks: Pool, program: Callable[[], str], 
 
 
 def numbers(first: float, then: float) -> str:
-    """The error of the second call, after which both ranks may call with what they like."""
+    """Return the error of the second call; a third call with equal numbers on both ranks is correct."""
     tp = split()
     model = Hidden(tp)
     run = torch.compile(lambda x, k: model(x * k) * k, backend="sp", options=OPTIONS)
@@ -166,7 +166,7 @@ def own_number_first() -> str:
 
 @pytest.mark.slow
 def test_a_number_that_differs_and_then_does_not(ranks: Pool) -> None:
-    """The rank that has seen it runs what it has, the other compiles."""
+    """The rank that knows the number runs its program, the other compiles."""
     for error in ranks.run(2, own_number_first):
         assert "SP602: rank 0 of 2 compiles" in error
 
@@ -238,7 +238,7 @@ def on_two_axes(how: str) -> str:
 
     def compiler(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         if first and how == "fails":
-            raise MemoryError("no room for the code")
+            raise MemoryError("no memory for the code")
         return gm.forward
 
     options = {"compiler": compiler} if how == "fails" else OPTIONS
@@ -253,10 +253,10 @@ def on_two_axes(how: str) -> str:
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
-    ("how", "expected"), [("recompiles", "SP602"), ("fails", "no room for the code"), ("merges", "SP610")]
+    ("how", "expected"), [("recompiles", "SP602"), ("fails", "no memory for the code"), ("merges", "SP610")]
 )
-def test_ranks_of_other_groups_hear_of_it(ranks: Pool, how: str, expected: str) -> None:
+def test_ranks_of_other_groups_raise(ranks: Pool, how: str, expected: str) -> None:
     errors = ranks.run(4, on_two_axes, how)
-    elsewhere = expected if how == "merges" else "SP603"  # told while they compile
+    elsewhere = expected if how == "merges" else "SP603"  # raised while they compile
     for rank, error in enumerate(errors):
         assert (expected if rank < 2 else elsewhere) in error, (rank, error)

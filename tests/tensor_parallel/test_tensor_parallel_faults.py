@@ -1,4 +1,4 @@
-"""A loop over a tensor-parallel model in which one rank does something else: every rank hears of it, on that step."""
+"""Training loops of a tensor-parallel model in which one rank diverges: every rank raises on that step."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def other_setting(run: Any, model: nn.Module, x: Tensor, odd: bool) -> None:
         run(x[:, :4]).sum().backward()
 
 
-def heard(step: Step, options: dict[str, Any]) -> tuple[int, str]:
-    """The step on which this rank heard of the fault, and what."""
+def first_error(step: Step, options: dict[str, Any]) -> tuple[int, str]:
+    """Return the step of this rank's error and its text."""
     torch.manual_seed(0)
     model = Hidden(split())
     run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "check_every": 1, **options})
@@ -105,19 +105,19 @@ def heard(step: Step, options: dict[str, Any]) -> tuple[int, str]:
     ],
     ids=lambda one: one.__name__ if callable(one) else "",
 )
-def test_every_rank_hears_of_it_on_that_step(
+def test_every_rank_raises_on_that_step(
     ranks: Pool, step: Step, when: int, words: str, options: dict[str, Any]
 ) -> None:
-    everyone = ranks.run(2, heard, step, options)
-    for number, told in everyone:
-        assert number in (when, when + 1), told  # a rank that has skipped something is one step ahead
-        assert re.search(words, told, re.DOTALL), told
-    first, second = (told.partition("\n\n")[0] for _, told in everyone)  # what Dynamo adds stands behind it
+    everyone = ranks.run(2, first_error, step, options)
+    for number, text in everyone:
+        assert number in (when, when + 1), text  # a rank that has skipped something is one step ahead
+        assert re.search(words, text, re.DOTALL), text
+    first, second = (text.partition("\n\n")[0] for _, text in everyone)  # Dynamo appends its own text
     assert first == second
 
 
 def compiles_on_a_grid(fault: str) -> str:
-    """What a rank hears of what goes wrong on rank 3; "" on that one, where it is interrupted. Two axes: "sp", "tp"."""
+    """Return the error of this rank for a fault on rank 3 of a mesh ("sp", "tp"); "" on rank 3 if interrupted."""
     mesh, is_odd = impatient_mesh(("sp", "tp")), dist.get_rank() == 3
     tp = mesh.get_group("tp")
     options = {"compiler": "aot_eager", "cost": {}, "mesh": mesh, "mesh_dim": "sp"}
@@ -135,8 +135,8 @@ def compiles_on_a_grid(fault: str) -> str:
     return message(lambda: run(ids, ids, noise))
 
 
-def goes_on() -> None:
-    """What was said of a rank does not hold in the next test."""
+def continues() -> None:
+    """Withdraw a published stop, which would affect the next test."""
     wire.publish_stop("", goes_on=True)
 
 
@@ -148,11 +148,11 @@ def goes_on() -> None:
         pytest.param("memory", "SP607.*MemoryError: of the fault", marks=pytest.mark.slow),
     ],
 )
-def test_every_rank_of_a_grid_hears_why_it_is_not_compiled(ranks: Pool, fault: str, words: str) -> None:
-    """Its neighbours over the group, and those who share a sequence with these."""
+def test_every_rank_of_a_grid_raises_the_cause(ranks: Pool, fault: str, words: str) -> None:
+    """Ranks of its own group, and the ranks that share a sequence with them."""
     try:
-        for told in ranks.run(4, compiles_on_a_grid, fault)[: 3 if fault == "interrupt" else 4]:
-            assert re.search(words, told, re.DOTALL), told
-            assert all(int(seconds) < TIMEOUT for seconds in re.findall(r"waited (\d+) s", told)), told
+        for text in ranks.run(4, compiles_on_a_grid, fault)[: 3 if fault == "interrupt" else 4]:
+            assert re.search(words, text, re.DOTALL), text
+            assert all(int(seconds) < TIMEOUT for seconds in re.findall(r"waited (\d+) s", text)), text
     finally:
-        ranks.run(4, goes_on)
+        ranks.run(4, continues)

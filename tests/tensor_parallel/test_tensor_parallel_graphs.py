@@ -1,4 +1,4 @@
-"""SequenceParallelLinear by hand: golden graphs, and programs that it leaves as they are."""
+"""Golden graphs of SequenceParallelLinear, run directly, and programs that it does not change."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def no_linear(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return (x + all_reduce(x.exp() * y.sum() * z.sum())).relu()
 
 
-def wanted_whole(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+def wanted_full(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return all_reduce((x @ y) @ z)
 
 
@@ -146,7 +146,7 @@ def waited_twice(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "program", [over_another_group, largest, no_linear, wanted_whole, normalised_over_rows, vectors, waited_twice]
+    "program", [over_another_group, largest, no_linear, wanted_full, normalised_over_rows, vectors, waited_twice]
 )
 def test_left_alone(program: Callable[..., Tensor]) -> None:
     gm = captured(program, torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3))
@@ -165,7 +165,7 @@ def test_a_group_of_one() -> None:
 def test_every_stage_is_a_lap() -> None:
     stages = "drop_overwrites mark_varying draw_full_tensors scatter_reductions revert_idle_scatters".split()
     rounds = "mean reduce_partials full localize bucket_reductions validate_shapes keep_dim_order".split()
-    for program, expected in ((mlp, stages + rounds), (wanted_whole, stages)):
+    for program, expected in ((mlp, stages + rounds), (wanted_full, stages)):
         job = PassContext.start(make_settings(Ranks(2, GROUP)))
         gm = captured(program, torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3))
         SequenceParallelLinear(job.ranks).run(gm, job)

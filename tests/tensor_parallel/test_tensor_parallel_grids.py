@@ -30,7 +30,7 @@ def grid(shape: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
 
 @contextlib.contextmanager
 def reported(reports: list[Report]) -> Iterator[None]:
-    """Keep what the sequence passes report."""
+    """Record the reports of the sequence passes."""
     plain = backend.lower
 
     def lower(*args: Any) -> Any:
@@ -48,7 +48,7 @@ def reported(reports: list[Report]) -> Iterator[None]:
 def with_sequence(
     shape: tuple[int, int], names: tuple[str, str], how: dict[str, Any], length: int, longer: int = 0
 ) -> tuple[Trained, list[str], bool]:
-    """Also: what the sequence passes fell back on, and whether the ids of a rank are a part of the sequence's."""
+    """Train with a sequence axis; also return fallbacks of the sequence passes, and if a rank's ids are a shard."""
     mesh, reports = grid(shape, names), []
     with reported(reports):
         found = trained(
@@ -93,7 +93,7 @@ def test_under_the_sequence_passes(ranks: Ranks, case: str, as_users_run: bool) 
 
 
 def explained() -> tuple[str, list[tuple[Any, ...]], int, str]:
-    """Report, layers, its all-to-alls; what is said of a sequence on the axis that the program exchanges over."""
+    """Return the report, its layers and all-to-alls, and the error for a sequence on the program's own axis."""
     mesh = grid((2, 2), ("sp", "tp"))
     model, ids = build(split(mesh), layers=1), tokens(2, 8, 0)
     report = explain(model, ids, mesh=mesh)
@@ -169,7 +169,7 @@ def test_two_by_three() -> None:
 
 
 def over_all_ranks(shape: tuple[int, int]) -> tuple[float, list[str]]:
-    """A sum over ranks that hold other rows of the sequence is no sum of each row by itself."""
+    """Sum over ranks with other rows of the sequence, which is no row-wise sum."""
     mesh = grid(shape, ("sp", "tp"))
     everyone = Split(4, dist.get_rank(), dist.group.WORLD, "plain")
     weight = torch.randn(6, 6, dtype=torch.float64)
@@ -185,7 +185,7 @@ def over_all_ranks(shape: tuple[int, int]) -> tuple[float, list[str]]:
     return error, [note.label for r in reports for note in r.fallbacks]
 
 
-def test_a_sum_across_the_sequence_is_of_whole_values(ranks: Ranks) -> None:
+def test_a_sum_across_the_sequence_is_of_gathered_values(ranks: Ranks) -> None:
     for error, fallbacks in ranks.run(4, over_all_ranks, (2, 2)):
         assert error < 1e-12
         assert "gather" in fallbacks
@@ -243,7 +243,7 @@ def test_groups_beside_a_sequence_scatter_the_same_layers(ranks: Ranks) -> None:
 
 
 def by_blocks(names: tuple[str, str], how: dict[str, Any], length: int, tail: bool, asked: dict[str, Any]) -> Trained:
-    """Each block is compiled by itself, and with `tail` what follows; the embedding is not."""
+    """Compile each block separately, and with `tail` also the last part; the embedding is not compiled."""
     mesh, found = grid((2, 2), names), Trained()
     tp, options = split(mesh), {"compiler": "aot_eager", "cost": {}, "mesh": mesh, "outputs": "lazy", **asked}
     mine, alone = build(tp, **how), build(Split(), **how)
@@ -275,7 +275,7 @@ def by_blocks(names: tuple[str, str], how: dict[str, Any], length: int, tail: bo
 BLOCKS = {
     "sequence outside": (("sp", "tp"), {}, 8, False, {}),
     "sequence inside": (("tp", "sp"), {"layers": 3}, 7, True, {}),
-    "cut embedding and loss": (("sp", "tp"), {"head": "vocab"}, 7, True, {}),  # blocks are given what is on its way
+    "cut embedding and loss": (("sp", "tp"), {"head": "vocab"}, 7, True, {}),  # blocks receive pending collectives
     "checkpoint": (("sp", "tp"), {"checkpointed": True}, 7, False, {}),
     "whole results": (("sp", "tp"), {}, 7, False, {"outputs": "gather"}),
     "ring": (("sp", "tp"), {}, 9, True, {"attention": "ring"}),

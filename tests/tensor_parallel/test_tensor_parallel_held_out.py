@@ -56,7 +56,7 @@ def over_two(kind: type[Model], shape: tuple[int, int], names: str, size: tuple[
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [TwoAxes, pytest.param(Mixture, marks=pytest.mark.slow)])
 def test_over_two_axes(ranks: Ranks, kind: type[Model]) -> None:
-    """Rows that one axis has cut cross the exchanges of the other, and are whole again only behind their waits."""
+    """Rows sharded over one axis pass collectives of the other, and are complete only after their waits."""
     for one in ranks.run(4, over_two, kind, (2, 2), "ab", (2, 7)):
         assert not one.where, one.where[:5]
         assert one.modes == ["" if kind is Mixture else "ssss"]  # a mixture takes slices at each rank's own place

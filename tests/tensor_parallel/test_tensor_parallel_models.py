@@ -1,4 +1,4 @@
-"""Hand-written tensor-parallel models through backend="sp" on real ranks: losses, gradients and steps of one device."""
+"""Hand-written tensor-parallel models through backend="sp" on real ranks: losses, gradients and steps equal a single device's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "tied and cut": {"head": "tied"},
     "tied and whole": {"head": "tied whole"},
     "attention beside mlp": {"parallel": True},
-    "gated, norms spelt out": {"gated": True, "bias": False, "norms": ("llama", "llama")},
+    "gated, explicit norms": {"gated": True, "bias": False, "norms": ("llama", "llama")},
     "hidden states": {"hidden_states": True},
     "checkpoint": {"checkpointed": True},
     "checkpoint and dropout": {"checkpointed": True, "dropout": 0.3},
@@ -66,13 +66,13 @@ def test_decoders_of_four(ranks: Ranks, name: str, batch: int, length: int) -> N
 VARIANTS: dict[str, tuple[Callable[[Split], nn.Module], str | None]] = {
     "lora": (variants.LoRA, None),
     "gate of zeros": (variants.GateOfZeros, "ssss"),
-    "drawn alike": (variants.DrawnAlike, "ffff"),  # the embedding is a matrix, too, and might be a part
+    "equal draws": (variants.EqualParts, "ffff"),  # the embedding is a matrix, too, and might be a part
     "by rank": (variants.ByRank, "ssss"),
     "bias on the first": (variants.BiasOnTheFirst, ""),
     "uneven": (variants.Uneven, "ssss"),
     "offset in a buffer": (variants.OffsetInABuffer, "fffssssfssss"),
 }
-NOT_OF_ONE = ("drawn alike", "by rank", "bias on the first", "uneven")
+NOT_OF_ONE = ("equal draws", "by rank", "bias on the first", "uneven")
 
 
 def a_variant(name: str) -> Trained:
@@ -106,7 +106,7 @@ def longer_each_time() -> Trained:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [with_frozen_matrices, in_place])
-def test_other_spellings(ranks: Ranks, how: Callable[[], Trained]) -> None:
+def test_other_forms(ranks: Ranks, how: Callable[[], Trained]) -> None:
     check(ranks.run(2, how), "s" * 8)
 
 
@@ -115,18 +115,18 @@ def test_dynamic_lengths(ranks: Ranks) -> None:
     check(ranks.run(2, longer_each_time), "s" * 4)
 
 
-def without_gradients(spelling: str, head: str) -> Trained:
-    return inferred(lambda tp: build(tp, head=head, gated=True), split(spelling), ids(1, 7))
+def without_gradients(form: str, head: str) -> Trained:
+    return inferred(lambda tp: build(tp, head=head, gated=True), split(form), ids(1, 7))
 
 
 @pytest.mark.sampled(every=4)
-@pytest.mark.parametrize(("spelling", "head"), [("plain", "vocab"), ("in place", "replicated")])
-def test_inference(ranks: Ranks, spelling: str, head: str) -> None:
-    check(ranks.run(2, without_gradients, spelling, head), "" if head == "vocab" else "ssss")
+@pytest.mark.parametrize(("form", "head"), [("plain", "vocab"), ("in place", "replicated")])
+def test_inference(ranks: Ranks, form: str, head: str) -> None:
+    check(ranks.run(2, without_gradients, form, head), "" if head == "vocab" else "ssss")
 
 
 def zeros_then_steps() -> float:
-    """Evaluated once before training: what is zero and cut must not be taken to stay equal."""
+    """Evaluate before training: a sharded value of zeros must not be assumed to stay equal on all ranks."""
     tp = split()
     mine, eager = variants.GateOfZeros(tp), variants.GateOfZeros(tp)
     run = torch.compile(mine, backend="sp", options={"compiler": "aot_eager"})

@@ -1,4 +1,4 @@
-"""A share of every folder's parity tests runs as users do: by Inductor, all default options, undivided lengths."""
+"""In every folder, a share of the parity tests runs with Inductor, all default options and undivided lengths."""
 
 from __future__ import annotations
 
@@ -13,28 +13,17 @@ from support.ranks import Ranks, RanksError, mesh
 
 TESTS = Path(__file__).parents[1]
 COMPARES = {"sp", "against_eager", "trained"}
-"""What compiles a model on the ranks of a test: of `support.parity`, and `trained` of `support.parallel`."""
+"""Functions that compile a model on the ranks of a test, of `support.parity` and `support.parallel`."""
 SHARE = 10
-"""Of so many parity tests of a folder, one at least runs as users do; of fewer, one."""
+"""One in this number of parity tests of a folder, and at least one, is marked `as_users_run`."""
 KNOWN = {
-    *(
-        "attention",
-        "backend",
-        "canonical",
-        "capture",
-        "models",
-        "scan",
-        "sharding",
-        "spmd",
-        "tensor_parallel",
-        "windows",
-    )
-}
+    "attention", "backend", "canonical", "capture", "models", "scan", "sharding", "spmd", "tensor_parallel", "windows",
+}  # fmt: skip
 """The folders with parity tests; the others compare operators, rules, predictions, or GPU code."""
 
 
 def parity_tests(path: Path) -> Iterator[tuple[str, bool]]:
-    """The tests of a file that take `ranks` where it imports what compares a model, and whether they are marked."""
+    """Yield the parity tests of a file, and whether they are marked: those with `ranks` as an argument."""
     module = ast.parse(path.read_text())
     imports = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom)]
     names = {a.name for node in imports if str(node.module).startswith("support.par") for a in node.names}

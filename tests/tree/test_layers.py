@@ -13,21 +13,21 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MOST_ENTRIES = 16
-MARKERS = ("__init__.py", "__main__.py", "py.typed")  # where Python and tools look for them, wherever its parts are
+MARKERS = ("__init__.py", "__main__.py", "py.typed")  # at places that Python and tools require
 
 LAYERS = ("lowering", "passes", "sp_compile")
-"""The layers, low to high: what runs on a rank, the compiler, what a user imports. An import never goes up."""
+"""Layers, low to high: operators of a rank, the compiler, the public interface. An import never goes up."""
 
 
 def module_of(file: Path) -> str:
-    """The name that the file is imported by."""
+    """Return the name under which a file is imported."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "sp_compile" else ("sp_compile", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def files_of(*folders: str) -> list[Path]:
-    """Python files below; what is reached through a link is counted where it lies."""
+    """Return the Python files below the folders, without those reached by symlinks."""
     found = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     return [file for file in found if file.resolve() == file]
 
@@ -47,7 +47,7 @@ def layer_of(module: str) -> int:
 
 
 def imported(source: str, module: str, package: str) -> Iterator[str]:
-    """Modules of ours that a source imports, at its top, in functions and for type checking alike."""
+    """Yield the modules of the product that a source imports, at any place in the file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names if name.name in FILES)
@@ -68,7 +68,7 @@ def edges() -> dict[str, set[str]]:
 
 
 def cycle(graph: Mapping[str, set[str]]) -> list[str]:
-    """One cycle of the graph; [] if there is none."""
+    """Return one cycle of the graph, or []."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -1,4 +1,4 @@
-"""What a strategy is called, its mesh axes, and what a layout is called are words of one file each."""
+"""Names of strategies, of their mesh axes and of layouts are each in one file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sp_compile.lowering.base.ranks import STRATEGIES
 
 OTHER_MEANINGS = {
     "gather": {
-        "sp_compile.lowering.base.options",  # what the options outputs and fallback may be
+        "sp_compile.lowering.base.options",  # values of the options outputs and fallback
         "sp_compile.passes.context",
         "sp_compile.passes.propagate",
         "sp_compile.passes.sharding.output_rules",
         "sp_compile.pipeline",
         "sp_compile.planner.dry_run",
         "sp_compile.passes.strategies.gather_demands",
-        "sp_compile.passes.cost.scan_cost",  # how scans exchange
+        "sp_compile.passes.cost.scan_cost",  # exchanges of scans
         "sp_compile.functional.scan_shards",
         "sp_compile.lowering.scan.carries",
         "sp_compile.lowering.scan.scan_autograd",
@@ -27,15 +27,15 @@ OTHER_MEANINGS = {
         "sp_compile.passes.tensor_parallel.varying",  # a verb
     }
 }
-"""Files in which the word is not the strategy's name."""
+"""Files in which the name is not the strategy's."""
 
 
-def places(words: set[str]) -> dict[str, set[str]]:
-    """The files in which each of these is a string."""
+def places(names: set[str]) -> dict[str, set[str]]:
+    """Return the files in which each name is a string."""
     found: dict[str, set[str]] = defaultdict(set)
     for module, file in FILES.items():
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Constant) and node.value in words:
+            if isinstance(node, ast.Constant) and node.value in names:
                 found[node.value].add(module)
     return found
 
@@ -51,10 +51,7 @@ def test_no_other_file_names_a_strategy() -> None:
 
 
 def test_no_other_file_names_a_layout() -> None:
-    by_hand = {
-        "sp_compile.functional.attention_calls",
-        "sp_compile.functional.scans",
-    }  # the default of a public signature
+    defaults = {"sp_compile.functional.attention_calls", "sp_compile.functional.scans"}  # of public signatures
     found = places(set(LAYOUTS))
-    assert found == {name: {"sp_compile.lowering.base.frames"} | found[name] & by_hand for name in LAYOUTS}
-    assert {name for name in LAYOUTS if found[name] & by_hand} == {"contiguous"}
+    assert found == {name: {"sp_compile.lowering.base.frames"} | found[name] & defaults for name in LAYOUTS}
+    assert {name for name in LAYOUTS if found[name] & defaults} == {"contiguous"}

@@ -1,4 +1,4 @@
-"""What a recogniser refuses says why: the reason is a line of the report (tests/backend/test_pass_form.py)."""
+"""Every refusal of a recognizer has a reason, a line of the report (tests/backend/test_pass_form.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REFUSALS = ("NotSymbolic", "NotALoop", "SpError", "CaptureError", "WriteError", 
 
 
 def raised(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """(the name of what is raised, whether it says why); not what is raised again."""
+    """Yield the name of each raised exception and whether it has a message; re-raised ones are left out."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and node.exc is not None:
             call = isinstance(node.exc, ast.Call)

@@ -1,7 +1,7 @@
-"""Options are read in one place: `PassSettings.of`; whatever is behind it asks settings.
+"""Options are read in one place, `PassSettings.of`; later code reads the settings.
 
-An `SPConfig` is known by its name: a parameter or field that is annotated so (or `AnyOptions`), or what is assigned from
-`SPConfig(...)`, `SPConfig.of(...)` and `replace` of one. Options that nobody has looked at are known by the key.
+An `SPConfig` is recognized by its name: a parameter or field with this annotation (or `AnyOptions`), or a variable to
+which `SPConfig(...)`, `SPConfig.of(...)` or `replace` of one is assigned. Unparsed options are recognized by their key.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from tree.test_layers import FILES
 from sp_compile import SPConfig
 
 FIELDS = {field.name for field in fields(SPConfig)} | {"has_place"}
-UNSEEN = {"options", "given", "config"}  # what mappings of options are called
+UNSEEN = {"options", "given", "config"}  # names of mappings of options
 READ_THEM = {"sp_compile.config", "sp_compile.passes.context"}
-WRITE_THEM = {
-    f"sp_compile.planner.{name}" for name in ("plan", "planned_steps")
-}  # ask for several options in place of one
+WRITE_THEM = {f"sp_compile.planner.{name}" for name in ("plan", "planned_steps")}  # several options in place of one
 
 
 def is_config(node: ast.expr | None, known: set[str]) -> bool:
-    """Is the value an `SPConfig`, as far as its text tells?"""
+    """Return True if the source of the value shows that it is an `SPConfig`."""
     if isinstance(node, ast.Call):
         made = ast.unparse(node.func)
         return made in ("SPConfig", "SPConfig.of") or (made == "replace" and is_config(node.args[0], known))
@@ -33,7 +31,7 @@ def is_config(node: ast.expr | None, known: set[str]) -> bool:
 
 
 def configs(tree: ast.AST) -> set[str]:
-    """Names of a file that mean one somewhere in it, those of fields behind any object."""
+    """Return the variables and fields of a file that are an `SPConfig`."""
     found = {"SPConfig"}
     for node in ast.walk(tree):
         if not isinstance(node, ast.arg | ast.AnnAssign) or node.annotation is None:
@@ -47,7 +45,7 @@ def configs(tree: ast.AST) -> set[str]:
 
 
 def reads(source: str) -> Iterator[str]:
-    """Where a text reads a field of an `SPConfig`, or the option of that name."""
+    """Yield the expressions of a source that read a field of an `SPConfig`, or the option of that name."""
     tree = ast.parse(source)
     known = configs(tree)
     for node in ast.walk(tree):
@@ -85,9 +83,9 @@ def test_options_become_settings_in_one_place() -> None:
         "options['option param_grads']",
     ],
 )
-def test_what_is_a_read(source: str) -> None:
+def test_reads_are_recognized(source: str) -> None:
     assert list(reads(source))
 
 
-def test_settings_are_none() -> None:
+def test_reads_of_settings_are_no_reads_of_options() -> None:
     assert not list(reads("def f(job: Settings): return job.layout"))

@@ -70,7 +70,7 @@ def is_setter(decorator: ast.expr) -> bool:
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("told", True), ("_made", True), ("merged", True), ("running", True),
+        ("drawn", True), ("_made", True), ("merged", True), ("running", True),
         ("parse_mask", False), ("is_sharded", False), ("split", False), ("padding", False), ("red", False),
     ],
 )  # fmt: skip

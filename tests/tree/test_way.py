@@ -1,4 +1,4 @@
-"""Follow a graph from `backend.sp` by calls: capture is among the first files, and no file is entered again and again."""
+"""Follow the calls of `backend.sp`: capture is among the first files, and no file is entered repeatedly."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ Step = tuple[str, str]  # a file, and a function or a class of it
 
 @cache
 def in_product(file: str) -> str:
-    """The file's path in the repository; "" if it is not the product's."""
+    """Return the path of a file in the repository, "" if it is not the product's."""
     found = Path(file).resolve()
     return found.relative_to(ROOT).as_posix() if str(found) in PRODUCT else ""
 
 
 def place(frame: FrameType) -> Step | None:
-    """Where a call of the product is; a class is read once, whichever of its methods is called."""
+    """Return the file and the function or class of a call of the product, or None."""
     code = frame.f_code
     file = in_product(code.co_filename)
     return (file, code.co_qualname.partition(".")[0]) if file and not code.co_name.startswith("<") else None
 
 
 def follow_calls(run: Callable[[], Any]) -> list[tuple[Step, Step]]:
-    """The steps of `backend.sp` in the order of their first calls, each with where it was called from."""
+    """Return the steps of `backend.sp` in the order of their first calls, each with its caller."""
     found: dict[Step, Step] = {}
 
     def profile(frame: FrameType, event: str, _: Any) -> None:

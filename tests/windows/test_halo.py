@@ -1,4 +1,4 @@
-"""Windows on shards, on simulated ranks: every op against torch's on the whole."""
+"""Windows on shards, on simulated ranks: every op against torch's on the full value."""
 
 from __future__ import annotations
 

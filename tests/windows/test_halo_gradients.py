@@ -46,7 +46,7 @@ def test_adjoints(n: int, op: Op, args: Any, length: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 7])
 def test_cotangents_outside_the_window_are_zeros(n: int) -> None:
-    """Whatever stands there, NaN too; and what stands there is never read."""
+    """Also for NaN outside the window, which is never read."""
     where = frame(13, 2, 8)
     s = -(-13 // n)
 

@@ -1,4 +1,4 @@
-"""Golden graphs of windows on shards, by hand and in the pipeline. EXPECTTEST_ACCEPT=1 rewrites them."""
+"""Golden graphs of sharded windows, run directly and in the pipeline. EXPECTTEST_ACCEPT=1 rewrites them."""
 
 import expecttest
 import pytest
@@ -112,7 +112,7 @@ sum_1: [1, 6, 4] = aten.sum.dim_IntList(unfold_default, [-1])
 return (sum_1,)""",
         )
 
-    def test_a_row_in_front_of_a_slice(self):
+    def test_a_row_before_a_slice(self):
         found = on_shards(
             lambda x, y: torch.cat([y, (x * 2)[:, :-1]], 1) + 1, torch.randn(1, 8, 4), torch.randn(1, 1, 4)
         )
@@ -132,7 +132,7 @@ add: [1, 8, 4] = aten.add.Tensor(where_self, 1)
 return (add,)""",
         )
 
-    def test_the_first_row_in_front_of_a_slice(self):
+    def test_the_first_row_before_a_slice(self):
         def fn(x):
             x = x * 2
             return torch.cat([x[:, :1], x[:, :-1]], 1) + 1
@@ -186,7 +186,7 @@ conv1d_default: [1, 4, 8] = sp.conv1d(m_t, lifted_tensor_0, None, 1, 1, 1, 1, 4,
 return (conv1d_default,)""",
         )
 
-    def test_whole_pipeline(self):
+    def test_complete_pipeline(self):
         local = sp_compile.parallelize(torch.export.export(Causal(), (torch.randn(1, 8, 4),)), sp=2, seq_dims={"x": 1})
         self.assertExpectedInline(
             show(local),
@@ -247,7 +247,7 @@ class Causal(nn.Module):
         (SlidingRows(8, 5, 6), Shard(1, Frame.full(8)), 2, "over 5 rows, more than half of the sequence of 8"),
     ],
 )
-def test_what_is_gathered(sliding, shard, n, why):
+def test_gathered_ops(sliding, shard, n, why):
     assert why in place_window(sliding, shard, n)
 
 

@@ -20,7 +20,7 @@ WIDTH = 8
 
 
 class Gated(nn.Module):
-    """The convolution of a Mamba block, spelt as transformers spells it: 3 rows too many, and cut."""
+    """The convolution of a Mamba block as transformers writes it: 3 extra rows, and a slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_dynamic_lengths(ranks: Ranks, block: str) -> None:
 
 
 def from_shards(block: str) -> Outcome:
-    """Each rank gives its part of the tokens; the loss of the whole."""
+    """Train on each rank's part of the tokens with the loss of all tokens."""
     model, mesh, at = build(Model, block=block), worker.mesh(), worker.mesh().get_local_rank()
 
     def run(*whole: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def test_local_inputs(ranks: Ranks, block: str) -> None:
 
 
 def again_from_the_cache() -> list[Outcome]:
-    """The second time by a process that has never heard of the routes."""
+    """Run twice, the second time from the cache and without registered routes."""
     found = []
     for _ in range(2):
         for name in list(routes._routes):
@@ -186,7 +186,7 @@ ROW = 2 * WIDTH * 8  # bytes of a position: batch, width, float64
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("seq", [16, 64, 61])
 def test_one_shift_for_each_direction(ranks: Ranks, block: str, rows: list[int], n: int, seq: int) -> None:
-    """The rows that another rank lacks, whatever the sequence is; the same program on every rank."""
+    """Only rows of the halo are sent, for every length; all ranks run the same program."""
     results = ranks.run(n, counted, block, seq)
     for name in ("forward", "backward"):
         sent = [size for op, size in results[0][0][name] if op == "all_to_all_single"]

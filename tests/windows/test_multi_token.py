@@ -14,9 +14,9 @@ DEPTH = 2
 
 
 class MultiToken(Decoder):
-    """A trunk, and modules of which the i-th predicts the token i places further than the trunk does.
+    """A trunk with modules, of which the i-th predicts the token i positions after the trunk's.
 
-    way: "windows", DeepSeek-V3's: a module takes what the last one knows but for its last row, and embeddings i places
+    way: "windows", DeepSeek-V3's: a module takes the previous module's states without the last row, and embeddings i positions
     further, as a window of those of the trunk; "embeddings first", the same side by side otherwise; "windows of ids", that are embedded again; "rolled", Megatron's: ids and
     labels move on by a place, and the last ones count for nothing; "heads", Medusa's: all read the trunk.
     """

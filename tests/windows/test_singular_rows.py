@@ -24,7 +24,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def gap(x: Tensor) -> Tensor:
-    """To the running maximum, from above: 0 at each new maximum, and never less."""
+    """Return the distance to the running maximum: 0 at each new maximum, and never negative."""
     return x.cummax(1).values - x
 
 
@@ -34,7 +34,7 @@ def before(x: Tensor) -> Tensor:
 
 
 def slots(x: Tensor, most: int = 20) -> Tensor:
-    """Which one of those with its sign, by itself, each element of a row is, from 0 on: of Switch and GShard."""
+    """Return the index of each element among those of its sign in its row, from 0, as in Switch and GShard."""
     chosen = F.one_hot((x[..., 0] > 0).long(), 2)
     place = ((chosen.cumsum(1) - 1) * chosen).sum(-1)
     return F.one_hot(place, most).to(x.dtype)
@@ -155,7 +155,7 @@ def test_on_simulated_ranks(case: Case) -> None:
 
 @pytest.mark.parametrize("rows", ["x / norm", "slots", "1 / gap", "shorter windows"])
 def test_on_more_ranks_than_rows(rows: str) -> None:
-    """A rank has padded rows alone: their nearest valid row comes from another one."""
+    """A rank with only padded rows gets their nearest valid row from another rank."""
     right(Case(rows, 4, 2, "ring"))
     right(Case(rows, 4, 5, "ring"))
 
@@ -287,7 +287,7 @@ def test_functions_of_logits_in_tiles(function: str, length: int, n: int) -> Non
 
 
 class OnSlice(nn.Module):
-    """Attention of a slice, and what follows of it: a matrix product, and a direction, which is singular."""
+    """Attention of a slice, followed by a matrix product and a normalization, which is singular."""
 
     def __init__(self, start: int, end: int | None, direction: bool) -> None:
         super().__init__()

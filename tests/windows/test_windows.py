@@ -69,7 +69,7 @@ def test_one_of_two_attended_axes_is_sharded(n: int) -> None:
     assert not report.fallbacks
 
 
-def test_nothing_to_shard_is_said_and_can_be_refused() -> None:
+def test_nothing_to_shard_is_reported_and_can_be_refused() -> None:
     one = torch.randn(2, 1, 8)
     assert [note.label for note in sp_compile.verify(LabelShift(), one, torch.zeros(2, 1).long(), sp=2).notes] == [
         "replicated"

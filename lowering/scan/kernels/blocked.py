@@ -73,6 +73,7 @@ def _empty_results(like: Any, dim: int, n: int) -> Any:
     """Return uninitialized results with n rows."""
 
     def empty(leaf: Tensor) -> Tensor:
+        """Return an uninitialized tensor with n rows."""
         shape = list(leaf.shape)
         shape[dim] = n
         return leaf.new_empty(shape)

@@ -94,6 +94,7 @@ class GenericKernels:
             return _constant_row(a, 1, accumulate)[:, 0], _constant_row(b, 0, accumulate)[:, 0]
 
         def lift(states: Pair) -> Pair:
+            """Cast the operands, and apply the factor first in a lagged recurrence."""
             a, b = _cast_to(accumulate)(states)
             return a, a * b if problem.lagged else b
 
@@ -157,6 +158,7 @@ def interleave_rows(lefts: Any, rights: Any, dim: int) -> Any:
     """Interleave rows: left, right, left, right, ...; `lefts` may have one row more."""
 
     def woven(left: Tensor, right: Tensor) -> Tensor:
+        """Interleave the rows of two tensors."""
         at = dim % left.ndim
         return torch.stack((left, right), at + 1).flatten(at, at + 1)
 

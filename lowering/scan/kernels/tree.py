@@ -28,15 +28,16 @@ from .generic import concat_rows, interleave_rows, num_rows, slice_rows
 def tree_inclusive(combine: Combine, states: Any, dim: int) -> Any:
     """Return each state combined with all before it along ``dim``.
 
-    It consists of functional torch ops: differentiable as often as combine, in linear memory.
+    It consists of functional torch ops, so it is differentiable as often as `combine`, in linear memory.
 
     Args:
-        combine: An associative function of two trees like states, row by row; the left one is the earlier.
+        combine: An associative function of two such pytrees, row by row; the left one is the earlier.
         states: A pytree of tensors with one size in ``dim``, which may be 0. `combine` defines the other sizes and
-        dtypes. dim: The dim of the rows.
+            dtypes.
+        dim: The dim of the rows.
 
     Returns:
-        A tree like states.
+        A pytree with the structure, shapes and dtypes of `states`.
     """
     levels = up_sweep(combine, states, dim)
     prefixes = levels.pop()

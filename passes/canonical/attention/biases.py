@@ -123,6 +123,7 @@ class BiasReader:
         call, name = OpCall(node), node_packet(node)
 
         def operand(name: str) -> BiasElement:
+            """Return the element of an operand, at its broadcast coordinates."""
             x = call[name]
             own = at[len(at) - len(node_shape(x)) :] if is_tensor(x) else ()
             return self.at(

@@ -168,6 +168,7 @@ def _cumsum_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
 
 def _pointwise_element(function: Callable[..., Any], *names: str) -> None:
     def handler(p: ElementReader, call: OpCall, at: Coords) -> Element:
+        """Return one element of a pointwise operation."""
         return apply_by_cases(function, *(p.operand(call[n], at) for n in ("self", "other") if n in call.args))
 
     element_handler(*names)(handler)
@@ -208,6 +209,7 @@ Compare = Callable[[Any, sympy.Expr, sympy.Expr], Any]
 
 def _compare_element(relation: Compare, *names: str) -> None:
     def handler(p: ElementReader, call: OpCall, at: Coords) -> Element:
+        """Return one element of a comparison, as a condition."""
         a, b = p.operand(call["self"], at), p.operand(call["other"], at)
         pairs = [(And(c, d), x, y) for c, x in as_cases(a) for d, y in as_cases(b)]
         return Or(*(And(c, _relate(p, relation, x, y)) for c, x, y in pairs if c != sympy.false))
@@ -232,6 +234,7 @@ _compare_element(lambda box, x, y: box.at_least_zero(x - y - 1), "gt")
 
 def _logical_element(function: Callable[..., Any], *names: str) -> None:
     def handler(p: ElementReader, call: OpCall, at: Coords) -> Element:
+        """Return one element of a logical operation, as a condition."""
         bitwise = not schema_of(call.node.target).name.startswith("aten::logical")
         if bitwise and call.node.meta["val"].dtype != torch.bool:
             raise NotSymbolic("is a bitwise op on integers")

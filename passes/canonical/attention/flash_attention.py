@@ -27,6 +27,7 @@ from sp_compile.passes.base import register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_packet, node_shape, read_results
 from sp_compile.passes.graph.closure import reachable_set
+from sp_compile.passes.graph.edit import interpret_graph
 from sp_compile.passes.graph.sizes import is_same_size
 
 from .varlen import RewriteVarlenAttention, window_predicate
@@ -67,7 +68,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
         found = [n for n in gm.graph.nodes if n.target is autograd_function_apply or _kernel_name(n) in FLASH_KERNELS]
-        return sum([self._rewrite_call(node) for node in found])
+        return sum(self._rewrite_call(node) for node in found)
 
     def _rewrite_call(self, node: Node) -> bool:
         bodies = _function_bodies(node)
@@ -92,19 +93,16 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
 
     def _inline_forward(self, body: GraphModule, operands: Sequence[Any], kernel: Node, index: int, like: Node) -> Node:
         """Inline the forward of a Function and return its result with this index."""
-        placed: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
-        wanted = _ancestors(_body_result_index(body, index))
-        for node in body.graph.nodes:
-            if node in placed or node not in wanted or node is kernel:
-                continue
+        wanted = _ancestors(_result_at(body.graph.output_node().args[0], index))
+
+        def place(node: Node, placed: Mapping[Node, Any]) -> Any:
+            if node not in wanted or node is kernel:
+                return None
             if node.target is operator.getitem and node.args[0] is kernel:
-                placed[node] = self._attention(kernel, placed.__getitem__, like)
-            elif node.target in NON_DIFFERENTIABLE:
-                placed[node] = placed[node.args[0]]
-            else:
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), placed.__getitem__)
-                placed[node] = self.emit(node.target, args, node.meta["val"], like, kwargs)
-        return placed[_body_result_index(body, index)]
+                return self._attention(kernel, placed.__getitem__, like)
+            return placed[node.args[0]] if node.target in NON_DIFFERENTIABLE else self.copy_call(node, placed, like)
+
+        return _result_at(interpret_graph(body, operands, place), index)
 
     def _attention(self, kernel: Node, placed: Callable[[Node], Any], like: Node) -> Node:
         """Return attention with the kernel's arguments and the kernel's layout of the result."""
@@ -209,7 +207,7 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
             )
             if node.op == "call_function" and not known:
                 return f"it contains another op ({node.target})"
-    results = [_body_result_index(forward, index) for index in read]
+    results = [_result_at(forward.graph.output_node().args[0], index) for index in read]
     if len(results) != 1 or any(n.args[1] != 0 for n in _ancestors(results[0]) & set(kernels[0].users)):
         return "its log-sum-exp is read"
     gradients = zip(forward.graph.find_nodes(op="placeholder"), backward.graph.output_node().args[0])
@@ -219,8 +217,8 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
     return None
 
 
-def _body_result_index(body: GraphModule, index: int) -> Any:
-    output = body.graph.output_node().args[0][0]  # torch 2.11 returns all values of the body, the results last
+def _result_at(output: Any, index: int) -> Any:
+    output = output[0]  # torch 2.11 returns all values of the body, the results last
     return output[index] if isinstance(output, tuple | list) else output
 
 

@@ -68,7 +68,7 @@ class RewriteFlexAttention(RewriteMasks):
         found = self.graph.find_nodes(op="call_function", target=flex_attention_op)
         for body in [_graph_body(ref) for node in found for ref in (node.args[3], node.args[4][-1])]:
             _inline_numbers(body)
-        changes = sum([self._rewrite_call(n) for n in found])
+        changes = sum(self._rewrite_call(n) for n in found)
         self.drop(*self.written)
         return changes
 
@@ -182,6 +182,7 @@ class RewriteFlexAttention(RewriteMasks):
         shape, reads = _scores_shape(node), node.args[8]
 
         def read() -> AttentionMask:
+            """Inline the mask function and parse its result."""
             with self.graph.inserting_before(node):
                 indices = [self._indices(length, node) for length in shape]
                 allowed = self._inline_body(body, [*indices, *reads], node)

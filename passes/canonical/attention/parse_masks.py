@@ -223,7 +223,7 @@ class RewriteMasks(base.CanonicalPass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
         found = [n for n in attention_nodes(gm) if OpCall(n)["attn_mask"] is not None]
-        return sum([self._rewrite(n) for n in found if not OpCall(n).get("predicate")])
+        return sum(self._rewrite(n) for n in found if not OpCall(n).get("predicate"))
 
     def _rewrite(self, node: Node) -> bool:
         """Replace the mask if possible; report the reason against it for computed masks."""

@@ -10,7 +10,7 @@ more than one pair, except lookups by all dims of a tensor; random numbers; Pyth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks import score_program as program
 from sp_compile.lowering.masks.score_program import Name
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
-from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.edit import GraphEditor, interpret_graph
 from sp_compile.passes.graph.sizes import as_size
 from sp_compile.passes.sharding.matchers import constant_value
 
@@ -95,11 +95,7 @@ class _ProgramWriter:
 
     def inline(self, body: GraphModule, operands: Sequence[Any]) -> Any:
         """Inline a body and return its value. Raises NotSymbolic."""
-        env: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
-        for node in body.graph.nodes:
-            if node.op in ("call_function", "get_attr"):
-                env[node] = self._write_computed(node, env)
-        return self._read(body.graph.output_node().args[0], env)
+        return self._read_value(interpret_graph(body, operands, self._write_computed))
 
     def line(self, op: Any, args: list[Any], kwargs: dict[str, Any]) -> Name:
         """Append a call on elements and return its value."""
@@ -114,7 +110,7 @@ class _ProgramWriter:
         last = next((text for text, name in self.lines.items() if name == value), None)
         return "; ".join([*lines, last or program.call_text(aten.clone.default, [value], {})])
 
-    def _write_computed(self, node: Node, env: dict[Node, Any]) -> Any:
+    def _write_computed(self, node: Node, env: Mapping[Node, Any]) -> Any:
         constant = constant_value(node)
         if constant is not None:
             return self._write(program.typed_constant(constant, node.meta["val"].dtype))
@@ -131,16 +127,18 @@ class _ProgramWriter:
         args, kwargs = (self._write_arguments(x, env) for x in (list(node.args), dict(node.kwargs)))
         return self.line(node.target, args, {k: v for k, v in kwargs.items() if v is not None and k != "pin_memory"})
 
-    def _write_arguments(self, x: Any, env: dict[Node, Any]) -> Any:
+    def _write_arguments(self, x: Any, env: Mapping[Node, Any]) -> Any:
         if isinstance(x, dict):
             return {k: self._write_arguments(v, env) for k, v in x.items()}
         if isinstance(x, list | tuple):
             return [self._write_arguments(y, env) for y in x]
         return self._read(x, env)
 
-    def _read(self, x: Any, env: dict[Node, Any]) -> Any:
+    def _read(self, x: Any, env: Mapping[Node, Any]) -> Any:
+        return self._read_value(env[x] if isinstance(x, Node) else x)
+
+    def _read_value(self, found: Any) -> Any:
         """Return an argument of a line. Raises NotSymbolic."""
-        found = env[x] if isinstance(x, Node) else x
         if isinstance(found, _TableElement):
             if None in found.indices:
                 raise NotSymbolic(f"it indexes only some dims of {found.table.name}")
@@ -153,7 +151,7 @@ class _ProgramWriter:
             self.heads.append(self._head_numbers())
         return found
 
-    def _write_lookup(self, node: Node, env: dict[Node, Any]) -> _TableElement:
+    def _write_lookup(self, node: Node, env: Mapping[Node, Any]) -> _TableElement:
         call = OpCall(node)
         of = env[call.operands[0]]
         if isinstance(of, Node):

@@ -312,6 +312,7 @@ def is_between_products(softmax: Node) -> bool:
 
 def _can_reach(start: Node, following: Callable[[Node], Sequence[Node]]) -> bool:
     def onwards(node: Node) -> Iterable[Node]:
+        """Return the next nodes that compute tensors."""
         return [n for n in following(node) if is_tensor(n) and n.op == "call_function"]
 
     near = islice(iterate_reachable([start], onwards), 1, MAX_STEPS + 1)

@@ -90,6 +90,7 @@ class ScanBuilder(BatchedOps):
         state = None if _is_constant(seed, 0) else self.expand_to(seed, shape, like)
 
         def every(x: Value) -> Node:
+            """Expand a value to all steps."""
             return self.expand_to(self.align(x, value.ndim - time), stacked_shape, like)
 
         if _is_constant(a, 1) and not _is_constant(b, 0):

@@ -187,7 +187,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self.rolled: set[Node] = set()  # nodes that replaced loops
         lists = [n for n in self.graph.nodes if n.target in (aten.stack.default, aten.cat.default)]
         lists.sort(key=lambda n: -len(n.args[0]))  # an outer loop before the lists of its body
-        return sum([bool(n.users) and self._roll(n) for n in lists])
+        return sum(bool(n.users) and self._roll(n) for n in lists)
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:
         """Append a node and record it."""

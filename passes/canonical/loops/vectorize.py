@@ -190,6 +190,7 @@ class BatchedOps(GraphEditor):
         spec = _value_spec(node)
 
         def step(*values: torch.Tensor) -> Any:
+            """Run the node's function on tensors of one step."""
             filled = list(plain)
             for i, x in zip(tensors, values):
                 filled[i] = x

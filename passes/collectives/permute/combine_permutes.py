@@ -108,7 +108,7 @@ class MergeDimsBeforeExchange(Pass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
-        return sum([self._rewrite(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
+        return sum(self._rewrite(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE))
 
     def _rewrite(self, node: Node) -> bool:
         for result in downstream_moves(node)[::-1]:

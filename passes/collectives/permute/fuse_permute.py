@@ -56,7 +56,7 @@ class FusePermutes(Pass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
-        return sum([self._match_and_rewrite(node) for node in list(gm.graph.nodes)])
+        return sum(self._match_and_rewrite(node) for node in list(gm.graph.nodes))
 
     def _match_and_rewrite(self, node: Node) -> bool:
         if _is_dtensor_exchange(node):
@@ -106,7 +106,7 @@ class CancelExchanges(Pass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
-        return sum([self._cancel(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
+        return sum(self._cancel(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE))
 
     def _cancel(self, node: Node) -> bool:
         """Replace an exchange by the operand of the exchange of which it is the inverse."""

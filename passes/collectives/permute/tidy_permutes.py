@@ -53,7 +53,7 @@ class ConcatPadded(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         # The parts of a sum that was replaced have no users.
         """Apply the pass to a graph and return the number of changes."""
-        return sum([node.users != {} and self._concat(node) for node in reversed(list(gm.graph.nodes))])
+        return sum(node.users != {} and self._concat(node) for node in reversed(list(gm.graph.nodes)))
 
     def _concat(self, node: Node) -> bool:
         pieces = _sum_terms(node)

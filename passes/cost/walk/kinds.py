@@ -13,12 +13,12 @@ from sp_compile.passes.graph.call import WAIT_OPS, parse_overloads
 
 TO_HOST, FROM_HOST = torch.ops.sp.offload.default, torch.ops.sp.reload.default
 ARRIVALS = frozenset({torch.ops.sp.offloaded.default, torch.ops.sp.reloaded.default})
-"""Ops without results whose operands stay alive until then."""
+"""Ops without results whose operands stay alive until the op runs."""
 IN_PLACE_COLLECTIVES = frozenset({torch.ops._c10d_functional.all_reduce.default})
 MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
-"""Inductor lets these mutate their operands."""
+"""Ops that mutate their operands in Inductor's code."""
 LATE_WRITE_OPS = frozenset({WAIT_OPS}) | ARRIVALS | MUTATIONS
-"""Operands of these are not overwritten before."""
+"""Ops whose operands are not overwritten before the op runs."""
 CAT = torch.ops.aten.cat.default
 CONCAT_CALLS = frozenset({CAT, WAIT_OPS, operator.getitem, *parse_overloads("split_with_sizes split.Tensor")})
 """Results contain the operands or parts of them."""
@@ -41,7 +41,7 @@ REDUCTIONS = frozenset(
         "_unsafe_masked_index_put_accumulate _unsafe_index_put scatter_reduce.two"
     )
 )
-"""Operands are computed inline; results have storage."""
+"""Ops that compute their operands inline and store their results."""
 ELEMENTWISE = frozenset(
     parse_overloads(
         "embedding index.Tensor gather cat constant_pad_nd full zeros ones empty.memory_format arange.start_step "
@@ -64,7 +64,7 @@ CPU_FLASH_OPS = {
     torch.ops.sp.attend.default: 1,
     torch.ops.sp.attend_backward.default: 2,
 }
-"""CPU attention -> blocks of scores per thread."""
+"""Number of blocks of scores that a thread stores, by attention op on a CPU."""
 ATTENTIONS = frozenset(
     parse_overloads(
         "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "

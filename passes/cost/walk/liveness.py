@@ -63,11 +63,11 @@ MAX_WALK_STEPS = 8
 
 @dataclass(frozen=True)
 class LiveValue:
-    """Value in memory."""
+    """Value in memory at a moment."""
 
     name: str  # name of its node
     where: str  # user's line
-    nbytes: int
+    nbytes: int  # bytes of its storage
     origin: str = "value"  # or "saved", "result" ("gradient" in a backward), "workspace" or "reuse" (retained buffer)
 
 
@@ -126,6 +126,11 @@ class LivenessWalk:
 def nbytes_of(value: torch.Tensor) -> int:
     """Return the bytes of a tensor's storage."""
     return size_hint(value.untyped_storage().nbytes())
+
+
+def storage_bytes(nodes: Iterable[Node]) -> dict[PlaceKey, int]:
+    """Return the storages of the values of nodes, with their bytes."""
+    return {storage_of(x): nbytes_of(x) for n in nodes for x in node_tensors(n)}
 
 
 def is_on_host(node: Node) -> bool:
@@ -196,6 +201,7 @@ class _TileLoop:
 
     @staticmethod
     def of(node: Node) -> _TileLoop:
+        """Return the tile loop of a node, with the bytes of its sums and gaps."""
         first, part, kinds = TILE_LOOPS[node.target]
         rows, whole, tiles, name, _ = node.args[first:]
         program: TileProgram = PROGRAMS[name]
@@ -222,7 +228,7 @@ class _TileLoop:
         return _tile_bytes(self.part, fused)
 
     def inside(self, fused: bool) -> int:
-        """Return the bytes besides operands and results."""
+        """Return the largest number of bytes during the loop, without operands and results."""
         tile = max((moment.nbytes for moment in self.tile(fused).moments), default=0)
         return max(tile + self.rows + self.wide - self.narrow, self.wide)
 
@@ -466,6 +472,7 @@ class _StoragePlaces(FusedEvents):
         keys = {storage_of(x) for x in node_tensors(node)}
 
         def is_view(n: Node) -> bool:
+            """Return True if a node returns the same memory as one of its operands."""
             shares = n.target is operator.getitem or bool(keys & {storage_of(x) for x in node_tensors(n)})
             return n.op != "output" and shares
 

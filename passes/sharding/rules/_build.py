@@ -70,6 +70,7 @@ def resize_dims(argument: str = "", ndim: int = 0) -> RuleFunction:
     """Return a rule function that gathers the resized dims: those of the argument, or the last `ndim`."""
 
     def instantiate(call: OpCall) -> BoundRule | None:
+        """Return the rule of a call that changes the size of these dims, or None if it changes their number."""
         rank = call.ndim()
         if any(len(s) != rank for s in call.result_shapes()):
             return None

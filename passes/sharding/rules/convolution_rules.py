@@ -84,6 +84,7 @@ def _framed_window_rule(call: OpCall, rule: BoundRule) -> BoundRule:
     (at,) = sliding_calls(call)
 
     def placed(dims: Dims, frame: str) -> Placement:
+        """Return the placement of an operand with these dims."""
         factor = rule.operands[0][at]
         if factor not in dims:
             return Replicate(partial_grad=True)

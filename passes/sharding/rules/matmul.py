@@ -31,6 +31,7 @@ def _with_addend(text: str, whole: str) -> RuleFunction:
     result = text.partition("->")[2].split()
 
     def instantiate(call: OpCall) -> BoundRule | None:
+        """Return the rule of a call, whose addend has the last dims of the result."""
         addend = " ".join(result[len(result) - call.ndim() :])
         return bind_rule(call, f"{addend}, {text}", whole=whole)
 
@@ -93,6 +94,7 @@ def _reduce_rule(kind: str) -> RuleFunction:
     """Return a rule function that reduces `dim` (default: all dims); dims kept by `keepdim` have no name."""
 
     def instantiate(call: OpCall) -> BoundRule | None:
+        """Return the rule of a reduction, or None if it returns other dims than its arguments define."""
         dims = factor_names(call.ndim())
         at = normalize_dims(call.get("dim"), len(dims)) if dims else ()
         kept = replace_dims(dims, at, "")

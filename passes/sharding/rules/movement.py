@@ -29,6 +29,7 @@ def _permute_rule(result: Any) -> RuleFunction:
     """Return a rule function that permutes the dims of the operand by `result(dims, call)`."""
 
     def instantiate(call: OpCall) -> BoundRule:
+        """Return the rule of a call, with the dims of its result permuted."""
         dims = factor_names(call.ndim())
         return BoundRule((dims,), (tuple(result(dims, call)),), lazy=True)
 

@@ -10,13 +10,13 @@ A file contains everything about its strategy and registers it; no other file na
     register_strategy(Strategy(name="mine", preference=4, rewrite=Mine, candidates=..., sends=...))
 
 The name of the pass is that of its class in lower case, and equals that of the strategy. `Strategy` in
-`cost/attention.py` documents `candidates` and `sends`. `tests/support/attention` has a complete example. Files of this
-folder import from `.base` and from the modules of `sp_compile.passes.cost`.
+`cost/attention_cost.py` documents `candidates` and `sends`. `tests/support/attention` has a complete example. Files of
+this folder import from `.base` and from the modules of `sp_compile.passes.cost`.
 """
 
 from sp_compile.passes.base import import_submodules
-from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Strategy
-from sp_compile.passes.cost.exchange_cost import HeadBytes
+from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, HeadBytes, Strategy
+from sp_compile.passes.cost.exchange_cost import head_bytes
 from sp_compile.passes.cost.machine import Machine
 
 from .base import AttentionPass, ShardedAttention, attention_passes, register_strategy
@@ -30,6 +30,7 @@ __all__ = [
     "ShardedAttention",
     "Strategy",
     "attention_passes",
+    "head_bytes",
     "register_strategy",
 ]
 

@@ -54,9 +54,9 @@ class AttentionPass(DemandPass):
 
 
 def register_strategy(strategy: Strategy, rule: RuleFunction = sharded_attention_rule) -> ExitStack:
-    """Register a strategy, permanently or for a block: `with register_strategy(...):`.
+    """Register a strategy permanently, or for the block of a `with` statement.
 
-    attention=<its name> is then an option, "auto" considers it, and `explain` shows its cost and its traffic.
+    Its name becomes a value of the option `attention`. "auto" considers it, and `explain` shows its cost and traffic.
 
     Args:
         strategy: The strategy.
@@ -116,7 +116,7 @@ class ShardedAttention(AttentionPass):
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Replace an attention by the operator of the strategy, with frames of its queries and keys."""
         call = OpCall(node)
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         assert query is not None

@@ -295,6 +295,7 @@ def _predicate_bounds(predicate: str, queries: int, keys: int) -> tuple[bool, in
     box = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}
 
     def none(q: tuple[int, int], k: tuple[int, int]) -> bool:
+        """Return True if no query of a range attends to a key of a range."""
         return evaluate_over(predicate, {**box, "q": q, "k": k}) is False
 
     last = min(queries, keys) - 1

@@ -20,7 +20,7 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
 from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, AttentionShape, Candidate, Strategy
 from sp_compile.passes.cost.collective_time import collective_bytes
-from sp_compile.passes.cost.exchange_cost import HeadBytes
+from sp_compile.passes.cost.exchange_cost import head_bytes, relayout_bytes
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.sizes import Size
@@ -42,7 +42,7 @@ class GatherKeys(ShardedAttention):
 
 
 def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
-    n, kv = shape.n, shape.kv_heads * shape.kv_bytes
+    n, kv = shape.n, shape.head_bytes.keys
     busiest = shape.imbalance(n, layout)
     compute = machine.attention(shape.flops * busiest, shape.kv_len)
     # A causal mask splits the keys of a run of queries into a full and a diagonal block, which are merged. Zigzag keys
@@ -64,9 +64,9 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
 
 
 def _gather_sends(call: OpCall, n: int) -> tuple[Size, Size]:
-    heads = HeadBytes(call)
+    heads = head_bytes(call)
     keys = heads.keys if len(call["k_frame"]) else 0
-    others = heads.relayout_bytes(n, keys=False) + collective_bytes("all_gather", keys, n)
+    others = relayout_bytes(call, heads.queries + heads.results, n) + collective_bytes("all_gather", keys, n)
     return others, others + collective_bytes("reduce_scatter", keys * heads.widening, n)
 
 

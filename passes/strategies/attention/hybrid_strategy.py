@@ -22,7 +22,7 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
 from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Strategy
 from sp_compile.passes.cost.collective_time import collective_bytes
-from sp_compile.passes.cost.exchange_cost import HeadBytes
+from sp_compile.passes.cost.exchange_cost import head_bytes, relayout_bytes
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
@@ -96,10 +96,11 @@ def _hybrid_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
 
 
 def _hybrid_sends(call: OpCall, n: int) -> tuple[Size, Size]:
-    heads, u = HeadBytes(call), call["ulysses"]
-    keys = heads.repeat_keys(u)
-    others = collective_bytes("all_to_all", heads.queries + keys, u) + heads.relayout_bytes(n, keys=True)
-    there, back = ring_send_bytes(heads, keys, n // u, n // u - 1)
+    heads, u = head_bytes(call), call["ulysses"]
+    others = collective_bytes("all_to_all", heads.exchange_bytes(u), u) + relayout_bytes(
+        call, heads.exchange_bytes(1), n
+    )
+    there, back = ring_send_bytes(heads.repeat_keys(u), heads.widening, call["grads"], n // u, n // u - 1)
     return others + there, others + back
 
 

@@ -24,7 +24,7 @@ from sp_compile.lowering.comm import routes
 from sp_compile.lowering.masks.predicate import depends_on_distance, evaluate_over, predicate_symbols, split_conjuncts
 from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, TIE_RATIO, AttentionShape, Candidate, Strategy
 from sp_compile.passes.cost.collective_time import collective_bytes
-from sp_compile.passes.cost.exchange_cost import HeadBytes
+from sp_compile.passes.cost.exchange_cost import head_bytes, relayout_bytes
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
@@ -84,6 +84,7 @@ def max_hops(predicate: str, n: int, rows: int) -> int:
     near = [c for c in split_conjuncts(predicate) if depends_on_distance(c, ())]
 
     def may(condition: str, rank: int, step: int) -> bool:
+        """Return True if queries of a rank may satisfy a condition with the keys of a step."""
         keys = _rank_rows((rank - step) % n, rows)
         return evaluate_over(condition, {**free, "q": _rank_rows(rank, rows), "k": keys}) is not False
 
@@ -119,7 +120,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
         The candidate.
     """
     size, chunks = shape.n // ulysses, LAYOUTS[layout].chunks
-    kv = math.lcm(shape.kv_heads, ulysses) * shape.kv_bytes
+    kv = shape.head_bytes.repeat_keys(ulysses)
     grads = kv * shape.widening
     hops = _needed_hops(shape, size) if ulysses == 1 else size - 1
     keys = ulysses * shape.kv_rows / chunks
@@ -135,7 +136,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     back = BACKWARD_FLOPS * step
     backward = calls + back + hops * share * machine.copy(shape.accumulate_bytes)
     # Current and next keys, and the accumulators with their increments.
-    memory = 2 * kv + shape.heads * shape.out_bytes * (1 + shape.widening)
+    memory: float = 2 * kv + shape.heads * shape.out_bytes * (1 + shape.widening)
     if shape.training:
         inside = shape.workspace(ulysses, ulysses * shape.kv_rows)
         memory = max(memory, 2 * kv + 2 * shape.gradient_bytes + 3 * grads + inside)
@@ -156,27 +157,28 @@ def _needed_hops(shape: AttentionShape, size: int) -> int:
     return window_hops(shape.window, -(-shape.q_len // size), size)
 
 
-def ring_send_bytes(heads: HeadBytes, keys: Size, size: int, hops: int) -> tuple[Size, Size]:
+def ring_send_bytes(keys: Size, widening: int, grads: str, size: int, hops: int) -> tuple[Size, Size]:
     """Return the bytes that one rank sends in a ring, forward and backward.
 
     Args:
-        heads: Bytes per row of keys and values.
-        keys: Rows of keys.
+        keys: Bytes of keys and values.
+        widening: Ratio of the bytes of their gradients to these.
+        grads: Path of these gradients, see `ring_grads`.
         size: The number of places of the ring.
         hops: The number of shifts.
 
     Returns:
         Bytes of the forward and of the backward.
     """
-    home = hops + 1 if heads.call["grads"] == "travel" and hops else size - 1
+    home = hops + 1 if grads == "travel" and hops else size - 1
     shifts = hops * collective_bytes("shift", keys, size)
-    return shifts, shifts + home * heads.widening * keys
+    return shifts, shifts + home * widening * keys
 
 
 def _ring_sends(call: OpCall, n: int) -> tuple[Size, Size]:
-    heads = HeadBytes(call)
-    moved = heads.relayout_bytes(n, keys=True)
-    there, back = ring_send_bytes(heads, heads.keys, n, call["steps"] - 1)
+    heads = head_bytes(call)
+    moved = relayout_bytes(call, heads.exchange_bytes(1), n)
+    there, back = ring_send_bytes(heads.keys, heads.widening, call["grads"], n, call["steps"] - 1)
     return moved + there, moved + back
 
 

@@ -88,6 +88,7 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
     given = bool(balanced_inputs(job))
 
     def refuse(code: str, text: str) -> Refusal:
+        """Return the refusal of the layout."""
         return Refusal(RefusalKind.ROW_ORDER, code, f"layout={job.layout!r}", text)
 
     if given and job.layout not in KEEP_BALANCED_ORDER:

@@ -73,7 +73,7 @@ class UlyssesAttention(AttentionPass):
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Insert the exchanges around an attention, or around each of several groups of its heads."""
         placed = {o: self.plan.of(o) for o in OpCall(node).operands[:3]}
         if self._needs_repeat(OpCall(node)):
             placed.update(self._repeat(node, placed))
@@ -240,21 +240,15 @@ def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, chunks
     """
     if ranks == 1:
         return 0.0
-    back = shape.heads * shape.out_bytes
-    there = exchanged_bytes(shape, ranks) - back
+    back = shape.head_bytes.results
+    there = shape.head_bytes.exchange_bytes(ranks) - back
     exchanges = sum(machine.seconds("all_to_all", nbytes / chunks, ranks) for nbytes in (there, back))
     return chunks * exchanges + machine.copy(2 * (there + back))
 
 
-def exchanged_bytes(shape: AttentionShape, ranks: int) -> int:
-    """Return the bytes of q, k, v and the result of one rank, with repeated key heads."""
-    repeated = math.lcm(shape.kv_heads, ranks)
-    return shape.heads * (shape.q_bytes + shape.out_bytes) + repeated * shape.kv_bytes
-
-
 def exchanged_memory(shape: AttentionShape, ranks: int) -> int:
     """Return the bytes of q, k, v and the result after the exchange, and of their gradients."""
-    return exchanged_bytes(shape, ranks) * (2 if shape.training else 1)
+    return shape.head_bytes.exchange_bytes(ranks) * (2 if shape.training else 1)
 
 
 register_strategy(

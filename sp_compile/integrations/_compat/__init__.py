@@ -1,6 +1,6 @@
-"""What other packages keep to themselves and integrations need, and nothing else.
+"""Access private parts of accelerate and transformers that the integrations require.
 
-Tried on accelerate 1.15 and transformers 5.23.
+Tested with accelerate 1.15 and transformers 5.23.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from accelerate.utils import DynamoBackend
 
-NAME = "SP"
+NAME = "SP"  # member of accelerate's DynamoBackend
 
 
 @contextmanager
 def register_backend_name() -> Iterator[None]:
-    """Let accelerate's list of backends have "sp" meanwhile, so that `TorchDynamoPlugin(backend="sp")` can be made.
+    """Add "sp" to accelerate's backends within a context, so that `TorchDynamoPlugin(backend="sp")` is valid.
 
-    The list is an Enum, which has no public way to grow.
+    The backends are an Enum, which has no public method to add a member.
+
+    Returns:
+        A context manager that yields None.
     """
     if NAME in DynamoBackend.__members__:
         yield
@@ -36,12 +39,18 @@ def register_backend_name() -> Iterator[None]:
 
 
 class ItemCounter:
-    """The part of a Trainer that counts the items of a step, by which its loss is divided."""
+    """Base class that corrects a Trainer's number of items in a step, by which its loss is divided."""
 
-    args: Any
-    get_tp_size: Any
+    args: Any  # the TrainingArguments
+    get_tp_size: Any  # method of the Trainer
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """The Trainer divides by the ranks with the same batch, over which `gather` does not sum: undo that."""
+        """Multiply the Trainer's number of items by the number of ranks with the same batch.
+
+        The Trainer divides by it, but `SequenceParallelAccelerator.gather` does not sum over these ranks.
+
+        Returns:
+            The number of items; None if the Trainer does not count them.
+        """
         items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
         return items if items is None else items * self.get_tp_size()

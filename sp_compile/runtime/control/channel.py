@@ -189,6 +189,7 @@ class ControlChannel:
         came: list[bool] = []
 
         def arrived() -> int:
+            """Count this rank once, and return the number of ranks that arrived."""
             count: int = self.store.add("here", 0 if came else 1)
             came.append(True)
             return count

@@ -87,9 +87,9 @@ MEASURE_VERB = Message("measures", "how fast the ranks are")
 
 @dataclass(frozen=True)
 class StopNotice:
-    """Reason why a rank stopped.
+    """Reason why a rank stopped, published for ranks that wait for it.
 
-    The notice does not hold for groups that are created later.
+    Groups that are created later are not affected, as their number of exchanges is not in the notice.
     """
 
     rank: int  # the rank that stopped, or that raised first

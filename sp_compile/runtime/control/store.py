@@ -29,6 +29,7 @@ def query_store(ask: Callable[[], T], otherwise: T) -> T:
     answer: Future[T] = Future()
 
     def run() -> None:
+        """Run the query and store its result or its error."""
         try:
             answer.set_result(ask())
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""layout="balanced": the loss and gradients of one device, whatever order ranks hold the sequence in."""
+"""layout="balanced": loss and gradients equal those of a single device in every row order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ops = torch.ops.sp
 
 
 class Packed(nn.Module):
-    """Attention within the documents that position_ids tell, and a loss on shifted labels."""
+    """Attention within the documents that position_ids define, and a loss on shifted labels."""
 
     def __init__(self, layers: int = 2, window: int | None = None) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 @pytest.mark.parametrize("attention", ["ring", "gather", "hybrid"])
 def test_packed_documents(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """27 positions on 4 ranks, labels one short, logits in the program's order; and something was dealt."""
+    """27 positions on 4 ranks, one label less, logits in the program's order; each rank has a balanced order."""
     made = orders(monkeypatch)
     report = check(*given(), sp=4, attention=attention, layout="balanced")
     assert not report.fallbacks
@@ -173,7 +173,7 @@ class Shifted(Packed):
         (Packed, {"outputs": "local"}, ["SP413"]),
     ],
 )
-def test_what_cannot_be_balanced_is_refused(model: type[Packed], options: dict[str, Any], words: list[str]) -> None:
+def test_unsupported_programs_are_refused(model: type[Packed], options: dict[str, Any], words: list[str]) -> None:
     torch.manual_seed(0)
     _, *inputs = given()
     with pytest.raises(SpError) as error:
@@ -187,7 +187,7 @@ def test_ulysses_has_nothing_to_balance() -> None:
     assert len(report.find_notes(NoteKind.DECLINED, subject="balanced")) == 1
 
 
-def test_heads_exchanged_in_a_dealt_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_exchanged_in_a_balanced_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer by Ulysses, which has the program's order between its exchanges, and one as a ring."""
     kinds = iter(["ulysses", "ring"])
 
@@ -201,7 +201,7 @@ def test_heads_exchanged_in_a_dealt_program(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 SLOW = {"flops": 1e5}
-"""A device on which attention takes longer than to deal a sequence of a few tokens."""
+"""A device on which attention takes longer than balancing a sequence of a few tokens."""
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ SLOW = {"flops": 1e5}
         pytest.param(2, "gather", [64], marks=pytest.mark.slow),
     ],
 )
-def test_auto_deals_documents(n: int, attention: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_balances_documents(n: int, attention: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batches, each packed in its own way."""
     made = orders(monkeypatch)
     report = check(*given(2, lengths), sp=n, attention=attention, cost=SLOW)
@@ -226,7 +226,7 @@ def test_auto_deals_documents(n: int, attention: str, lengths: list[int], monkey
 
 
 class Mapped(Packed):
-    """The same documents by a matrix that a layer made of them: they come out of the middle of the program."""
+    """A model whose documents result from a layer's matrix, in the middle of the program."""
 
     def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         x = self.tokens(ids)
@@ -240,7 +240,7 @@ class Mapped(Packed):
 
 
 class Hidden(Packed):
-    """Returns what is not used any more, as a graph does before a break."""
+    """A model that returns hidden states, like a graph before a break."""
 
     def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         loss, logits = super().forward(ids, positions, labels)
@@ -261,8 +261,8 @@ def test_auto_reports_that_documents_stay(model: type[Packed], options: dict[str
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_auto_deals_what_stays_in_shards(n: int) -> None:
-    """Where that saves more than the result would take if the next graph needs another order."""
+def test_auto_balances_sharded_outputs(n: int) -> None:
+    """Balancing saves more time than the next graph may need to restore another order."""
     torch.manual_seed(0)
     _, *inputs = given()
     model, how = Hidden().double(), {"sp": n, "attention": "ring", "cost": SLOW}
@@ -273,7 +273,7 @@ def test_auto_deals_what_stays_in_shards(n: int) -> None:
 
 
 @pytest.mark.parametrize("predicate", ["padding", "causal", "documents, heads for all ranks", "documents, little work"])
-def test_auto_leaves_what_is_balanced(predicate: str) -> None:
+def test_auto_does_not_change_balanced_masks(predicate: str) -> None:
     class Other(Packed):
         def mask(self, positions: Tensor) -> Tensor:
             index = torch.arange(positions.shape[1])
@@ -307,7 +307,7 @@ def step(attention: str, compiler: str) -> Outcome:
 
 
 class Scored(nn.Module):
-    """A loss of what a compiled model returns: its own, and one of its logits in eager code."""
+    """A compiled model with its own loss, and a second loss of its logits in eager code."""
 
     def __init__(self, model: Callable[..., tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ class Scored(nn.Module):
 
 
 def logits_in_shards(layout: str) -> Outcome:
-    """Of batches that are packed in their own ways, one of another length."""
+    """Compare losses of batches with different packing, one of another length."""
     model, *_ = given()
     how = {"attention": "ring", "layout": layout, "outputs": "lazy", "cost": SLOW, "mesh": mesh()}
     run = Scored(compiled(model, dynamic=True, **how))
@@ -359,7 +359,7 @@ def test_compiled(ranks: Ranks, attention: str, n: int, compiler: str) -> None:
 
 
 class Window(nn.Module):
-    """Attention, and then attention over a window of its rows, by what it is given for them."""
+    """Attention, then attention over a window of its rows with the passed ids."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ class Window(nn.Module):
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("attention", "ranks"), [("ring", 2), ("gather", 3)])
 def test_windows_that_begin_later(attention: str, ranks: int, documents: bool) -> None:
-    """Positions count from the window's first row, and what is looked up has as many values as it has rows."""
+    """Positions count from the first row of the window; lookup vectors have one value for each of its rows."""
     torch.manual_seed(0)
     model, (document, _) = Window(2, -1).double(), packed(LENGTHS)
     ids, again = torch.randint(VOCABULARY, document.shape), document[:, 2:-1].clone() if documents else None

@@ -1,4 +1,4 @@
-"""Chunks dealt to ranks: an order of all positions, ends in their places, work that is even, tables of the order."""
+"""Chunks assigned to ranks: a permutation of all positions, fixed ends, balanced work, reordered tables."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def lengths_of(spread: float, count: int, tokens: int) -> list[int]:
     st.tuples(st.integers(0, 9), st.integers(0, 9)),
 )
 def test_an_order_of_all_positions(lengths: list[int], n: int, ends: tuple[int, int]) -> None:
-    """Each once; the ends, and what is behind them on a padded rank, keep their places; runs are of one length."""
+    """Every position occurs once; both ends stay in place; all runs have the same length."""
     length = sum(lengths)
-    front, behind = (min(end, length) for end in ends)
-    found = balance_rows((DOCUMENTS,), (1,), (), (vector(lengths),), length, n, 1, front, behind)
+    front, back = (min(end, length) for end in ends)
+    found = balance_rows((DOCUMENTS,), (1,), (), (vector(lengths),), length, n, 1, front, back)
     order, inverse = order_tensors(found, torch.device("cpu"))
     assert torch.equal(order[inverse], torch.arange(length))
     assert torch.equal(inverse[order], torch.arange(length))
     assert torch.equal(order[:front], torch.arange(front))
-    assert torch.equal(order[length - behind :], torch.arange(length - behind, length))
+    assert torch.equal(order[length - back :], torch.arange(length - back, length))
     assert all(rows.diff().gt(0).all() for rows in order.split(-(-length // n))), "a rank's rows are not in order"
     x = torch.randint(0, 3, (2, length), generator=torch.Generator().manual_seed(length))
     for table, wanted in (
@@ -59,7 +59,7 @@ def test_an_order_of_all_positions(lengths: list[int], n: int, ends: tuple[int, 
 
 
 def test_tables_in_the_order_know_as_much() -> None:
-    """One line a chunk of positions; as many lines of documents as one finds by looking at all values."""
+    """Positions have one line per chunk; documents have the same lines as a scan over all values finds."""
     length, n = 1 << 13, 4
     documents = packed(lengths_of(1.0, 12, length))
     v = [pieces_of(x) for x in documents]
@@ -80,7 +80,7 @@ def test_tables_in_the_order_know_as_much() -> None:
 @pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("count", [1, 30, pytest.param(300, marks=pytest.mark.slow)])
 def test_work_is_even(spread: float, count: int, n: int) -> None:
-    """Of the pairs that the mask itself allows, counted rank by rank."""
+    """Count the pairs that the mask allows on each rank."""
     length = 1 << 17
     lengths = lengths_of(spread, count, length)
     found = balance_rows((DOCUMENTS,), (1,), (), (vector(lengths),), length, n)
@@ -99,8 +99,8 @@ def test_no_more_chunks_than_needed() -> None:
         assert found.imbalance <= 1.001
 
 
-def test_chunks_are_exchanged_where_dealing_them_by_work_leaves_too_much() -> None:
-    """By work alone 8 + 5 + 4 + 2 and 7 + 6 + 2 + 2; coarser cuts are no more even."""
+def test_chunks_are_exchanged_where_assigning_them_by_work_is_uneven() -> None:
+    """Assignment by work only gives 8 + 5 + 4 + 2 and 7 + 6 + 2 + 2; coarser chunks are not more even."""
     works = [8, 7, 6, 5, 4, 2, 2, 2]
     found = assign_chunks(lambda rows: [sum(works[:row]) for row in rows], 8, 2, 4)
     loads = [sum(works[first] for first in mine) for mine in found.firsts.reshape(2, 4)]
@@ -149,8 +149,8 @@ def test_several_masks_count_by_their_weights() -> None:
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 2.0])
-def test_a_dealt_document_is_few_calls(spread: float, stride: int) -> None:
-    """Of queries and keys of one rank, or two that share heads, each in the order: no mask, and what was dealt."""
+def test_a_balanced_document_is_few_calls(spread: float, stride: int) -> None:
+    """Queries and keys of one rank, or of two that share heads, in balanced order: few calls, no masked block."""
     length, n = 1 << 15, 8
     v = [pieces_of(x) for x in packed(lengths_of(spread, 40, length) if spread else [length])]
     predicate = "Eq(row0, col0) & (col1 <= row1)"

@@ -1,4 +1,4 @@
-"""Functions of the flash_attn package, of which arithmetic stands here: what they become, and one device's numbers."""
+"""Functions of the flash_attn package, replaced by reference code: their rewritten ops, and single-device results."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_one_device(case: str, strategy: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("case", ["causal", "all of it"])
 def test_heads_that_it_pads(case: str) -> None:
-    """To 8, as its kernels want them: the score's scale is that of the width before."""
+    """Heads padded to a multiple of 8 for the kernels use the scale of the width before padding."""
     run(case, "ring", 2, head=6)
 
 
@@ -140,7 +140,7 @@ def test_one_kernel_with_documents_and_without() -> None:
 
 
 def test_slopes_of_documents() -> None:
-    """Where their ends are one tensor, tokens of a document are as far apart as their places."""
+    """If both end tensors are equal, distances within a document equal differences of positions."""
 
     graph, _ = canonical(lambda x, ends: _with_slopes(x, ends, ends), floats(3, LENGTH, 4, 8), ENDS)
     (node,) = attention_nodes(graph)
@@ -195,7 +195,7 @@ STAY: dict[str, Stays] = {
 
 
 @pytest.mark.parametrize("case", STAY)
-def test_what_stays_is_reported(case: str) -> None:
+def test_unmatched_calls_are_reported(case: str) -> None:
     qkv = [floats(2, LENGTH, 4, 8).requires_grad_() for _ in range(3)]
     graph, (note,) = canonical(STAY[case], *qkv)
     assert not attention_nodes(graph)

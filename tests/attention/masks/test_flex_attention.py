@@ -1,6 +1,6 @@
-"""torch's flex_attention: which attention it becomes, and that a model with it is what it is on one device.
+"""torch's flex_attention: the attention op that it becomes, and equality with a single device.
 
-torch refuses the backward on a CPU, where it has no kernel; its own arithmetic has one, which is one device's here.
+torch has no backward kernel on a CPU; the single-device reference here uses torch's eager arithmetic.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ STAYS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", STAYS)
-def test_what_stays_is_reported(name: str) -> None:
+def test_unmatched_calls_are_reported(name: str) -> None:
     graph, notes = canonical(STAYS[name], qkv(), torch.ones(LENGTH, LENGTH, dtype=torch.int64).tril())
     assert not attention_nodes(graph)
     (note,) = notes
@@ -204,8 +204,8 @@ def test_what_stays_is_reported(name: str) -> None:
     assert "test_flex_attention.py" in note.where
 
 
-def test_what_stays_is_right() -> None:
-    """On whole q, k and v, as before."""
+def test_unmatched_calls_are_correct() -> None:
+    """Unmatched calls run on gathered q, k and v."""
     table = torch.rand(LENGTH, 3)
 
     def attend(model: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -248,8 +248,8 @@ def test_scores_equal_one_device(strategy: str) -> None:
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("strategy", ["gather", "ring"])
-def test_scores_of_dealt_positions(strategy: str) -> None:
-    """A slope counts places of the program's order, not of that in which ranks hold them."""
+def test_scores_of_balanced_positions(strategy: str) -> None:
+    """A slope counts positions in the program's order, not in the order in which ranks store the rows."""
     report = check(
         seeded(lambda: Model("documents", score_mod="ALiBi")), *inputs(), sp=3, attention=strategy, layout="balanced"
     )
@@ -318,7 +318,7 @@ def test_one_graph_for_all_lengths() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
 def test_models_of_transformers(name: str) -> None:
-    """A model that asks for flex_attention, soft-caps and windows included: nothing is gathered."""
+    """Models that use flex_attention, also with soft-caps and windows: nothing is gathered."""
     pytest.importorskip("transformers")
     of_hf = importlib.import_module("canonical.test_masks_of_hf")
     # Inside of torch.compile torch warns of an option that transformers sets, which would cut the graph.

@@ -1,6 +1,6 @@
-"""Functions of flex_attention that no text and no predicate says: they run as they are, on shards.
+"""Functions of flex_attention that no score text and no predicate expresses: they run unchanged on shards.
 
-Learned biases, masks by head, tables of pairs; loss and every gradient are those of one device.
+Learned biases, masks by head, tables of pairs; loss and every gradient equal those of a single device.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_the_fused_kernel_equals_one_device(kind: str, strategy: str) -> None:
 
 @pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", ["distances", "pairs", "a mask by head", "documents"])
-def test_what_it_becomes(name: str) -> None:
+def test_rewritten_op(name: str) -> None:
     shape, mods = KINDS[name]
     weight = torch.randn(shape, dtype=torch.float64)
     score_mod, mask_mod = mods(weight, _DOCUMENTS)
@@ -137,7 +137,7 @@ def test_what_it_becomes(name: str) -> None:
     (node,) = attention_nodes(graph)
     assert not notes
     assert mask_predicate(OpCall(node)) == ("" if name == "pairs" else PREDICATES.get(name, "k <= q"))
-    assert OpCall(node)["score"] == "fills; " + TEXTS[name]  # nobody is known to learn what it looks up
+    assert OpCall(node)["score"] == "fills; " + TEXTS[name]  # the values that it looks up need no gradient
     assert len(OpCall(node)["tables"]) == (2 if name == "documents" else 1)
 
 
@@ -156,7 +156,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("fills", [False, True])
 def test_fills_are_not_merged(fills: bool) -> None:
-    """A row of nothing but large finite numbers attends to all alike, which blocks of keys do not tell."""
+    """A row of only large finite fills weights all keys equally; results of key blocks cannot express that."""
     least = -1e9 if fills else -torch.inf
 
     def attend(model: Learned, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def test_fills_are_not_merged(fills: bool) -> None:
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize(("strategy", "layout"), [("ring", "contiguous"), ("ulysses", "zigzag"), ("gather", "zigzag")])
 def test_rows_of_fills_are_averages(strategy: str, layout: str, table: bool) -> None:
-    """Also where several blocks of keys have nothing else: no log-sum-exp tells how many there are.
+    """Average rows of only fills, also over several blocks of keys: a log-sum-exp does not count them.
 
     Only the result is compared: torch's backward on a CPU takes such a row's weights from its log-sum-exp.
     """
@@ -224,7 +224,7 @@ def test_gradients_of_rows_of_fills() -> None:
 
 
 def test_no_pairs_are_made() -> None:
-    """What looks up distances makes nothing of all queries and all keys, neither forward nor backward."""
+    """A lookup of distances allocates no value of all queries and keys, forward or backward."""
     length = 2048
     q, k, v = (torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3))
     table = torch.randn(1, 2 * length, requires_grad=True)

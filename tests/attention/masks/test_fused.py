@@ -1,6 +1,6 @@
-"""One kernel from the texts of pairs and scores: which tiles it visits, and that its graphs compute what one device does.
+"""One kernel from the texts of pairs and scores: visited tiles, and graphs with single-device results.
 
-Torch's arithmetic for flex_attention stands for the kernel. It asks every pair; the tables are looked at by themselves.
+Torch's eager flex_attention replaces the kernel. It evaluates every pair; the tables are tested separately.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def in_numpy(p: Problem) -> tuple[tuple[Pieces, ...], tuple[Pieces, ...]]:
 )
 @pytest.mark.parametrize("name", PREDICATES)
 def test_tiles(name: str, n: int, folds: int, start: int, length: int, tile: int) -> None:
-    """Of no pair, of every pair, or asked: on each rank, of each rank's keys."""
+    """Tiles are empty, full or masked, on each rank for the keys of each rank."""
     p = Problem(name, length, length)
     allowed = p.allowed().any(0)[0], p.allowed().all(0)[0]
     for rank in range(n):
@@ -72,8 +72,8 @@ def test_tiles(name: str, n: int, folds: int, start: int, length: int, tile: int
                     assert None not in here[0] + here[1]
 
 
-def test_few_tiles_are_asked() -> None:
-    """Those on the diagonal."""
+def test_few_tiles_are_masked() -> None:
+    """Only tiles on the diagonal evaluate the mask."""
     rows = span_rows(full_span(4096), 4096, 0)
     states = tile_kinds(plan_blocks("k <= q", rows, rows), 4096, 4096, 128)
     assert torch.equal(states == PARTIAL_TILE, torch.eye(32, dtype=torch.bool))
@@ -94,8 +94,8 @@ def test_tables_are_small() -> None:
             assert sorted(columns.tolist()) == list(range(len(row)))
 
 
-def by_hand(p: Problem, text: str, bias: Tensor | None = None) -> list[Tensor]:
-    """Of one device: out, lse and gradients."""
+def reference(p: Problem, text: str, bias: Tensor | None = None) -> list[Tensor]:
+    """Return output, log-sum-exp and gradients of attention without kernels on a single device."""
     q, k, v = leaves(p.q, p.k, p.v)
     places = {"q": torch.arange(q.shape[2])[:, None], "k": torch.arange(k.shape[2])}
     values = places | {"head0": torch.tensor(SLOPES, dtype=torch.float64)[:, None, None]}
@@ -125,9 +125,9 @@ def options(text: str) -> dict[str, object]:
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", PREDICATES)
 def test_round_a_ring(name: str, text: str, n: int, folds: int, length: int) -> None:
-    """Each rank's queries, over each rank's keys, given the log-sum-exps of all; padding in front and behind."""
+    """Queries of each rank over keys of each rank, with the log-sum-exps of all; padding before and after."""
     p = Problem(name, length, length, key_heads=2, v_width=5)
-    wanted = by_hand(p, text)
+    wanted = reference(p, text)
     found = [torch.zeros_like(x) for x in wanted]
     spans = [[n, folds, 1, shift, 1, length] for shift in range(n)]
 
@@ -168,13 +168,13 @@ def test_masks_that_are_data(shape: tuple[int, ...], bias: bool) -> None:
         out, lse = bodies.attend(p.q, p.k, p.v, *args)
         *grads, _ = bodies.attend_backward(p.grad, p.q, p.k, p.v, out, lse, *args, False)
     assert len(programs.made) == 2
-    close([out, lse, *grads], by_hand(p, TEXTS[1], data))
+    close([out, lse, *grads], reference(p, TEXTS[1], data))
 
 
 def test_lengths_that_change_share_a_program() -> None:
     """The first has one of its own, and one more is of any."""
     problems = [Problem("all", length, length) for length in (20, 25, 33, 150, 20)]
-    wanted = [by_hand(p, TEXTS[1])[:2] for p in problems]
+    wanted = [reference(p, TEXTS[1])[:2] for p in problems]
     with fused_here() as programs, torch.no_grad():
         for p, here in zip(problems, wanted):
             rows = full_span(p.q.shape[2])
@@ -182,8 +182,8 @@ def test_lengths_that_change_share_a_program() -> None:
     assert len(programs.made) == 2
 
 
-def test_what_cannot_be_compiled_is_dense() -> None:
-    """Said once, and never tried again."""
+def test_uncompiled_texts_run_dense() -> None:
+    """The fallback warns once and is not retried."""
 
     def broken(graph: object, fakes: object) -> None:
         raise RuntimeError("no compiler")
@@ -194,7 +194,7 @@ def test_what_cannot_be_compiled_is_dense() -> None:
         with pytest.warns(UserWarning, match="computed densely: .*no compiler"):
             out, lse = bodies.attend(p.q, p.k, p.v, *args)
         again = bodies.attend(p.q, p.k, p.v, *args)
-    close([out, lse], by_hand(p, TEXTS[1])[:2])
+    close([out, lse], reference(p, TEXTS[1])[:2])
     close([out, lse], list(again))
 
 
@@ -207,7 +207,7 @@ def test_dropout_is_dense() -> None:
 
 
 def test_order_of_tables() -> None:
-    """As torch's BlockMask takes them."""
+    """Tables have the order of torch's BlockMask."""
     from torch.nn.attention.flex_attention import BlockMask
 
     names = [name for name in BlockMask.__annotations__ if name.endswith(("num_blocks", "indices"))]

@@ -1,4 +1,4 @@
-"""Vectors that masks look up: tables made once a graph, and the numbers of one device with every strategy."""
+"""Vectors that masks look up: one table per graph, and single-device results with every strategy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTHS = [5, 1, 9, 2, 3, 7]
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many vectors came to the host in each call so far."""
+    """Return a list of the number of vectors copied to the host in each call."""
     found: list[int] = []
     on_host = pieces._copy_to_host
 
@@ -63,8 +63,8 @@ def given(batch: int = 1) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather"])
 @pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n", [4, pytest.param(3, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_numbers_of_one_device(attention: str, n: int, batch: int, waits: list[int]) -> None:
-    """Forward and backward; and each rank brings vectors to the host once."""
+def test_results_equal_a_single_device(attention: str, n: int, batch: int, waits: list[int]) -> None:
+    """Forward and backward; each rank copies the vectors to the host once."""
     if n == 3 and attention in ("ulysses", "hybrid"):
         pytest.skip("3 ranks do not divide 4 heads")
     if n == 2 and attention == "hybrid":
@@ -107,7 +107,7 @@ def test_one_call_at_the_beginning() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_once_a_step_compiled(backend: str, dynamic: bool, waits: list[int]) -> None:
-    """The backward takes what the forward has saved; of operators by hand, equal calls are one."""
+    """The backward reads tables that the forward saved; equal calls of the operator are merged."""
     documents, positions = packed(LENGTHS)
     q = randn(1, 4, documents.shape[1], 8)
 
@@ -136,8 +136,8 @@ def test_once_a_step_compiled(backend: str, dynamic: bool, waits: list[int]) -> 
 
 
 @pytest.mark.parametrize("way", ["ring", "gathered", "hybrid"])
-def test_once_a_call_by_hand(way: str, waits: list[int]) -> None:
-    """However many steps a ring has, forward and backward."""
+def test_once_a_functional_call(way: str, waits: list[int]) -> None:
+    """For any number of ring steps, forward and backward."""
     documents, _ = packed(LENGTHS)
     documents = documents[:, :24]
     q = randn(1, 4, 24, 8)

@@ -85,8 +85,8 @@ def test_a_batch_is_lines_where_they_have_one_slope() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bits", "ints", "alternating", "batches"])
-def test_tables_fit_whatever_a_vector_holds(kind: str) -> None:
-    """Noise costs a piece a cell; the same bounds everywhere, one piece."""
+def test_tables_fit_any_values(kind: str) -> None:
+    """Noise costs one piece per cell; equal bounds everywhere cost one piece."""
     generator = torch.Generator().manual_seed(0)
     for length in (1, 2, CELL - 1, CELL, CELL + 1, 10 * CELL + 3):
         x = {
@@ -115,7 +115,7 @@ def test_equal_tables_are_equal_pieces() -> None:
 
 
 def test_the_operator_keeps_torchs_contracts() -> None:
-    """Its tables are as long as the length alone tells, with symbolic lengths and without vectors too."""
+    """The size of its tables depends on the length only, also for symbolic lengths and without vectors."""
     torch.library.opcheck(torch.ops.sp.pieces.default, ([torch.arange(9)[None], torch.ones(2, 300, dtype=torch.bool)],))
     assert torch.ops.sp.pieces([]) == []
     assert torch.ops.sp.pieces([torch.ones(0, 7, dtype=torch.long)])[0].shape == (table_size(7),)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention.attending import PREDICATES, packed, pieces_of
-from support.cuda.attention import told
+from support.cuda.attention import flash_window
 from torch import Tensor
 
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
@@ -34,7 +34,7 @@ def work(blocks: tuple[Block, ...]) -> float:
 
 
 def covered(blocks: Sequence[Block], q_rows: Any, k_rows: Any, q_len: int, k_len: int) -> Tensor:
-    """How many blocks hold each pair of indices; FULL and CAUSAL ones only the pairs that they let attend."""
+    """Return the number of blocks that contain each pair; FULL and CAUSAL blocks contain only allowed pairs."""
     counts = torch.zeros(q_len, k_len, dtype=torch.int64)
     for block in blocks:
         queries = [
@@ -56,24 +56,24 @@ def covered(blocks: Sequence[Block], q_rows: Any, k_rows: Any, q_len: int, k_len
 
 def inside(window: Window, rows: int, keys: int) -> Tensor:
     """int64 (rows, keys): 1 for the pairs of a window, which kernels count from the last query and key."""
-    behind = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
+    offsets = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
     allowed = torch.ones(rows, keys, dtype=torch.bool)
     if window.left is not None:
-        assert window.left >= 0  # what is below stands for None
-        allowed &= behind >= -window.left
+        assert window.left >= 0  # kernels read a negative number as None
+        allowed &= offsets >= -window.left
     if window.right is not None:
         assert window.right >= 0
-        allowed &= behind <= window.right
+        allowed &= offsets <= window.right
     return allowed.long()
 
 
 def seen(window: Window, most: int) -> Window:
-    """What FlashAttention makes of a window beside at most so many keys; a causal one is told as such."""
-    return window if window == Window(None, 0) else Window(*told(*window, most))
+    """Return the window that FlashAttention applies over at most `most` keys; it has a flag for a causal one."""
+    return window if window == Window(None, 0) else Window(*flash_window(*window, most))
 
 
 def apart(sequences: Sequence[PackedCall]) -> list[Block]:
-    """Each sequence of each call as a block."""
+    """Return each sequence of each call as a block."""
     found = []
     for window, queries, keys, _ in sequences:
         assert len(queries) == len(keys)
@@ -91,7 +91,7 @@ MORE = {
     "packed, window": "Eq(row1, col1) & (col0 <= row0) & (row0 - col0 < n0)",
     "packed, wide window": "Eq(row1, col1) & (col0 <= row0) & (row0 - col0 < 520)",
     "packed, both sides": "Eq(row1, col1) & (k - q < 300) & (row0 - col0 < 40)",
-    "packed, behind": "Eq(row1, col1) & (q - k < 290)",
+    "packed, past only": "Eq(row1, col1) & (q - k < 290)",
     "packed, by index": "Eq(row1, col1) & (k < q + n1)",
     "packed, and more": "Eq(row1, col1) & ((col0 <= row0) | Eq(Mod(row0, 3), 0))",
     "positions": "(col0 <= row0) & Ne(col1, 1)",
@@ -127,10 +127,10 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
     n, shift = draw(st.integers(1, 4)), draw(st.integers(0, 3))
     rank = draw(st.integers(0, n - 1))
     spans, lengths = [], []
-    alike = draw(st.booleans())
+    equal_cuts = draw(st.booleans())
     for i in range(2):
         folds, length, start = draw(st.integers(1, 2)), draw(st.integers(1, 600)), draw(st.integers(0, 3))
-        cut = spans[0][1::3] + spans[0][5:] if alike and spans else [folds, start, length]
+        cut = spans[0][1::3] + spans[0][5:] if equal_cuts and spans else [folds, start, length]
         spans.append([n, cut[0], 1, shift * i, cut[1], cut[2]])
         lengths.append(cut[0] * -(-(cut[2] + cut[1]) // (n * cut[0])))
     if draw(st.booleans()):  # keys of all ranks, one half of each
@@ -180,11 +180,11 @@ def test_padding_between_keys_is_no_call_more(n: int, missing: int) -> None:
     size = 64 * n
     for text in ("k <= q", "(k <= q) & (q - k < 20)"):
         for rank in range(n):
-            for behind in (0, missing):
-                frame = [1, size, 0, size - behind, 2]
+            for lag in (0, missing):
+                frame = [1, size, 0, size - lag, 2]
                 queries = rows_of([n, 2, 1, 0, *frame[2:4]], 64, rank)
                 keys = [rows_of(span, 32 * n, 0) for span in shard_spans(frame, n)]
-                assert len(valid_segments(keys[1])) == (2 if behind else 1)
+                assert len(valid_segments(keys[1])) == (2 if lag else 1)
                 plans = [plan_blocks(text, queries, rows) for rows in keys]
                 calls = [len(one.packed) + len(one.others) for one in plans]
                 assert all(block.kind is not Kind.MASKED for one in plans for block in one.others)
@@ -212,7 +212,7 @@ def test_zigzag_is_balanced(n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_halves_of_zigzag_keys_are_few_blocks(n: int) -> None:
-    """Of each half of the keys: what either chunk of queries sees in full, and a triangle."""
+    """Each half of the keys makes full blocks for both query chunks, and a triangle."""
     for rank in range(n):
         queries = rows_of([n, 2, 1, 0, 0, 64 * n], 64, rank)
         plans = [
@@ -256,8 +256,8 @@ def test_blocks_of_a_window_and_of_documents() -> None:
     ids=["", "of one token too"],
 )
 def test_packed_documents_are_never_masked(text: str, span: list[int], lengths: list[int]) -> None:
-    """Whatever names their positions: full and causal blocks, and at most three calls for all of them. Only where there
-    is nothing else a few rows are one masked block, since a call takes time as well."""
+    """Documents make full and causal blocks, and at most three calls, for every form of the positions. Only without
+    any other block a few rows are one masked block, since a call takes time as well."""
     vectors = tuple(pieces_of(x) for x in packed(lengths))
     for rank in range(span[0]):
         q_rows = rows_of(span, 8192 // span[0], rank)
@@ -276,7 +276,7 @@ def test_packed_documents_are_never_masked(text: str, span: list[int], lengths: 
 
 @pytest.mark.parametrize("text", ["(k <= q) & Ne(col0, 0)", "Ne(col0, 0)", "(col1 <= row1) & Ne(col0, 0)"])
 def test_padding_is_left_out(text: str) -> None:
-    """Keys behind the last token, or before the first, are in no block and make no mask."""
+    """Keys after the last token, or before the first, are in no block and need no mask."""
     rows, places = (Segment(0, 0, 4096),), torch.arange(4096)[None]
     for padding in (places < 3000, places >= 1000):
         vectors = pieces_of(padding), pieces_of(places)
@@ -301,7 +301,7 @@ def test_a_window_is_three_calls_a_step(text: str, folds: int) -> None:
 
 
 def test_documents_with_a_window_are_one_call() -> None:
-    """Those that are shorter than the window among them."""
+    """Also documents that are shorter than the window."""
     vectors = tuple(pieces_of(x) for x in packed([300, 1000, 129, 4000, 700, 256, 1200, 607]))
     rows = (Segment(0, 0, 8192),)
     text = "Eq(row0, col0) & (col1 <= row1) & (row1 - col1 < 500)"
@@ -321,7 +321,7 @@ def test_a_window_that_leaves_its_first_keys_is_no_triangle_of_the_last() -> Non
 
 
 def calls_of(run: Callable[[], Any]) -> int:
-    """How many Python functions, and functions of C, a run calls."""
+    """Return the number of Python and C functions that a run calls."""
     count = 0
 
     def seen(frame: Any, event: str, arg: Any) -> None:
@@ -338,7 +338,7 @@ def calls_of(run: Callable[[], Any]) -> int:
 
 
 def test_a_plan_takes_time_by_documents() -> None:
-    """Not by tokens; and as many steps again for each document, about twenty."""
+    """The number of steps grows by documents, not by tokens: about twenty per document."""
     steps = {}
     for length, documents in ((1 << 14, 16), (1 << 14, 64), (1 << 18, 64)):
         vectors = tuple(pieces_of(x) for x in packed([length // documents] * documents))
@@ -363,10 +363,10 @@ def least_ms(run: Callable[[], object], enough: float) -> float:
 
 
 def test_a_million_tokens_are_planned_in_milliseconds() -> None:
-    """Pieces of a line in few copies of it; 1,000 documents with a window, and all blocks, in as little a block.
+    """Find pieces in the time of a few copies of the line; plan 1,000 windowed documents in little time per block.
 
-    On one core 1.5 ms and 31 ms. What is compared is done on the same core, which other work may share: a copy of the
-    line, and nothing but the tuples of as many blocks (5 ms).
+    On one core 1.5 ms and 31 ms. The references run on the same core, which other work may share: a copy of the line,
+    and creating the tuples of the same number of blocks (5 ms).
     """
     tokens, documents = 1 << 20, 1000
     vectors = packed(torch.full((documents,), tokens // documents).tolist() + [tokens % documents])
@@ -387,7 +387,7 @@ def test_a_million_tokens_are_planned_in_milliseconds() -> None:
 
 
 def test_a_plan_is_made_once() -> None:
-    """For all who have equal vectors, whosoever tables they are."""
+    """All callers with equal vectors share a plan, also with other table objects."""
     rows = (Segment(0, 0, 512),)
     plan_blocks.cache_clear()
     for _ in range(3):
@@ -398,7 +398,7 @@ def test_a_plan_is_made_once() -> None:
 
 @pytest.mark.parametrize("text", ["col0 <= row0", "Ne(row0, col0)", "Eq(row0, col0)"])
 def test_vectors_of_many_stretches_keep_their_pairs(text: str) -> None:
-    """Where cells would be too many, kernels that know windows are given the blocks of all others."""
+    """With too many cells, kernels with window support process the remaining blocks."""
     place = torch.arange(2048)
     values = (pieces_of((place // 64 if text == "col0 <= row0" else place // 40 % 2)[None]),)
     rows = rows_of([1, 1, 1, 0, 0, 2048], 2048, 0)

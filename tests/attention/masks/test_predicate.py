@@ -132,8 +132,8 @@ def test_linear() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "(k <= q) & (k < 4)", "k*q < 4", "Mod(q, 4) < k", f"k < {2**60}", "k < 20*q"])
-def test_what_is_not_linear(text: str) -> None:
-    """Or too large to be added up in int64."""
+def test_nonlinear_expressions(text: str) -> None:
+    """Nonlinear expressions, and sums that overflow int64."""
     assert as_linear(text, ()) is None
 
 

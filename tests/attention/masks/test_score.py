@@ -1,4 +1,4 @@
-"""What becomes of scores, as text: values, derivatives, and what is no text."""
+"""Score functions as text: values, derivatives, and functions without a text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PROGRAM = (
 
 
 def test_gradients_of_a_program() -> None:
-    """Of the score, of what is looked up, and of a number, which all pairs read."""
+    """Gradients of the score, of looked-up values, and of a scalar that all pairs read."""
     generator = torch.Generator().manual_seed(0)
     s, table = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in [(2, 3, 4, 5), (3, 4)])
     number = torch.tensor(0.7, dtype=torch.float64)

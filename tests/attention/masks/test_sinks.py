@@ -1,4 +1,4 @@
-"""Sinks, a logit of each head beside its keys: loss and gradients of one device, in shards, whatever the mask is."""
+"""Sinks, an extra logit per head: sharded loss and gradients equal those of a single device with every mask."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_balanced(attention: str) -> None:
 
 
 class OpenAI(nn.Module):
-    """GPT-OSS in its authors' own spelling: one sequence, key heads and the queries of each in two dims."""
+    """GPT-OSS in its authors' own form: no batch dim, key heads and the queries of each in two dims."""
 
     def __init__(self, window: int, key_heads: int = 2, each: int = 4, width: int = 6) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class OpenAI(nn.Module):
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather"])
 @pytest.mark.parametrize(("n", "length"), SIZES)
 @pytest.mark.parametrize("window", [0, 3])
-def test_as_its_authors_spell_it(window: int, n: int, length: int, attention: str) -> None:
+def test_form_of_its_authors(window: int, n: int, length: int, attention: str) -> None:
     unfit = n != 4 if attention == "hybrid" else n == 3 if attention == "ulysses" else False
     x = torch.randn(length, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
     report = check(seeded(lambda: OpenAI(window)), x, sp=n, attention="auto" if unfit else attention)
@@ -132,7 +132,7 @@ def test_as_its_authors_spell_it(window: int, n: int, length: int, attention: st
 
 
 def test_groups_with_masks_of_their_own_stay() -> None:
-    """A bias of each group and query head is one of each head; here nobody says that in one grouping."""
+    """A bias per group and query head is one per head; no rule matches it in this grouping."""
 
     class Biased(OpenAI):
         def forward(self, x: Tensor) -> Tensor:
@@ -160,8 +160,8 @@ def both(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_a_predicate_beside_data(attention: str) -> None:
     model, x = seeded(lambda: Layers(both)), torch.randn(3, 2, 4, 9, 6, dtype=torch.float64)
     infinite = torch.zeros(9, 9).masked_fill(~before(x[0]), -math.inf)
-    by_hand = with_sinks(model, *x, learned(model, x[0]) + infinite)
-    torch.testing.assert_close(both(model, *x), by_hand, rtol=1e-12, atol=1e-12)
+    reference = with_sinks(model, *x, learned(model, x[0]) + infinite)
+    torch.testing.assert_close(both(model, *x), reference, rtol=1e-12, atol=1e-12)
     padding = torch.ones(2, 13, dtype=torch.bool)
     report = check(model, tokens(13), padding, padding.long(), sp=2, attention=attention)
     assert not report.fallbacks

@@ -1,4 +1,4 @@
-"""torch's varlen_attn, which has kernels on a GPU only: against attention document by document, written by hand here."""
+"""torch's varlen_attn, which has kernels on a GPU only, against plain attention document by document."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def kernels() -> Iterator[None]:
 
 
 class Model(nn.Module):
-    """(T, WIDTH) tokens of documents -> (T, WIDTH). keys: of so many tokens, which are others."""
+    """(T, WIDTH) tokens of documents -> (T, WIDTH). keys: (T_k, WIDTH) other tokens, for cross attention."""
 
     def __init__(self, heads: int = 4, key_heads: int = 2, **options: Any) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_equals_each_document_alone(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ring", pytest.param("gather", marks=pytest.mark.slow)])
-def test_auto_deals_its_documents(strategy: str) -> None:
+def test_auto_balances_its_documents(strategy: str) -> None:
     report = check(build(window_size=(-1, 0)), tokens(LENGTH), ENDS, sp=3, attention=strategy, cost={"flops": 1e5})
     assert {decision.chosen.layout for decision in report.attention} == {"balanced"}
 
@@ -180,7 +180,7 @@ return (transpose_int_3,)""",
         )
 
 
-def test_what_stays_is_said() -> None:
+def test_unmatched_calls_are_reported() -> None:
     def attend(x: Tensor, ends: Tensor) -> Tensor:
         return varlen_attn(*x, ends, ends, LENGTH, LENGTH, return_aux=AuxRequest(lse=True))[1]
 

@@ -42,7 +42,7 @@ def test_no_node_of_a_single_step_remains(name: str) -> None:
 @pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("name", LOOPS)
 def test_on_ranks(name: str) -> None:
-    """What crosses ranks is scans, shifts by a row, and single rows."""
+    """Only scans, shifts by a row, and single rows are exchanged."""
     fn = LOOPS[name][0]
 
     def model(x: Tensor, *others: Tensor) -> object:
@@ -75,7 +75,7 @@ class Checkpointed(Gated):
 
 
 class WithoutGradients(Gated):
-    """Of the loop."""
+    """A loop without gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -101,7 +101,7 @@ def test_regions(model: type[Gated]) -> None:
 
 
 def test_autocast() -> None:
-    """The loop's products are in bfloat16, as those of one device are; their sums are rounded less often."""
+    """Products of the loop are in bfloat16, as on a single device; their sums are rounded less often."""
     report = sp_compile.verify(seeded(Autocast).float(), floats(4, 10, WIDTH).float(), sp=2)
     assert report.worst < 0.03
     assert report.count("linear_scan") == 1

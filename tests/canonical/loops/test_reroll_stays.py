@@ -53,7 +53,7 @@ def in_grad_modes(x: Tensor, y: Tensor) -> Tensor:
 
 
 def read_of_a_later_step(x: Tensor, y: Tensor) -> Tensor:
-    """The second input of the loop is made from what the first step computes."""
+    """Scale the second input of later steps by the state of the first one."""
     h, out, z = y, [], x
     for t in range(x.shape[1]):
         h = h * x[:, t] + z[:, t]
@@ -84,7 +84,7 @@ STAY: dict[str, Loop] = {
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", STAY)
-def test_what_stays(name: str) -> None:
+def test_unmatched_loops(name: str) -> None:
     args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)
     gm = captured(STAY[name], *args)
     NormalizeOps()(gm)

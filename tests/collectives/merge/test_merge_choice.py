@@ -81,7 +81,7 @@ def test_order_of_chunks() -> None:
 
 
 def test_rows_that_the_ranks_do_not_divide() -> None:
-    """Torch tells no such reduce_scatter from a right one before it runs."""
+    """Tracing accepts a reduce_scatter with such rows; torch raises only when it runs."""
     gm = traced(lambda x: rs(rs(x, "sum", 2, "a"), "sum", 3, "b"), torch.ones(10, 2))
     rewrite = MergeReductions(GRID, "always")
     assert not rewrite(gm).modified

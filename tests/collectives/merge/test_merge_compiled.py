@@ -1,4 +1,4 @@
-"""merge_reductions through backend="sp" on a 2 x 2 mesh: what DTensor leaves, and what cannot be merged."""
+"""merge_reductions through backend="sp" on a 2 x 2 mesh: reductions that DTensor emits, and ones that cannot be merged."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[KnownGroups, list]:
-    """A mesh, with groups of which some overlap; and reductions over it with what lies between them."""
+    """Draw a mesh with overlapping groups, and reductions over it with ops between them."""
     shape = draw(st.sampled_from(sorted(AXES)))
     groups = KnownGroups.of(shape, AXES[shape])
     ranks = draw(st.permutations(range(math.prod(shape))))
@@ -59,13 +59,13 @@ def test_any_chain(program: tuple[KnownGroups, list], dtype: torch.dtype) -> Non
     before, count = on_mesh.run(gm, groups, inputs), len(collectives(gm))
     notes = notes_of(MergeReductions(groups, "always", strict=False), gm)
     singles = (node for node in gm.graph.nodes if getattr(node.meta.get("val"), "dtype", None) == torch.float32)
-    tolerance = 1e-3 if any(singles) else 1e-10  # whatever the result's dtype: integers become float32 when divided
+    tolerance = 1e-3 if any(singles) else 1e-10  # for every result dtype: division makes float32 of integers
     torch.testing.assert_close(on_mesh.run(gm, groups, inputs), before, rtol=tolerance, atol=tolerance)
     assert (len(collectives(gm)) < count) == any(note.label == "merge_reductions" for note in notes)
 
 
 def gather(x: Tensor, n: int, name: str, dim: int) -> Tensor:
-    """Along a dim, as programs spell it."""
+    """Gather along a dim in the form that programs use."""
     out = ag(x, n, name)
     return torch.cat(torch.split(out, x.shape[0]), dim) if dim else out
 

@@ -38,7 +38,7 @@ def names(mesh: DeviceMesh) -> list[str]:
 
 
 def checked(fn: Callable[[Tensor], Tensor], x: Tensor, groups: KnownGroups, policy: str = "always") -> int:
-    """How many collectives are left; the values are compared with those of the unmerged program."""
+    """Return the number of remaining collectives after comparing values with the unmerged program."""
     gm = make_fx(fn, tracing_mode="fake")(x)
     expected = gm(x)
     MergeReductions(groups, policy)(gm)

@@ -1,4 +1,4 @@
-"""merge_reductions on chains of all_reduces: what becomes one, what is left alone and why, and that the values stay."""
+"""merge_reductions on chains of all_reduces: merged chains, refused ones with their reasons, and equal values."""
 
 import math
 from collections.abc import Callable
@@ -82,7 +82,7 @@ return wait_tensor_3""",
         assert len(notes) == 2
 
     def test_shared_strides(self) -> None:
-        """A view of what a collective made contiguous may be none of its operand."""
+        """A view of a collective's contiguous result may be illegal for its operand."""
         gm, _ = merged(lambda x: ar(ar(x.t(), "max", "a").view(24), "max", "b"), X)
         self.assertExpectedInline(
             show(gm),
@@ -154,7 +154,7 @@ BETWEEN: dict[str, tuple[Callable, str]] = {
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-def test_what_lies_between(between: str) -> None:
+def test_ops_between(between: str) -> None:
     fn, allowed = BETWEEN[between]
     for op in OPS:
         gm = traced(two(op, op, between=fn), X)
@@ -166,7 +166,7 @@ def test_what_lies_between(between: str) -> None:
 
 
 def test_casts() -> None:
-    """To a wider dtype, and then all is reduced in that; to a narrower one the sums would be other ones."""
+    """Casts to a wider dtype are merged in that dtype; casts to a narrower one would change the sums."""
     gm, _ = merged(two("sum", "avg", between=Tensor.double), X.bfloat16())
     assert collectives(gm) == ["all_reduce a+b"]
     (reduce,) = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)

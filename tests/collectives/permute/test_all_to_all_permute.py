@@ -202,7 +202,7 @@ def test_out(n: int) -> None:
         assert all(y is out and torch.equal(y, w) for y, out, w in zip(found, outs, wanted))
 
 
-def test_out_may_lie_across_x() -> None:
+def test_out_may_be_a_transposed_view_of_x() -> None:
     x = torch.arange(9.0).view(3, 3)
     wanted = x.clone()
     assert torch.equal(all_to_all_permute(x, 0, 1, out=x.mT), wanted)
@@ -236,9 +236,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("told", WRONG)
-def test_what_does_not_fit(told: str) -> None:
-    x, scatter, gather, *out = WRONG[told]
+@pytest.mark.parametrize("error_part", WRONG)
+def test_invalid_arguments(error_part: str) -> None:
+    x, scatter, gather, *out = WRONG[error_part]
 
     def live(rank: int) -> None:
         all_to_all_permute(x, scatter, gather, Ranks(2, SIMULATED_GROUP), *out)
@@ -246,7 +246,7 @@ def test_what_does_not_fit(told: str) -> None:
     with pytest.raises(SpError) as error:
         run_ranks(2, live)
     assert error.value.cause.startswith("rank 0, 1: ")
-    assert told in str(error.value).replace("rank 0, 1: ", "")
+    assert error_part in str(error.value).replace("rank 0, 1: ", "")
 
 
 def test_ranks_that_differ_raise() -> None:

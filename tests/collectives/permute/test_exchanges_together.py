@@ -81,7 +81,7 @@ def test_collectives_of_an_attention(group: Any, kv: int, backward: int) -> None
     assert [count(graphs[part], "all_to_all_single") for part in ("forward", "backward")] == [2, backward]
 
 
-def test_exchanges_that_wait_for_each_other_stay_apart(group: Any) -> None:
+def test_dependent_exchanges_are_not_packed(group: Any) -> None:
     def layers(x: Tensor) -> Tensor:
         first = deepspeed_heads(x, N, group)
         second = deepspeed_heads(x + first.sum(), N, group)
@@ -93,7 +93,7 @@ def test_exchanges_that_wait_for_each_other_stay_apart(group: Any) -> None:
 
 
 def test_a_collective_between_keeps_its_place(group: Any) -> None:
-    """What uses the first result would have to be moved behind the second exchange, and takes part in another."""
+    """The user of the first result is a collective, so it cannot move after the second exchange."""
 
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         first = deepspeed_heads(x, N, group)
@@ -106,7 +106,7 @@ def test_a_collective_between_keeps_its_place(group: Any) -> None:
 
 
 def test_a_program_of_the_function(group: Any) -> None:
-    """all_to_all_permute is the operator that the pass writes: exchanges by hand go together too."""
+    """The pass inserts the operator all_to_all_permute, and packs explicit calls of it as well."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         return sp_compile.all_to_all_permute(x, 2, 1) * sp_compile.all_to_all_permute(y, 2, 1)

@@ -1,4 +1,4 @@
-"""The pass that finds exchanges of two dims: every spelling, captured, and what it leaves alone."""
+"""The pass that finds exchanges of two dims: every captured form, and programs without a match."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from support.golden import notes_of, show
 from support.spellings.exchange_spellings import (
+    EXCHANGES,
     NEAR_MISSES,
-    SPELLINGS,
-    Spelling,
+    ExchangeForm,
     deepspeed_heads,
     four_d_heads,
     four_d_rows,
@@ -42,45 +42,45 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
-def check_values(spelling: Spelling, gm: GraphModule, before: Any = same, after: Any = same) -> None:
-    """The rewritten graph on simulated ranks; before and after: what it does besides."""
-    xs = [torch.randn(spelling.shape) for _ in range(N)]
+def check_values(form: ExchangeForm, gm: GraphModule, before: Any = same, after: Any = same) -> None:
+    """Run the rewritten graph on simulated ranks; before, after: other ops of the graph."""
+    xs = [torch.randn(form.shape) for _ in range(N)]
     for rank, y in enumerate(run_ranks(N, lambda r: gm(xs[r]))):
         y = y[0] if isinstance(y, tuple) else y
-        true = torch.cat([before(x).chunk(N, spelling.scatter)[rank] for x in xs], spelling.gather)
-        assert torch.equal(y, after(true.reshape(spelling.result or true.shape)))
+        true = torch.cat([before(x).chunk(N, form.scatter)[rank] for x in xs], form.gather)
+        assert torch.equal(y, after(true.reshape(form.result or true.shape)))
 
 
 @pytest.mark.sampled(every=6)
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_spelling(group: Any, name: str) -> None:
-    spelling = SPELLINGS[name]
-    gm = traced(lambda x: spelling.fn(x, N, group), torch.randn(spelling.shape))
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_form(group: Any, name: str) -> None:
+    form = EXCHANGES[name]
+    gm = traced(lambda x: form.fn(x, N, group), torch.randn(form.shape))
     rewrite = FuseAllToAllPermutes()
     assert rewrite(gm).modified
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
     assert str(calls[0].target) == "sp.all_to_all_permute.default"
-    assert calls[0].args[1:4] == (spelling.scatter, spelling.gather, N)
+    assert calls[0].args[1:4] == (form.scatter, form.gather, N)
     # Results keep their strides, and a shape that is not that of x.
     assert {node_packet(n) for n in calls[1:]} <= {aten.clone, aten.permute, aten.reshape}
     assert [n.label for n in rewrite.notes] == ["permute_all_to_all"]
-    check_values(spelling, gm)
+    check_values(form, gm)
     assert not rewrite(gm).modified
 
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", ["DeepSpeed, heads", "4D, rows", "blog, heads", "matrix, rows"])
-def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
-    """Forward and backward, each with one collective and fewer copies; of a matrix's rows there was only one."""
-    spelling = SPELLINGS[name]
-    graphs = aot(lambda x: spelling.fn(x, N, group).sin(), torch.randn(spelling.shape, requires_grad=True))
+def test_form_in_joint_graphs(group: Any, name: str) -> None:
+    """Forward and backward have one collective each and fewer copies; matrix rows had one copy before."""
+    form = EXCHANGES[name]
+    graphs = aot(lambda x: form.fn(x, N, group).sin(), torch.randn(form.shape, requires_grad=True))
     for part in ("forward", "backward"):
         assert count(graphs[part], "all_to_all_single") == 1
         assert count(graphs[part], "sp.") == 0
-    assert count(graphs["joint"], "clone") < aot_copies(spelling, group) + (name == "matrix, rows")
+    assert count(graphs["joint"], "clone") < aot_copies(form, group) + (name == "matrix, rows")
 
 
-def aot_copies(spelling: Spelling, group: Any) -> int:
+def aot_copies(form: ExchangeForm, group: Any) -> int:
     found: list[int] = []
 
     def partition(joint: GraphModule, examples: Any, **options: Any) -> Any:
@@ -89,8 +89,8 @@ def aot_copies(spelling: Spelling, group: Any) -> int:
 
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), partition_fn=partition)
-    x = torch.randn(spelling.shape, requires_grad=True)
-    torch.compile(lambda x: spelling.fn(x, N, group).sin(), backend=backend, fullgraph=True)(x)
+    x = torch.randn(form.shape, requires_grad=True)
+    torch.compile(lambda x: form.fn(x, N, group).sin(), backend=backend, fullgraph=True)(x)
     return found[0]
 
 
@@ -167,11 +167,11 @@ def test_views_that_follow_become_reshapes(group: Any) -> None:
 
 
 def test_dtensors_own_exchange(group: Any) -> None:
-    """Which DTensor uses on GPUs; on a CPU it gathers."""
+    """DTensor uses this all-to-all on GPUs; on a CPU it gathers."""
 
     def step(x: Tensor) -> Tensor:
         return torch.ops._dtensor.shard_dim_alltoall(x.sin(), 1, 2, group.group_name).cos()
 
     gm = traced(step, torch.randn(2, 3, 8, 5))
     assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"]
-    check_values(Spelling(step, (2, 3, 8, 5), 2, 1), gm, lambda x: x.sin(), torch.cos)
+    check_values(ExchangeForm(step, (2, 3, 8, 5), 2, 1), gm, lambda x: x.sin(), torch.cos)

@@ -1,4 +1,4 @@
-"""What changes no value may stand between the permutes of an exchange: it is found all the same, or left alone."""
+"""Value-preserving ops between the permutes of an exchange: it is found, or remains unchanged."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def pieces(x: Tensor, group: Any, b: Between) -> Tensor:
     return b(torch.cat([b(piece) for piece in b(received).chunk(N)], 1))
 
 
-ENDS = ("to", "wider")  # which the index algebra has no table of; a detach behind one of exports stops no gradient
+ENDS = ("to", "wider")  # without a table in the index algebra; a detach after one in exported graphs stops no gradient
 
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize("spelling", [heads, pieces])
-def test_found_whatever_is_between(spelling: Callable[..., Tensor], between: str) -> None:
+@pytest.mark.parametrize("exchange", [heads, pieces])
+def test_found_with_ops_between(exchange: Callable[..., Tensor], between: str) -> None:
     xs = [torch.randn(2, 3, 8, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(N)]
     with one_of(N) as group:
-        gm = exported(lambda x: spelling(x, group, BETWEEN[between]), xs[0])
+        gm = exported(lambda x: exchange(x, group, BETWEEN[between]), xs[0])
     assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == [
         "not permute_all_to_all" if between in ENDS else "permute_all_to_all"
     ]

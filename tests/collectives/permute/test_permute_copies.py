@@ -1,4 +1,4 @@
-"""What Inductor generates around exchanges of two dims: which kernels do nothing but move data."""
+"""Inductor's kernels around exchanges of two dims: kernels that only move data."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def copies(code: str) -> list[str]:
 
 
 def sends(code: str) -> list[str]:
-    """What writes each buffer that is sent: a kernel's name, or "" where it is sent as it lies."""
+    """Return the kernel that writes each sent buffer, or "" where the buffer is sent without a copy."""
     calls = re.findall(r"^ +(cpp_fused_\w+)\((.*)\)$", code, re.MULTILINE)
     out = []
     for sent in re.findall(r"all_to_all_single\.default\((\w+),", code):
@@ -101,13 +101,13 @@ def test_q_and_k_are_packed_by_rope(group: Any, batch: int) -> None:
     assert "mul" in k
     # v; the result: sent as attention left it where there is one sequence, and copied for the projection.
     assert len(copies(forward)) == 1 + batch
-    # Of the result, q, k and v. Those of one sequence are sent as they lie, and read by RoPE's backward as they come.
+    # Of the result, q, k and v. With batch 1 they are sent without a copy, and RoPE's backward reads received rows.
     assert len(copies(backward)) == (1 if batch == 1 else 4)
 
 
 @pytest.mark.slow
 def test_flat_heads_are_copied_once(group: Any) -> None:
-    """v and the result, of two sequences, each way: a projection reads what arrives, transposed."""
+    """For batch 2, v and the result are copied once in each direction: a projection reads the received rows transposed."""
     forward, backward = generated(attention(*by_function(), rotate=True, flat=True), 2)
     assert (len(copies(forward)), len(copies(backward))) == (2, 4)  # both; gradients of the result, q, k and v
     assert all("mul" in kernel for kernel in sends(forward)[:2])
@@ -127,9 +127,9 @@ def _with_the_pass(gm: GraphModule, examples: list[Tensor]) -> Any:
 
 @pytest.mark.slow
 def test_the_pass_takes_copies_away(group: Any) -> None:
-    """DeepSpeed's spelling: fewer kernels that only move data than without the pass, at most one of each tensor."""
-    spelled = attention(lambda t: deepspeed_heads(t, N, group), lambda t: deepspeed_rows(t, N, group), rotate=True)
-    plain, rewritten = (generated(spelled, 2, backend) for backend in ("inductor", _with_the_pass))
+    """DeepSpeed's form: fewer kernels that only move data than without the pass, at most one per tensor."""
+    program = attention(lambda t: deepspeed_heads(t, N, group), lambda t: deepspeed_rows(t, N, group), rotate=True)
+    plain, rewritten = (generated(program, 2, backend) for backend in ("inductor", _with_the_pass))
     assert [len(copies(part)) for part in rewritten] == [2, 4]  # as in test_flat_heads_are_copied_once
     assert len(copies(rewritten[0])) < len(copies(plain[0]))
     assert len(copies(rewritten[1])) <= len(copies(plain[1]))  # RoPE's backward reads what comes in any order

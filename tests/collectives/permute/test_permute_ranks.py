@@ -1,4 +1,4 @@
-"""all_to_all_permute and its pass on real ranks: values, gradients, compiled programs, and errors that hang nobody."""
+"""all_to_all_permute and its pass on real ranks: values, gradients, compiled programs, and errors without a hang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from support import ranks as in_rank
 from support.golden import notes_of
 from support.ranks import Ranks
-from support.spellings.exchange_spellings import SPELLINGS, four_d_heads, four_d_rows
+from support.spellings.exchange_spellings import EXCHANGES, four_d_heads, four_d_rows
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
@@ -114,18 +114,18 @@ BACKENDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _spellings(names: list[str]) -> None:
-    """Each against the function, forward and backward."""
+def _compare_forms(names: list[str]) -> None:
+    """Compare each form with the function, forward and backward."""
     group, rank = in_rank.group(), dist.get_rank()
     for name in names:
-        spelling = SPELLINGS[name]
-        xs = inputs(spelling.shape, 4)
+        form = EXCHANGES[name]
+        xs = inputs(form.shape, 4)
         for backend in BACKENDS.values():
             torch._dynamo.reset()
-            fn = torch.compile(lambda x, f=spelling.fn: f(x, 4, group).sin(), backend=backend, fullgraph=True)
+            fn = torch.compile(lambda x, f=form.fn: f(x, 4, group).sin(), backend=backend, fullgraph=True)
             x = xs[rank].clone().requires_grad_()
             y = fn(x)
-            expected = true(xs, rank, spelling.scatter, spelling.gather).sin()
+            expected = true(xs, rank, form.scatter, form.gather).sin()
             torch.testing.assert_close(y, expected.reshape(y.shape), rtol=1e-12, atol=1e-12)
             y.square().sum().backward()
             there = (2 * x.detach().sin() * x.detach().cos()).detach()
@@ -135,13 +135,13 @@ def _spellings(names: list[str]) -> None:
 QUICK = ["4D, heads", "blog, rows"]
 
 
-def test_spellings(ranks: Ranks) -> None:
-    ranks.run(4, _spellings, QUICK)
+def test_forms(ranks: Ranks) -> None:
+    ranks.run(4, _compare_forms, QUICK)
 
 
 @pytest.mark.slow
-def test_all_spellings(ranks: Ranks) -> None:
-    ranks.run(4, _spellings, [name for name in SPELLINGS if name not in QUICK])
+def test_all_forms(ranks: Ranks) -> None:
+    ranks.run(4, _compare_forms, [name for name in EXCHANGES if name not in QUICK])
 
 
 def _attention(backend: str) -> None:
@@ -216,19 +216,19 @@ WRONG = {
 
 
 def _raised(wrong: Callable[[int, Any], Any]) -> tuple[str, Tensor]:
-    group, told = in_rank.group(), "nothing"
+    group, message = in_rank.group(), "nothing"
     try:
         wrong(dist.get_rank(), group)
     except SpError as error:
-        told = str(error)
-    return told, all_to_all_permute(torch.ones(1, 2), 1, 0, group)
+        message = str(error)
+    return message, all_to_all_permute(torch.ones(1, 2), 1, 0, group)
 
 
-@pytest.mark.parametrize(("wrong", "told"), WRONG.items())
-def test_every_rank_raises(ranks: Ranks, wrong: Callable[[int, Any], Any], told: str) -> None:
+@pytest.mark.parametrize(("wrong", "error"), WRONG.items())
+def test_every_rank_raises(ranks: Ranks, wrong: Callable[[int, Any], Any], error: str) -> None:
     first, second = ranks.run(2, _raised, wrong, timeout=TIMEOUT)
     assert first[0] == second[0]
-    assert told in first[0]
+    assert error in first[0]
     assert torch.equal(first[1], torch.ones(2, 1))
 
 
@@ -241,6 +241,6 @@ def _outside() -> str:
 
 
 def test_a_rank_outside_the_group(ranks: Ranks) -> None:
-    told = ranks.run(4, _outside, timeout=TIMEOUT)
-    assert told[:2] == ["torch.Size([2, 1])"] * 2
-    assert all("SP112" in error for error in told[2:])
+    results = ranks.run(4, _outside, timeout=TIMEOUT)
+    assert results[:2] == ["torch.Size([2, 1])"] * 2
+    assert all("SP112" in error for error in results[2:])

@@ -10,9 +10,9 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from support.golden import notes_of
 from support.spellings.exchange_spellings import (
+    EXCHANGES,
     NEAR_MISSES,
-    SPELLINGS,
-    Spelling,
+    ExchangeForm,
     deepspeed_heads,
     matrix_columns,
     swap_functional,
@@ -28,7 +28,7 @@ from sp_compile import SpError, capture_export
 from sp_compile.lowering.comm.simulate import run_ranks
 from sp_compile.passes.collectives.permute.fuse_permute import FuseAllToAllPermutes
 
-ALL = {**SPELLINGS, **MORE}
+ALL = {**EXCHANGES, **MORE}
 Fn = Callable[[Tensor], Any]
 
 
@@ -42,30 +42,30 @@ def definition(xs: list[Tensor], rank: int, scatter: int, gather: int) -> Tensor
     return torch.cat([x.chunk(N, scatter)[rank] for x in xs], gather)
 
 
-def check(spelling: Spelling, gm: GraphModule) -> None:
-    xs = [torch.randn(spelling.shape) for _ in range(N)]
+def check(form: ExchangeForm, gm: GraphModule) -> None:
+    xs = [torch.randn(form.shape) for _ in range(N)]
     for rank, y in enumerate(run_ranks(N, lambda r: gm(xs[r]))):
         y = y[0] if isinstance(y, list | tuple) else y
-        true = definition(xs, rank, spelling.scatter, spelling.gather)
-        assert torch.equal(y, true.reshape(spelling.result or true.shape))
+        true = definition(xs, rank, form.scatter, form.gather)
+        assert torch.equal(y, true.reshape(form.result or true.shape))
 
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("tracer", ["export", "make_fx"])
 @pytest.mark.parametrize("name", ALL)
-def test_spelling(group: Any, name: str, tracer: str) -> None:
-    spelling = ALL[name]
-    gm = TRACERS[tracer](lambda x: spelling.fn(x, N, group), torch.randn(spelling.shape))
+def test_form(group: Any, name: str, tracer: str) -> None:
+    form = ALL[name]
+    gm = TRACERS[tracer](lambda x: form.fn(x, N, group), torch.randn(form.shape))
     assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"]
     assert count(gm, "sp.all_to_all_permute") == 1
     assert count(gm, "all_to_all_single") + count(gm, "alltoall") == 0
-    check(spelling, gm)
+    check(form, gm)
 
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("tracer", ["capture", "strict export"])
 @pytest.mark.parametrize("name", MORE)
-def test_more_spellings(group: Any, name: str, tracer: str) -> None:
+def test_more_forms(group: Any, name: str, tracer: str) -> None:
     gm = TRACERS[tracer](lambda x: MORE[name].fn(x, N, group), torch.randn(MORE[name].shape))
     assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"]
     check(MORE[name], gm)
@@ -81,7 +81,7 @@ def test_rows_of_any_number_from_export(group: Any) -> None:
     rows = {0: torch.export.Dim("rows", min=2)}
     gm = capture_export(torch.export.export(Model(), (torch.randn(3, 8),), dynamic_shapes=(rows,)))
     assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"]
-    check(Spelling(matrix_columns, (5, 8), 1, 0), gm)
+    check(ExchangeForm(matrix_columns, (5, 8), 1, 0), gm)
 
 
 def joint(fn: Fn, x: Tensor) -> GraphModule:
@@ -101,15 +101,15 @@ def joint(fn: Fn, x: Tensor) -> GraphModule:
 
 @pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("name", ALL)
-def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
-    """Backward too, where cats and slices have become sums of padded pieces."""
-    spelling = ALL[name]
-    gm = joint(lambda x: spelling.fn(x, N, group).sin(), torch.randn(spelling.shape, requires_grad=True))
+def test_form_in_joint_graphs(group: Any, name: str) -> None:
+    """Also find the backward exchange, where cats and slices are sums of padded pieces."""
+    form = ALL[name]
+    gm = joint(lambda x: form.fn(x, N, group).sin(), torch.randn(form.shape, requires_grad=True))
     assert count(gm, "sp.all_to_all_permute") == 2
     assert count(gm, "all_to_all_single") == 0
-    xs, back = [torch.randn(spelling.shape) for _ in range(N)], (spelling.gather, spelling.scatter)
-    ys = [definition(xs, rank, spelling.scatter, spelling.gather) for rank in range(N)]
-    shape = spelling.result or ys[0].shape
+    xs, back = [torch.randn(form.shape) for _ in range(N)], (form.gather, form.scatter)
+    ys = [definition(xs, rank, form.scatter, form.gather) for rank in range(N)]
+    shape = form.result or ys[0].shape
     tangents = [torch.randn(shape) for _ in range(N)]
     moved = [t.view(y.shape) * y.cos() for t, y in zip(tangents, ys)]
     for rank, (y, grad) in enumerate(run_ranks(N, lambda r: gm(xs[r], tangents[r]))):
@@ -151,7 +151,7 @@ def written_between(x: Tensor, group: Any) -> tuple[Tensor, Tensor]:
 
 
 def written_after(x: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """What came back is changed, what was sent is not."""
+    """Mutate the received values, not the sent ones."""
     x = x * 1
     y = back(there(x, group), group)
     y += 1
@@ -187,7 +187,7 @@ def test_nothing_is_read_across_a_write(group: Any, fn: Any, tracer: str) -> Non
 
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_an_input_that_is_written_back(group: Any, tracer: str) -> None:
-    """What comes back is as it was when it went."""
+    """The result has the values at the time of the exchange."""
 
     def fn(x: Tensor) -> Tensor:
         y = back(there(x, group), group)
@@ -205,7 +205,7 @@ def test_an_input_that_is_written_back(group: Any, tracer: str) -> None:
 
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_several_exchanges(group: Any, decomposed: bool) -> None:
-    """Exchanges that are packed, and what is made of their results."""
+    """Packed exchanges, and ops on their results."""
 
     def fn(x: Tensor) -> Tensor:
         return there(x.sin(), group) + there(x.cos(), group) * there(x.exp(), group)
@@ -224,8 +224,8 @@ def test_several_exchanges(group: Any, decomposed: bool) -> None:
 # Graphs that are not captured.
 
 
-def test_what_is_not_captured_is_refused(group: Any) -> None:
-    """Graphs of Dynamo, which call Python functions and methods, and such as change values."""
+def test_uncaptured_graphs_are_refused(group: Any) -> None:
+    """Dynamo graphs with Python functions and methods, and graphs with mutations, are refused."""
 
     def fn(x: Tensor) -> Tensor:
         return there(x, group)
@@ -253,11 +253,11 @@ def test_what_is_not_captured_is_refused(group: Any) -> None:
         capture_export(torch.fx.symbolic_trace(lambda x: torch.sin(x)))
 
 
-# Dims that are merged behind an exchange.
+# Dims that are merged after an exchange.
 
 
 def test_heads_are_flattened_before_they_return(group: Any) -> None:
-    """The projection reads what arrives; with heads apart that takes a copy."""
+    """The projection reads the received buffer; with unmerged heads it needs a copy."""
 
     def step(x: Tensor, w: Tensor) -> Tensor:
         return back(x, group).flatten(2) @ w
@@ -276,7 +276,7 @@ def test_heads_are_flattened_before_they_return(group: Any) -> None:
 @pytest.mark.parametrize("kind", ["one sequence", "rows merged", "returned"])
 def test_heads_that_are_not_flattened_first(group: Any, kind: str) -> None:
     fns = {
-        "one sequence": lambda x: back(x, group).flatten(2) * 2,  # sent as it lies, copied on arrival
+        "one sequence": lambda x: back(x, group).flatten(2) * 2,  # sent without a copy, copied on arrival
         "rows merged": lambda x: back(x, group).flatten(0, 1) * 2,
         "returned": lambda x: back(x, group).flatten(2),  # in the layout that it had
     }
@@ -286,8 +286,8 @@ def test_heads_that_are_not_flattened_first(group: Any, kind: str) -> None:
     assert node.meta["val"].ndim == 4
 
 
-def test_pieces_that_do_not_make_a_whole_stay(group: Any) -> None:
-    """Two thirds of a gradient, and one that is there twice."""
+def test_incomplete_pieces_stay(group: Any) -> None:
+    """A gradient of two thirds of the pieces, and one with a repeated piece."""
 
     def step(x: Tensor) -> Tensor:
         first, _, last = x.split(8, 2)

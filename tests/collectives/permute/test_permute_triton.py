@@ -66,7 +66,7 @@ def test_exchanges_of_heads_move_4_kib_a_program(head_dim: int, batch: int, head
         assert x.nbytes / plan.programs >= 4096, plan
 
 
-def test_whatever_divides_no_address_is_moved_in_smaller_words() -> None:
+def test_unaligned_rows_are_moved_in_smaller_units() -> None:
     assert choose_tiling((4, 64), (64, 1), (64, 1), 2, aligned=4).unit == 4
     assert choose_tiling((4, 64), (65, 1), (64, 1), 2).unit == 2
 
@@ -78,7 +78,7 @@ def test_too_many_dims() -> None:
 
 
 def test_rows_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but packing fits, whatever is declared."""
+    """Only packing is possible, even with a declared buffer."""
     x = torch.zeros(2, 4)
     buffer = all_to_all_permute.SymmetricBuffer(torch.zeros(64, dtype=torch.uint8), lambda: None)
     monkeypatch.setitem(all_to_all_permute.BUFFERS, "declared", buffer)
@@ -87,7 +87,7 @@ def test_rows_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchs_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch has all_to_all_nd and there is symmetric memory, a matrix is exchanged by it."""
+    """With all_to_all_nd and symmetric memory, torch's own op exchanges a matrix."""
     barriers: list[int] = []
     buffer = all_to_all_permute.SymmetricBuffer(torch.zeros(64, dtype=torch.uint8), lambda: barriers.append(1))
     given: list[object] = []

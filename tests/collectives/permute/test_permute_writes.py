@@ -1,4 +1,4 @@
-"""What the pass that finds exchanges leaves alone in programs that write, and sums that are none of padded pieces."""
+"""Programs with mutations that the exchange pass does not change, and sums of other than padded pieces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def unpacked(x: Tensor) -> Tensor:
 
 
 def kept_and_written(x: Tensor, group: Any) -> Any:
-    """The copy keeps what came."""
+    """Mutate the received value; its copy does not change."""
     came = swap_functional(packed(x), N, group)
     kept = torch.empty_like(came)
     kept.copy_(came)
@@ -54,7 +54,7 @@ def kept_and_written(x: Tensor, group: Any) -> Any:
 
 
 def copy_written(x: Tensor, group: Any) -> Any:
-    """What came stays, the copy is changed through a view."""
+    """Mutate the copy through a view; the received value does not change."""
     came = swap_functional(packed(x), N, group)
     changed = torch.empty_like(came)
     changed.copy_(came)
@@ -80,7 +80,7 @@ def seen_before(x: Tensor, group: Any) -> Any:
 
 
 @pytest.mark.parametrize("fn", [kept_and_written, copy_written, seen_before])
-def test_a_copy_of_what_came_is_another_tensor(group: Any, fn: Fn) -> None:
+def test_a_copy_of_a_result_is_another_tensor(group: Any, fn: Fn) -> None:
     assert_left_alone(by_make_fx(lambda x: fn(x, group), torch.randn(2, 3, 8, 5)))
 
 
@@ -162,7 +162,7 @@ def test_sums_that_are_none_of_padded_pieces(group: Any, fn: Fn) -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_padded_pieces(group: Any, named: bool) -> None:
-    """The same without any of that is one cat, the arguments given by name or not."""
+    """Padded pieces without mutations become one cat, with positional or keyword arguments."""
 
     def fn(x: Tensor) -> Tensor:
         first = aten.slice_backward(x[:4].sin(), [8, 3], 0, 0, 4, 1)

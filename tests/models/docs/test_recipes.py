@@ -1,4 +1,4 @@
-"""The recipes of docs/ and the program of its first page, typed as they stand, on real processes against one device that runs the same lines eagerly."""
+"""The recipes of docs/ and the program of its first page, unmodified, on real processes against a single device that runs the same lines eagerly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEEDS = {
     "titan": (),
 }
 
-OF_LIGHTNING = ("fabric", "lightning")  # which is told how many processes torchrun starts
+OF_LIGHTNING = ("fabric", "lightning")  # which needs the number of processes that torchrun starts
 TWO = (1, 1, 2)  # the mesh of three axes, as the page has it
 WITHOUT_CASTS = ("torch.bfloat16", "torch.float32")  # so that there is one right answer
 BF16 = 5e-3  # of a loss of 4, after ten steps in which two programs round in other places
@@ -65,7 +65,7 @@ def launch(folder: Path, processes: int, script: str, *arguments: str, timeout: 
 
 
 def run(name: str, folder: Path, processes: int, *changes: str, **launched: Any) -> dict[str, Any]:
-    """What a recipe ends with. launched: as `launch` takes it."""
+    """Run a recipe and return its results. launched: arguments of `launch`."""
     result = folder / f"{name}{processes}.pt"
     page = (PAGES if name in NEEDS else PAGES.parent) / f"{name}.md"
     launch(folder, processes, "recipe.py", str(page), str(result), *changes, **launched)
@@ -73,12 +73,12 @@ def run(name: str, folder: Path, processes: int, *changes: str, **launched: Any)
 
 
 def alone_is(name: str) -> tuple[str, ...]:
-    """What to change on a page for one process."""
+    """Return replacements of a page for one process."""
     return ("devices=2", "devices=1") if name in OF_LIGHTNING else on_mesh(1, 1, 1) if name == "titan" else ()
 
 
 def on_mesh(*sizes: int) -> tuple[str, str]:
-    """What to change on the page of three axes for others."""
+    """Return replacements of the three-axes page for other sizes."""
     return str(TWO), str(sizes)
 
 
@@ -128,7 +128,7 @@ def test_recipe_on_four_ranks_equals_one_device(name: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_blocks_in_bf16(tmp_path: Path) -> None:
-    """As it stands."""
+    """The unmodified page, which trains in bfloat16."""
     found, alone = (torch.tensor(run("blocks", tmp_path, n)["losses"]) for n in (2, 1))
     assert torch.allclose(found, alone, rtol=0, atol=BF16), (found - alone).abs().max()
 
@@ -158,7 +158,7 @@ OF_BATCHES = ("eval_loss", "test_loss")  # of a last batch that replicas do not 
 
 
 def trained(folder: Path, processes: int, words: Sequence[str], *checkpoint: str) -> dict[str, Any]:
-    """What a Trainer says, predicts and ends with: the words of its log and metrics under `losses`."""
+    """Run a Trainer and return its log, predictions and results; log and metrics are under `losses`."""
     launch(folder, processes, "trainer.py", str(result := folder / f"trainer{processes}.pt"), *checkpoint)
     found = torch.load(result)
     lines = [*found["log"], found["metrics"]]
@@ -170,7 +170,7 @@ def trained(folder: Path, processes: int, words: Sequence[str], *checkpoint: str
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "words"), [(2, SAID + OF_BATCHES), (4, SAID)], ids=["", "replicas"])
 def test_all_that_a_trainer_does(tmp_path: Path, processes: int, words: Sequence[str]) -> None:
-    """Evaluations, metrics and predictions are one device's. From a checkpoint it goes on as if it had never ended."""
+    """Evaluations, metrics and predictions equal a single device's, and a checkpoint continues the same training."""
     pytest.importorskip("accelerate")
     for name in ("alone", "shared"):
         (tmp_path / name).mkdir()
@@ -226,5 +226,5 @@ def test_a_mesh_of_three_axes_is_resumed_on_others(tmp_path: Path) -> None:
     for sizes in MESHES:
         found = run("titan", tmp_path / "shared", math.prod(sizes), *on_mesh(*sizes))
         compare(found, run("titan", tmp_path / "alone", 1, *alone_is("titan")))
-        assert found["losses"][0] < before  # it did go on, on one device too
+        assert found["losses"][0] < before  # training did continue, also on a single device
         before = sum(found["losses"]) / len(found["losses"])

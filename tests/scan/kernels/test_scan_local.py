@@ -13,10 +13,10 @@ from support.scans.scanning import (
     OPS,
     TORCH,
     as_exact_as,
-    by_hand,
-    linear_by_hand,
+    linear_scan_by_loop,
     run,
     sample,
+    scan_by_loop,
     starts_like,
 )
 from torch import Tensor
@@ -108,7 +108,7 @@ def test_extremes_reversed_and_segmented(row: str, op: str) -> None:
             starts = starts_like(x)
             with using_lowering(row):
                 values, indices = sp.local_extremes(x, starts, 1, op, reverse)
-            assert torch.equal(values, by_hand(x, 1, op, False, reverse, starts))
+            assert torch.equal(values, scan_by_loop(x, 1, op, False, reverse, starts))
             assert torch.equal(x.gather(1, indices), values)
 
 
@@ -127,21 +127,21 @@ def test_linear(row: str, dtype: torch.dtype, lagged: bool, reverse: bool) -> No
             h = sp.local_linear_scan(a, b, initial, dim, reverse, lagged, dtype, wide)
             factor, state = sp.local_linear_total(a, b, dim, reverse, lagged, wide)
         started = zeros if initial is None else initial.double()
-        out, final = recurrence_by_hand(a.double(), b.double(), started, dim, reverse, lagged)
+        out, final = recurrence_reference(a.double(), b.double(), started, dim, reverse, lagged)
         assert (h.dtype, h.shape, h.is_contiguous()) == (dtype, a.shape, True)
         assert as_exact_as(h, out.to(dtype), out)
         torch.testing.assert_close(factor, a.double().prod(dim).to(wide))
         torch.testing.assert_close((factor * started + state).to(wide), final.to(wide))
 
 
-def recurrence_by_hand(
+def recurrence_reference(
     a: Tensor, b: Tensor, initial: Tensor, dim: int, reverse: bool, lagged: bool
 ) -> tuple[Tensor, Tensor]:
-    """All h, and what comes out: the last h, or if lagged a times it."""
+    """Return all h, and the carry: the last h, multiplied with a if lagged."""
     if not a.shape[dim]:
         return b, initial
     if not lagged:
-        h = linear_by_hand(a, b, dim, initial, reverse)
+        h = linear_scan_by_loop(a, b, dim, initial, reverse)
         return h, h.select(dim, 0 if reverse else -1)
     carried, out = initial, [initial] * a.shape[dim]
     for i in reversed(range(len(out))) if reverse else range(len(out)):

@@ -1,4 +1,4 @@
-"""What only the C++ scans have: tiles, buffers, threads, numbers of two bytes."""
+"""Details of the C++ scans: tiles, buffers, threads, two-byte dtypes."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ import pytest
 import torch
 from measuring.scan_direct import Direct
 from support.scans.local_scans import has_native
-from support.scans.scanning import FLOATS, OPS, as_exact_as, by_hand, linear_by_hand, sample
+from support.scans.scanning import FLOATS, OPS, as_exact_as, linear_scan_by_loop, sample, scan_by_loop
 from torch import Tensor
 
 from sp_compile.lowering.scan.kernels import native
@@ -50,7 +50,7 @@ def scan(
 
 def exact(x: Tensor, op: str, *how: object) -> Tensor:
     wide = torch.float64 if x.dtype.is_floating_point else torch.int64
-    return by_hand(x if op in ("max", "min") else x.to(wide), 1, op, *how)
+    return scan_by_loop(x if op in ("max", "min") else x.to(wide), 1, op, *how)
 
 
 @pytest.mark.sampled(every=6)
@@ -86,9 +86,9 @@ def test_segments_of_all_some_or_one(op: str, exclusive: bool, reverse: bool) ->
         for broadcast in itertools.product((1, outer), (1, inner)):
             starts = torch.rand(broadcast[0], length, broadcast[1]) < 0.1
             out, total = scan(x, op, exclusive, reverse, starts)
-            expected = by_hand(x, 1, op, exclusive, reverse, starts.expand_as(x))
+            expected = scan_by_loop(x, 1, op, exclusive, reverse, starts.expand_as(x))
             torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-            last = by_hand(x, 1, op, False, reverse, starts.expand_as(x))[:, 0 if reverse else -1]
+            last = scan_by_loop(x, 1, op, False, reverse, starts.expand_as(x))[:, 0 if reverse else -1]
             torch.testing.assert_close(total, last, rtol=1e-12, atol=1e-12)
 
 
@@ -140,7 +140,7 @@ def test_numbers_of_two_bytes(dtype: torch.dtype) -> None:
 
 @needs_compiler
 def test_logsumexp_is_exact_to_the_last_digits() -> None:
-    """Of two numbers: exp and log1p are ours. The small one counts even where the larger is 0."""
+    """logsumexp of two numbers with our exp and log1p: the smaller counts even if the larger is 0."""
     for large in (0.0, 1.0, -700.0, 1e5):
         gaps = torch.cat([torch.linspace(0, 800, 100_001), torch.logspace(-300, 2, 10_001)]).double()
         x = torch.stack([torch.full_like(gaps, large), large - gaps])
@@ -163,8 +163,8 @@ def test_logsumexp_is_at_most_twice_as_wrong_as_torch(dtype: torch.dtype) -> Non
 
 @needs_compiler
 @pytest.mark.parametrize("op", OPS)
-def test_what_is_not_finite_stays_where_it_belongs(op: str) -> None:
-    """Every order of infinities, NaN and numbers, in columns and in lines, against torch."""
+def test_nonfinite_values_propagate_as_in_torch(op: str) -> None:
+    """Every order of infinities, NaN and finite numbers, in columns and rows, against torch."""
     torchs = {"sum": torch.cumsum, "prod": torch.cumprod, "logsumexp": torch.logcumsumexp}
     orders = torch.tensor(list(itertools.product((INF, -INF, NAN, 0.0, -2.0), repeat=4)))
     for x in (orders[..., None], orders.t()[None], orders.double().t()[None, :, :6]):
@@ -198,7 +198,7 @@ def test_recurrences_whose_products_overflow(inner: int, lagged: bool) -> None:
 def test_recurrences_of_two_dtypes(dtype: torch.dtype) -> None:
     a, b = torch.rand(2, 40, 9, dtype=torch.float64), torch.randn(2, 40, 9).to(dtype)
     h = DIRECT.linear(a, b, None, True, False, dtype, torch.float64)
-    expected = linear_by_hand(a, b.double(), 1, None, True)
+    expected = linear_scan_by_loop(a, b.double(), 1, None, True)
     assert h.dtype is dtype
     torch.testing.assert_close(h, expected.to(dtype))
 

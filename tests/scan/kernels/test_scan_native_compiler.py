@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(not has_native(), reason="no C++ compiler")
 @pytest.mark.slow
 @needs_compiler
 def test_processes_compile_at_the_same_time(tmp_path: Path) -> None:
-    """As ranks do that start with an empty cache."""
+    """Ranks that start with an empty cache compile at the same time."""
     code = (
         "import torch; from sp_compile.lowering.scan.kernels import native; "
         "from sp_compile.lowering.scan.scan_table import ScanProblem; "

@@ -1,4 +1,4 @@
-"""Which row of the lowering table runs a scan; `toy_way` is one from outside the package."""
+"""Selection of the lowering table's row for a scan; `toy_way` is a row from outside the package."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +21,7 @@ def problem(**changes: Any) -> ScanProblem:
     return base._replace(**changes)
 
 
-def test_torch_runs_what_is_small_along_the_last_dim() -> None:
+def test_torch_runs_small_scans_along_the_last_dim() -> None:
     assert choose_lowering(problem()) == "aten"
     assert choose_lowering(problem(exclusive=True, reverse=True)) == "aten"
     assert choose_lowering(problem(dtype=torch.int32, result=torch.int64, accumulate=torch.int64, total=True)) == "aten"
@@ -39,12 +39,12 @@ def test_torch_runs_what_is_small_along_the_last_dim() -> None:
     ],
 )
 def test_torch_does_not_run_the_rest(changes: dict[str, Any]) -> None:
-    """Other dims, other kinds, and what it would round: a total to the result, half precision in less than double."""
+    """Other dims, other kinds, and scans that torch would round: totals to the result, half types below double."""
     with using_lowering("aten"), pytest.raises(SpError, match="SP903"):
         choose_lowering(problem(**changes))
 
 
-def test_what_is_large_is_compiled() -> None:
+def test_large_scans_are_compiled() -> None:
     large = problem(length=1 << 20)
     assert choose_lowering(large) == ("native" if has_native() else "aten")
     assert choose_lowering(large._replace(inner=64)) == ("native" if has_native() else "blocked")
@@ -90,7 +90,7 @@ with toy_way.registered():
 
 @pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize("length", [1, 7])
-def test_every_way_gives_what_blocks_give(way: str, length: int, toy: None) -> None:
+def test_every_row_equals_the_blocks(way: str, length: int, toy: None) -> None:
     x, a, starts = torch.randn(2, length, 3), torch.rand(2, length, 3), torch.rand(length) < 0.3
     narrow, wide = (torch.float32, torch.float64)
     for kind, op, operands in (

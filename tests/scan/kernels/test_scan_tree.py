@@ -1,11 +1,11 @@
-"""The scans of any associative function, tree and blocks: right, and with no more work than they say, counted."""
+"""Scans of any associative function, as tree and as blocks: results, and counted calls within their bound."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
-from support.scans.scanning import linear_by_hand
+from support.scans.scanning import linear_scan_by_loop
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,7 +53,7 @@ def test_takes_trees_of_states_along_any_dim(name: str, n: int, dim: int) -> Non
 
     out = ALGORITHMS[name](combine, {"a": a, "b": b}, dim)
     torch.testing.assert_close(out["a"], a.cumprod(dim))
-    torch.testing.assert_close(out["b"], linear_by_hand(a, b, dim))
+    torch.testing.assert_close(out["b"], linear_scan_by_loop(a, b, dim))
 
 
 @algorithms

@@ -84,12 +84,12 @@ def distilled(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tenso
 
 
 def each(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """Not reduced by the loss itself."""
+    """Compute the mean of squared losses per token."""
     return F.cross_entropy(*flat(h, head, ids), reduction="none").square().mean()
 
 
 def of_all(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """Weights of classes, smoothing and ignored tokens, a mean over what they weigh."""
+    """Compute a loss with class weights, smoothing and ignored tokens, and a weighted mean."""
     z, y = flat(h, head, ids.where(ids % 3 > 0, -100))
     return F.cross_entropy(z, y, weight=torch.linspace(0.5, 1.5, VOCAB, dtype=h.dtype), label_smoothing=0.2)
 
@@ -106,7 +106,7 @@ def likelihood(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tens
 
 
 def with_z_summed(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """As PaLM's, of the tokens that count, from one log-sum-exp."""
+    """Compute PaLM's z-loss over counted tokens from one log-sum-exp."""
     z, y = flat(h, head, ids)
     lse = z.logsumexp(-1)
     picked = z.gather(-1, y[:, None]).squeeze(-1)
@@ -149,13 +149,13 @@ def preferred(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tenso
 
 
 def one_hot(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """Targets that are as wide as logits, smoothed by hand."""
+    """Compute a loss with smoothed targets of the width of logits."""
     targets = F.one_hot(ids[:, 1:], VOCAB) * 0.9 + 0.1 / VOCAB
     return -(targets * head(h)[:, :-1].log_softmax(-1)).sum(-1).mean()
 
 
 def compared(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """The same targets, by a comparison with all classes."""
+    """Compute smoothed targets by a comparison with all classes."""
     targets = (ids[:, 1:, None] == torch.arange(VOCAB)).to(h.dtype) * 0.9 + 0.1 / VOCAB
     return -(targets * head(h)[:, :-1].log_softmax(-1)).sum(-1).mean()
 
@@ -198,7 +198,7 @@ def policy(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def of_groups(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """GRPO: what two models' logits have in common is numbers for each token, a mean over those of each sequence."""
+    """Compute GRPO's loss from per-token values of two models' logits, with a mean over each sequence."""
     new, old = (
         z[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1) for z in (head(h), reference(h, ids))
     )

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from models.test_experts import EXPERTS, SPELLINGS, TOP, WIDTH, Experts, Mixture
+from models.test_experts import EXPERTS, ROUTINGS, TOP, WIDTH, Experts, Mixture
 from support.models import BATCH, rotated, seeded
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ def each_its_matrices(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -
     return (made * weights.reshape(-1, 1)).view(-1, TOP, WIDTH).sum(1)
 
 
-MIXTURES: list[Experts] = [*SPELLINGS, every_expert, one_by_one, each_its_matrices]
+MIXTURES: list[Experts] = [*ROUTINGS, every_expert, one_by_one, each_its_matrices]
 
 
 class MixtureLayer(nn.Module):

@@ -26,26 +26,26 @@ def three(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def summed(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """By Python's `sum`, which begins with a 0."""
+    """Add losses by Python's `sum`, which starts from 0."""
     z, y = flat(h, head, ids)
     return sum([F.cross_entropy(z, y, reduction="sum"), z.square().sum()]) / ids.numel()
 
 
 def learned(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """What scales a sum has a gradient."""
+    """Multiply a sum with a learned scale."""
     z, y = flat(h, head, ids)
     return F.cross_entropy(z, y) + z.logsumexp(-1).square().mean() * head.weight.square().mean()
 
 
-def in_front(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """Coefficients that are tensors stand before their sums, one of them learned; one is a sum of another kind."""
+def tensor_coefficients(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Multiply sums with tensor coefficients: a constant, a learned one, and a sum of another kind."""
     z, y = flat(h, head, ids)
     aux, scale = z.logsumexp(-1).square().mean(), head.weight.square().mean()
     return torch.tensor(0.5, dtype=h.dtype) * F.cross_entropy(z, y) + scale * (weights.mean() * aux)
 
 
 def of_two_sums(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """What is in front of a sum is a sum as well: their product is no sum of the ranks' products."""
+    """Multiply two sums: the product is not the sum of the ranks' products."""
     z, y = flat(h, head, ids)
     aux = z.logsumexp(-1).mean()
     return F.cross_entropy(z, y) + z.square().mean() * aux + 0.1 * z.exp().mean() * z.sin().mean()
@@ -58,7 +58,7 @@ def offset(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def squared(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """Not linear in one of them."""
+    """Combine sums nonlinearly."""
     z, y = flat(h, head, ids)
     mean = z.logsumexp(-1).mean()
     return F.cross_entropy(z, y) + mean * mean
@@ -83,7 +83,7 @@ def by_rows(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     return (m.sum(1) * h.sum(-1) + m.square().sum(1)).square().mean()
 
 
-ONE = (three, summed, learned, in_front)
+ONE = (three, summed, learned, tensor_coefficients)
 """Losses that become one sum."""
 LOSSES = (*ONE, of_two_sums, offset, squared, of_two_heads, beside_a_sum, by_rows)
 
@@ -101,7 +101,7 @@ def test_one_device(loss: Loss, n: int) -> None:
 
 
 class Metrics(Model):
-    """Each of two losses is a result by itself, too."""
+    """A model that also returns each of two losses."""
 
     def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         parts: list[Tensor] = []
@@ -122,7 +122,7 @@ def test_sums_that_others_read(n: int) -> None:
 
 
 def test_half_types_are_rounded_once() -> None:
-    """Under autocast as without: what is cast is no sum of the ranks."""
+    """A cast does not apply to a partial sum of ranks, with and without autocast."""
     for dtype in (torch.bfloat16, torch.float32):
         model = Model(three).to(dtype)
         right = Model(three).double()
@@ -133,7 +133,7 @@ def test_half_types_are_rounded_once() -> None:
 
 
 class Goldens(TestCase):
-    """The pass between those that it stands between."""
+    """Golden graphs of the pass between its neighbors in the pipeline."""
 
     def test_a_loss_and_its_z_loss(self) -> None:
         def program(x, y):

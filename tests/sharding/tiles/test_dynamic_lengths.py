@@ -68,7 +68,7 @@ def test_lengths(compiler: str) -> None:
     (fits,) = [part.fits for part in program.bodies[ANY_LENGTH].parts if part.fits]
     assert all(fits.values())
     rows = {extents[1] for extents in fits}
-    assert {2, 3, 5, 6, 7, 8, 13, 14} <= rows  # a process has one program, whoever compiles it
+    assert {2, 3, 5, 6, 7, 8, 13, 14} <= rows  # a process caches one program for all callers
 
 
 def test_a_length_that_is_a_symbol_holds_no_more() -> None:

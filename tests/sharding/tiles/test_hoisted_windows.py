@@ -1,4 +1,4 @@
-"""A loss on a short window that is cut behind the head: as if it were cut in front of it, and no logits are whole."""
+"""A loss on a short window that is sliced after the head: the slice moves before it, so no full logits exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXACT = 1e-9
 
 
 def tail(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """An answer behind its prompt."""
+    """Compute a loss on the answer after a prompt."""
     return F.cross_entropy(head(h)[:, 10:].flatten(0, 1), ids[:, 10:].flatten())
 
 
@@ -63,14 +63,14 @@ def last(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def with_late_rows(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """What logits are multiplied by is made behind them, and of all rows."""
+    """Multiply logits with a factor that is computed later, from all rows."""
     z = head(h)
     per_row = h.mean(-1, keepdim=True).cumsum(1)
     return F.cross_entropy((z * per_row)[:, 10:].flatten(0, 1), ids[:, 10:].flatten())
 
 
 def beside_no_gradients(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """What reads the hidden values first has no gradient, and so has a window that is read with some."""
+    """Multiply logits with a gate without gradients, and read one window of logits under no_grad."""
     with torch.no_grad():
         gate = torch.tanh(head(h))
     z = head(h)
@@ -80,7 +80,7 @@ def beside_no_gradients(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor
 
 
 def at_positions(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """As masked language models are trained; positions come after the head, repeat, and count from the end."""
+    """Select positions after the head, as in masked language models: repeated ones, and negative ones."""
     z = head(h)
     at = torch.tensor([3, 11, -2, 3, 8])
     return F.cross_entropy(z[:, at].flatten(0, 1), ids[:, at].flatten())
@@ -107,7 +107,7 @@ ROWS = {at_positions: 5, at_positions_of_a_window: 6, selected: 5, every_third: 
 PICKED = tuple(ROWS)
 WINDOWS = (tail, answer, narrowed, of_chunks, prompt_and_answer, beside_all, last, with_late_rows, *PICKED)
 EXACT_ONLY = (beside_no_gradients,)
-"""Cut where they are: what is in front of them runs in two modes."""
+"""Losses whose slice stays: the ops before it run with and without gradients."""
 
 
 def logits_of(nodes: Iterator[Node]) -> int:
@@ -138,14 +138,14 @@ def test_one_device(loss: Loss, seq: int, n: int, layout: str) -> None:
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("loss", WINDOWS, ids=lambda loss: loss.__name__)
 def test_no_more_than_a_tile(loss: Loss, n: int) -> None:
-    """Of 8 tiles of a rank's share of all rows. The gradient of the head, turned, is as eight of them."""
+    """No value is larger than one of 8 tiles of a rank's rows; the transposed head gradient equals eight of them."""
     rows, seq, tiles = 2, 128, 8
     gm = sp_compile.parallelize(torch.export.export(Model(loss).double(), batch(seq, rows)), sp=n, tiles=tiles)
     assert most_logits(gm) <= max(rows * seq // n // tiles, WIDTH)
 
 
 def row_by_row(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """Every row is read by itself: of all of them a rank would make all."""
+    """Read every row separately, which would compute all rows on each rank."""
     z = head(h)
     return sum(F.cross_entropy(z[:, i], ids[:, i]) for i in range(ids.shape[1]))
 
@@ -157,8 +157,8 @@ def test_rows_that_are_all_of_them_stay_where_they_are() -> None:
 
 
 @pytest.mark.parametrize(("loss", "cut"), [(narrowed, False), (last, True)])
-def test_rows_that_were_dealt_out(loss: Loss, cut: bool) -> None:
-    """A window's own sequence would be in another order; a row that every rank has is in none."""
+def test_balanced_rows(loss: Loss, cut: bool) -> None:
+    """A window would have another row order, so it stays; a replicated row has no order."""
     found = sp_compile.verify(Model(loss).double(), *batch(19), sp=3, tiles=3, layout="balanced")
     assert found.worst < EXACT
     assert bool(found.find_notes(NoteKind.REWRITTEN, subject="hoist_slices")) == cut
@@ -178,7 +178,7 @@ def test_most_of_the_rows_stay_where_they_are(n: int) -> None:
 
 @pytest.mark.parametrize("loss", PICKED, ids=lambda loss: loss.__name__)
 def test_rows_that_are_picked_are_shared_out(loss: Loss) -> None:
-    """As those of a window: they are a sequence of their own."""
+    """Picked rows are sharded like a window, as a separate sequence."""
     model, given = Model(loss).double(), batch(33)
     found = [
         most_logits(sp_compile.parallelize(torch.export.export(model, given), sp=n, tiles="never")) for n in (2, 4)
@@ -229,7 +229,7 @@ def test_returned_beside_it(n: int) -> None:
 class Goldens(TestCase):
     """The pass alone."""
 
-    def test_in_front_of_the_head(self) -> None:
+    def test_slice_before_the_head(self) -> None:
         def program(x, y):
             h = F.scaled_dot_product_attention(x, x, x)[:, 0]
             return torch.tanh(F.linear(h, y) / 3)[:, 6:].logsumexp(-1).sum()

@@ -1,4 +1,4 @@
-"""Logits that a model returns beside a loss in tiles: made when somebody reads them, on every rank."""
+"""Logits that a model returns with a tiled loss: computed when they are read, on every rank."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_on_ranks(ranks: Ranks, n: int, tied: bool) -> None:
     assert all(ranks.run(n, on_a_rank, tied))
 
 
-def test_on_one_device() -> None:
+def test_single_device() -> None:
     assert on_a_rank(tied=False)
 
 

@@ -1,7 +1,7 @@
-"""Losses in the spellings of libraries and papers: the numbers of one device, whichever way they are split.
+"""Losses as libraries and papers write them: single-device results for every split.
 
-Of TRL (likelihoods row by row, DPO's kin, GRPO's), of transformers (label smoothing, shifts), distillation, heads that are
-more than a product, and what adds up several losses. Each runs in another way: ranks, tiles, length, order of rows.
+From TRL (row-wise likelihoods, DPO variants, GRPO), transformers (label smoothing, shifts), distillation, heads with more
+than a product, and sums of losses. Each runs with other settings: ranks, tiles, length, order of rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def likely(z: Tensor, y: Tensor) -> Tensor:
 
 
 def both(h: Tensor, head: nn.Linear, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the next tokens, by the model and by another one."""
+    """Return likelihoods of the next tokens by the model and by another one."""
     return likely(head(h)[:, :-1], ids[:, 1:]), likely(reference(h, ids)[:, :-1], ids[:, 1:])
 
 
@@ -58,7 +58,7 @@ def by_logsumexp(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Te
 
 
 def by_rows(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """The same, for half types."""
+    """Return likelihoods row by row, for half types."""
     pairs = zip(head(h)[:, :-1], ids[:, 1:])
     return -torch.stack([likely(z, y) for z, y in pairs]).mean()
 
@@ -103,7 +103,7 @@ def least_sure(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tens
 
 
 def advantages(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """PPO, with values of tokens and what is earned from each on."""
+    """Compute PPO's loss with token values and returns."""
     values, returns = h[:, :-1].mean(-1), weights[:, 1:].flip(1).cumsum(1).flip(1)
     gain = (returns - values).detach()
     return -(likely(head(h)[:, :-1], ids[:, 1:]) * gain).mean() + 0.5 * F.mse_loss(values, returns)
@@ -132,7 +132,7 @@ def focal(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def shifted(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """A log-sum-exp by hand, with its z-loss."""
+    """Compute an explicit log-sum-exp with its z-loss."""
     z, y = flat(h, head, ids)
     most = z.amax(-1, keepdim=True).detach()
     lse = (z - most).exp().sum(-1).log() + most.squeeze(-1)
@@ -146,13 +146,13 @@ def unlikely(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor
 
 
 def uncertain(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """Several losses, each with a learned coefficient in front."""
+    """Add several losses, each multiplied with a learned coefficient."""
     a, b, s = F.cross_entropy(*flat(h, head, ids)), h[:, :-1].square().mean(), head.weight[0, :2]
     return (-s[0]).exp() * a + s[0] + (-s[1]).exp() * b + s[1]
 
 
 def by_frequency(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """Weights of classes, by how often they come."""
+    """Compute a loss with class weights by frequency."""
     ones = torch.ones(ids.numel(), dtype=h.dtype)
     counts = torch.zeros(VOCAB, dtype=h.dtype).scatter_add_(0, ids.flatten(), ones)
     return F.cross_entropy(*flat(h, head, ids), weight=1 / (counts + 1))
@@ -202,7 +202,7 @@ def changed(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def chunked(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """By hand, each chunk checkpointed."""
+    """Compute a loss in explicit chunks, each checkpointed."""
 
     def one(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(head(x).flatten(0, 1), y.flatten(), reduction="sum")

@@ -1,4 +1,4 @@
-"""What Inductor writes for a head and its loss in tiles: no buffer is larger than a tile of logits, forward or backward."""
+"""Inductor's code for a head and its loss in tiles: no buffer exceeds a tile of logits, forward or backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.ranks import Ranks
 from torch._inductor.graph import GraphLowering
 
 ROWS, SEQ, VOCAB, RANKS = 2, 128, 1024, 2
-"""SEQ: tokens of a rank. All else is smaller than a tile of logits, in whatever shape that lies."""
+"""SEQ: tokens of a rank. All other values are smaller than a tile of logits in any layout."""
 
 
 def largest_buffer(loss: Loss, tiles: int | str, n: int = 1) -> int:

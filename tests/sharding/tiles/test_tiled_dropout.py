@@ -1,4 +1,4 @@
-"""Dropout inside of a tile: what a backward draws again is what the forward has drawn."""
+"""Dropout inside of a tile: the backward draws the same random numbers as the forward."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_gradients(compiler: str) -> None:
 
 
 class Rows(Model):
-    """What the MLP gives."""
+    """A model that returns the MLP's rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
@@ -54,7 +54,7 @@ class Rows(Model):
 
 
 def test_tiles_draw_differently() -> None:
-    """One row in each tile, all of them alike: they drop other numbers."""
+    """Tiles of one row each, with equal rows, drop different elements."""
     x = torch.ones(1, 8, WIDTH)
     run = torch.compile(Rows(), backend="sp", options={"tiles": 8, "compiler": "aot_eager"})
     torch.manual_seed(3)
@@ -62,7 +62,7 @@ def test_tiles_draw_differently() -> None:
     after = torch.rand(1)
     assert len(found[0].unique(dim=0)) == 8
     torch.manual_seed(3), torch.randint(1 << 62, ())
-    assert after == torch.rand(1), "they leave the generator as it was behind their seed"
+    assert after == torch.rand(1), "they change the generator's state only by their seed"
 
 
 class Undropped(Model):
@@ -75,8 +75,8 @@ class Undropped(Model):
         return self.down(F.dropout(z, 0.0)).square().sum()
 
 
-def test_what_drops_nothing() -> None:
-    """It draws nothing, so that it is one device's to the bit of float64, and its tiles need no seed."""
+def test_tiles_without_dropout() -> None:
+    """Without random numbers, results equal a single device's in float64, and tiles need no seed."""
     x = torch.randn(2, 9, WIDTH, dtype=torch.float64, requires_grad=True)
     found = sp_compile.verify(Undropped().double(), x, sp=2, tiles=2)
     assert found.worst < 1e-9

@@ -1,4 +1,4 @@
-"""Mixtures of experts in tiles: loss and every gradient are those of one device, and no tile holds a weight's gradient."""
+"""Mixtures of experts in tiles: loss and every gradient equal a single device's, and no tile stores a weight's gradient."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_ways_of_attention(experts: Experts, way: str) -> None:
     assert len(found.tiled) == 1
 
 
-def test_what_depends_on_the_order_is_not_cut() -> None:
-    """One rank gathers nothing, and a tile's order is not that of all rows."""
+def test_values_that_depend_on_the_order_are_not_tiled() -> None:
+    """One rank gathers nothing, and the order in a tile differs from that of all rows."""
     found = sp_compile.verify(layer(not_put_back), rows(13), sp=1, tiles=2)
     assert found.worst < EXACT
     assert not found.tiled
@@ -68,7 +68,7 @@ def program_of(experts: Experts, tiles: int) -> TileProgram:
 
 
 def test_gradients_of_experts_are_added_in_place() -> None:
-    """No tile makes a gradient of all experts' matrices, and what is compiled does not grow with the tiles."""
+    """No tile allocates a gradient of all experts' matrices, and the compiled code does not grow with the tiles."""
     program, many = program_of(inverted, 2), program_of(inverted, 16)
     shapes = {(EXPERTS, WIDTH, 3 * WIDTH), (EXPERTS, 3 * WIDTH, WIDTH)}
     ways = {value.shape: value.adds for value in program.gradients if value.dim is None}
@@ -111,7 +111,7 @@ def qwen3(experts: str, **sizes: int) -> nn.Module:
 @pytest.mark.parametrize("n", [2, 1, 3])
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
 def test_transformers(experts: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, but for what it computes in float32 whatever the model is in: the router, norms and losses."""
+    """A float64 model whose router, norms and losses compute in float32."""
     monkeypatch.setattr(grouping, "_can_use_grouped_mm", lambda *given: False)  # torch's own knows no float64
     ids = torch.randint(0, 31, (2, 13), generator=torch.Generator().manual_seed(0))
     found = sp_compile.verify(qwen3(experts).double(), ids, sp=n, tiles=5, kwargs={"labels": ids})
@@ -119,10 +119,10 @@ def test_transformers(experts: str, n: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert any("moe.py" in one.where for one in found.tiled)
 
 
-def test_a_row_goes_in_once() -> None:
-    """And so does its gradient come out: a tile makes the copies, one for each of a token's experts, itself.
+def test_a_tile_reads_each_row_once() -> None:
+    """A tile also returns one gradient per row: it copies the row for each of its token's experts itself.
 
-    The output projection of attention, which widens rows, too, reads as far as to them.
+    The tiled region ends at the output projection of attention, which also widens rows.
     """
     wide = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 4}
     program = torch.export.export(qwen3("grouped_mm", **wide), (torch.zeros(1, 8, dtype=torch.int64),))

@@ -1,4 +1,4 @@
-"""A head and its loss in tiles: loss and every gradient are those of one device, and no tensor holds more than a tile."""
+"""A head and its loss in tiles: loss and every gradient equal a single device's, and no tensor is larger than a tile."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_weights(how: dict[str, bool]) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_mean_over_no_tokens_has_no_gradient(reduction: str, n: int) -> None:
-    """It is not a number, and a step of an optimizer is none: so on one device."""
+    """The loss is NaN and no gradient changes a parameter, as on a single device."""
 
     def of_none(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
         z, y = flat(h, head, torch.full_like(ids, -100))
@@ -126,7 +126,7 @@ def test_a_mean_over_no_tokens_has_no_gradient(reduction: str, n: int) -> None:
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("items", [None, 29, torch.tensor(29)], ids=["mean", "number", "tensor"])
 def test_items_of_a_batch(items: int | Tensor | None) -> None:
-    """As transformers' Trainer hands them to a model, whose loss is computed in float32 beside logits that it returns."""
+    """Items as transformers' Trainer passes them to a model, with a float32 loss and returned logits."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     torch.manual_seed(0)
@@ -168,7 +168,7 @@ def test_no_more_than_a_tile(loss: Loss) -> None:
 
 
 def deep(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """A head behind an MLP, with nothing in between."""
+    """Compute a loss with a head directly after an MLP."""
     x = F.linear(F.gelu(head(h)), head.weight.mT)
     return F.cross_entropy(x[:, :-1].flatten(0, 1) @ head.weight.T, ids[:, 1:].flatten())
 
@@ -183,7 +183,7 @@ def of_the_best(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Ten
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("loss", [deep, of_the_best])
-def test_tiles_read_what_tiles_give(loss: Loss, n: int) -> None:
+def test_tiles_read_results_of_tiles(loss: Loss, n: int) -> None:
     seq, rows, tiles = 64, 2, 8
     whole = local(loss, n, tiles, seq)
     assert len(whole.graph.find_nodes(op="call_function", target=torch.ops.sp.tiled.default)) == 2
@@ -192,7 +192,7 @@ def test_tiles_read_what_tiles_give(loss: Loss, n: int) -> None:
 
 
 class Beside(nn.Module):
-    """Logits, and those of a head that is read under no_grad alone; a row's number of each, or what both make of a row."""
+    """Logits of two heads, one under no_grad only; per-row numbers of each, or of both."""
 
     def __init__(self, apart: bool) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Beside(nn.Module):
 @pytest.mark.parametrize("apart", [True, False], ids=["a region of its own", "in the loss's region"])
 @pytest.mark.filterwarnings("error:.*autograd kernel was not registered")
 def test_weights_read_without_gradients_have_none(apart: bool) -> None:
-    """Not zeros: an optimizer would let them decay."""
+    """The gradient is None, not zeros: an optimizer would decay the weights."""
     model = Beside(apart).double()
     options = {"tiles": 3, "cost": {}, "seq_dims": {"h": 1}}
     given = torch.randn(2, 13, WIDTH, dtype=torch.float64)
@@ -239,7 +239,7 @@ def test_one_body_for_all_tiles() -> None:
 
 @pytest.mark.parametrize(("loss", "calls"), [(mean, [8, 4]), (per_sequence, [8 + 4, 8])], ids=["at once", "again"])
 def test_a_compiled_body_is_called_for_each_tile(loss: Loss, calls: list[int]) -> None:
-    """In two steps, and in one without gradients, of 4 tiles. What it runs of tiles has been through the compiler, once for all tiles; nothing of them runs as it was traced."""
+    """The body of 4 tiles is compiled once, in two steps and one without gradients, and no tile runs as traced."""
     made, called = [], []
 
     def compiler(gm: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -256,7 +256,7 @@ def test_a_compiled_body_is_called_for_each_tile(loss: Loss, calls: list[int]) -
 
 
 class Within(Model):
-    """Under autocast by itself."""
+    """A model with its own autocast region."""
 
     def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -289,14 +289,14 @@ def test_gradients_of_weights_are_added_as_products() -> None:
 
 
 def test_gradients_of_a_sum_are_kept_wider_than_float16() -> None:
-    """Of a mean over many tokens: its gradient is what float16 holds, and not that of the sum."""
+    """The gradient of a mean over many tokens fits in float16, that of the sum does not."""
     model = torch.export.export(Model(mean).half(), batch(16))
     _, program = program_of(sp_compile.parallelize(model, sp=1, tiles=4))
     assert {value.dtype for value in program.gradients} == {torch.float32}
 
 
 class Watched(Model):
-    """How many tokens it is right about, too: behind the loss, and without gradients."""
+    """A model that also counts correct tokens, after the loss and without gradients."""
 
     def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         seen: list[Tensor] = []
@@ -313,7 +313,7 @@ class Watched(Model):
 
 
 class Chosen(Model):
-    """The loss of the tokens that a model is least sure of: what comes of that in a part without gradients is no factor."""
+    """A loss of the least certain tokens, which are selected without gradients."""
 
     def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
         def loss(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
@@ -331,15 +331,15 @@ class Chosen(Model):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("model", [Watched, Chosen])
-def test_what_ends_without_gradients_has_those_of_its_beginning(model: type[Model], n: int) -> None:
-    """It runs where gradients are recorded again."""
+def test_regions_that_end_under_no_grad_keep_gradients(model: type[Model], n: int) -> None:
+    """The region runs with gradients enabled."""
     found = sp_compile.verify(model(mean).double(), *batch(13), sp=n, tiles=3)
     assert found.worst < EXACT
     assert found.tiled
 
 
 class Cast(Model):
-    """How many tokens it is right about is counted in an autocast of its own."""
+    """A model that counts correct tokens in a separate autocast region."""
 
     def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         seen: list[Tensor] = []
@@ -355,7 +355,7 @@ class Cast(Model):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_is_counted_in_another_autocast(n: int) -> None:
+def test_counts_in_another_autocast_region(n: int) -> None:
     found = sp_compile.verify(Cast(mean).double(), *batch(13), sp=n, tiles=3)
     assert found.worst < EXACT
 
@@ -397,7 +397,7 @@ class Exact(nn.Module):
 def test_a_tile_goes_through_regions_of_autocast(
     model: type[nn.Module], parts: int, dtypes: set[torch.dtype], ambient: bool
 ) -> None:
-    """Each product, and each gradient of it, is of the dtype of its own region."""
+    """Each product and its gradients have the dtype of its autocast region."""
     run, x, graphs = model(), torch.randn(1, 16, WIDTH, requires_grad=True), list[GraphModule]()
 
     def compiler(gm: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -436,7 +436,7 @@ class Both(Model):
 
 @pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_logits_that_are_returned(n: int) -> None:
-    """They are made for whoever reads them, and the loss holds a tile of its own; a gradient comes back on both ways."""
+    """Returned logits are computed for their reader, the loss has its own tiles, and both contribute gradients."""
     found = sp_compile.verify(Both(mean).double(), *batch(13), sp=n, tiles=3)
     assert found.worst < EXACT
     assert any(one.repeated for one in found.tiled)
@@ -469,7 +469,7 @@ def peak_of(tiles: int | str, compiler: str, vocab: int, seq: int) -> int:
 
 
 def test_memory_of_a_step() -> None:
-    """Little more than a tile's logits, their softmax, its gradient, and what is between: nothing of the tile before."""
+    """Memory is little more than a tile's logits, softmax, gradient and temporaries, without the previous tile's."""
     vocab, seq, tiles = 2048, 512, 16
     assert peak_of(tiles, "aot_eager", vocab, seq) < 4.2 * vocab * seq * 4 / tiles
 
@@ -483,7 +483,7 @@ def test_memory_falls_with_tiles(compiler: str) -> None:
 
 
 class Embedded(nn.Module):
-    """tiles: of an embedding's gradient, by hand."""
+    """An embedding. tiles: number of tiles of its gradient, as an explicit loop."""
 
     def __init__(self, tiles: int = 0, vocab: int = 4096, width: int = 64) -> None:
         super().__init__()
@@ -511,11 +511,11 @@ class _EmbeddedInTiles(torch.autograd.Function):
 
 
 def embedded(n: int) -> dict[str, int]:
-    """Bytes alive at the peak of a rank of n with 4,096 rows, eager and by hand without the others."""
+    """Return bytes at the peak of a rank of n with 4,096 rows: compiled, and eager and tiled on a single rank."""
     ids, peaks = torch.randint(4096, (1, 4096 * n), generator=torch.Generator().manual_seed(0)), {}
     options = {"tiles": 16, "mesh": worker.mesh(), "seq_dims": {"ids": 1}}
     compiled = torch.compile(Embedded(), backend="sp", options=options)
-    for name, run in {"eager": Embedded(), "by hand": Embedded(16), "compiled": compiled}.items():
+    for name, run in {"eager": Embedded(), "explicit": Embedded(16), "compiled": compiled}.items():
         given = ids if name == "compiled" else ids[:, :4096]
         run(given).backward()
         run.zero_grad()
@@ -526,9 +526,9 @@ def embedded(n: int) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_embeddings_gradient_is_as_small_without_tiles(ranks: Ranks, n: int) -> None:
-    """Eager, its cotangent is there whole before any tile; compiled, its rows are computed where they are added."""
+    """Eager mode allocates the full cotangent before any tile; the compiled program computes rows at their sum."""
     for peaks in ranks.run(n, embedded, n):
-        assert peaks["by hand"] == peaks["eager"] > 1.2 * peaks["compiled"]
+        assert peaks["explicit"] == peaks["eager"] > 1.2 * peaks["compiled"]
 
 
 @pytest.mark.sampled(every=3)
@@ -579,7 +579,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_by_the_device(make: type[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
     """The head where the step does not fit, MLPs where it still does not; no more tiles than that takes.
 
-    Of an MLP that is checkpointed nothing is kept, so tiles leave no more room there.
+    A checkpointed MLP stores nothing, so tiles of it free no memory.
     """
     monkeypatch.setattr(amount, "TILE_BYTES", 1 << 9)
     monkeypatch.setattr(tiling, "TILE_BYTES", 1 << 9)
@@ -598,13 +598,13 @@ def test_auto_by_the_device(make: type[Decoder], monkeypatch: pytest.MonkeyPatch
     beside = taken[0] - logits
     (mlp, tiles_of_mlp), (head, tiles_of_head) = tiled(beside + logits / 8)
     assert (mlp, head) == (logits // 2, logits)
-    room = (beside + logits / 8) - (beside - (mlp if make is Decoder else 0))
+    free = (beside + logits / 8) - (beside - (mlp if make is Decoder else 0))
     most = logits // (1 << 9)
-    assert tiles_of_head == min(max(2, math.ceil(2 * head / room)), most, 16)
-    assert tiles_of_mlp == min(max(2, math.ceil(2 * mlp / room)), most // 2, 16)
+    assert tiles_of_head == min(max(2, math.ceil(2 * head / free)), most, 16)
+    assert tiles_of_mlp == min(max(2, math.ceil(2 * mlp / free)), most // 2, 16)
     if make is Checkpointed:
         monkeypatch.setattr(amount, "TILE_BYTES", 1 << 11)
-        assert tiled(beside + 64) == [(mlp, 4), (head, 8)], "no smaller pieces, however little room there is"
+        assert tiled(beside + 64) == [(mlp, 4), (head, 8)], "no smaller pieces, however little memory is free"
     else:
         roomy = beside + 2 * logits + 1
         assert tiled(roomy) == [(logits, 2)], "it fits, and is a large share of the device"

@@ -1,4 +1,4 @@
-"""Tiles beside what else changes a program on ranks: ways of attention, AMP, checkpoints, FSDP2 and its mixed precision."""
+"""Tiles combined with attention strategies, AMP, checkpoints, FSDP2 and its mixed precision."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class InBfloat16(nn.Module):
 
 
 def decoder(way: str, layers: int) -> Decoder:
-    """The same weights for each way. By blocks, fully_shard is around a block's checkpoint, as in torchtitan.
+    """Return a decoder with equal weights for each way. By blocks, fully_shard wraps a checkpoint, as in torchtitan.
 
-    Inside of one it has hooks, for which Dynamo leaves the checkpoint to eager code.
+    Inside of a checkpoint it has hooks, for which Dynamo runs the checkpoint in eager mode.
     """
     torch.manual_seed(0)
     if "checkpoints" in way and "blocks" not in way:
@@ -87,7 +87,7 @@ def decoder(way: str, layers: int) -> Decoder:
 
 
 def shared(model: Decoder, way: str) -> None:
-    """Over the ranks, if the way says so."""
+    """Shard the model over the ranks if the way has FSDP."""
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if "FSDP2" in way:
         for part in (*(model.blocks if "blocks" in way else ()), model):
@@ -103,7 +103,7 @@ def given(way: str, compiler: str) -> dict[str, Any]:
 
 
 def step(way: str, compiler: str) -> bool:
-    """Loss and gradients of a rank are those of one device, and come of tiles."""
+    """Loss and gradients of a rank equal a single device's and are computed in tiles."""
     PROGRAMS.clear()
     (mixed if way.startswith(("AMP", "bfloat16")) else exact)(way, compiler)
     assert PROGRAMS

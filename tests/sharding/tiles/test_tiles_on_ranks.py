@@ -1,4 +1,4 @@
-"""Compiled, on real ranks: a decoder's loss and gradients are those of one device, with its MLPs in tiles."""
+"""Compiled, on real ranks: loss and gradients of a decoder with MLPs in tiles equal a single device's."""
 
 from __future__ import annotations
 

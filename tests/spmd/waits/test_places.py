@@ -1,4 +1,4 @@
-"""A wait in vain inside of a compiled program names its exchange and the user's line, forward and backward."""
+"""The timeout of a wait in a compiled program names its collective and the user's line, forward and backward."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Stops(nn.Module):
 
 
 def stopped(compiler: str, where: str) -> str:
-    """What rank 0 hears of a step in which rank 1 stops inside."""
+    """Return the error of rank 0 in a step in which rank 1 stops in the program."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=SECONDS), group_desc=f"places {compiler} {where}")
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sp",)) if dist.get_rank() < 2 else None
     if mesh is None:
@@ -61,17 +61,17 @@ def stopped(compiler: str, where: str) -> str:
     run, x = sp(Stops(), mesh=mesh, compiler=compiler), torch.ones(2, 9, 8, dtype=torch.float64)
     run(x).backward()
     STOPS[where] = True
-    told = error_text(lambda: run(x).backward())
+    message = error_text(lambda: run(x).backward())
     STOPS[where] = False
-    return told if dist.get_rank() == 0 else ""
+    return message if dist.get_rank() == 0 else ""
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_wait_inside_of_a_program_names_the_line(ranks: Ranks, compiler: str, where: str) -> None:
-    told, *_ = ranks.run(4, stopped, compiler, where, timeout=300)
+    message, *_ = ranks.run(4, stopped, compiler, where, timeout=300)
     waits = {
         "forward": r"in scan_default of waits/test_places.py:\d+: h = h.cumsum\(1\)",
         "backward": "in reduce_grad_default of weight",
     }
-    assert re.search(f"waited {SECONDS} s for ranks that did not come, {waits[where]}\n", told), told
+    assert re.search(f"waited {SECONDS} s for ranks that did not come, {waits[where]}\n", message), message

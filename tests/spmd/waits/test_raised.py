@@ -17,24 +17,24 @@ QUICK = 3  # of SEEDS, of which the others are slow
 @pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] * (i >= QUICK)) for i in SEEDS])
 def test_every_rank_raises(ranks: Ranks, seed: int) -> None:
     one = Injected.of(seed, SEEDS[seed])
-    told = [x for x in ranks.run(4, raises, one, timeout=300) if x is not None]
-    assert not problems(one, told), (one, told)
+    raised_errors = [x for x in ranks.run(4, raises, one, timeout=300) if x is not None]
+    assert not problems(one, raised_errors), (one, raised_errors)
 
 
-def test_a_group_in_which_nobody_waits_goes_on(ranks: Ranks) -> None:
+def test_a_group_without_waits_continues(ranks: Ranks) -> None:
     """The rank that raised in a graph without exchanges makes its next call, while the others raise before the next graph."""
     one = Injected("broken", "aot_eager", 3, 0, "forward", 0.0, 0)
-    told = [x for x in ranks.run(4, raises, one) if x is not None]
-    assert not problems(one, told), told
-    assert [x.then for x in told] == [""] * 3
+    raised_errors = [x for x in ranks.run(4, raises, one) if x is not None]
+    assert not problems(one, raised_errors), raised_errors
+    assert [x.then for x in raised_errors] == [""] * 3
 
 
 @pytest.mark.slow
 def test_a_rank_that_raised_after_its_last_exchange_and_does_not_come_again(ranks: Ranks) -> None:
     """The others raise in their next step, with its rank, line and cause."""
     one = Injected.of(9)
-    told = [x for x in ranks.run(4, raises, one, 2 * SOON, timeout=300) if x is not None]
-    others = [x for rank, x in enumerate(told) if rank != one.odd]
+    raised_errors = [x for x in ranks.run(4, raises, one, 2 * SOON, timeout=300) if x is not None]
+    others = [x for rank, x in enumerate(raised_errors) if rank != one.odd]
     assert [x.kind for x in others] == [""] * len(others)
     for x in others:
         assert x.then_seconds < SOON
@@ -52,7 +52,7 @@ class Tokens(nn.Module):
 
 
 def with_tokens(wrong: list[int], compiler: str) -> list[tuple[str, str, float]]:
-    """What a rank raises where these of nine tokens, three a rank, are none of the vocabulary; and in the next step."""
+    """Return a rank's error if these of nine tokens, three a rank, are not in the vocabulary, and the next step's."""
     mesh = small_group(3, f"{wrong} {compiler}")
     if mesh is None:
         return []
@@ -63,8 +63,8 @@ def with_tokens(wrong: list[int], compiler: str) -> list[tuple[str, str, float]]
     return [raised(lambda given=given: run(given).backward()) for given in (found, ids)]
 
 
-def test_ranks_that_raise_alike_raise_what_they_raise_by_themselves(ranks: Ranks) -> None:
-    """At once, and the next step is right."""
+def test_ranks_with_equal_errors_raise_their_own(ranks: Ranks) -> None:
+    """All ranks raise at once, and the next step is correct."""
     for (kind, words, seconds), then in ranks.run(4, with_tokens, [*range(9)], "aot_eager")[:3]:
         assert (kind, then[0]) == ("IndexError", "")
         assert seconds < 2
@@ -77,9 +77,9 @@ def test_two_ranks_raise_and_a_third_waits(ranks: Ranks) -> None:
     first, second, third, _ = ranks.run(4, with_tokens, [0, 3], "aot_eager")
     assert [first[0][0], second[0][0], third[0][0]] == ["IndexError", "IndexError", "SpError"]
     assert re.search(r"rank [01] raised IndexError: index out of range in self, at waits/test_raised.py", third[0][1])
-    for told in (first, second, third):
-        assert "cannot be used any more" in told[1][1]
-        assert max(seconds for *_, seconds in told) < SOON
+    for raised_errors in (first, second, third):
+        assert "cannot be used any more" in raised_errors[1][1]
+        assert max(seconds for *_, seconds in raised_errors) < SOON
 
 
 @pytest.mark.slow

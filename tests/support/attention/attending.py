@@ -1,4 +1,4 @@
-"""Attention problems and their solution by hand, in float64."""
+"""Attention problems and their solution by dense arithmetic in float64."""
 
 import math
 from collections.abc import Sequence
@@ -31,18 +31,18 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 
 
 def pieces_of(x: Tensor) -> Pieces:
-    """The pieces of an int or bool vector (B, S)."""
+    """Return the pieces of an int or bool vector (B, S)."""
     return Pieces.of(torch.ops.sp.pieces([x])[0])
 
 
 def packed(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(the number of each position's document, its position in the document), int64 (1, S) each."""
+    """Return the document of each position and the position in the document, int64 (1, S) each."""
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return documents[None], torch.cat([torch.arange(length) for length in lengths])[None]
 
 
 class Problem:
-    """Operands of whole length, vectors, and the dense mask of the predicate."""
+    """Operands of the full length, vectors, and the dense mask of a predicate."""
 
     def __init__(
         self, name: str, q_len: int, k_len: int, heads: int = 4, key_heads: int = 4, width: int = 8, v_width: int = 8
@@ -58,7 +58,7 @@ class Problem:
         self.cols = [pad, documents[:, :k_len]]
 
     def allowed(self) -> Tensor:
-        """bool (2, 1, Q, K)."""
+        """Return the mask, bool (2, 1, Q, K)."""
         q_len, k_len = self.q.shape[2], self.k.shape[2]
         values: dict[str, Tensor | int] = {"q": torch.arange(q_len)[:, None], "k": torch.arange(k_len)}
         values |= {f"row{i}": x[:, None, :, None] for i, x in enumerate(self.rows)}
@@ -68,7 +68,7 @@ class Problem:
         return mask & torch.as_tensor(evaluate_mask(self.predicate, values))
 
     def arguments(self, q_span: Sequence[int], k_span: Sequence[int], group: str = "", **other: Any) -> list[Any]:
-        """The operators' arguments from ``mask`` to ``group``."""
+        """Return the operators' arguments from `mask` to `group`."""
         given = {
             "mask": None,
             "seed": None,
@@ -87,9 +87,15 @@ class Problem:
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float = 0.3, bias: Tensor | None = None, kept: Any = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    scale: float = 0.3,
+    bias: Tensor | None = None,
+    dropout: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax by hand: output and log-sum-exp, 0 and -inf where nothing is allowed."""
+    """Return the output and log-sum-exp of dense attention; 0 and -inf for rows without allowed keys."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * scale
     if bias is not None:
@@ -100,7 +106,7 @@ def dense(
     weights = torch.where(lse == -math.inf, 0.0, 1.0)[..., None] * torch.exp(
         scores - torch.where(lse == -math.inf, 0.0, lse)[..., None]
     )
-    return (weights if kept is None else weights * kept) @ v, lse
+    return (weights if dropout is None else weights * dropout) @ v, lse
 
 
 def leaves(*xs: Tensor) -> list[Tensor]:
@@ -108,7 +114,7 @@ def leaves(*xs: Tensor) -> list[Tensor]:
 
 
 def row_indices(span: Sequence[int], rank: int) -> list[int | None]:
-    """The indices of the rows that a rank holds, by the definition of spans; None is padding."""
+    """Return the indices of a rank's rows by the definition of spans; None is padding."""
     n, folds, stride, shift, start, length = span
     chunk = -(-(start + length) // (n * folds))
     r = (rank // stride - shift) % n
@@ -119,5 +125,5 @@ def row_indices(span: Sequence[int], rank: int) -> list[int | None]:
 
 
 def shard(x: Tensor, span: Sequence[int], rank: int) -> Tensor:
-    """The rows of ``x`` that a rank holds; copies of row 0 at padding."""
+    """Return a rank's rows of `x`, with copies of row 0 as padding."""
     return x.index_select(2, torch.tensor([i or 0 for i in row_indices(span, rank)]))

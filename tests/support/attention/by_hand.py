@@ -1,4 +1,4 @@
-"""Attention by hand on every rank's shard, and the attention of the whole that it must equal."""
+"""Functional attention on every rank's shard, and the unsharded attention that it must equal."""
 
 from __future__ import annotations
 
@@ -29,23 +29,21 @@ OPS = {
 
 @dataclass(frozen=True)
 class Case:
-    """s queries, t keys (s if 0); options: those of the op, but length and layout."""
+    """A call of a functional attention."""
 
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the op, without length and layout
     heads: int = 4
     kv_heads: int = 4
     v_dim: int = DIM
-    s: int = 16
-    t: int = 0
+    s: int = 16  # queries
+    t: int = 0  # keys; s if 0
     layout: str = "contiguous"
     dtype: torch.dtype = torch.float64
-    multiple: int = 1
-    """Of which each chunk's rows are some."""
-    fill: float | None = None
-    """What padding holds; None: a copy of the last row."""
+    multiple: int = 1  # divides the rows of each chunk
+    fill: float | None = None  # value of padding; None: a copy of the last row
 
     def operands(self) -> list[Tensor]:
-        """Whole q, k, v, and the cotangent."""
+        """Return the full q, k, v and the cotangent."""
         t = self.t or self.s
         shapes = (
             (self.heads, self.s, DIM),
@@ -56,23 +54,23 @@ class Case:
         return [randn(BATCH, *shape, seed=i).to(self.dtype) for i, shape in enumerate(shapes)]
 
     def mask(self) -> Tensor | None:
-        """attn_mask as a fresh leaf, if it has a gradient."""
+        """Return attn_mask as a new leaf, if it has a gradient."""
         mask = self.options.get("attn_mask")
         return mask.detach().clone().requires_grad_(mask.is_floating_point()) if mask is not None else None
 
     def sinks(self) -> Tensor | None:
-        """sinks as a fresh leaf."""
+        """Return sinks as a new leaf."""
         sinks = self.options.get("sinks")
         return sinks.detach().clone().requires_grad_() if sinks is not None else None
 
     def lengths(self, n: int) -> dict[str, int]:
-        """length and kv_length, if n ranks must pad."""
+        """Return the arguments length and kv_length, if n ranks must pad."""
         chunks = self.multiple * n * (2 if self.layout == "zigzag" else 1)
         given = {"length": self.s, "kv_length": self.t or self.s}
         return given if any(x % chunks for x in given.values()) else {}
 
     def allowed(self) -> Tensor:
-        """bool, broadcastable to (B, H, s, t)."""
+        """Return the mask, bool, broadcastable to (B, H, s, t)."""
         q, k = torch.arange(self.s)[:, None], torch.arange(self.t or self.s)
         options, true = self.options, torch.ones(self.s, self.t or self.s, dtype=torch.bool)
         allowed = (k <= q) if options.get("is_causal") else true
@@ -85,7 +83,7 @@ class Case:
 
 
 def dense(case: Case) -> list[Tensor]:
-    """Result and gradients of q, k, v (and of the mask and of sinks) on one device, in float64."""
+    """Return the single-device result and gradients of q, k, v (and of mask and sinks), in float64."""
     *leaves, grad = (x.double().requires_grad_() for x in case.operands())
     q, k, v = leaves
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -102,7 +100,7 @@ def dense(case: Case) -> list[Tensor]:
 
 
 def positions(case: Case, length: int, rank: int, n: int) -> Tensor:
-    """Those of a rank's rows; the last one instead of padding."""
+    """Return the positions of a rank's rows; those of padding are past the end."""
     folds = 2 if case.layout == "zigzag" else 1
     unit = folds * n * case.multiple
     chunks = torch.arange(-(-length // unit) * unit).chunk(folds * n)
@@ -110,23 +108,23 @@ def positions(case: Case, length: int, rank: int, n: int) -> Tensor:
 
 
 def cut(case: Case, x: Tensor, rank: int, n: int) -> Tensor:
-    """A rank's rows of a whole x (B, H, S, D), and padding."""
+    """Return a rank's rows of a full x (B, H, S, D), with padding."""
     places, last = positions(case, x.shape[2], rank, n), x.shape[2] - 1
     rows = x[:, :, places.clamp(max=last)]
     return rows if case.fill is None else rows.masked_fill((places > last)[:, None], case.fill)
 
 
 def joined(case: Case, shards: list[Tensor], length: int) -> Tensor:
-    """The whole of all ranks' rows."""
+    """Return the full tensor of all ranks' rows."""
     places = torch.cat([positions(case, length, rank, len(shards)) for rank in range(len(shards))])
     return torch.cat(shards, 2)[:, :, places.argsort()[:length]]
 
 
 def attend(op: str, case: Case, mesh: Any, rank: int, n: int, transposed: bool = False) -> list[Tensor]:
-    """This rank's result and gradients of q, k, v (and its share of the mask's, and of the sinks')."""
+    """Return this rank's result and gradients of q, k, v, and its part of those of mask and sinks."""
     *operands, grad = (cut(case, x, rank, n) for x in case.operands())
     padding = positions(case, case.s, rank, n)[:, None] >= case.s
-    grad = grad.masked_fill(padding, 0)  # what is returned there is for no loss to use
+    grad = grad.masked_fill(padding, 0)  # no loss uses the result of padding
     if transposed:
         operands = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands]
     leaves, mask, sinks = [x.requires_grad_() for x in operands], case.mask(), case.sinks()
@@ -143,7 +141,7 @@ def attend(op: str, case: Case, mesh: Any, rank: int, n: int, transposed: bool =
 
 
 def whole(case: Case, found: list[list[Tensor]]) -> list[Tensor]:
-    """What all ranks' results say of the whole sequence, as `dense` has it."""
+    """Return the full result and gradients of all ranks, in the order of `dense`."""
     t = case.t or case.s
     lengths = (case.s, case.s, t, t)
     values = [joined(case, list(x), length) for x, length in zip(zip(*found), lengths)]
@@ -151,14 +149,14 @@ def whole(case: Case, found: list[list[Tensor]]) -> list[Tensor]:
 
 
 def simulated(op: str, case: Case, n: int, transposed: bool = False) -> list[Tensor]:
-    """`whole` of n simulated ranks."""
+    """Return the full result and gradients of n simulated ranks."""
     mesh = Ranks(n, SIMULATED_GROUP)
     return whole(case, run_ranks(n, lambda rank: attend(op, case, mesh, rank, n, transposed)))
 
 
 @functools.cache
 def ring_by_ulysses() -> DeviceMesh:
-    """2 x 2; every one of the four ranks has to ask for it."""
+    """Return a 2 x 2 mesh; a collective call of all four ranks."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
 
 

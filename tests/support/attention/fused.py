@@ -1,4 +1,4 @@
-"""The fused kernel of a GPU on CPU tensors: its graphs, run by torch's own arithmetic for flex_attention."""
+"""Run the fused kernel of a GPU on CPU tensors: its graphs by torch's eager flex_attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANYWHERE = replace(FLEX, device=None, dtypes=None, rows=0, capability=(0, 0), sw
 
 
 class Programs:
-    """A compiler that runs graphs as they are, and keeps the fake inputs of each."""
+    """A compiler that runs graphs unmodified and records the fake inputs of each."""
 
     def __init__(self) -> None:
         self.made: list[Sequence[Tensor]] = []
@@ -29,7 +29,7 @@ class Programs:
         self.made.append(fakes)
         learned = learned_inputs(graph)
 
-        # Torch's arithmetic gives the gradients that what it is handed asks for; a kernel those that the graph reads.
+        # Eager flex_attention computes gradients of inputs that require them; a kernel those that the graph reads.
         def run(xs: list[Tensor]) -> Any:
             leaves = [x.detach() for x in xs]
             for i in learned:
@@ -40,7 +40,7 @@ class Programs:
 
 
 def learned_inputs(graph: torch.fx.GraphModule) -> set[int]:
-    """Inputs of a graph, by number, of which a flex_attention in it gives gradients that are read."""
+    """Return the numbers of a graph's inputs whose gradients by flex_attention are read."""
     inputs = list(graph.graph.find_nodes(op="placeholder"))
     found = set()
     op = torch.ops.higher_order.flex_attention_backward
@@ -53,7 +53,7 @@ def learned_inputs(graph: torch.fx.GraphModule) -> set[int]:
 
 @contextlib.contextmanager
 def fused_here() -> Iterator[Programs]:
-    """Inside, every attention without dropout is the fused kernel's, whatever its blocks are."""
+    """Use the fused kernel for every attention without dropout and for blocks of any kind."""
     programs, dense = Programs(), BLOCK_KERNELS[-1]
     with mock.patch.object(kernels, "BLOCK_KERNELS", (ANYWHERE, dense)), calls.COMPILER.force(programs):
         yield programs

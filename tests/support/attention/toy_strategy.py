@@ -1,8 +1,8 @@
-"""A way to split attention as somebody outside the package adds one: everything is gathered, what is not ours dropped.
+"""An attention strategy that is registered from outside the package: gather everything, keep the rank's rows.
 
     scaled_dot_product_attention(q, k, v)   ->   sp::toy_attention(q, k, v, ..., q_frame, k_frame, n, group, ...)
 
-Right, and wasteful: every rank computes everything.
+Correct and wasteful: every rank computes everything.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sp_compile.passes.graph.sizes import Size
 from sp_compile.passes.strategies.attention import (
     AttentionShape,
     Candidate,
-    HeadBytes,
     Machine,
     ShardedAttention,
     Strategy,
+    head_bytes,
     register_strategy,
 )
 
@@ -35,12 +35,12 @@ SEQUENCE = 2
 
 @composite(f"toy_attention({ATTENTION_ARGUMENTS}) -> Tensor", padded="finite")
 def toy_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """Shard(2), Shard(2), Shard(2) -> Shard(2). Order inside does not matter, so there is nothing to balance."""
+    """Shard(2), Shard(2), Shard(2) -> Shard(2). Every rank computes everything, so there is nothing to balance."""
     *scores, q_frame, k_frame, n, group, _balance = rest
     frames = (q_frame, k_frame, k_frame)
-    whole = [sp.all_gather(x, SEQUENCE, frame, n, group) for x, frame in zip((q, k, v), frames)]
-    length = whole[0].shape[SEQUENCE]
-    out = sp.gathered_attention(*whole, *scores, [1, length, 0, length], [], 1, group, False)
+    gathered = [sp.all_gather(x, SEQUENCE, frame, n, group) for x, frame in zip((q, k, v), frames)]
+    length = gathered[0].shape[SEQUENCE]
+    out = sp.gathered_attention(*gathered, *scores, [1, length, 0, length], [], 1, group, False)
     positions = own_positions(q_frame, n, group, q.device)
     return out.index_select(SEQUENCE, nearest_rows(positions, q_frame, 1))
 
@@ -54,7 +54,7 @@ class Toy(ShardedAttention):
 
 
 def _candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
-    sent = shape.heads * shape.q_bytes + shape.kv_heads * shape.kv_bytes
+    sent = shape.head_bytes.queries + shape.head_bytes.keys
     compute = shape.n * machine.attention(shape.flops, shape.kv_len) + machine.call
     exchange = machine.seconds("all_gather", sent, shape.n)
     forward, backward = compute + exchange, 2.5 * compute + exchange
@@ -62,11 +62,11 @@ def _candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterato
 
 
 def _sends(call: OpCall, n: int) -> tuple[Size, Size]:
-    heads = HeadBytes(call)
-    half = heads.queries // 2  # the result is not sent
-    return (n - 1) * (half + heads.keys), (n - 1) * (half + heads.keys)
+    heads = head_bytes(call)
+    sent = (n - 1) * (heads.queries + heads.keys)
+    return sent, sent
 
 
 def registered() -> ExitStack:
-    """Until the block is left."""
+    """Register the strategy until the context exits."""
     return register_strategy(Strategy(name="toy", preference=4, rewrite=Toy, candidates=_candidates, sends=_sends))

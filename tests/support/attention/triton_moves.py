@@ -1,4 +1,4 @@
-"""Checks of the kernels that permute, for a process with Triton's interpreter: any strides, any dtype."""
+"""Checks of the permute kernels for any strides and dtypes, in a process with Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check(source: Tensor, target: Tensor | None = None) -> None:
 
 
 def check_copies() -> None:
-    """Packs, transposes, slices and broadcasts, into contiguous and other memory."""
+    """Check packs, transposes, slices and broadcasts, into contiguous and strided memory."""
     for i, dtype in enumerate(DTYPES):
         x = draw((6, 4, 10), dtype, i)
         check(x.unflatten(1, (2, 2)).movedim(1, 0))
@@ -44,7 +44,7 @@ def check_copies() -> None:
 
 
 def check_narrow_runs() -> None:
-    """Of 2 to 256 bytes, more rows than a tile has, and odd ones."""
+    """Check runs of 2 to 256 bytes, more rows than a tile, and odd numbers of rows."""
     for run, rows in itertools.product((1, 3, 8, 16, 32, 100), (1, 130)):
         x = draw((rows, 5, run), torch.bfloat16, run)
         check(x.movedim(1, 0))
@@ -52,7 +52,7 @@ def check_narrow_runs() -> None:
 
 
 def check_few_rows() -> None:
-    """Runs of whole lines, few of them neighbours where they are written: the pack of heads that lie before positions."""
+    """Check runs of full lines of which few are adjacent in the target: the pack of heads before positions."""
     for batch, heads, length, head_dim in ((1, 3, 19, 128), (3, 1, 9, 192)):
         x = draw((batch, 2 * heads, length, head_dim), torch.bfloat16, heads).unflatten(1, (2, heads))
         check(x.permute(1, 3, 0, 2, 4))

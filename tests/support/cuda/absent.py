@@ -1,7 +1,7 @@
-"""An H100 that is not there: what torch, Inductor and Triton are told of it, in a process of its own.
+"""Emulate an absent H100 for torch, Inductor and Triton, in a separate process.
 
-The guard (``guard.cpp``) makes fake tensors of "cuda" possible in a torch that knows no CUDA; `pretend()` answers what
-compilers ask about the device. Inductor then writes its code for it, and Triton compiles for sm_90; nothing can run.
+The guard (``guard.cpp``) allows fake tensors of "cuda" in a torch without CUDA; `pretend()` replaces the device queries
+of compilers. Inductor then generates its code, and Triton compiles for sm_90; nothing can run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PROPERTIES = SimpleNamespace(
     L2_cache_size=50 << 20, gcnArchName="", uuid="0", is_integrated=False,
 )  # fmt: skip
 GBPS, TENSOR_TFLOPS = 3350.0, 989.0
-"""Of memory, and of half types. Source: NVIDIA H100 SXM5 data sheet."""
+"""GB/s of memory, and TFLOP/s of half types. Source: NVIDIA H100 SXM5 data sheet."""
 
 
 class Draws(torch.Generator):
-    """The device's random numbers, of which nobody draws any."""
+    """The random generator of the device, which is not used."""
 
     device = torch.device("cuda", 0)  # type: ignore[assignment]
 
@@ -31,7 +31,7 @@ class Draws(torch.Generator):
         return Draws()
 
 
-ANSWERS: dict[str, Any] = {
+QUERIES: dict[str, Any] = {
     "torch.version.cuda": "13.0",
     "torch.cuda.is_available": lambda: True,
     "torch.cuda.is_initialized": lambda: True,
@@ -52,19 +52,19 @@ ANSWERS: dict[str, Any] = {
     "torch._C._cuda_getCurrentRawStream": lambda index: 0,
     "torch._C._get_sm_carveout_experimental": lambda: 0,
 }
-"""What is asked while a program is compiled, by the name under which it is asked."""
+"""Replacements of the device queries during compilation, by name."""
 
 
 def pretend() -> None:
-    """This process, which has loaded the guard before torch, has an H100 from now on."""
-    for name, answer in ANSWERS.items():
+    """Emulate an H100 in this process, which has loaded the guard before torch."""
+    for name, answer in QUERIES.items():
         owner, _, last = name.rpartition(".")
         setattr(eval(owner, {"torch": torch}), last, answer)
-    _tell_triton()
-    _tell_inductor()
+    _set_up_triton()
+    _set_up_inductor()
 
 
-def _tell_triton() -> None:
+def _set_up_triton() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -81,8 +81,8 @@ def _tell_triton() -> None:
     driver.set_active(SimpleNamespace(**answers))
 
 
-def _tell_inductor() -> None:
-    # Asked only now: these modules remember what torch.cuda said when they were imported.
+def _set_up_inductor() -> None:
+    # Imported here: these modules query torch.cuda when they are imported.
     import torch._inductor.utils as utils
     import triton.testing
     from torch._inductor import config

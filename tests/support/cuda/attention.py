@@ -1,8 +1,8 @@
-"""CUDA's kernels of attention, in arithmetic on all scores: what they take, their layouts, and what they give.
+"""CUDA's attention kernels as arithmetic on all scores, with their operands, layouts and results.
 
-Each asserts what the kernel asks of its operands. Windows and causal masks of fewer queries than keys are aligned at
-the end; a window's negative size stands for none; a row without keys has out 0, and log-sum-exp +inf, or 0 where a bias
-says so. What a kernel does not write is NaN.
+Each asserts the requirements of the kernel. Windows and causal masks of fewer queries than keys are aligned at the end;
+a negative size means no window. A row without keys has out 0 and log-sum-exp +inf, or 0 with some biases. Values that a
+kernel does not write are NaN.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ HEADS_FIRST = (0, 2, 1, 3)
 
 
 def _allowed(rows: int, keys: int, left: int | None, right: int | None) -> Tensor:
-    """bool (rows, keys)."""
-    behind = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
+    """Return the mask of a window, bool (rows, keys)."""
+    offset = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
     allowed = torch.ones(rows, keys, dtype=torch.bool)
     if left is not None and left >= 0:
-        allowed &= behind >= -left
+        allowed &= offset >= -left
     if right is not None and right >= 0:
-        allowed &= behind <= right
+        allowed &= offset <= right
     return allowed
 
 
 def _scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
-    """In powers of 2 a bias may be too large for a float32."""
+    """Return the masked scores; a bias is -inf if it overflows a float32 in powers of 2."""
     scores = q.double() @ k.double().mT * scale
     if bias is not None:
         scores = scores + bias.double()
@@ -62,7 +62,7 @@ def _backward_with_bias(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, allowed: Tensor, scale: float,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of (B, H, S, D), with out and lse over more keys than these; and of the scores, in float64."""
+    """Return the gradients of q, k, v and of the scores (float64); out and lse may include more keys."""
     assert grad.dtype == q.dtype == k.dtype == v.dtype == out.dtype
     assert lse.dtype == torch.float32
     heads = k.shape[1]
@@ -75,8 +75,8 @@ def _backward_with_bias(
     return (dscores @ keys).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
 
 
-def _asked(*xs: Tensor, dtypes: tuple[torch.dtype, ...] = HALF) -> None:
-    """What all kernels ask: heads of one width, a multiple of 8, without holes."""
+def _check_operands(*xs: Tensor, dtypes: tuple[torch.dtype, ...] = HALF) -> None:
+    """Check the requirements of all kernels: contiguous heads of equal width, a multiple of 8."""
     for x in xs:
         assert x.dtype in dtypes
         assert x.stride(-1) == 1
@@ -89,7 +89,7 @@ def _cudnn(
     debug: bool = False, *, scale: float,
 ) -> tuple[Any, ...]:  # fmt: skip
     assert (bias, with_lse, dropout_p, debug) == (None, True, 0.0, False)
-    _asked(q, k, v)
+    _check_operands(q, k, v)
     allowed = _allowed(q.shape[2], k.shape[2], None, 0 if is_causal else None)
     assert not is_causal or q.shape[2] == k.shape[2]
     out, lse = _forward(q, k, v, allowed, scale)
@@ -101,7 +101,7 @@ def _cudnn_backward(
     _bias: None, _q: None, _k: None, most_q: int, most_k: int, dropout_p: float, is_causal: bool, *, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     assert (most_q, most_k, dropout_p) == (q.shape[2], k.shape[2], 0.0)
-    _asked(grad, q, k, v, out)
+    _check_operands(grad, q, k, v, out)
     assert lse.shape == (*q.shape[:3], 1)
     assert lse.is_contiguous()
     allowed = _allowed(q.shape[2], k.shape[2], None, 0 if is_causal else None)
@@ -111,11 +111,11 @@ def _cudnn_backward(
 def _stretches(
     q: Tensor, k: Tensor, ends: tuple[Tensor | None, Tensor | None]
 ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """The queries and the keys of each sequence, in the dim of rows, of which there are as many as `ends` say."""
+    """Return the ranges of queries and of keys of each sequence, from their cumulative lengths `ends`."""
     assert all(x is not None and x.dtype == torch.int32 and x.is_contiguous() and x.ndim == 1 for x in ends)
     queries, keys = (x.tolist() for x in ends if x is not None)
     assert len(queries) == len(keys)
-    assert 1 < len(queries) <= 1 << 16  # a grid has so many blocks
+    assert 1 < len(queries) <= 1 << 16  # limit of a grid
     assert (queries[0], keys[0]) == (0, 0)
     assert (queries[-1], keys[-1]) == (len(q), len(k))
     assert queries == sorted(queries)
@@ -124,7 +124,7 @@ def _stretches(
 
 
 def _longest(stretches: list[tuple[tuple[int, int], tuple[int, int]]]) -> tuple[int, int]:
-    """Queries and keys of one sequence."""
+    """Return the largest number of queries and of keys of a sequence."""
     queries, keys = (max(b - a for a, b in side) for side in zip(*stretches))
     return queries, keys
 
@@ -138,8 +138,8 @@ def _sequences(
     yield from ((slice(*a), slice(*b)) for a, b in stretches)
 
 
-def told(left: int | None, right: int | None, keys: int) -> tuple[int | None, int | None]:
-    """The window that FlashAttention-2 makes of one: as many as all keys is none, and one side brings the other."""
+def flash_window(left: int | None, right: int | None, keys: int) -> tuple[int | None, int | None]:
+    """Return FlashAttention-2's form of a window: a side of all keys is None, and a single side adds the other."""
     left, right = (None if side is None or side >= keys else side for side in (left, right))
     if left is not None and right is None:
         return left, keys
@@ -152,8 +152,8 @@ def _flash(
     window_size_right: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     assert (dropout_p, debug) == (0.0, False)
-    _asked(q, k, v)
-    window = (None, 0) if is_causal else told(window_size_left, window_size_right, most_k)
+    _check_operands(q, k, v)
+    window = (None, 0) if is_causal else flash_window(window_size_left, window_size_right, most_k)
     if cum_q is None:
         assert (most_q, most_k) == (q.shape[1], k.shape[1])
         q, k, v = (x.permute(HEADS_FIRST) for x in (q, k, v))
@@ -174,9 +174,9 @@ def _flash_backward(
     *, scale: float, window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     assert dropout_p == 0.0
-    _asked(grad, q, k, v, out)
+    _check_operands(grad, q, k, v, out)
     assert lse.is_contiguous()
-    window = (None, 0) if is_causal else told(window_size_left, window_size_right, most_k)
+    window = (None, 0) if is_causal else flash_window(window_size_left, window_size_right, most_k)
     if cum_q is None:
         assert (most_q, most_k) == (q.shape[1], k.shape[1])
         given = [x.permute(HEADS_FIRST) for x in (grad, q, k, v, out)]
@@ -242,7 +242,7 @@ def _efficient(
     most_k: int, dropout_p: float, kind: int, with_lse: bool, *, scale: float, window_size: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     assert (dropout_p, with_lse) == (0.0, True)
-    _asked(q, k, v, dtypes=EFFICIENT)
+    _check_operands(q, k, v, dtypes=EFFICIENT)
     assert q.shape[2] == k.shape[2] == v.shape[2]
     window, unused = _window_of(kind, window_size), (torch.zeros(()), torch.zeros(()), most_q, most_k)
     query, key, value = (x.permute(HEADS_FIRST) for x in (q, k, v))
@@ -275,7 +275,7 @@ def _efficient_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     assert dropout_p == 0.0
     assert bias is not None or not bias_grad
-    _asked(grad, q, k, v, out, dtypes=EFFICIENT)
+    _check_operands(grad, q, k, v, out, dtypes=EFFICIENT)
     assert lse.is_contiguous()
     assert out.is_contiguous()
     given = [x.permute(HEADS_FIRST) for x in (grad, q, k, v, out)]

@@ -1,7 +1,7 @@
-"""CPU tensors that say they are on the absent GPU: bodies of opaque operators run on them as there, and are watched.
+"""CPU tensors that report the absent GPU as their device: opaque operators run on them as on a GPU, and are recorded.
 
-Operators compute in their place on the CPU, kernels of attention too, so results can be compared. What is seen is what
-the host does: which attention kernels it launches, and where it waits for the device to tell it a value.
+Operators and attention kernels compute on the CPU instead, so results can be compared. The attention kernels that the
+host launches and its waits for values of the device are recorded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default}
-"""The host waits for a value, or for a size; so does a copy that blocks, and one from memory that is not pinned."""
+"""Operators that wait for a value or a size. Blocking copies and copies from unpinned memory wait, too."""
 PRODUCTS = {aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.addmm.default}
 
 
 _pinned: dict[int, Tensor] = {}
-"""Memory of the host that the device could read, by its address; it stays."""
+"""Pinned memory of the host by its address; it is never freed."""
 
 
 def _pin(x: Tensor, device: Any = None) -> Tensor:
@@ -35,7 +35,7 @@ def _pin(x: Tensor, device: Any = None) -> Tensor:
 
 
 HERE = KERNELS | {aten._pin_memory.default: _pin, aten.is_pinned.default: lambda x, *_: x.data_ptr() in _pinned}
-"""What gives the results of what a CPU cannot do."""
+"""Implementations of operators that a CPU does not have."""
 
 
 class Borrowed(Tensor):
@@ -63,18 +63,18 @@ class Borrowed(Tensor):
 
 @dataclass
 class Seen:
-    """waits: for the device, by operator. kernels: of attention that are named. products: matrix products of others."""
+    """Recorded operations of the host."""
 
-    waits: list[str] = field(default_factory=list)
-    kernels: list[str] = field(default_factory=list)
-    products: int = 0
+    waits: list[str] = field(default_factory=list)  # operators that wait for the device
+    kernels: list[str] = field(default_factory=list)  # attention kernels
+    products: int = 0  # other matrix products
 
 
 class Watch(TorchDispatchMode):
-    """Inside, tensors that are made on the GPU are borrowed, and what the host does is written to `seen`."""
+    """A mode in which new tensors of the GPU are borrowed, and operations of the host are recorded in `seen`."""
 
     def __init__(self, glue: Mapping[Any, Callable[..., Any]] | None = None) -> None:
-        """glue: Python of torch's that takes the place of a kernel, given tensors of the GPU."""
+        """glue: Python functions of torch that replace a kernel and take tensors of the GPU."""
         super().__init__()
         self.seen = Seen()
         self.glue = glue or {}
@@ -103,7 +103,7 @@ def give_back(x: Any) -> Any:
 
 
 def _blocks(x: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether the host waits for a copy."""
+    """Return True if the host waits for a copy."""
     device = torch.device(kwargs.get("device") or x.device)
     if device.type == x.device.type:
         return False
@@ -111,7 +111,7 @@ def _blocks(x: Tensor, kwargs: dict[str, Any]) -> bool:
 
 
 def _copy_blocks(func: Any, to: Any = None, of: Any = None, non_blocking: bool = False, *_: Any) -> bool:
-    """Whether the host waits for a copy into memory that is there: not if it may go on, and its side is pinned."""
+    """Return True if the host waits for a copy into a tensor; a non-blocking copy of pinned memory does not wait."""
     if func is not aten.copy_.default or to.device == of.device:
         return False
     host = to if to.device.type == "cpu" else of
@@ -119,7 +119,7 @@ def _copy_blocks(func: Any, to: Any = None, of: Any = None, non_blocking: bool =
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """On the CPU. A result is on the GPU if it was made there, or of what is there."""
+    """Run an operator on the CPU. Results are borrowed if an operand or the requested device is the GPU."""
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
     there = any(isinstance(x, Borrowed) for x in leaves)
     device = kwargs.get("device")

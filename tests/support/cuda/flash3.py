@@ -1,6 +1,6 @@
 """FlashAttention-3 as a user activates it, on borrowed tensors: torch's own glue runs, its kernel is arithmetic.
 
-What stands for ``flash_attn_3``'s C++ asserts what that asks, says what it makes of windows, and gives -inf as the
+The replacement of ``flash_attn_3``'s C++ asserts its requirements, converts windows as it does, and returns -inf as the
 log-sum-exp of a row without keys.
 """
 
@@ -28,7 +28,7 @@ WIDEST, WIDEST_REPEATABLE = 256, 192
 
 
 class Handle:
-    """What an implementation returns to torch's registry."""
+    """The handle that an implementation returns to torch's registry."""
 
     def remove(self) -> None:
         pass
@@ -36,7 +36,7 @@ class Handle:
 
 @contextmanager
 def active(name: str) -> Iterator[None]:
-    """This process has activated an implementation of that name; nobody else may take it back."""
+    """Activate an implementation of that name; check that it is still active at the end."""
     with mock.patch.dict(_registry._FLASH_ATTENTION_IMPLS):
         attention.register_flash_attention_impl(name, register_fn=Handle)
         attention.activate_flash_attention_impl(name)
@@ -49,7 +49,7 @@ def active(name: str) -> Iterator[None]:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Behind torch's glue is arithmetic."""
+    """Replace the kernels of torch's glue by arithmetic."""
     with mock.patch.multiple(_fa3, _FA3_CUDA_FWD=forward, _FA3_CUDA_BWD=backward), active("FA3"):
         yield
 

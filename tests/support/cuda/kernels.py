@@ -1,7 +1,7 @@
-"""Triton kernels compiled for sm_90 where no GPU is: registers, spills and how wide memory is read and written.
+"""Compile Triton kernels for sm_90 without a GPU, for their registers, spills and widths of memory accesses.
 
-`launches(fn)` calls the project's own launch code on CPU tensors, which may be as large as on a GPU as long as nobody
-touches them. Each kernel that it would launch is compiled as for that launch, and none runs.
+`launches(fn)` calls the project's own launch code on CPU tensors, which may be as large as on a GPU if they are not
+accessed. Each kernel is compiled for its launch, and none runs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A Llama of 8B at a million tokens on 8 ranks: bytes that live along Inductor's wrappers of a GPU, and predicted.
+"""Compare the predicted memory of a Llama of 8B at a million tokens on 8 ranks with Inductor's wrappers of a GPU.
 
     python tests/support/cuda/live_bytes.py [--layers 1 2 3] [--offload never 0.3] [--attention ulysses] [--tiles 16]
 
 No GPU is needed: the wrappers run on fake tensors (`steps.py`). Prints each row, and writes
-benchmarks/results/live_bytes.md once all are there. Half a minute a row.
+benchmarks/results/live_bytes.md at the end. A row takes half a minute.
 """
 
 import argparse
@@ -16,20 +16,23 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-RANKS, DEPTH, ROOM = 8, 32, 80e9
+RANKS, DEPTH, DEVICE_BYTES = 8, 32, 80e9
 PATIENCE = 1800.0
-"""Seconds for one step on a machine that has other work."""
+"""Seconds for one step on a busy machine."""
 WORDS = """# Live bytes of an 8B model at a million tokens on 8 ranks
 
 `python tests/support/cuda/live_bytes.py`, {today}: a Llama (4096 wide, 32 heads over 8, an MLP of 14336, a vocabulary of
-128256, bfloat16), each block checkpointed, {attention}, {tiles} tiles, 1,048,576 tokens. GB of a rank at the peak. "live":
-all values and gradients along the wrappers that Inductor writes for an H100, on fake tensors, forward and backward one
-behind the other; attention's backward has its workspace as PyTorch's source has it, and tiles are run one by one.
-"predicted": by `explain(memory=True)` on the meta device. "values": without gradients of parameters, which FSDP takes
-away layer by layer. "never" is told of a device as small as {depth} layers leave of one, so that attention is computed again
-in the backward; where what is kept may wait on the host, its results are kept. {depth} layers: live is what the last layer
-adds, times the others; predicted is `explain` of all {depth} on a device of {room} GB; both beside FSDP's shares of parameters,
-gradients and AdamW's state, and the weights and gradients that it has whole.
+128256, bfloat16), each block checkpointed, {attention}, {tiles} tiles, 1,048,576 tokens. GB of a rank at the peak.
+
+- "live": all values and gradients of the wrappers that Inductor generates for an H100, run on fake tensors. Forward and
+  backward run in sequence, and tiles one by one. Attention's backward has the workspace of PyTorch's source.
+- "predicted": by `explain(memory=True)` on the meta device
+- "values": without gradients of parameters, which FSDP frees layer by layer
+- "never": the memory of the device is set as small as with {depth} layers, so that attention is recomputed in the
+  backward. With offloading, its results are saved.
+- {depth} layers: "live" is extrapolated by the last layer; "predicted" is `explain` of all {depth} on a device of
+  {device} GB. Both include FSDP's shards of parameters, gradients and AdamW's state, and its unsharded weights and
+  gradients.
 
 """
 
@@ -39,7 +42,7 @@ def gb(nbytes: float) -> str:
 
 
 def main() -> None:
-    # Not above: the process that has the absent GPU imports this file, and torch only behind the guard.
+    # Imported here: the process of the absent GPU imports this file, and must load the guard before torch.
     from measuring.tables import markdown
     from rich.console import Console
     from rich.table import Table
@@ -72,20 +75,22 @@ def main() -> None:
                 of = LLAMA_8B.of(layers)
                 step, likely = gpu.run(compiled_step, of, RANKS, **options), predicted(of, RANKS, **options)
                 live.append(step.values)
-                numbers = *beside(step.peak, likely.values), *beside(step.values, likely.peak_without_gradients)
+                numbers = *compared(step.peak, likely.values), *compared(step.values, likely.peak_without_gradients)
                 add(share, str(layers), *numbers, gb(step.kept), gb(step.host))
             if share == "never" and len(live) > 1:
                 each = (live[-1] - live[-2]) / (args.layers[-1] - args.layers[-2])
-                whole = live[-1] + (DEPTH - args.layers[-1]) * each + state
-                numbers = beside(whole, predicted(LLAMA_8B, RANKS, **ways).peak_without_gradients + state)
+                total = live[-1] + (DEPTH - args.layers[-1]) * each + state
+                numbers = compared(total, predicted(LLAMA_8B, RANKS, **ways).peak_without_gradients + state)
                 add(share, f"{DEPTH} and {gb(state)} of state", "", "", "", *numbers, "", "")
-                console.print(f"{gb(whole)} of {gb(ROOM)} GB")
+                console.print(f"{gb(total)} of {gb(DEVICE_BYTES)} GB")
         gpu.close()
-    about = {"today": date.today(), "attention": args.attention, "tiles": args.tiles, "depth": DEPTH, "room": gb(ROOM)}
+    about = {"today": date.today(), "attention": args.attention, "tiles": args.tiles, "depth": DEPTH}
+    about["device"] = gb(DEVICE_BYTES)
     (ROOT / "benchmarks/results/live_bytes.md").write_text(WORDS.format(**about) + markdown(table) + "\n")
 
 
-def beside(live: float, predicted: float) -> tuple[str, str, str]:
+def compared(live: float, predicted: float) -> tuple[str, str, str]:
+    """Return both numbers in GB, and the relative error of the prediction."""
     return gb(live), gb(predicted), f"{predicted / live - 1:+.1%}"
 
 

@@ -1,4 +1,4 @@
-"""A Llama on an absent GPU, and what `explain` predicts of it: blocks with an MLP, a head and a loss."""
+"""A Llama on an absent GPU (blocks with an MLP, a head and a loss), and the prediction of `explain` for it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from sp_compile.passes.cost.weight_memory import ModelBytes
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes, in bfloat16. rows: of one rank. checkpoints: is each block computed again in the backward?"""
+    """Sizes, in bfloat16."""
 
-    rows: int = 16384
+    rows: int = 16384  # of one rank
     dim: int = 1024
     heads: int = 8
     kv_heads: int = 4
     hidden: int = 3584
     vocab: int = 32768
     layers: int = 2
-    checkpoints: bool = True
+    checkpoints: bool = True  # recompute each block in the backward
 
     def of(self, layers: int) -> Llama:
-        """With so many."""
+        """Return the same sizes with this number of layers."""
         return replace(self, layers=layers)
 
     def state(self, ranks: int) -> int:
-        """Bytes of a rank's shares of parameters, gradients and AdamW's state, and of what FSDP has whole."""
+        """Return the bytes of a rank's shards of parameters, gradients and AdamW's state, and of FSDP's full tensors."""
         weights = ModelBytes.of(self.model("meta"))
         return sum(weights.sharded_bytes(ranks))
 
@@ -50,12 +50,12 @@ class Llama:
             torch.set_default_dtype(before)
 
     def inputs(self, n: int, device: str = "cuda") -> Sequence[Tensor]:
-        """Whole: ids and labels."""
+        """Return the full ids and labels."""
         return [torch.empty(1, n * self.rows, dtype=torch.int64, device=device) for _ in range(2)]
 
 
 def rotated(x: Tensor) -> Tensor:
-    """(B, H, S, D) by position."""
+    """Return x (B, H, S, D) with rotary positions."""
     rows, half = x.shape[2], x.shape[3] // 2
     steps = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = torch.arange(rows, device=x.device, dtype=torch.float32)[:, None] * steps
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class LlamaLM(nn.Module):
-    """Of ids and labels (1, S) the mean loss."""
+    """A decoder that returns the mean loss of ids and labels (1, S)."""
 
     def __init__(self, of: Llama) -> None:
         super().__init__()
@@ -103,12 +103,12 @@ class LlamaLM(nn.Module):
 
 
 def compiled_step(of: Llama, n: int, ulysses: int | None = None, **options: Any) -> Step:
-    """Of one rank of n, along the wrappers; where the absent GPU is."""
+    """Return the memory of a step of one rank of n, measured on the wrappers, in the process of the absent GPU."""
     return step(of.model, partial(of.inputs, n), n, ulysses, **options)
 
 
 def predicted(of: Llama, n: int, **options: Any) -> StepMemory:
-    """By `explain`, of the model on the meta device."""
+    """Return the prediction of `explain` for the model on the meta device."""
     found = sp_compile.explain(of.model("meta"), *of.inputs(n, "meta"), sp=n, memory=True, **options).step
     assert found is not None
     return found
@@ -117,4 +117,4 @@ def predicted(of: Llama, n: int, **options: Any) -> StepMemory:
 LLAMA_8B = Llama(rows=1 << 17, dim=4096, heads=32, kv_heads=8, hidden=14336, vocab=128256, layers=32)
 """A million tokens on 8 ranks."""
 OF_MANY = {"cost": {"memory": 4e9}}
-"""For a few of its layers that stand for all: there is no room for attention's results in the backward, as with all."""
+"""For a few layers that represent all: attention's results do not fit in memory until the backward, as with all."""

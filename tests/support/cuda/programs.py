@@ -1,4 +1,4 @@
-"""Programs that are compiled for an absent GPU, of the sizes of a real one: fake tensors take no memory."""
+"""Programs that are compiled for an absent GPU, in the sizes of a real one: fake tensors take no memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """rows: of one rank. The model is bfloat16."""
+    """Sizes of a model in bfloat16."""
 
-    rows: int = 131072
+    rows: int = 131072  # of one rank
     heads: int = 8
     kv_heads: int = 4
     head_dim: int = 128
     layers: int = 1
-    missing: int = 0
-    """By so many tokens the sequence is shorter than all ranks' rows."""
+    missing: int = 0  # tokens that the sequence is shorter than all ranks' rows
 
     @property
     def width(self) -> int:
@@ -52,7 +51,7 @@ class Attention(nn.Module):
 
 
 def inputs_of(sizes: Sizes, n: int) -> Callable[[], Sequence[Tensor]]:
-    """The whole sequence of n ranks, which nobody wants a gradient of, and weights."""
+    """Return a function that makes the full sequence of n ranks, without a gradient, and weights."""
 
     def make() -> Sequence[Tensor]:
         width, keys = sizes.width, 2 * sizes.kv_heads * sizes.head_dim
@@ -66,5 +65,5 @@ def inputs_of(sizes: Sizes, n: int) -> Callable[[], Sequence[Tensor]]:
 
 @cache
 def attention(strategy: str, n: int, sizes: Sizes, ulysses: int | None = None, **options: Any) -> Rank:
-    """One rank of n of `Attention`; where the absent GPU is."""
+    """Return one rank of n of `Attention`, in the process of the absent GPU."""
     return compiled(Attention(sizes), inputs_of(sizes, n), n, ulysses, attention=strategy, **options)

@@ -1,4 +1,4 @@
-"""Attention by hand on simulated ranks whose blocks run as on the absent GPU; exchanges and merges stay on the CPU."""
+"""Functional attention on simulated ranks whose blocks run as on the absent GPU; exchanges and merges use the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Body = Callable[..., tuple[Tensor, ...]]
 
 @contextmanager
 def blocks_on_gpu() -> Iterator[list[Seen]]:
-    """Inside, `LocalArgs` gives blocks to the operators' bodies with borrowed tensors; what each of them did."""
+    """Run the blocks of `LocalArgs` on borrowed tensors, and yield the recorded operations of each block."""
     seen: list[Seen] = []
 
     def run(body: Body, args: LocalArgs, *given: Any) -> tuple[Tensor, ...]:
@@ -49,8 +49,8 @@ def blocks_on_gpu() -> Iterator[list[Seen]]:
         yield seen
 
 
-def by_hand_on_gpu(op: str, case: Case, n: int) -> tuple[list[Tensor], list[Tensor], set[str], int]:
-    """Of n ranks, and of one device in float64: result and gradients; the kernels that ran, and other products."""
+def simulated_on_gpu(op: str, case: Case, n: int) -> tuple[list[Tensor], list[Tensor], set[str], int]:
+    """Return the results of n ranks and of a single device in float64, the kernels that ran, and other products."""
     with blocks_on_gpu() as seen:
         found = simulated(op, case, n)
     return found, dense(case), {name for one in seen for name in one.kernels}, sum(one.products for one in seen)

@@ -1,8 +1,8 @@
-"""A training step of one rank of n on an absent GPU, as `backend="sp"` compiles it, run on fake tensors.
+"""Run a training step of one rank of n on an absent GPU, compiled by `backend="sp"`, on fake tensors.
 
-Forward and backward are Inductor's wrappers, one behind the other, as AOTAutograd's runtime calls them: what the first
-keeps the second is given and frees. What opaque operators do while they run is seen, too: their bodies are run, the
-tiles of a loop by the wrappers of its parts, and kernels of attention take the memory that their sources ask for.
+The forward and then the backward are Inductor's wrappers, called as by AOTAutograd's runtime: the backward frees the
+values that the forward saved. The bodies of opaque operators are run, too: the tiles of a loop by the wrappers of its
+parts. Attention kernels allocate the workspace of their sources.
 """
 
 from __future__ import annotations
@@ -38,25 +38,22 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @dataclass(frozen=True)
 class Moments:
-    """Of a graph as it runs: the most bytes of values in memory at a time, when that is, and what they are by maker.
+    """Memory of a graph as it runs."""
 
-    values: beside gradients of parameters, where those leave the rank layer by layer.
-    """
-
-    peak: int = 0
-    at: str = ""
-    alive: Mapping[str, int] = field(default_factory=dict)
-    values: int = 0
+    peak: int = 0  # bytes of all values
+    at: str = ""  # event of the peak
+    alive: Mapping[str, int] = field(default_factory=dict)  # bytes at the peak by their producer
+    values: int = 0  # peak without gradients of parameters, which FSDP frees layer by layer
 
 
 @dataclass(frozen=True)
 class Step:
-    """Of one rank. kept: bytes that the forward leaves for the backward, on the device. host: that wait on the host."""
+    """Memory of a step of one rank."""
 
     forward: Moments
     backward: Moments
-    kept: int
-    host: int
+    kept: int  # bytes that the forward saves on the device
+    host: int  # bytes that it saves on the host
 
     @property
     def peak(self) -> int:
@@ -64,12 +61,12 @@ class Step:
 
     @property
     def values(self) -> int:
-        """Without gradients of parameters."""
+        """Return the peak without gradients of parameters."""
         return max(self.forward.values, self.backward.values)
 
 
 class _Ledger(Tracer):
-    """Remembers what is in memory after each event: which of it are gradients is known at the end."""
+    """Records the memory after each event; gradients are identified at the end."""
 
     supports_higher_order_operators = True
 
@@ -80,7 +77,7 @@ class _Ledger(Tracer):
         self.refs: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, HigherOrderOperator):  # an operator that draws numbers again, from a state of its own
+        if isinstance(func, HigherOrderOperator):  # an operator that restores its random state
             with self:
                 return args[0](*args[1:], **{k: v for k, v in (kwargs or {}).items() if k != "rng_state"})
         if func in BODIES:
@@ -98,12 +95,12 @@ class _Ledger(Tracer):
         super()._weigh(event)
         for key, known in self._live.items():
             if key not in self.labels:
-                self.refs.append(known.alive)  # as long as somebody knows it, no other memory gets its number
+                self.refs.append(known.alive)  # a reference prevents the reuse of the address
             self.labels[key] = known.label
         self.rows.append((event, {key: known.size for key, known in self._live.items()}))
 
     def moments(self, rows: slice, gradients: Container[int]) -> Moments:
-        """Of the rows of one graph."""
+        """Return the memory of the rows of one graph."""
         event, sizes = max(self.rows[rows], key=lambda row: sum(row[1].values()), default=("", {}))
         alive: Counter[str] = Counter()
         for key, nbytes in sizes.items():

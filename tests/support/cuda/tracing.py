@@ -1,8 +1,7 @@
-"""What a program compiled for a GPU does, one thing after another, and what is in memory meanwhile.
+"""Trace the operations of a program compiled for a GPU, and its memory over time.
 
-A wrapper that Inductor wrote is run on fake tensors: its allocations, its calls of operators, its launches of kernels
-and the end of each value are those of the GPU; only numbers are missing. What an opaque operator allocates while it
-runs is not seen.
+A wrapper of Inductor is run on fake tensors: its allocations, operator calls, kernel launches and the lifetime of each
+value are those of the GPU; only numbers are missing. Allocations within opaque operators are not traced.
 """
 
 from __future__ import annotations
@@ -21,29 +20,26 @@ from torch.utils._pytree import tree_leaves
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 SILENT = {torch.ops.aten.as_strided.default, torch.ops.aten.detach.default, torch.ops.prim.device.default}
-"""What a wrapper's checks and views call."""
+"""Operators of a wrapper's checks and views."""
 KERNEL, PRODUCT = "kernel", "product"
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
 @dataclass
 class Trace:
-    """What one rank does, in order, and the most bytes that its values take at a time.
+    """Operations of one rank in order, and the peak of its values.
 
-    Inputs of a forward are the caller's and do not count; what a backward was given counts until it is freed.
+    Inputs of a forward belong to the caller and do not count; saved values count in a backward until they are freed.
     """
 
     events: list[str] = field(default_factory=list)
-    peak: int = 0
-    at: str = ""
-    """The event at which it is reached."""
-    alive: dict[str, int] = field(default_factory=dict)
-    """Bytes at the peak by what made them."""
-    buffers: list[list[int]] = field(default_factory=list)
-    """Shapes of what is allocated for kernels."""
+    peak: int = 0  # bytes
+    at: str = ""  # event of the peak
+    alive: dict[str, int] = field(default_factory=dict)  # bytes at the peak by their producer
+    buffers: list[list[int]] = field(default_factory=list)  # shapes of the allocations for kernels
 
     def text(self) -> str:
-        """One event a line; neighbouring kernels and products are counted."""
+        """Return one event a line; runs of kernels and products are counted."""
         lines = []
         for event, same in groupby(self.events):
             count = len(list(same))
@@ -51,12 +47,12 @@ class Trace:
         return "\n".join(lines)
 
     def count(self, *beginnings: str) -> int:
-        """How many events begin with one of these."""
+        """Return the number of events that begin with one of the texts."""
         return sum(event.startswith(beginnings) for event in self.events)
 
 
 class Tracer(TorchDispatchMode):
-    """Writes a trace of what runs inside. given: (label, tensor) that are in memory already, until they are freed."""
+    """A mode that traces operators. given: (label, tensor) pairs that are in memory at the start."""
 
     def __init__(self, given: Iterable[tuple[str, Tensor]] = ()) -> None:
         super().__init__()
@@ -72,8 +68,8 @@ class Tracer(TorchDispatchMode):
         self._weigh(KERNEL)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._forget()  # before the result takes the place of what is gone
-        # Fake tensors that are waited for are others; on a GPU they are the same.
+        self._forget()  # before the result reuses freed memory
+        # A wait returns a new fake tensor; on a GPU it is the same.
         result = args[0] if func is WAIT else func(*args, **(kwargs or {}))
         if func in SILENT:
             return result
@@ -105,14 +101,14 @@ class Tracer(TorchDispatchMode):
             self.trace.peak, self.trace.at, self.trace.alive = total, event, dict(sizes.most_common())
 
     def _event(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: list[Tensor]) -> str:
-        """A line, or "" for what is not worth one."""
+        """Return the line of an operator, "" for operators that are not shown."""
         namespace, name = func._schema.name.split("::")
         if func is WAIT:
             return f"wait {self._arrived(args)[0]}"
         if namespace == "_c10d_functional":
             self._exchanges += 1
             event = f"{self._exchanges} = {str(args[-1]).partition('/')[2] or name.strip('_')} {_shape(made[0])}"
-            self._live.pop(key_of(made[0]), None)  # what is reduced in place is that exchange's from now on
+            self._live.pop(key_of(made[0]), None)  # memory that is reduced in place belongs to the exchange
             self._remember(made[0], event, self._exchanges)
             return event
         of = f" of {', '.join(map(str, self._arrived(args)))}" if self._arrived(args) else ""
@@ -128,13 +124,13 @@ class Tracer(TorchDispatchMode):
         return "" if name == "empty" else name + of
 
     def _arrived(self, args: Sequence[Any]) -> list[int]:
-        """The exchanges that brought what an operator reads."""
+        """Return the exchanges whose results an operator reads."""
         known = [self._live.get(key_of(x)) for x in tree_leaves(args) if isinstance(x, Tensor)]
         return list(dict.fromkeys(one.exchange for one in known if one is not None and one.exchange is not None))
 
 
 class _Storage(NamedTuple):
-    """Memory of a trace. exchange: the number of the one that fills it."""
+    """Memory of a trace. exchange: number of the exchange that fills it."""
 
     alive: StorageWeakRef
     label: str
@@ -143,7 +139,7 @@ class _Storage(NamedTuple):
 
 
 def key_of(x: Tensor) -> int:
-    """Of the memory that a tensor lies in."""
+    """Return the address of a tensor's storage object."""
     return int(x.untyped_storage()._cdata)
 
 

@@ -56,7 +56,7 @@ class _Kernel:
 
 @contextlib.contextmanager
 def group_of(n: int, rank: int = 0) -> Iterator[None]:
-    """A default group of n ranks, of which this process is one and nobody else is there."""
+    """Initialize a default group of n ranks in which this process is the only member."""
     dist.init_process_group("fake", rank=rank, world_size=n, store=FakeStore())
     try:
         yield
@@ -67,9 +67,14 @@ def group_of(n: int, rank: int = 0) -> Iterator[None]:
 def compiled(
     module: nn.Module, inputs: Callable[[], Sequence[Tensor]], n: int, ulysses: int | None = None, **options: Any
 ) -> Rank:
-    """What rank 0 of n does, forward and backward, for a module of which `inputs()` makes whole fake arguments.
+    """Return the operations of rank 0 of n in the forward and the backward (none under no_grad).
 
-    Under no_grad there is no backward. ulysses: ranks of that axis of a mesh, whose other is "ring".
+    Args:
+        module: Model to compile.
+        inputs: Returns the full fake arguments.
+        n: Number of ranks.
+        ulysses: Size of that axis of a 2-D mesh whose other axis is "ring".
+        options: Options of `backend="sp"`.
     """
     with group_of(n):
         if ulysses is not None:

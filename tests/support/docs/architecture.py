@@ -48,8 +48,8 @@ def example() -> str:
         "strategies": _changed(canonical, rewritten),
         "localize": _changed(rewritten, show(local)),
     }
-    lines = [(room if i == 0 else "", line) for room, text in made.items() for i, line in enumerate(text.split("\n"))]
-    return "\n".join(f"{room:10} {line}" for room, line in lines)
+    lines = [(stage if i == 0 else "", line) for stage, text in made.items() for i, line in enumerate(text.split("\n"))]
+    return "\n".join(f"{stage:10} {line}" for stage, line in lines)
 
 
 def _changed(before: str, after: str) -> str:

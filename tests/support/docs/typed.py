@@ -1,10 +1,9 @@
-"""The recipes of docs/ as a newcomer types them: two processes, Inductor, empty caches, nothing set in the environment.
+"""Run the recipes of docs/ as typed: two processes, Inductor, empty caches, an unmodified environment.
 
     make recipes RECIPES="start blocks"
 
-Their losses beside those of one device that runs the same lines eagerly, and how long it takes from the command to the
-first step whose loss is lower than the first one's. A row of benchmarks/results/recipes.md each; one that is run again
-replaces its own.
+Losses are compared with a single device that runs the same lines eagerly. The time from the command to the first
+improved loss is measured. Each recipe is a row of benchmarks/results/recipes.md; a rerun replaces its row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m support.fuzz`: so many minutes of all sources, from where the ledger ends, or one case again."""
+"""`python -m support.fuzz`: run all sources for some minutes from the end of the ledger, or one case again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
-    parser.add_argument("--seed", type=int, default=0, help="of the session: another one draws other cases")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the session")
     parser.add_argument("--from", type=int, dest="first", help="the first case; by default the first that did not run")
     parser.add_argument("--cases", type=int, help="of each source, at most")
-    parser.add_argument("--ledger", type=Path, default=ledger.PATH, help="where the outcomes are added up")
-    parser.add_argument("--folder", type=Path, default=Path(".fuzz"), help="where programs of bad outcomes are written")
-    parser.add_argument("--case", help="run this one again, as it is named in an outcome")
+    parser.add_argument("--ledger", type=Path, default=ledger.PATH, help="file with the counts of outcomes")
+    parser.add_argument("--folder", type=Path, default=Path(".fuzz"), help="folder for programs of bad outcomes")
+    parser.add_argument("--case", help="name of one case to run")
     parser.add_argument("--list", choices=SOURCES, help="print the names of a source's cases and run none")
     given = parser.parse_args()
     if given.case:

@@ -215,7 +215,7 @@ def fails_before_backward(error: type[BaseException]) -> Acts:
     return act
 
 
-def fails_behind_backward(error: type[BaseException]) -> Acts:
+def fails_after_backward(error: type[BaseException]) -> Acts:
     def act(loop: Loop, step: int) -> None:
         handle = loop.net.embed.weight.register_hook(_raising(error))
         try:
@@ -313,7 +313,7 @@ def fails_to_recompile(error: type[BaseException]) -> Acts:
 
 
 def a_child_calls(loop: Loop, step: int) -> None:
-    """As a data loader's worker may that has the model; it is refused, and the rank goes on."""
+    """Call the model in a forked child, as a data loader's worker may; it raises, and the rank continues."""
     child = os.fork()
     if child == 0:
         try:
@@ -322,17 +322,17 @@ def a_child_calls(loop: Loop, step: int) -> None:
             os._exit(0 if error.code == "SP682" else 2)
         os._exit(1)
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        raise Wrong("a child was not told that it has no part in the group")
+        raise Wrong("a forked child called the model without an SpError")
     loop.train(step)
 
 
 def checkpoints(loop: Loop, step: int) -> None:
-    """The whole model, by hand: its backward calls it again."""
+    """Checkpoint the complete model: its backward calls it again."""
     checkpoint(loop.run, *loop.batch(step), use_reentrant=False).backward()
 
 
 def under_func(loop: Loop, step: int) -> None:
-    """Which Dynamo leaves to Python, from then on."""
+    """Call the model under torch.func, for which Dynamo falls back to Python from then on."""
     ids, labels, noise = loop.batch(step)
     torch.func.grad(lambda x: loop.run(ids, labels, x))(noise)
 

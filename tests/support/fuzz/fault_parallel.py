@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from sp_compile.runtime import session
 
 GRID = 4
-"""Ranks: two that share a sequence, by two that share each layer."""
+"""Ranks of a grid: two for the sequence by two for each layer."""
 
 
 class Parallel(nn.Module):
-    """Layers over all ranks, as `Subject` takes its batch; with one rank, the same on one device."""
+    """Layers split over all ranks, with the inputs of `Subject`; with one rank, without parallelism."""
 
     def __init__(self, tp: Split) -> None:
         super().__init__()
@@ -77,15 +77,15 @@ Act = Callable[[], Any]
 
 
 def while_compiling(act: Act) -> Callable[[Loop], None]:
-    """Once, in front of the first question that ranks ask each other."""
+    """Run `act` once, before the first exchange between ranks in a compilation."""
 
     def begin(loop: Loop) -> None:
-        asked = session.input_digests
+        digests = session.input_digests
 
         def odd(*given: Any) -> Any:
-            session.input_digests = asked
+            session.input_digests = digests
             act()
-            return asked(*given)
+            return digests(*given)
 
         session.input_digests = odd
         rests(loop, 1, TIMEOUT / 2)

@@ -1,4 +1,4 @@
-"""What may go wrong on one rank of a training loop, and what every living rank has to be told of it."""
+"""Table of faults on one rank of a training loop, and of the errors that the other ranks must raise."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from support.fuzz.fault_acts import (
     deterministic,
     evaluates,
     exchanged,
+    fails_after_backward,
     fails_at_op,
     fails_before_backward,
-    fails_behind_backward,
     fails_in_forward,
     fails_to_recompile,
     force_eager,
@@ -84,29 +84,21 @@ from sp_compile.passes.cost import measure
 
 @dataclass(frozen=True)
 class Fault:
-    """hears: what the ranks are told, as a regular expression; "" where the loop goes on and stays right.
+    """A fault of the odd rank in one step of a training loop."""
 
-    acts: what the odd rank does on the step of the fault, in place of what every rank does. everyone: what every rank
-    does on that step. prepares, begins: before the model is compiled, on every rank and on the odd one. options: of
-    every rank's backend. own: what the fault raises, which the loop catches. ends: the odd rank tells nothing after it.
-    deaf: the odd rank runs no program of ours that could tell it. anew: it is met when a program is compiled again.
-    late: only on a later step, where values are known to be equal on all ranks since the program was compiled.
-    connected: with a process group from the beginning. ranks: how many; None: two or three.
-    """
-
-    hears: str
-    acts: Acts | None = None
-    everyone: Acts | None = None
-    begins: Callable[[Loop], None] | None = None
-    prepares: Callable[[Loop], None] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    own: tuple[type[BaseException], ...] = ()
-    ends: bool = False
-    deaf: bool = False
-    anew: bool = False
-    late: bool = False
-    connected: bool = True
-    ranks: int | None = None
+    error: str  # regular expression of the ranks' SpError; "" if the loop continues with right values
+    acts: Acts | None = None  # the step of the fault on the odd rank
+    everyone: Acts | None = None  # the step of the fault on every rank
+    begins: Callable[[Loop], None] | None = None  # before compilation, on the odd rank
+    prepares: Callable[[Loop], None] | None = None  # before compilation, on every rank
+    options: Mapping[str, Any] = field(default_factory=dict)  # of every rank's backend
+    own: tuple[type[BaseException], ...] = ()  # errors of the fault itself, which the loop catches
+    ends: bool = False  # the odd rank reports nothing after the fault
+    unaware: bool = False  # the odd rank runs no compiled program that could raise the error
+    recompiles: bool = False  # the fault occurs when a program is compiled again
+    late: bool = False  # only on a later step, after the values of all ranks were compared
+    connected: bool = True  # with a process group from the start
+    ranks: int | None = None  # number of ranks; None: two or three
 
 
 # Before the first step.
@@ -128,7 +120,7 @@ def views_from_the_start(loop: Loop) -> None:
 
 
 def branches(loop: Loop) -> None:
-    """The model does something else on one rank."""
+    """Change the model on one rank."""
     forward = loop.net.forward
     loop.net.forward = lambda ids, labels, noise: forward(ids, labels, noise.sin())
 
@@ -149,13 +141,13 @@ def buffer_from_the_start(loop: Loop) -> None:
 
 
 def another_mode(loop: Loop) -> None:
-    """Of Inductor's, where other ranks have none."""
+    """Compile with a mode of Inductor on the odd rank only."""
     mode = "max-autotune-no-cudagraphs" if loop.is_odd else None
     loop.run = torch.compile(loop.net, backend="sp", mode=mode)
 
 
 def two_meshes(loop: Loop) -> None:
-    """Every rank makes both, because that takes all of them."""
+    """Use another mesh on the odd rank; every rank creates both, a collective call."""
     loop.options["mesh"] = init_device_mesh("cpu", (loop.scene.world,), mesh_dim_names=("sp",))
     other = init_device_mesh("cpu", (loop.scene.world, 1), mesh_dim_names=("sp", "x"))
     if loop.is_odd:
@@ -171,7 +163,7 @@ def other_backend(loop: Loop) -> None:
 
 
 def changing_lengths(loop: Loop) -> None:
-    """As symbols, where other ranks compile for one length."""
+    """Compile for symbolic lengths; other ranks compile for one length."""
     loop.run = torch.compile(loop.net, backend="sp", dynamic=True, options=loop.options)
 
 
@@ -181,7 +173,7 @@ def checkpointed_part(loop: Loop) -> None:
 
 
 def under_ddp(loop: Loop) -> None:
-    """Over the very ranks that share the sequence."""
+    """Use DDP over the same ranks that split the sequence."""
     compile_under_ddp(loop.net, **loop.options)
     loop.run = DistributedDataParallel(loop.net)
 
@@ -217,7 +209,7 @@ MEASURED = {"cost": None}
 TRAINS: Any = {"prepares": training.trains}
 REPLICAS: Any = {"prepares": replicas.of_replicas(), "ranks": replicas.RANKS}
 UNUSED: Any = {"prepares": replicas.of_replicas(find_unused_parameters=True), "ranks": replicas.RANKS}
-ANEW = f"{VALUES}|different|SP602|{ASTRAY}"
+RECOMPILED = f"{VALUES}|different|SP602|{ASTRAY}"
 PARALLEL: Any = {"prepares": parallel.tensor_parallel}
 GRID: Any = {"prepares": parallel.grid, "ranks": parallel.GRID}
 NOT_COMPILED = "could not be compiled.*of the fault"
@@ -259,7 +251,7 @@ FAULTS: dict[str, Fault] = {
     "a number that differs": Fault("different|SP602", other_number),
     "numbers that differ": Fault("different", everyone=other_numbers, late=True),
     "a weight that changes before backward": Fault(STOPPED, writes_before_backward, own=(RuntimeError,), late=True),
-    "a flop counter": Fault(f"{ASTRAY}|{STOPPED}", under(partial(FlopCounterMode, display=False)), deaf=True),
+    "a flop counter": Fault(f"{ASTRAY}|{STOPPED}", under(partial(FlopCounterMode, display=False)), unaware=True),
     "a buffer that differs": Fault(f"{VALUES}.*scale", changed("scale")),
     "no_grad": Fault("mode", under(torch.no_grad)),
     "a call more": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", calls_once_more(nullcontext)),
@@ -284,15 +276,17 @@ FAULTS: dict[str, Fault] = {
     "KeyboardInterrupt before backward": Fault(
         f"{ASTRAY}|{STOPPED}", fails_before_backward(KeyboardInterrupt), own=CAUGHT
     ),
-    "MemoryError behind backward": Fault("", fails_behind_backward(MemoryError), own=CAUGHT),
+    "MemoryError after backward": Fault("", fails_after_backward(MemoryError), own=CAUGHT),
     "SIGKILL": Fault(STOPPED, kill(signal.SIGKILL), ends=True),
     "SIGSTOP": Fault(STOPPED, kill(signal.SIGSTOP), ends=True),
     "SIGINT while waiting": Fault(f"{ASTRAY}|{STOPPED}", interrupts_another, own=CAUGHT),
     "a second thread": Fault(f"SP624|{ASTRAY}|{STOPPED}", in_a_thread),
     "force_eager": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", force_eager),
-    "the recompile limit": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", everyone=recompiles_too_often, deaf=True, anew=True),
-    "MemoryError while compiling anew": Fault("SP607", everyone=fails_to_recompile(MemoryError), anew=True),
-    "compiling anew for long": Fault("", everyone=compiles_for_long, anew=True),
+    "the recompile limit": Fault(
+        f"{VALUES}|{ASTRAY}|{STOPPED}", everyone=recompiles_too_often, unaware=True, recompiles=True
+    ),
+    "MemoryError while compiling again": Fault("SP607", everyone=fails_to_recompile(MemoryError), recompiles=True),
+    "compiling again for long": Fault("", everyone=compiles_for_long, recompiles=True),
     "a rank that leaves": Fault("", everyone=leaves),
     "ranks renumbered": Fault("", everyone=renumbered),
     "a group that comes late": Fault("", everyone=connects_late, connected=False),
@@ -315,8 +309,8 @@ FAULTS: dict[str, Fault] = {
     "a mesh of two axes": Fault("", prepares=two_meshes),
     "a mesh axis that is none": Fault(f"SP11[45]|{ASTRAY}|{STOPPED}", begins=option(mesh_dim="sq")),
     "a mesh that is none": Fault(f"SP111|{ASTRAY}|{STOPPED}", begins=option(mesh="sp")),
-    "compiling is disabled": Fault(f"{ASTRAY}|{STOPPED}", begins=disabled, deaf=True),
-    "another backend": Fault(f"{ASTRAY}|{STOPPED}", begins=other_backend, deaf=True),
+    "compiling is disabled": Fault(f"{ASTRAY}|{STOPPED}", begins=disabled, unaware=True),
+    "another backend": Fault(f"{ASTRAY}|{STOPPED}", begins=other_backend, unaware=True),
     "a forked child": Fault("", forks),
     "a deep copy": Fault("", everyone=copies),
     "a checkpoint": Fault("", everyone=loads),
@@ -333,7 +327,7 @@ FAULTS: dict[str, Fault] = {
     "a forked child that calls the model": Fault("", a_child_calls),
     "a checkpoint around the model": Fault("mode.*checkpoint", checkpoints),
     "a checkpointed part": Fault("SP631.*in checkpoint 0", begins=checkpointed_part),
-    "torch.func": Fault(f"{ASTRAY}|{STOPPED}", under_func, deaf=True),
+    "torch.func": Fault(f"{ASTRAY}|{STOPPED}", under_func, unaware=True),
     "a buffer of another dtype": Fault("SP631.*scale: torch.float32", buffer_as_float, late=True),
     "a weight without memory": Fault(f"{VALUES}.*head.weight.*its memory was freed", without_memory, late=True),
     "lengths as symbols": Fault("SP631.*dynamic=True", begins=changing_lengths),
@@ -360,24 +354,27 @@ FAULTS: dict[str, Fault] = {
     "averages and back": Fault("", training.averages_and_back),
     "another checkpoint": Fault(f"{VALUES}.*weight", training.loads_other, late=True),
     "a checkpoint whose tensors become weights": Fault("SP605", training.assigns, late=True),
-    "tied weights": Fault(ANEW, training.ties, late=True),
-    "a model in float32": Fault(ANEW, training.casts(torch.float32), late=True),
-    "a model in bfloat16": Fault(ANEW, training.casts(torch.bfloat16), late=True),
+    "tied weights": Fault(RECOMPILED, training.ties, late=True),
+    "a model in float32": Fault(RECOMPILED, training.casts(torch.float32), late=True),
+    "a model in bfloat16": Fault(RECOMPILED, training.casts(torch.bfloat16), late=True),
     "a cast to what it is": Fault("", training.casts(torch.float64)),
-    "a token more": Fault(ANEW, training.adds_a_token, late=True),
-    "an adapter that is merged": Fault(ANEW, training.merges, prepares=training.adapted, late=True),
-    "an adapter that is added": Fault(ANEW, training.adapts, late=True),
-    "tokens in int32": Fault(ANEW, training.narrow_tokens, late=True),
-    "an input that is a parameter": Fault(ANEW, training.as_parameter, late=True),
+    "a token more": Fault(RECOMPILED, training.adds_a_token, late=True),
+    "an adapter that is merged": Fault(RECOMPILED, training.merges, prepares=training.adapted, late=True),
+    "an adapter that is added": Fault(RECOMPILED, training.adapts, late=True),
+    "tokens in int32": Fault(RECOMPILED, training.narrow_tokens, late=True),
+    "an input that is a parameter": Fault(RECOMPILED, training.as_parameter, late=True),
     "arguments by name": Fault("", training.by_name),
-    "a length that is marked": Fault(ANEW, training.marks_dynamic, late=True),
+    "a length that is marked": Fault(RECOMPILED, training.marks_dynamic, late=True),
     "NaN in an input": Fault(f"{VALUES}.*noise", training.nan_input),
     "NaN in an input of all ranks": Fault("", everyone=training.nan_input),
     "NaN in a loss": Fault("SP637", training.nan_loss),
     "NaN in a weight": Fault(f"{VALUES}.*weight", training.nan_weight),
     "a buffer that is replaced": Fault(f"{VALUES}.*scale", training.other_buffer),
     "another default dtype": Fault(
-        ANEW, training.sets(partial(torch.set_default_dtype, torch.float64)), prepares=training.makes_numbers, late=True
+        RECOMPILED,
+        training.sets(partial(torch.set_default_dtype, torch.float64)),
+        prepares=training.makes_numbers,
+        late=True,
     ),
     "more threads": Fault("", training.sets(partial(torch.set_num_threads, 2)), late=True),
     "another precision of products": Fault(
@@ -407,9 +404,9 @@ FAULTS: dict[str, Fault] = {
     "two calls before their backwards": Fault(f"{ASTRAY}|{STOPPED}", training.both_then_backwards),
     "a backward in a thread": Fault("", training.backward_in_a_thread),
     "a sum of its own": Fault(f"{ASTRAY}|{STOPPED}", training.reduces, own=(RuntimeError,)),
-    "a sum of its own meanwhile": Fault(STOPPED, training.reduces_meanwhile),
+    "a sum of its own, asynchronous": Fault(STOPPED, training.reduces_asynchronously),
     "tensors from rank to rank": Fault("", everyone=training.sends),
-    "a rank that destroys its group": Fault(STOPPED, training.destroys, deaf=True),
+    "a rank that destroys its group": Fault(STOPPED, training.destroys, unaware=True),
     "gradients that are forgotten": Fault("mode", training.forgets_gradients),
     "os._exit": Fault(STOPPED, training.exits, ends=True),
     "SIGTERM": Fault(STOPPED, kill(signal.SIGTERM), ends=True),
@@ -436,12 +433,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "one more batch and join": Fault("", everyone=replicas.joins, **REPLICAS),
     "nothing, replicas that look for unused parameters": Fault("", slow, **UNUSED),
-    # While ranks compile a program with groups of its own, and of a grid: its sequence is split over a second axis.
+    # During compilation of a tensor-parallel program, and of one on a grid with the sequence on a second axis.
     "nothing, grid": Fault("", slow, **GRID),
     **{
-        f"{name}, {where}": Fault(hears, begins=begins, **more, **given)
+        f"{name}, {where}": Fault(error, begins=begins, **more, **given)
         for where, given in (("tensor-parallel", PARALLEL), ("grid", GRID))
-        for name, hears, begins, more in (
+        for name, error, begins, more in (
             ("another option of layers", "SP610.*linear", option(sequence_parallel_linear="never"), {}),
             ("MemoryError while compiling", NOT_COMPILED, parallel.while_compiling(parallel.raises(MemoryError)), {}),
             (

@@ -25,12 +25,12 @@ Between = Callable[[Loop], None]
 
 
 def trains(loop: Loop) -> None:
-    """A step of an optimizer follows each step of the loop, of the model of one device, too."""
+    """Add an optimizer step to each step of the loop, also for the single-device model."""
     loop.optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (loop.net, loop.alone)]
 
 
 def between(change: Between) -> Acts:
-    """Something between the backward and the optimizer's step."""
+    """Change something between the backward and the optimizer's step."""
 
     def act(loop: Loop, step: int) -> None:
         loop.train(step, between=lambda: change(loop))
@@ -314,19 +314,19 @@ def backward_in_a_thread(loop: Loop, step: int) -> None:
 
 
 def reduces(loop: Loop, step: int) -> None:
-    """A sum of the user's own, behind the step."""
+    """All-reduce a value of the user after the step."""
     loop.train(step)
     dist.all_reduce(torch.ones(1))
 
 
-def reduces_meanwhile(loop: Loop, step: int) -> None:
-    """Such a sum, which nobody waits for."""
+def reduces_asynchronously(loop: Loop, step: int) -> None:
+    """Start an all-reduce of the user before the step, without a wait."""
     dist.all_reduce(torch.ones(1), async_op=True)
     loop.train(step)
 
 
 def sends(loop: Loop, step: int) -> None:
-    """From rank to rank, beside what all do."""
+    """Send a value from rank 0 to rank 1 before the step."""
     if loop.rank == 0:
         dist.send(torch.ones(1), 1)
     elif loop.rank == 1:
@@ -393,13 +393,13 @@ def saved(run: Any) -> Any:
 
 
 def by_inductor(loop: Loop) -> None:
-    """With a cache of the rank's own."""
+    """Compile with Inductor, with a separate cache of the rank."""
     loop.options["compiler"] = "inductor"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{loop.scene.folder}/cache{loop.rank}"
 
 
 def closes_cache(loop: Loop, step: int) -> None:
-    """Every rank compiles anew, the odd one where a folder cannot be made, as on a disk that is full or read-only."""
+    """Compile again on every rank; on the odd one, no folder can be created, as on a full or read-only disk."""
     path, name = Path(loop.scene.folder, "file"), "TORCHINDUCTOR_CACHE_DIR"
     path.touch()
     torch._dynamo.reset()
@@ -408,11 +408,11 @@ def closes_cache(loop: Loop, step: int) -> None:
 
 
 def damages_cache(loop: Loop, step: int) -> None:
-    """Every rank compiles anew from what it has kept, of which the odd one has halves."""
+    """Compile again from the cache on every rank; the cache of the odd one is truncated."""
     kept = [x for x in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "fxgraph").rglob("*") if x.is_file()]
     for entry in kept if loop.is_odd else ():
         os.truncate(entry, entry.stat().st_size // 2)
     if not kept:
-        raise AssertionError("Inductor has kept nothing")
+        raise AssertionError("the cache of Inductor is empty")
     torch._dynamo.reset()
     loop.train(step)

@@ -1,4 +1,4 @@
-"""Random faults on real ranks: who hears of it, when, and what the group is worth afterwards."""
+"""Inject random faults on real ranks; check the errors of all ranks, their steps, and the group afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AFTERWARDS = {
             *("SIGKILL", "SIGKILL, tensor-parallel", "SIGTERM", "SIGSTOP", "os._exit"),
             *(name for name in FAULTS if name.startswith("IndexError in ")),
             *("SIGINT while waiting", "MemoryError in forward", "KeyboardInterrupt in forward"),
-            *("a weight that changes before backward", "a sum of its own", "a sum of its own meanwhile"),
+            *("a weight that changes before backward", "a sum of its own", "a sum of its own, asynchronous"),
             *("a rank that destroys its group", "KeyboardInterrupt while compiling"),
             *(f"KeyboardInterrupt while compiling, {where}" for where in ("tensor-parallel", "grid")),
             *(f"SIGKILL while compiling, {where}" for where in ("tensor-parallel", "grid")),
@@ -46,8 +46,8 @@ AFTERWARDS = {
     "deterministic algorithms": "deterministic algorithms",
     "another default dtype": "SP63[34568]",
 }
-"""Faults that last, that end a group, or behind which ranks stand at different places: what another model over the
-group may be told then. Behind all others it is right."""
+"""Faults that persist, end a group or leave ranks at different steps, with the errors that another model over the group
+may raise. After all other faults it is right."""
 NEXT_CALL = frozenset(
     [
         *("a second backward", "a second backward, tensor-parallel", "two models in another order"),
@@ -55,14 +55,14 @@ NEXT_CALL = frozenset(
         *("a step that a scaler skips", "an error in the optimizer", "an interrupt in the optimizer"),
     ]
 )
-"""Faults behind the last exchange of their step: all ranks hear at the next call. So do they of those that come late; of
-all others only the odd rank may, which has skipped something and is a step ahead."""
-Told = dict[int, list[Event | None]]
-"""What each rank has told, in order; None at the end if it came so far."""
+"""Faults after the last exchange of their step: all ranks raise at the next call. The same holds for late faults. For
+all others, only the odd rank may raise one step later, since it may have skipped a step."""
+Reports = dict[int, list[Event | None]]
+"""Events of each rank in order; None at the end if the rank finished."""
 
 
 def cases(seed: int = 0) -> Iterator[str]:
-    """Without end: every fault once in a random order, then again in other scenes."""
+    """Yield cases without end: every fault once in a random order, then again in other scenes."""
     random = Random(seed)
     while True:
         for fault in random.sample(sorted(FAULTS), len(FAULTS)):
@@ -78,16 +78,16 @@ def run(name: str) -> Result:
 
 
 def made(fault: str, seed: int, folder: str) -> Scene:
-    """The scene of a seed."""
-    random, late = Random(seed), FAULTS[fault].anew or FAULTS[fault].late
+    """Return the scene of a seed."""
+    random, late = Random(seed), FAULTS[fault].recompiles or FAULTS[fault].late
     world = random.choice([2, 2, 3]) if FAULTS[fault].ranks is None else FAULTS[fault].ranks
     at_first = FAULTS[fault].begins or not (FAULTS[fault].acts or FAULTS[fault].everyone)
     step = 0 if at_first else random.randrange(1 if late else 0, STEPS - 1)
     return Scene(fault, world, random.randrange(world), step, random.random() < 0.5, folder)
 
 
-def lived(scene: Scene, fault: Fault) -> Told:
-    """Let the ranks live; what they told."""
+def lived(scene: Scene, fault: Fault) -> Reports:
+    """Run the ranks of a scene; return their reports."""
     for number in range(2):
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
@@ -102,7 +102,7 @@ def lived(scene: Scene, fault: Fault) -> Told:
         pipes.append(ours)
         processes.append(process)
     try:
-        return _heard(pipes, fault, scene)
+        return _collect(pipes, fault, scene)
     finally:
         for pipe in pipes:
             pipe.close()
@@ -112,66 +112,68 @@ def lived(scene: Scene, fault: Fault) -> Told:
             process.join()
 
 
-def _heard(pipes: list[Connection], fault: Fault, scene: Scene) -> Told:
-    told: Told = {rank: [] for rank in range(len(pipes))}
+def _collect(pipes: list[Connection], fault: Fault, scene: Scene) -> Reports:
+    reports: Reports = {rank: [] for rank in range(len(pipes))}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes) if not (fault.ends and rank == scene.odd)}
     deadline = time.monotonic() + PATIENCE
     while waiting and time.monotonic() < deadline:
         for pipe in wait(list(waiting), timeout=1):
             rank = waiting[pipe]
             try:
-                told[rank].append(pipe.recv())
+                reports[rank].append(pipe.recv())
             except (EOFError, ConnectionError):
                 del waiting[pipe]
                 continue
-            if told[rank][-1] is None:
+            if reports[rank][-1] is None:
                 del waiting[pipe]
-    return told
+    return reports
 
 
-def judged(scene: Scene, fault: Fault, told: Told) -> Result:
-    """Is it what has to come of the fault?"""
+def judged(scene: Scene, fault: Fault, reports: Reports) -> Result:
+    """Return the outcome of a fault: the worst violation, or the expected one."""
     problems = [
-        (outcome, f"rank {rank} {words}") for rank in told for outcome, words in _of_rank(scene, fault, rank, told)
+        (outcome, f"rank {rank} {words}")
+        for rank in reports
+        for outcome, words in _of_rank(scene, fault, rank, reports)
     ]
     for outcome in (Outcome.HANG, Outcome.WRONG, Outcome.RAW):
         found = [words for one, words in problems if one is outcome]
         if found:
             return Result(outcome, "\n".join(found))
-    return Result(Outcome.REFUSED if fault.hears else Outcome.EXACT)
+    return Result(Outcome.REFUSED if fault.error else Outcome.EXACT)
 
 
-def _of_rank(scene: Scene, fault: Fault, rank: int, told: Told) -> Iterator[tuple[Outcome, str]]:
-    """What is wrong with what one rank has told."""
+def _of_rank(scene: Scene, fault: Fault, rank: int, reports: Reports) -> Iterator[tuple[Outcome, str]]:
+    """Yield the violations in the reports of one rank."""
     odd = rank == scene.odd
     if fault.ends and odd:
         return
-    if None not in told[rank]:
-        yield Outcome.HANG, f"has told no more than {told[rank]}"
+    if None not in reports[rank]:
+        yield Outcome.HANG, f"reported only {reports[rank]}"
         return
-    events = [event for event in told[rank] if event is not None]
+    events = [event for event in reports[rank] if event is not None]
     for event in events:
         if event.kind in ("wrong", "raw"):
             yield (Outcome.WRONG if event.kind == "wrong" else Outcome.RAW), f"on step {event.step}: {event.words}"
         waited = re.search(r"waited (\d+) s", event.words)
         if event.kind == "refused" and waited and int(waited[1]) > 2 * TIMEOUT:
-            yield Outcome.HANG, f"was told on step {event.step}: {event.words}"
-    heard = [event for event in events if event.kind == "refused" and event.step != AFTER]
-    if not fault.hears:
-        for event in heard:
-            yield Outcome.WRONG, f"was refused what is right, on step {event.step}: {event.words}"
-    elif not heard and not (fault.deaf and odd) and not any(event.kind in ("raw", "wrong") for event in events):
-        yield Outcome.WRONG, f"has heard nothing: {events}"
-    apart = OUT_OF_STEP if fault.ranks == REPLICAS else None  # one replica may be told of it a step later
-    afterwards = AFTERWARDS.get(scene.fault, apart)
+            yield Outcome.HANG, f"waited too long, on step {event.step}: {event.words}"
+    refusals = [event for event in events if event.kind == "refused" and event.step != AFTER]
+    if not fault.error:
+        for event in refusals:
+            yield Outcome.WRONG, f"raised an unexpected error on step {event.step}: {event.words}"
+    elif not refusals and not (fault.unaware and odd) and not any(event.kind in ("raw", "wrong") for event in events):
+        yield Outcome.WRONG, f"raised no error: {events}"
+    replica = OUT_OF_STEP if fault.ranks == REPLICAS else None  # one replica may raise it a step later
+    afterwards = AFTERWARDS.get(scene.fault, replica)
     for event in events:
         if (event.step, event.kind) == (AFTER, "refused") and not re.search(afterwards or "$^", event.words):
-            yield Outcome.WRONG, f"was refused another model afterwards: {event.words}"
-    for event in heard:
+            yield Outcome.WRONG, f"raised an error in another model afterwards: {event.words}"
+    for event in refusals:
         if event.step > scene.step + (odd or fault.late or scene.fault in NEXT_CALL):
-            yield Outcome.WRONG, f"has heard of it on step {event.step} only: {event.words}"
-        elif not re.search(fault.hears, event.words, re.DOTALL):
-            yield Outcome.WRONG, f"was told something else: {event.words}"
+            yield Outcome.WRONG, f"raised the error on step {event.step} only: {event.words}"
+        elif not re.search(fault.error, event.words, re.DOTALL):
+            yield Outcome.WRONG, f"raised another error: {event.words}"
 
 
 def _shown(scene: Scene) -> str:

@@ -1,4 +1,4 @@
-"""What was fuzzed so far: `benchmarks/results/fuzz.md`, which the fuzzer reads to go on, and writes."""
+"""Read and write the outcomes of the fuzzer, `benchmarks/results/fuzz.md`, at whose end it continues."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Row:
 
     @classmethod
     def now(cls, source: str, seed: int, number: int, outcome: Outcome) -> Row:
-        """What has just come of a case."""
+        """Return the row of one case."""
         version = torch.__version__.partition("+")[0]
         return cls(source, seed, number, number + 1, commit(), version, Counter([outcome]))
 
@@ -49,12 +49,12 @@ class Row:
 
 
 def end_of(source: str, seed: int = 0, path: Path = PATH) -> int:
-    """The case of a source and a seed with which to go on."""
+    """Return the first case of a source and a seed that did not run."""
     return max((row.end for row in _rows(path) if (row.source, row.seed) == (source, seed)), default=0)
 
 
 def add(row: Row, path: Path = PATH) -> None:
-    """Write the row down, as a part of one that it goes on behind."""
+    """Write a row, merged with the row that ends where it starts."""
     rows = list(_rows(path))
     for other in rows:
         place = (row.source, row.seed, row.commit, row.torch, row.first)

@@ -1,6 +1,6 @@
-"""A rank's training loop, in which one thing may go wrong; every step is compared with one device.
+"""A rank's training loop with one fault; every step is compared with a single device.
 
-What happens is told step by step, through a pipe: the rank may be killed at any time.
+Each step is reported through a pipe, since the rank may be killed at any time.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from torch._dynamo.backends.common import aot_autograd
 from sp_compile import SpError
 
 STEPS = 4
-AFTER = STEPS  # the step of what is tried afterwards
-TIMEOUT = 15.0  # seconds of a group: a busy machine takes some for a step
+AFTER = STEPS  # the step after the loop
+TIMEOUT = 15.0  # seconds of a group; a step takes several on a busy machine
 TOLERANCE = 1e-9
 DIM = 8
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Where a fault happens: to one rank of the world, on one step. tcp: the ranks meet at a port, not in a file."""
+    """Place of a fault: a rank and a step. tcp: the ranks connect through a port instead of a file."""
 
     fault: str
     world: int
@@ -52,7 +52,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank has to tell of a step. kind: right, wrong, refused, raw, own (raised by the fault itself), left."""
+    """Report of a rank about a step. kind: right, wrong, refused, raw, own (raised by the fault itself), left."""
 
     step: int
     kind: str
@@ -61,7 +61,7 @@ class Event:
 
 
 class Subject(nn.Module):
-    """Tokens, labels and floats, weights, a buffer, a number: all that ranks may have differently; quick to compile."""
+    """A small model with tokens, labels, floats, weights, a buffer and a scalar, which may differ between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,10 +76,11 @@ class Subject(nn.Module):
 
 
 class Loop:
-    """The loop of one rank. options: of the backend. length: tokens of a step.
+    """The training loop of one rank.
 
-    raises: what the compiled program, or the compiler before there is one, raises once. shift: batches that this rank
-    is ahead. honest: may its results be compared with one device's? optimizers: of the model and of the one beside it.
+    options: of the backend. length: tokens of a step. raises, compile_raises: errors that the compiled program or the
+    compiler raises once. shift: batches that this rank is ahead. honest: compare its results with a single device.
+    optimizers: of the model and of its single-device copy.
     """
 
     def __init__(self, scene: Scene, rank: int, options: dict[str, Any]) -> None:
@@ -101,7 +102,7 @@ class Loop:
         return self.rank == self.scene.odd
 
     def connect(self, number: int, ranks: Sequence[int]) -> None:
-        """Join a default group of these ranks. number: how many there were."""
+        """Initialize a default group of these ranks. number: of earlier groups."""
         where = f"file://{self.scene.folder}/store{number}"
         if self.scene.tcp:
             where = f"tcp://127.0.0.1:{Path(self.scene.folder, f'port{number}').read_text()}"
@@ -129,7 +130,7 @@ class Loop:
             raise error
 
     def batch(self, step: int, seed: int | None = None) -> list[Tensor]:
-        """The arguments of a step, the same on every rank; other ones of another seed."""
+        """Return the arguments of a step, equal on every rank; `seed` selects others."""
         number = step + self.shift if seed is None else seed
         ids, labels = text(self.length(step), seed=number)
         generator = torch.Generator().manual_seed(number)
@@ -138,7 +139,7 @@ class Loop:
     def train(
         self, step: int, batch: Sequence[Tensor] | None = None, between: Callable[[], None] | None = None
     ) -> None:
-        """One step as every rank makes it, of these arguments. between: what comes before the optimizers' step."""
+        """Run one step. between: called before the optimizers' step."""
         given = self.batch(step) if batch is None else batch
         self.net.zero_grad()
         loss = self.run(*given)
@@ -151,7 +152,7 @@ class Loop:
             optimizer.step()
 
     def compare(self, loss: Tensor, given: Sequence[Tensor]) -> None:
-        """Raise Wrong if the step gave something else than one device gives."""
+        """Raise Wrong if the loss or a gradient differs from a single device."""
         if not self.honest:
             return
         self.alone.zero_grad()
@@ -166,12 +167,12 @@ class Loop:
         self.refuse(max(errors), f"entry {errors.index(max(errors))}")
 
     def refuse(self, error: float, where: str) -> None:
-        """Raise Wrong if this is none of rounding."""
+        """Raise Wrong if the error exceeds rounding."""
         if not error <= TOLERANCE:
             raise Wrong(f"relative error {error:.1e} in {where}")
 
     def _part(self, grad: Tensor | None, like: nn.Parameter) -> Tensor | None:
-        """What a parameter that is cut over the ranks has of a gradient."""
+        """Return this rank's part of the gradient of a parameter."""
         dim = getattr(like, "cut", None)
         return grad if grad is None or dim is None else grad.chunk(self.scene.world, dim)[self.rank]
 
@@ -179,7 +180,7 @@ class Loop:
         return int(Path(self.scene.folder, f"{rank}.pid").read_text())
 
     def afterwards(self) -> None:
-        """Another model over the same group: right, or an SpError that says that the group is no more."""
+        """Run another model over the same group; it is right, or raises an SpError if the group ended."""
         torch.manual_seed(0)
         net, x = build(Sums), torch.ones(2, 8, 16, dtype=torch.float64)
         run = torch.compile(net, backend="sp", options={"compiler": "aot_eager", "cost": {}})
@@ -188,25 +189,25 @@ class Loop:
 
 
 class Wrong(Exception):
-    """A result differs from that of one device, and nobody has said so."""
+    """A result differs from a single device, without an error."""
 
 
 class Left(Exception):
-    """This rank has no more part in the loop, as it was meant to be."""
+    """The rank leaves the loop, as the fault intends."""
 
 
 def live(scene: Scene, rank: int, pipe: Connection) -> None:
-    """All that one rank does."""
-    from support.fuzz.fault_table import FAULTS  # whose faults are made of loops
+    """Run the loop of one rank in its process."""
+    from support.fuzz.fault_table import FAULTS  # imported here: it imports this module
 
     fault = FAULTS[scene.fault]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["SP_COMPILE_CACHE_DIR"] = tempfile.mkdtemp(dir=scene.folder)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job has not
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell lack it
     torch.set_num_threads(1)
     torch.manual_seed(0)
     debugging.boxed_nop = inject_nodes  # of "aot_eager", by its name too
-    functorch_config.donated_buffer = False  # or torch refuses a second backward by itself
+    functorch_config.donated_buffer = False  # otherwise torch raises in a second backward
     Path(scene.folder, f"{rank}.pid").write_text(str(os.getpid()))
     loop = Loop(scene, rank, dict(fault.options))
     if fault.connected:
@@ -217,13 +218,13 @@ def live(scene: Scene, rank: int, pipe: Connection) -> None:
     if loop.run is loop.net:
         loop.compile()
     step = 0
-    while step < STEPS and _told(pipe, step, fault.own, partial(_step, fault, loop, step)):
+    while step < STEPS and _report_step(pipe, step, fault.own, partial(_step, fault, loop, step)):
         step += 1
     if dist.is_initialized():
-        _told(pipe, AFTER, fault.own, loop.afterwards)
+        _report_step(pipe, AFTER, fault.own, loop.afterwards)
     pipe.send(None)
     with suppress(EOFError):
-        pipe.recv()  # a process may have the others' store in it: stay until all have told
+        pipe.recv()  # the process may host the store of the others: wait until all have reported
     os._exit(0)
 
 
@@ -237,8 +238,8 @@ def _step(fault: Any, loop: Loop, step: int) -> None:
         loop.train(step)
 
 
-def _told(pipe: Connection, step: int, own: tuple[type[BaseException], ...], do: Callable[[], None]) -> bool:
-    """Do it and tell what came of it; does the loop go on?"""
+def _report_step(pipe: Connection, step: int, own: tuple[type[BaseException], ...], do: Callable[[], None]) -> bool:
+    """Run a step and report its outcome; return True if the loop continues."""
     begun, words = time.monotonic(), ""
     try:
         do()

@@ -1,9 +1,9 @@
-"""A model on simulated ranks against the unmodified model on one device: results, gradients, and what it writes.
+"""Compare a model on simulated ranks with the unmodified model: results, gradients and written inputs.
 
-The whole way of a user's call runs, Dynamo and the unpacking of its results included, but for the compiler behind the
-graph of one rank, and for the exchange in front of it, which simulated ranks do not have. One trace by Dynamo serves all
-numbers of ranks. A `direct` case has none at first: its calls are captured as they are made, and only where that does
-not come out right is Dynamo asked. What is not right for all numbers of ranks together is run for each alone.
+The complete path of a user's call runs, including Dynamo, except for the compiler of the rank's graph and the exchange
+before it, which simulated ranks do not have. One trace by Dynamo serves all numbers of ranks. A `direct` case is captured
+without Dynamo first, and with Dynamo only if that fails. A case that fails for all numbers of ranks together is run for
+each number.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,10 +50,10 @@ from sp_compile.runtime.sharded_values import rebuild_views
 
 TOLERANCES = {torch.float32: 1e-3, torch.complex64: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 TOLERANCE = 1e-9  # of float64
-NUDGES = 3  # how often one device is asked what a change of its inputs in the last bits does
+NUDGES = 3  # runs of a single device with inputs that differ in their last bits
 LAST_BITS = 1e-14
-SLACK = 100.0  # times what that change does
-ROUNDING = 1e-6  # of the largest gradient: less is a gradient that is zero but for rounding
+SLACK = 100.0  # allowed multiple of the effect of that change
+ROUNDING = 1e-6  # of the largest gradient: smaller gradients are rounding errors of zero
 RIGHT = (Outcome.EXACT, Outcome.GATHERED, Outcome.COVERED)
 BY_WEIGHT = list(Outcome)
 SESSION = 10**6  # numbers of random programs, of one session of the fuzzer: `--seed`
@@ -111,11 +112,11 @@ class _Apart(Exception):
 
 
 def outcome(case: Case) -> Result:
-    """What comes of the case, the worst over its numbers of ranks: see `RunResult`."""
+    """Return the worst outcome of a case over its numbers of ranks."""
     try:
         expected = run_model(case.model, case.inputs)
     except Exception as error:
-        return Result(Outcome.SKIPPED, f"on one device: {first_line(error)}")
+        return Result(Outcome.SKIPPED, f"a single device raises: {first_line(error)}")
     return _outcome(case, expected)
 
 
@@ -129,13 +130,13 @@ def _outcome(case: Case, expected: Run) -> Result:
 
 
 def _each(case: Case, expected: Run) -> Result:
-    """Each number of ranks alone."""
+    """Run each number of ranks separately."""
     results = [_outcome(replace(case, ranks=(n,)), expected) for n in case.ranks]
     return max(results, key=lambda result: BY_WEIGHT.index(result.outcome))
 
 
 def _compared(case: Case, expected: Run) -> Result:
-    """All numbers of ranks in one trace."""
+    """Run all numbers of ranks in one trace."""
     ranks = _SimulatedRanks(case)
     try:
         found = ranks.run_direct(len(expected.results)) if case.direct else ranks.run()
@@ -152,7 +153,7 @@ def _compared(case: Case, expected: Run) -> Result:
         return Result(Outcome.RAW, f"{type(error).__name__}: {error}"[:2000])
     wrong = differences(expected, found)
     if wrong and not _is_determined(case, expected):
-        return Result(Outcome.SKIPPED, "random on one device, too")
+        return Result(Outcome.SKIPPED, "random on a single device, too")
     if wrong and _fails_without_us(case, expected):
         return Result(Outcome.SKIPPED, "torch.compile differs without ranks, too")
     if wrong and is_rounding(partial(run_model, case.model), case.inputs, expected, wrong):
@@ -200,7 +201,7 @@ class _SimulatedRanks:
             return self._on_ranks(compiled)
 
     def run_direct(self, results: int) -> list[Run]:
-        """The same without Dynamo: all calls of the model, which has so many results, are one node. Raises _Covered."""
+        """Run without Dynamo: the model with `results` results is one node. Raises _Covered if the graph was seen."""
         graph = Graph()
         inputs = [graph.placeholder(f"x{i}") for i in range(len(self.case.inputs))]
         called = graph.call_function(lambda *xs: tuple(pytree.tree_leaves(self.case.model(*xs))), tuple(inputs))
@@ -283,28 +284,28 @@ def _known() -> tuple[int, int]:
 
 
 def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
-    """Of graphs that are equal, constants included."""
+    """Return a key that is equal for equal graphs, constants included."""
     constants = {name: (x.tolist() if x.layout == torch.strided else str(x)) for name, x in graph.named_buffers()}
     text = f"{graph_digest(graph)} {graph.meta[VIEW_OPS]} {[x.requires_grad for x in inputs]} {constants}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _no_view_of_a_function(y: Any) -> Any:
-    """A result as a compiler hands it over: one that may be changed in place behind a graph break."""
+    """Return a result as a compiler does, so that it may be changed in place after a graph break."""
     return y.clone() if isinstance(y, Tensor) and y._is_view() and y.requires_grad else y
 
 
 def run_model(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
-    """Forward and backward on fresh leaves; the cotangents are fixed, so that runs can be compared."""
+    """Run forward and backward on new leaves, with fixed cotangents so that runs can be compared."""
     leaves = _leaves(inputs)
-    with torch.enable_grad():  # and afterwards, whatever fails where a graph has switched gradients off
+    with torch.enable_grad():  # restored if the model fails after it disabled gradients
         results = pytree.tree_leaves(model(*leaves))
     values: dict[str, Any] = {f"result {i}": y for i, y in enumerate(results)}
     outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
     wanted = {f"gradient {i}": x for i, x in enumerate(leaves) if x.requires_grad}
     if wanted:
-        # A view of a leaf that is made under no_grad is told to require a gradient, and hands none on. Where nothing
-        # else of the results does, they may as well not be told so: a gradient of zero it is, either way.
+        # A view of a leaf that is created under no_grad requires a gradient but passes none on. If no other result
+        # requires one, the gradients are zero in both cases.
         grads = [torch.zeros_like(x) for x in wanted.values()]
         if outs:
             given = list(map(_cotangent, outs))
@@ -330,7 +331,7 @@ def largest_entry(x: Tensor) -> float:
 
 
 def differences(expected: Run, found: Sequence[Run]) -> dict[str, float]:
-    """The values of which some rank's error is more than rounding; the largest error of each."""
+    """Return the largest error of each value whose error on some rank exceeds rounding."""
     worst: dict[str, float] = {}
     for one in found:
         for (name, a), (other, b) in zip_longest(expected.values.items(), one.values.items(), fillvalue=("", None)):
@@ -343,35 +344,35 @@ def differences(expected: Run, found: Sequence[Run]) -> dict[str, float]:
 
 
 def _sharing(run: Run) -> set[str]:
-    """Results and inputs that lie in the same memory: to write to one is to write to the other."""
+    """Return the pairs of results and inputs that share memory."""
     strided = [(n, x) for n, x in run.values.items() if isinstance(x, Tensor) and x.layout == torch.strided]
     named = [(name, x.untyped_storage().data_ptr()) for name, x in strided if x.numel() and "gradient" not in name]
     return {f"memory of {a} and {b}" for (a, x), (b, y) in itertools.combinations(named, 2) if x == y}
 
 
 def _error(expected: Any, found: Any, floor: float) -> float:
-    """Relative to the largest entry; infinite where type, shape or dtype is another."""
+    """Return the error relative to the largest entry; infinite if type, shape or dtype differ."""
     if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
         return 0.0 if expected is found or expected == found else float("inf")
     if (expected.shape, expected.dtype, expected.layout) != (found.shape, found.dtype, found.layout):
         return float("inf")
     if expected.layout != torch.strided:
         return _error(expected.to_dense(), found.to_dense(), floor)
-    alike = (expected == found) | (expected.isnan() & found.isnan())  # NaN and inf where one device has them
-    if alike.all():
+    equal = (expected == found) | (expected.isnan() & found.isnan())
+    if equal.all():
         return 0.0
     if not expected.is_floating_point() and not expected.is_complex():
         return float("inf")
-    apart = (expected - found)[~alike].abs().max().double().item()
-    return apart / (max(largest_entry(expected), floor) or 1e-30) if apart == apart else float("inf")
+    error = (expected - found)[~equal].abs().max().double().item()
+    return float("inf") if math.isnan(error) else error / (max(largest_entry(expected), floor) or 1e-30)
 
 
 def is_rounding(
     run: Callable[[Sequence[Tensor]], Run], inputs: Sequence[Tensor], expected: Run, wrong: Mapping[str, float]
 ) -> bool:
-    """Does one device itself differ as much where inputs differ in their last bits, in all that is wrong?
+    """Return True if changes of the inputs in their last bits explain all wrong values on a single device.
 
-    run: what one device finds of inputs.
+    run: returns the values of a single device for inputs.
     """
     worst = dict.fromkeys(expected.values, 0.0)
     for seed in range(NUDGES):

@@ -106,22 +106,20 @@ class Worker:
 
 @dataclass
 class Fuzzing:
-    """One run of the fuzzer. begin: the sources, and the number of the first case of each. folder: where programs of
-    bad outcomes go, and a line for each case. most: cases of each source; None: as many as there is time for.
-    ledger: where the outcomes are added up, if they are. seed: of the session. bad: names of cases, and what came of them."""
+    """One run of the fuzzer."""
 
-    begin: Mapping[str, int]
-    folder: Path
-    most: int | None = None
-    ledger: Path | None = None
-    seed: int = 0
+    begin: Mapping[str, int]  # number of the first case of each source
+    folder: Path  # for programs of bad outcomes and a line for each case
+    most: int | None = None  # cases of each source; None: limited by the time only
+    ledger: Path | None = None  # file with the counts of outcomes
+    seed: int = 0  # of the session
     console: Console = field(default_factory=Console)
     counts: dict[str, Counter[Outcome]] = field(default_factory=dict)
     spent: Counter[str] = field(default_factory=Counter)
-    bad: dict[str, Result] = field(default_factory=dict)
+    bad: dict[str, Result] = field(default_factory=dict)  # bad outcomes by case
 
     def run(self, seconds: float, workers: int) -> Mapping[str, Counter[Outcome]]:
-        """As many cases as that time allows; the outcomes of each source."""
+        """Run cases for some seconds; return the counts of outcomes of each source."""
         self.counts = {name: Counter() for name in self.begin}
         self.folder.mkdir(parents=True, exist_ok=True)
         left = {name: self._cases(name, first) for name, first in self.begin.items()}

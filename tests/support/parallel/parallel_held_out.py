@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 class OneSum(Model):
-    """Attention and MLP side by side, their row-parallel results added before one all_reduce."""
+    """Parallel attention and MLP, whose row-parallel results are added before one all_reduce."""
 
     layers = 2
 
@@ -71,7 +71,7 @@ class OneSum(Model):
 
 
 class PostNorm(Model):
-    """A norm behind each residual; one head of keys and values that all ranks have."""
+    """A norm after each residual; one head of keys and values, replicated on all ranks."""
 
     def weights(self) -> dict[str, nn.Parameter]:
         return {**super().weights(), "k": self.common(DIM // HEADS, DIM), "v": self.common(DIM // HEADS, DIM)}
@@ -90,7 +90,7 @@ class PostNorm(Model):
 
 
 class Flat(Model):
-    """Hidden states (tokens, features), sequences in front of batches, a norm on both sides of each layer."""
+    """Hidden states (tokens, features) with sequences before batches, and a norm before and after each layer."""
 
     def attend(self, h: Tensor, w: Any) -> Tensor:
         heads = self.batch * HEADS // self.tp.n
@@ -127,7 +127,7 @@ class TwoAxes(Model):
 
 
 class Mixture(Model):
-    """Experts cut over one axis, each expert's features over the other: two sums, one behind the other."""
+    """Experts cut over one axis, and each expert's features over the other: two sums in sequence."""
 
     def experts(self, *shape: int, dim: int) -> nn.Parameter:
         mine = drawn(EXPERTS, *shape).chunk(self.other.n, 0)[self.other.rank]

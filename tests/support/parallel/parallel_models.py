@@ -1,6 +1,6 @@
-"""Tensor-parallel models as people write them by hand; with one rank, the same models on one device.
+"""Handwritten tensor-parallel models; with one rank, the same models without parallelism.
 
-Whole weights are drawn alike on every rank and then cut; `cut` on a parameter says along which dim (None: not at all).
+Full weights are drawn from one seed on every rank and then cut; the attribute `cut` of a parameter is the dim, or None.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class Reduce(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Split:
-    """Who holds which part. spelling: "pair" (f and g), "in place" (a pair over dist.all_reduce), "plain" (no f)."""
+    """The rank's part of tensor parallelism."""
 
     n: int = 1
     rank: int = 0
     group: Any = None
-    spelling: str = "pair"
+    form: str = "pair"  # f and g; "in place": with dist.all_reduce; "plain": without f
 
     def sum(self, x: Tensor) -> Tensor:
         if self.n == 1:
             return x
-        if self.spelling == "in place":
+        if self.form == "in place":
             x = x.contiguous().clone()
             dist.all_reduce(x, group=self.group)
             return x
@@ -66,12 +66,12 @@ class Split:
         return x if self.n == 1 else funcol.all_reduce(x, "max", self.group)
 
     def f(self, x: Tensor) -> Tensor:
-        return x if self.n == 1 or self.spelling == "plain" else Copy.apply(x, self)
+        return x if self.n == 1 or self.form == "plain" else Copy.apply(x, self)
 
     def g(self, x: Tensor) -> Tensor:
         if self.n == 1:
             return x
-        return self.sum(x) if self.spelling == "plain" else Reduce.apply(x, self)
+        return self.sum(x) if self.form == "plain" else Reduce.apply(x, self)
 
     def part(self, whole: Tensor, dim: int | None) -> nn.Parameter:
         mine = whole if dim is None else whole.chunk(self.n, dim)[self.rank]
@@ -101,7 +101,7 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm spelt out, as Llama's is, or one of torch's."""
+    """An RMSNorm of elementary ops, as in Llama, or a norm of torch."""
 
     def __init__(self, tp: Split, dim: int, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trains a tensor-parallel model through backend="sp", the same in eager mode, and the whole one on one device."""
+"""Train a tensor-parallel model by backend="sp", in eager mode, and without parallelism on a single device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STEPS = 3
 Make = Callable[[Split], nn.Module]
 
 
-def split(spelling: str = "pair") -> Split:
-    """Over the ranks of the running test."""
+def split(form: str = "pair") -> Split:
+    """Return the split over the ranks of the running test."""
     group = worker.group()
-    return Split(group.size(), dist.get_rank(group), group, spelling)
+    return Split(group.size(), dist.get_rank(group), group, form)
 
 
 def message(call: Callable[[], Any]) -> str:
-    """What an SpError says; "" if none is raised."""
+    """Return the message of an SpError, "" if none is raised."""
     try:
         call()
     except SpError as error:
@@ -39,12 +39,12 @@ def message(call: Callable[[], Any]) -> str:
 
 @dataclass
 class Trained:
-    """The largest relative differences from eager mode and from one device, and where; the modes of all layers."""
+    """The largest relative differences from eager mode and from a single device."""
 
     eager: float = 0.0
     alone: float = 0.0
-    where: list[str] = field(default_factory=list)
-    modes: list[str] = field(default_factory=list)
+    where: list[str] = field(default_factory=list)  # values that differ
+    modes: list[str] = field(default_factory=list)  # of all layers
 
     def take(self, kind: str, name: str, found: Tensor | None, right: Tensor | None, floor: float) -> None:
         error = difference(found, right, floor)
@@ -55,7 +55,7 @@ class Trained:
 
 @contextlib.contextmanager
 def watched(found: Trained) -> Iterator[None]:
-    """Keep what the passes on joint graphs report."""
+    """Record the reports of the passes on joint graphs."""
     plain = JointPasses.__call__
 
     def call(self: Any, gm: torch.fx.GraphModule) -> None:
@@ -70,13 +70,13 @@ def watched(found: Trained) -> Iterator[None]:
 
 
 def total(results: Any) -> Tensor:
-    """A loss of all results."""
+    """Return a loss of all results."""
     loss, *states = results if isinstance(results, tuple) else (results,)
     return loss + sum((0.01 * state.sin()).sum() for state in states)
 
 
 def step(run: Callable[..., Any], model: nn.Module, args: Sequence[Any], optimizer: Any) -> tuple[Tensor, dict]:
-    """Loss and gradients by name; drawn from one seed whoever runs it."""
+    """Run a training step with a fixed seed; return the loss and the gradients by name."""
     torch.manual_seed(7)
     optimizer.zero_grad()
     loss = total(run(*args))
@@ -86,13 +86,13 @@ def step(run: Callable[..., Any], model: nn.Module, args: Sequence[Any], optimiz
     return loss.detach(), grads
 
 
-def part_of(whole: Tensor | None, parameter: nn.Parameter, tp: Split) -> Tensor | None:
-    """What this rank has of the whole. over: the axis that cuts it, if not `tp`; outside: one that does so before."""
+def part_of(full: Tensor | None, parameter: nn.Parameter, tp: Split) -> Tensor | None:
+    """Return this rank's part. Attributes: over (the axis that cuts, if not `tp`), outside (an axis that cuts first)."""
     cut, tp = getattr(parameter, "cut", None), getattr(parameter, "over", tp)
-    if whole is None or cut is None:
-        return whole
+    if full is None or cut is None:
+        return full
     outside = getattr(parameter, "outside", Split())
-    return whole.chunk(outside.n, 0)[outside.rank].chunk(tp.n, cut)[tp.rank]
+    return full.chunk(outside.n, 0)[outside.rank].chunk(tp.n, cut)[tp.rank]
 
 
 def trained(
@@ -104,10 +104,10 @@ def trained(
     least: float = 1e-6,
     **options: Any,
 ) -> Trained:
-    """Some steps of SGD with momentum.
+    """Compare some steps of SGD with momentum.
 
-    batches: the arguments of each step. against_one: compare with one device. least: how small, against the largest
-    gradient, is zero but for rounding.
+    batches: the arguments of each step. against_one: compare with a single device. least: values below this share of
+    the largest gradient count as rounding errors of zero.
     """
     found = Trained()
     mine, eager, alone = make(tp), make(tp), make(Split())

@@ -1,4 +1,4 @@
-"""Tensor-parallel models whose parts are hard to tell from common weights, by their values or by the program."""
+"""Tensor-parallel models whose parts resemble replicated weights, by their values or by the program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIM, HIDDEN = 12, 24
 
 
 class Stack(nn.Module):
-    """An embedding, MLP blocks and the same embedding as the head; what a block is, is for each variant to say."""
+    """An embedding, MLP blocks and the same embedding as the head; each variant defines its blocks."""
 
     def __init__(self, tp: Split, blocks: int = 2) -> None:
         super().__init__()
@@ -38,15 +38,15 @@ class Stack(nn.Module):
 
 
 class LoRA(Stack):
-    """Frozen linears, a common A beside a cut B of zeros and a cut A beside a common B of zeros."""
+    """Frozen linears; a replicated A with a cut B of zeros, and a cut A with a replicated B of zeros."""
 
     def drawn(self) -> dict[str, nn.Parameter]:
-        whole = super().drawn()
-        for weight in whole.values():
+        frozen = super().drawn()
+        for weight in frozen.values():
             weight.requires_grad = False
         zeros, part = (torch.zeros(size, 2, dtype=torch.float64) for size in (HIDDEN, DIM)), self.tp.part
         up = {"up_a": part(drawn(2, DIM), None), "up_b": part(next(zeros), 0)}
-        return {**whole, **up, "down_a": part(drawn(2, HIDDEN), 1), "down_b": part(next(zeros), None)}
+        return {**frozen, **up, "down_a": part(drawn(2, HIDDEN), 1), "down_b": part(next(zeros), None)}
 
     def block(self, h: Tensor, w: Any) -> Tensor:
         low = F.linear(self.tp.f(F.linear(h, w["up_a"])), w["up_b"])
@@ -65,23 +65,23 @@ class GateOfZeros(Stack):
         return self.tp.g(F.linear((1 + F.linear(h, w["gate"])) * F.linear(h, w["up"]), w["down"]))
 
 
-class DrawnAlike(Stack):
-    """Every rank draws its parts from one seed, so they are equal by chance."""
+class EqualParts(Stack):
+    """Every rank draws its parts from one seed, so they are equal."""
 
     def drawn(self) -> dict[str, nn.Parameter]:
         own, size = Split(), HIDDEN // self.tp.n
         return {"up": own.part(drawn(size, DIM), None), "down": own.part(drawn(DIM, size), None)}
 
 
-class ByRank(DrawnAlike):
-    """Equal parts, which differ in what the program multiplies them by: the rank is a number of its text."""
+class ByRank(EqualParts):
+    """Equal parts that the program multiplies by the rank, a constant in its code."""
 
     def block(self, h: Tensor, w: Any) -> Tensor:
         return super().block(h, {"up": w["up"] * (self.tp.rank + 1.0), "down": w["down"]})
 
 
-class BiasOnTheFirst(DrawnAlike):
-    """The first rank adds a bias before the sum: another program than the others'."""
+class BiasOnTheFirst(EqualParts):
+    """The first rank adds a bias before the sum, so its program differs from the others."""
 
     def drawn(self) -> dict[str, nn.Parameter]:
         return {**super().drawn(), "bias": Split().part(drawn(DIM), None)}
@@ -115,7 +115,7 @@ class OffsetInABuffer(Decoder):
 
 
 class Hidden(nn.Module):
-    """A block without a loss: its result is the same on all ranks, and its gradient is what they are given."""
+    """A block without a loss: its result is replicated, and the caller passes its gradient."""
 
     def __init__(self, tp: Split) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Exceptions injected at a random op of a random rank, forward or backward: what each rank raises, and how soon.
+"""Inject exceptions at a random op of a random rank, forward or backward; check the errors of all ranks.
 
 PYTHONPATH=tests python -m support.parallel.raising     writes benchmarks/results/raised.md
 """
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sp_compile import SpError
 from sp_compile.lowering.base.errors import UNKNOWN_LINE, source_line
 
-TIMEOUT = 120.0  # seconds of a group: no rank may wait for it
+TIMEOUT = 120.0  # seconds of a group; no rank may reach it
 SOON = 10.0  # seconds within which every rank raises
 CAUSE = "injected"
 ERRORS: list[type[BaseException]] = [
@@ -66,15 +66,15 @@ SEEDS = {**dict.fromkeys(range(40), "aot_eager"), **dict.fromkeys(range(40, 50),
 
 @dataclass(frozen=True)
 class Injected:
-    """One exception. place: of the ops of a step's half, from 0 to 1."""
+    """One injected exception."""
 
     model: str
     compiler: str
     n: int
-    odd: int
-    half: str
-    place: float
-    error: int
+    odd: int  # the rank that raises
+    half: str  # "forward" or "backward"
+    place: float  # of the op in the half, from 0 to 1
+    error: int  # index of ERRORS
 
     @classmethod
     def of(cls, seed: int, compiler: str = "aot_eager") -> Injected:
@@ -86,20 +86,20 @@ class Injected:
 
 
 @dataclass
-class Told:
-    """What a rank raised in the step, and in the one after it; "" if nothing. line: of the op, on the odd rank."""
+class RankErrors:
+    """Errors of one rank, "" if none."""
 
-    kind: str
-    words: str
+    kind: str  # class of the error of the step
+    words: str  # its message
     seconds: float
-    then: str
+    then: str  # error of the next step
     then_seconds: float
-    line: str
+    line: str  # of the op, on the odd rank
 
 
 @dataclass
 class Counter:
-    """The ops of a half of a step so far. at: which raises `error`; raised: the line of the one that has."""
+    """Counter of the ops in half a step. at: number of the op that raises `error`; raised: its line."""
 
     count: int = 0
     at: int = -1
@@ -111,7 +111,7 @@ _ops = Counter()
 
 
 def reach(line: str = "") -> None:
-    """An op of a compiled program runs here."""
+    """Count an op of a compiled program, and raise the error at its number."""
     _ops.count += 1
     if _ops.count - 1 == _ops.at:
         _ops.at, _ops.raised = -1, line
@@ -119,7 +119,7 @@ def reach(line: str = "") -> None:
 
 
 def inject_nodes(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-    """A compiler that runs a graph as it is, with a call of `reach` before each op."""
+    """Compile a graph unmodified, with a call of `reach` before each op."""
     for node in [*gm.graph.nodes]:
         if node.op == "call_function":
             with gm.graph.inserting_before(node):
@@ -136,14 +136,14 @@ CALLED = r"\1; reach()"
 
 
 def inject_code(source: str) -> str:
-    """Inductor's code, with a call of `reach` after each op."""
+    """Return Inductor's code with a call of `reach` after each op."""
     head, call, body = source.partition("\nclass Runner" if "\nclass Runner" in source else "\ndef call(")
     return f"{head}\nfrom {__name__} import reach\n{call}{OP.sub(CALLED, body)}" if call else source
 
 
 @contextmanager
 def injecting() -> Iterator[None]:
-    """What is compiled inside calls `reach`."""
+    """Insert calls of `reach` in programs that are compiled within the context."""
     write = codecache.PyCodeCache.write
 
     def changed(source: str, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ def step(
     at: int = -1,
     error: type[BaseException] = RuntimeError,
 ) -> dict[str, int]:
-    """A forward and a backward; how many ops each has. half, at, error: where it raises, and what."""
+    """Run a step; return the number of ops of each half. half, at, error: the op that raises, and its error."""
     net.zero_grad()
     _ops.count, _ops.at, _ops.error, _ops.raised = 0, at if half == "forward" else -1, error, ""
     loss = run(*given)
@@ -176,15 +176,20 @@ def step(
 
 
 def small_group(n: int, name: str) -> DeviceMesh | None:
-    """A mesh ("sp",) of the first n ranks, with a group of its own, which an error may end; None on other ranks."""
+    """Return a mesh ("sp",) of the first n ranks with a new group, which an error may end; None on other ranks."""
     group = dist.new_group(range(n), timeout=timedelta(seconds=TIMEOUT), group_desc=name)
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sp",)) if dist.get_rank() < n else None
 
 
-def raises(one: Injected, stays_away: float = 0.0) -> Told | None:
-    """What this rank raises; None outside of the group. Raises AssertionError if a step without a fault is wrong.
+def raises(one: Injected, stays_away: float = 0.0) -> RankErrors | None:
+    """Return the errors of this rank, None outside of the group.
 
-    stays_away: so many seconds later the odd rank comes to the next step.
+    Args:
+        one: The injected exception.
+        stays_away: Seconds by which the odd rank delays the next step.
+
+    Raises:
+        AssertionError: If a step without a fault is wrong.
     """
     mesh = small_group(one.n, str(one))
     if mesh is None:
@@ -206,11 +211,11 @@ def raises(one: Injected, stays_away: float = 0.0) -> Told | None:
         if dist.get_rank() == one.odd:
             time.sleep(stays_away)
         _, then, then_seconds = raised(lambda: step(run, net, given))
-    return Told(kind, words, seconds, then, then_seconds, line)
+    return RankErrors(kind, words, seconds, then, then_seconds, line)
 
 
 def raised(act: Callable[[], object]) -> tuple[str, str, float]:
-    """Type and words of what it raises, and after how many seconds."""
+    """Return the class and message of the error of a call, "" if none, and the seconds until then."""
     begun, kind, words = time.monotonic(), "", ""
     try:
         act()
@@ -225,51 +230,51 @@ LINE = re.compile(r"\b\w+/\w+\.py:\d+")
 
 
 def lines_of(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """File, with its folder, and number of each line of a model's modules; a kernel is made of several of these."""
+    """Yield the file (with its folder) and number of each line of a model's modules."""
     for cls in {type(module) for module in model.modules() if type(module).__module__.startswith("support.")}:
         code, first = inspect.getsourcelines(cls)
         path = Path(inspect.getsourcefile(cls) or "")
         yield from ((f"{path.parent.name}/{path.name}", first + i) for i in range(len(code)))
 
 
-def problems(one: Injected, told: list[Told]) -> list[str]:
-    """What is not as it has to be."""
+def problems(one: Injected, errors: list[RankErrors]) -> list[str]:
+    """Return a text for each violated requirement."""
     out = []
-    odd, name = told[one.odd], ERRORS[one.error].__name__
+    odd, name = errors[one.odd], ERRORS[one.error].__name__
     if odd.kind != name or f"rank {one.odd} raised this" not in odd.words or odd.line not in odd.words:
         out.append(f"rank {one.odd}, whose op at {odd.line} raised: {odd.kind}: {odd.words}")
     known = {f"{where}:{n}" for where, n in lines_of(MODELS[one.model][0]())}
-    if not all(known & {*LINE.findall(x.words)} for x in told if x.kind):
-        out.append(f"no line of the model: {[x.words for x in told]}")
-    unaware = [r for r, x in enumerate(told) if r != one.odd and not x.kind]
-    for rank, x in enumerate(told):
+    if not all(known & {*LINE.findall(x.words)} for x in errors if x.kind):
+        out.append(f"no line of the model: {[x.words for x in errors]}")
+    unaware = [r for r, x in enumerate(errors) if r != one.odd and not x.kind]
+    for rank, x in enumerate(errors):
         if max(x.seconds, x.then_seconds) > SOON:
             out.append(f"rank {rank} took {x.seconds:.1f} and {x.then_seconds:.1f} s")
         if rank == one.odd or rank in unaware:
             continue
         if x.kind != "SpError" or f"rank {one.odd} raised {name}: {CAUSE}" not in x.words or odd.line not in x.words:
             out.append(f"rank {rank}, of an op at {odd.line}: {x.kind}: {x.words}")
-    then = {x.then for x in told}
+    then = {x.then for x in errors}
     works = then == {""}
-    says = all("cannot be used any more" in words for words in then)
-    if not (works or says):
-        out.append(f"afterwards: {[x.then for x in told]}")
+    reports = all("cannot be used any more" in words for words in then)
+    if not (works or reports):
+        out.append(f"afterwards: {[x.then for x in errors]}")
     if unaware and not (works and one.half == "backward"):
         out.append(f"ranks {unaware} raised nothing")
     return out
 
 
 def main() -> None:
-    """All of them, as a table."""
+    """Inject all exceptions, and write a table."""
     pool, rows = Ranks(), []
     for seed, compiler in SEEDS.items():
         one = Injected.of(seed, compiler)
-        told = [x for x in pool.run(4, raises, one, timeout=300) if x is not None]
-        others = [x for rank, x in enumerate(told) if rank != one.odd]
-        where = told[one.odd].line.partition(": ")[0] or "of no line, or of a kernel"
+        errors = [x for x in pool.run(4, raises, one, timeout=300) if x is not None]
+        others = [x for rank, x in enumerate(errors) if rank != one.odd]
+        where = errors[one.odd].line.partition(": ")[0] or "of no line, or of a kernel"
         slowest = max([x.seconds for x in others if x.kind], default=0.0)
-        after = "works" if not any(x.map_rows for x in told) else "says that it is ended"
-        verdict = "; ".join(problems(one, told)) or (
+        after = "works" if not any(x.then for x in errors) else "reports that it ended"
+        verdict = "; ".join(problems(one, errors)) or (
             "yes" if any(x.kind for x in others) else "yes: after the last exchange"
         )
         cells = [seed, one.model, compiler, one.n, one.odd, one.half, ERRORS[one.error].__name__, where]
@@ -277,7 +282,7 @@ def main() -> None:
             sum(bool(x.kind) for x in others),
             f"{slowest:.1f}",
             after,
-            f"{max(x.then_seconds for x in told):.1f}",
+            f"{max(x.then_seconds for x in errors):.1f}",
             verdict,
         ]
         rows.append("| " + " | ".join(map(str, cells)).replace("\n", " ") + " |")
@@ -290,13 +295,13 @@ HEAD = f"""# Exceptions on one rank
 
 Written by `PYTHONPATH=tests python -m support.parallel.raising`: an exception at a random op of a random rank's forward or
 backward, on real ranks over Gloo with a timeout of {TIMEOUT:.0f} s. torch {torch.__version__}. The other ranks raise in that step (how many, and the slowest's
-seconds), unless the op comes after the last exchange of the step; then the group works. As it has to be: every rank raises
-within {SOON:.0f} s and names rank, line and cause, and afterwards the group works on every rank or says on every rank that it does not.
+seconds), unless the op comes after the last exchange of the step; then the group works. Required: every rank raises within
+{SOON:.0f} s with rank, line and cause, and afterwards the group works on every rank, or reports on every rank that it ended.
 
-| seed | model | compiler | ranks | odd rank | half | raises | line of the op | others that raise | s | the group afterwards | s | as it has to be |
+| seed | model | compiler | ranks | odd rank | half | raises | line of the op | others that raise | s | the group afterwards | s | required |
 |---:|---|---|---:|---:|---|---|---|---:|---:|---|---:|---|"""
 
 if __name__ == "__main__":
-    from support.parallel import raising  # the ranks know it by that name
+    from support.parallel import raising  # the name in the ranks
 
     raising.main()

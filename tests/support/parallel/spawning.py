@@ -1,4 +1,4 @@
-"""Ranks of their own, for what needs more of them than the pool has."""
+"""Start separate ranks for tests that need more of them than the pool has."""
 
 import os
 import tempfile
@@ -23,7 +23,7 @@ def _spawned(rank: int, world: int, store: str, fn: Callable[[], Any], folder: s
 
 
 def spawned(world: int, fn: Callable[[], Any], timeout: timedelta = timedelta(seconds=60)) -> list[Any]:
-    """What the function returns on so many ranks of their own. timeout: of an exchange."""
+    """Return the results of a function on `world` new ranks. timeout: of an exchange."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         forkserver()
         mp.start_processes(_spawned, (world, f"{folder}/store", fn, folder, timeout), world, start_method="forkserver")

@@ -1,4 +1,4 @@
-"""Tensor-parallel programs written by hand, their joint graphs, and what every rank computes with them."""
+"""Handwritten tensor-parallel programs, their joint graphs, and their results on every rank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ COLUMNS, ROWS = ("q", "k", "v", "up", "up_bias"), ("o", "down")
 
 
 def weights(layers: int) -> list[Weights]:
-    """Whole weights of a stack of layers, float64."""
+    """Return the full weights of a stack of layers, float64."""
     shapes = {
         "norm1": (WIDTH,), "norm2": (WIDTH,), "bias2": (WIDTH,), "q": (WIDTH, HIDDEN), "k": (WIDTH, HIDDEN),
         "v": (WIDTH, HIDDEN), "o": (HIDDEN, WIDTH), "up": (WIDTH, HIDDEN), "up_bias": (HIDDEN,),
@@ -65,15 +65,15 @@ def weights(layers: int) -> list[Weights]:
     ]
 
 
-def cut(whole: Sequence[Weights], rank: int, n: int) -> list[Weights]:
-    """One rank's part: columns of some, rows of others, all of the rest."""
+def cut(full: Sequence[Weights], rank: int, n: int) -> list[Weights]:
+    """Return one rank's part: columns or rows of cut weights, and the replicated ones."""
 
     def part(name: str, w: Tensor) -> Tensor:
         if name in COLUMNS:
             return w.chunk(n, -1)[rank]
         return w.chunk(n, 0)[rank] if name in ROWS else w
 
-    return [{name: part(name, w).clone().requires_grad_() for name, w in layer.items()} for layer in whole]
+    return [{name: part(name, w).clone().requires_grad_() for name, w in layer.items()} for layer in full]
 
 
 def decoder(x: Tensor, layers: Sequence[Weights], n: int = 1) -> Tensor:
@@ -94,12 +94,12 @@ class _Stop(Exception):
 
 
 def joint_graph(f: Callable[..., Any], *args: Any) -> GraphModule:
-    """What AOTAutograd hands to its partitioner: inputs, then the gradients of the results."""
+    """Return the graph that AOTAutograd passes to its partitioner."""
     found = []
 
     def partition(gm: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         found.append(gm)
-        raise _Stop  # nothing is to run: the group exists in name only
+        raise _Stop  # nothing runs: the group does not exist
 
     with suppress(_Stop):
         aot_function(f, make_boxed_func, make_boxed_func, partition_fn=partition)(*args)
@@ -109,8 +109,8 @@ def joint_graph(f: Callable[..., Any], *args: Any) -> GraphModule:
     return gm
 
 
-def spelt(gm: GraphModule, n: int, group: str = GROUP) -> GraphModule:
-    """The same graph with all_reduces that simulated ranks understand."""
+def simulate_reductions(gm: GraphModule, n: int, group: str = GROUP) -> GraphModule:
+    """Replace all_reduces by those of simulated ranks."""
     editor = GraphEditor().edit(gm.graph)
     for node in find_reductions(gm, group):
         editor.replace_call(find_wait(node), torch.ops.sp.all_reduce.default, (node.args[0], n, group), node)
@@ -119,6 +119,6 @@ def spelt(gm: GraphModule, n: int, group: str = GROUP) -> GraphModule:
 
 
 def on_ranks(gm: GraphModule, inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """The results of every simulated rank, given each rank's inputs."""
+    """Return the results of every simulated rank for its inputs."""
     with torch.no_grad():
         return run_ranks(len(inputs), lambda rank: [t.clone() for t in gm(*inputs[rank]) if t is not None])

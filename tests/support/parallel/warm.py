@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
-import torch.distributed.tensor
+import torch.distributed.tensor  # noqa: F401  (imported before a fork)
 from support.parity import Sums, build, sp
 from support.ranks import without_timing_guards
 from torch.hub import tqdm

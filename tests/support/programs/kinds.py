@@ -252,7 +252,7 @@ class Clip(torch.autograd.Function):
 
 
 @program
-def custom_function_behind_residual(m, x):
+def custom_function_before_residual(m, x):
     return (x + Clip.apply(m.lin(x), 0.5)).pow(2).sum()
 
 

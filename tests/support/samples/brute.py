@@ -58,7 +58,7 @@ def node_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Node,
 
 
 def outcomes(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Outcome]:
-    """Every factor of the op's rule at this call, for every number of ranks that divides it."""
+    """Yield the outcome of every factor of the op's rule, for every number of ranks that divides it."""
     node, operands = node_of(op, args, kwargs)
     call, rule = lookup_rule(node)
     whole = [r.clone() for r in call.results()]
@@ -71,7 +71,7 @@ def outcomes(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[O
 
 
 def check_ranks_of(call: OpCall, rule: BoundRule | None) -> None:
-    """A rule names as many dims as there are, and its groups are as long as they are."""
+    """Check that the dims of a rule match the operands and results in number and size."""
     if rule is None:
         return
     shapes = [*map(call.shape, range(len(call.operands))), *call.result_shapes()]
@@ -197,7 +197,7 @@ def _one_rank(
 
 
 def _part(x: Tensor, rule: BoundRule, dims: Dims, factor: str, n: int, rank: int) -> Tensor:
-    """A rank's part of a value of these dims if the factor is sharded."""
+    """Return a rank's part of a value if the factor is sharded."""
     if factor not in flatten_dims(dims):
         return x
     at, sizes = _around(rule, dims, factor)
@@ -205,11 +205,11 @@ def _part(x: Tensor, rule: BoundRule, dims: Dims, factor: str, n: int, rank: int
 
 
 def _around(rule: BoundRule, dims: Dims, factor: str) -> tuple[int, tuple[int, int, int]]:
-    """The dim that holds the factor, and its sizes before, in and behind the factor."""
+    """Return the dim of a factor, and its sizes before, in and after the factor."""
     at = next(d for d, dim in enumerate(dims) if factor in dim_factors(dim))
     group = dim_factors(dims[at])
-    before, behind = group[: group.index(factor)], group[group.index(factor) + 1 :]
-    return at, (size_product(rule.extents[f] for f in before), -1, size_product(rule.extents[f] for f in behind))
+    before, after = group[: group.index(factor)], group[group.index(factor) + 1 :]
+    return at, (size_product(rule.extents[f] for f in before), -1, size_product(rule.extents[f] for f in after))
 
 
 def _combine(made: list[Tensor], rule: BoundRule, dims: Dims, factor: str, kind: str) -> Tensor | None:
@@ -224,7 +224,7 @@ def _combine(made: list[Tensor], rule: BoundRule, dims: Dims, factor: str, kind:
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Does this call make random values? (Attention is tagged random, but without dropout it is not.)"""
+    """Return True if results are random. Attention is tagged random, but is not without dropout."""
     if op.overloadpacket.__name__ in UNDEFINED:
         return True
     if torch.Tag.nondeterministic_seeded not in op.tags:
@@ -250,13 +250,13 @@ def _compare(combined: Tensor | None, expected: Tensor, loose: bool) -> str | No
 
 
 def place(x: Tensor, shard: Shard, n: int, rank: int) -> Tensor:
-    """A rank's part of a value whose frame needs no padding."""
+    """Return a rank's part of a value whose frame needs no padding."""
     split = x.unflatten(shard.dim, (shard.outer, shard.frame.size, shard.inner))
     return split.chunk(n, shard.dim + 1)[rank].flatten(shard.dim, shard.dim + 2)
 
 
 def _movement(call: OpCall, rule: BoundRule, operands: list[Tensor], whole: list[Tensor]) -> Iterator[Outcome]:
-    """Every way to see a dim as outer * sequence * inner that the rule says where to find again."""
+    """Yield the outcome of every view of a dim as outer * sequence * inner that the rule maps to results."""
     shape = operands[0].shape
     for dim, n in itertools.product(range(len(shape)), RANKS):
         for outer, length, inner in factorisations(shape[dim]):
@@ -268,7 +268,7 @@ def _movement(call: OpCall, rule: BoundRule, operands: list[Tensor], whole: list
 
 
 def move(rule: BoundRule, shard: Shard) -> tuple[Shard, ...] | None:
-    """Where the rule says that a shard of the first operand lies in each result; None if nowhere."""
+    """Return the shard of each result for a shard of the first operand by the rule; None if there is none."""
     factor, own = rule.local_part(rule.operands[0], shard)
     if rule.kind(factor) == "window":
         return rule.window_shard(shard)

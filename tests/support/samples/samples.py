@@ -27,7 +27,7 @@ _DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)
 
 
 def of_pointwise(op: Any) -> list[Sample]:
-    """Values for the required arguments of a pointwise op, of a dtype it takes: operands alike, and broadcasting."""
+    """Return required arguments of a pointwise op in a dtype that it accepts: of equal shapes, and broadcasting."""
     out = []
     for shapes in [((2, 6), (2, 6), (2, 6)), ((4, 1), (6,), (2, 1, 1)), ((6,), (4, 6), (2, 4, 1))]:
         for dtype in _DTYPES:

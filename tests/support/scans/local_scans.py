@@ -1,7 +1,7 @@
-"""One local scan, and how exact it has to be."""
+"""Run a local scan, and check its error."""
 
 import torch
-from support.scans.scanning import as_exact_as, by_hand
+from support.scans.scanning import as_exact_as, scan_by_loop
 from torch import Tensor
 
 from sp_compile.lowering.scan.kernels import native
@@ -12,7 +12,7 @@ sp = torch.ops.sp
 
 
 def has_native() -> bool:
-    """Is there a compiler, and does it compile one of the kernels?"""
+    """Return True if native kernels can be compiled."""
     double = torch.float64
     return native.fits_native(ScanProblem("scan", "cpu", 0, 0, 0, double, double, double, "sum"))
 
@@ -36,7 +36,7 @@ def exact(
 ) -> Tensor:
     """By hand, in float64 or the integers of the result."""
     wide = torch.float64 if x.is_floating_point() else result_dtype(op, x.dtype)
-    return by_hand(x.to(wide), dim, op, exclusive, reverse, starts)
+    return scan_by_loop(x.to(wide), dim, op, exclusive, reverse, starts)
 
 
 def check(

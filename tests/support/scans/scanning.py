@@ -1,4 +1,4 @@
-"""Scans by the book: one element after another, in float64 or int64."""
+"""Reference scans: one element after another, in float64 or int64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LENGTHS = (0, 1, 2, 3, 7, 8, 1000)
 
 
 def identity(op: str, dtype: torch.dtype) -> float:
-    """What an exclusive scan begins with."""
+    """Return the first value of an exclusive scan."""
     if op in ("sum", "prod"):
         return op == "prod"
     if dtype is torch.bool:
@@ -44,14 +44,14 @@ def identity(op: str, dtype: torch.dtype) -> float:
 
 
 def ids_of(length: int) -> Tensor:
-    """Segments of one to four positions."""
+    """Return ids of segments of one to four positions."""
     return torch.repeat_interleave(torch.arange(length), torch.arange(length) % 4 + 1)[:length]
 
 
-def by_hand(
+def scan_by_loop(
     x: Tensor, dim: int, op: str, exclusive: bool = False, reverse: bool = False, starts: Tensor | None = None
 ) -> Tensor:
-    """The scan of x in x's dtype, by a loop over dim. starts: bool like x."""
+    """Return the scan of x in its dtype. starts: bool in the shape of x."""
     if x.ndim == 0:
         return torch.full_like(x, identity(op, x.dtype)) if exclusive else x
     steps = range(x.shape[dim])
@@ -66,8 +66,8 @@ def by_hand(
     return torch.stack(out, dim) if out else x.clone()
 
 
-def linear_by_hand(a: Tensor, b: Tensor, dim: int, initial: Tensor | None = None, reverse: bool = False) -> Tensor:
-    """h_i = a_i * h_(i-1) + b_i, by a loop."""
+def linear_scan_by_loop(a: Tensor, b: Tensor, dim: int, initial: Tensor | None = None, reverse: bool = False) -> Tensor:
+    """Return h_i = a_i * h_(i-1) + b_i."""
     h, out = torch.zeros_like(b.sum(dim)) if initial is None else initial, [b] * b.shape[dim]
     for i in reversed(range(b.shape[dim])) if reverse else range(b.shape[dim]):
         h = a.select(dim, i) * h + b.select(dim, i)
@@ -76,7 +76,7 @@ def linear_by_hand(a: Tensor, b: Tensor, dim: int, initial: Tensor | None = None
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, op: str = "sum", seed: int = 0) -> Tensor:
-    """Values whose products stay in range, and integers in which some are equal."""
+    """Return random values whose products stay in range; some integers are equal."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     if op == "prod" and dtype.is_floating_point:
         x = 1 + 0.1 * x
@@ -91,9 +91,9 @@ def starts_like(x: Tensor, seed: int = 0) -> Tensor:
 
 
 def as_exact_as(ours: Tensor, torchs: Tensor, exact: Tensor) -> bool:
-    """Is our error at most twice torch's, where a last digit of the greatest number counts as none?
+    """Return True if our error is at most twice torch's, plus one unit in the last place of the largest value.
 
-    Of float64, in which exact is no more exact, a thousand of them.
+    For float64, the dtype of `exact`, a thousand units are allowed.
     """
     if not exact.numel():
         return True
@@ -111,7 +111,7 @@ def as_exact_as(ours: Tensor, torchs: Tensor, exact: Tensor) -> bool:
 
 
 def run(row: str, op: Callable[..., Any], *operands: Any) -> Any:
-    """The operator's results by this row of the lowering table; None if the row does not fit."""
+    """Return the operator's results by one row of the lowering table; None if the row does not fit."""
     with using_lowering(row):
         try:
             return op(*operands)

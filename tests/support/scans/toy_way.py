@@ -1,4 +1,4 @@
-"""A way to run scans, as somebody outside the package adds one: a row after the other."""
+"""A scan lowering that is registered from outside the package: one row after the other."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def _total(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
 
 
 def registered(rank: int = 60) -> ExitStack:
-    """Until the block is left; behind all others, unless a rank says otherwise."""
+    """Register the lowering until the context exits; by default after all others."""
     return register_lowering("toy", GenericKernels(_inclusive, _total), lambda problem: rank)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from measuring.scan_direct import Direct
-from support.scans.scanning import DTYPES, OPS, by_hand, linear_by_hand, sample
+from support.scans.scanning import DTYPES, OPS, linear_scan_by_loop, sample, scan_by_loop
 from torch import Tensor
 
 from sp_compile import SpError, exclusive_scan, inclusive_scan, linear_scan, segmented_scan
@@ -45,8 +45,8 @@ def check_scan(
     out, total = ROW.scan(x, starts, op, exclusive, reverse, dtype, accumulate)
     exact = x.double() if dtype.is_floating_point else x.to(dtype)
     where = None if starts is None else starts.expand(x.shape)
-    expected = by_hand(exact, 1, op, exclusive, reverse, where)
-    ends = by_hand(exact, 1, op, False, reverse, where)[:, 0 if reverse else -1]
+    expected = scan_by_loop(exact, 1, op, exclusive, reverse, where)
+    ends = scan_by_loop(exact, 1, op, False, reverse, where)[:, 0 if reverse else -1]
     assert (out.dtype, total.dtype) == (dtype, accumulate)
     torch.testing.assert_close(out, expected.to(dtype), equal_nan=True, **tolerance(dtype))
     torch.testing.assert_close(total, ends.to(accumulate), equal_nan=True, **tolerance(accumulate))
@@ -144,9 +144,9 @@ def linear_exactly(a: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, 
     """h and what goes out of the recurrence; s = a * (s + b) is a recurrence too."""
     end = 0 if reverse else -1
     if not lagged:
-        h = linear_by_hand(a, b, 1, initial, reverse)
+        h = linear_scan_by_loop(a, b, 1, initial, reverse)
         return h, h[:, end]
-    s = linear_by_hand(a, a * b, 1, initial, reverse)
+    s = linear_scan_by_loop(a, a * b, 1, initial, reverse)
     first = (torch.zeros_like(b[:, 0]) if initial is None else initial).unsqueeze(1)
     before = torch.cat((s[:, 1:], first), 1) if reverse else torch.cat((first, s[:, :-1]), 1)
     return before + b, s[:, end]
@@ -170,7 +170,7 @@ def check_operators() -> None:
             torch.testing.assert_close(total, x.sum(dim))
             assert_same(ops.local_extremes(x, None, dim, "max", False), torch.cummax(x, dim))
             h = ops.local_linear_scan(a, x, None, dim, True, False, f32, f32)
-            torch.testing.assert_close(h, linear_by_hand(a, x, dim, None, True))
+            torch.testing.assert_close(h, linear_scan_by_loop(a, x, dim, None, True))
             factor, _ = ops.local_linear_total(a, x, dim, False, False, f32)
             torch.testing.assert_close(factor, a.prod(dim))
             for result in (out, total, h, factor):

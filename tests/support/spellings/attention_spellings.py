@@ -1,4 +1,4 @@
-"""Attention in every spelling, as functions of a model with two projections, q, k and v."""
+"""Attention in every form, as functions of a model, q, k and v."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options:
 
 
 def repeat_kv(x: Tensor, times: int) -> Tensor:
-    """As in transformers."""
+    """Repeat the heads as transformers does."""
     batch, heads, length, width = x.shape
     return x[:, :, None].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
 
@@ -67,20 +67,20 @@ def alibi(m: Model, q: Tensor) -> Tensor:
     return (m.slopes[:, None, None] * (i - i[:, None]))[None]
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     scores = q @ expanded(q, k).transpose(-1, -2) / math.sqrt(q.shape[-1])
     if mask is not None:
         scores = scores.masked_fill(~mask, -1e9)
     return scores.softmax(-1) @ expanded(q, v)
 
 
-def einsum_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def einsum_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.einsum("bhqd,bhkd->bhqk", q, expanded(q, k)).masked_fill(~before(q), -1e9)
     return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), expanded(q, v))
 
 
 def with_sinks(m: Model, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """As GPT-OSS is spelled in transformers."""
+    """Attention of GPT-OSS in transformers."""
     scores = q @ expanded(q, k).transpose(2, 3) * q.shape[-1] ** -0.5
     scores = scores if mask is None else scores + mask
     sinks = m.sink.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
@@ -162,19 +162,19 @@ EXCHANGED: dict[str, Attend] = {
     "values used again": lambda m, q, k, v: sdpa(q, k, v, is_causal=True) + expanded(q, v) + q,
 }
 
-# Attention that is exact, by whatever exchanges.
+# Attention that is exact with any exchanges.
 OTHERS: dict[str, Attend] = {
-    "by hand": lambda m, q, k, v: by_hand(q, k, v),
-    "by hand, causal": lambda m, q, k, v: by_hand(q, k, v, before(q)),
-    "by hand, padding": lambda m, q, k, v: by_hand(q, k, v, before(q) & m.padding[:, None, None]),
-    "einsum": lambda m, q, k, v: einsum_by_hand(q, k, v),
+    "eager": lambda m, q, k, v: eager_attention(q, k, v),
+    "eager, causal": lambda m, q, k, v: eager_attention(q, k, v, before(q)),
+    "eager, padding": lambda m, q, k, v: eager_attention(q, k, v, before(q) & m.padding[:, None, None]),
+    "einsum": lambda m, q, k, v: einsum_attention(q, k, v),
     "linear": lambda m, q, k, v: q.softmax(-1) @ (expanded(q, k).softmax(-2).mT @ expanded(q, v)),
     "bias of the states": lambda m, q, k, v: sdpa(
         q, k, v, q.mean((1, 3))[:, None, :, None] * k.mean((1, 3))[:, None, None]
     ),
     "one key head, broadcast": lambda m, q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1]),
     "values minus their mean": lambda m, q, k, v: sdpa(q, k, v - v.mean((1, 2), keepdim=True)),
-    "learned keys in front": lambda m, q, k, v: sdpa(
+    "learned keys first": lambda m, q, k, v: sdpa(
         q, *(torch.cat([m.bias[:, : t.shape[1], :2, : t.shape[3]].expand(BATCH, -1, -1, -1), t], 2) for t in (k, v))
     ),
     "last query": lambda m, q, k, v: sdpa(q[:, :, -1:], k, v).expand_as(q),

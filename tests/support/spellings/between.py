@@ -1,4 +1,4 @@
-"""What may stand between two ops of a spelling, and changes no value."""
+"""Ops that may be between two ops of a pattern and change no value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def turned(x: Tensor) -> Tensor:
 
 
 def turned_around(x: Tensor) -> Tensor:
-    """A copy between two permutations, and a dim that comes and goes."""
+    """Copy x between two permutations, and add and remove a dim."""
     order = list(range(x.ndim))
     return x.permute(order[1:] + order[:1]).contiguous().unsqueeze(0).squeeze(0).permute(order[-1:] + order[:-1])
 

@@ -1,4 +1,4 @@
-"""Attention spelled out: what becomes the fused op (with its mask and scale), and what stays."""
+"""Attention of elementary ops: forms that become the fused op (with its mask and scale), and others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows(x: Tensor) -> Tensor:
 
 
 def with_bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As BLOOM and OPT were: the mask on four dims, the products on three."""
+    """Attention of older BLOOM and OPT: the mask on four dims, the products on three."""
     scores = torch.bmm(rows(q), rows(k).transpose(1, 2)).view(B, H, S, S) * 0.5
     scores = (scores + additive(LOWEST)).view(B * H, S, S)
     return torch.bmm(F.dropout(scores.softmax(-1), 0.1, False), rows(v)).view(B, H, S, D)
@@ -42,7 +42,7 @@ def with_baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def as_bloom(q: Tensor, k: Tensor, v: Tensor, beta: float = 1.0) -> Tensor:
-    """A bias of each head and key added by the product, then a mask on four dims."""
+    """Attention with a bias per head and key in the product, then a mask on four dims."""
     bias = (slopes(q) * torch.arange(S)).repeat(B, 1, 1)
     scores = torch.baddbmm(bias, rows(q), rows(k).transpose(1, 2), beta=beta, alpha=0.5)
     scores = (scores.view(B, H, S, S) + additive(LOWEST)).softmax(-1).view(B * H, S, S)
@@ -68,15 +68,15 @@ def as_gpt_oss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.dropout(weights, 0.1, False).to(v.dtype) @ repeated(v)
 
 
-def behind_the_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As IBM's Granite has sinks."""
+def after_the_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Sinks of IBM's Granite."""
     scores = q @ repeated(k).mT * 0.5 + additive(LOWEST)
     share = (scores.logsumexp(-1) - v[0, :, 0, 0].view(1, -1, 1)).to(v.dtype).sigmoid()
     return (scores.softmax(-1) @ repeated(v)) * share.unsqueeze(-1)
 
 
 def shared(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-    """As transformers has sinks behind flex_attention, where they are (B, H, S, 1)."""
+    """Sinks as in transformers, applied after flex_attention, where they are (B, H, S, 1)."""
     scores = q @ k.mT
     lse = scores.logsumexp(-1, keepdim=sinks.ndim == 4)
     share = torch.exp(lse - torch.cat([lse, sinks], -1).logsumexp(-1, keepdim=True))
@@ -88,7 +88,7 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
 
 
 def with_sinks_turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A row of weights is dropped where those of the sinks are dropped otherwise."""
+    """Attention whose last row of weights is dropped, in place of the weights of the sinks."""
     weights = torch.cat([q @ k.mT, sinks(v)], -1).softmax(-1).mT[..., :-1]
     return weights @ v[:, :, :-1]
 
@@ -122,11 +122,11 @@ def causal_scores(q: Tensor, k: Tensor) -> Tensor:
     return (q @ k.mT).masked_fill(~before(), -math.inf)
 
 
-# (q, k, v) of (B, H, S, D) -> what the fused op says: its mask ("data" for a tensor's) and its scale
-SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
+# (q, k, v) of (B, H, S, D) to the arguments of the fused op: its mask ("data" for a tensor) and its scale
+FORMS: dict[str, tuple[Attend, tuple[str, float]]] = {
     "matmul": (lambda q, k, v: F.softmax(q @ k.permute(0, 1, 3, 2), dim=3) @ v, ("", 1.0)),
     "keys that are already transposed": (lambda q, k, v: (q @ (k.mT * 1.5)).softmax(-1) @ v, ("", 1.0)),
-    "scale behind": (lambda q, k, v: (q @ k.mT * 0.3).softmax(-1) @ v, ("", 0.3)),
+    "scale after the product": (lambda q, k, v: (q @ k.mT * 0.3).softmax(-1) @ v, ("", 0.3)),
     "scale as a division": (lambda q, k, v: (q @ k.mT / D**0.5).softmax(-1) @ v, ("", 0.5)),
     "scale on q": (lambda q, k, v: ((q * 0.3) @ k.mT).softmax(-1) @ v, ("", 1.0)),
     "scale on k": (lambda q, k, v: (q @ (k / 2).mT).softmax(-1) @ v, ("", 1.0)),
@@ -139,7 +139,7 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
         lambda q, k, v: torch.einsum("bhke,bhqk->bhqe", v, torch.einsum("bhkd,bhqd->bhqk", k, q).softmax(-1)),
         ("", 1.0),
     ),
-    "einsum, heads behind": (
+    "einsum, heads last": (
         lambda q, k, v: einsum("bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd")(*(t.transpose(1, 2) for t in (q, k, v))).transpose(
             1, 2
         ),
@@ -195,10 +195,10 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
     ),
     "sinks": (lambda q, k, v: with_sinks(q, k, v, sinks(v)), ("", 1.0)),
     "sinks as GPT-OSS has them": (as_gpt_oss, ("k <= q", 0.5)),
-    "sinks behind": (behind_the_attention, ("k <= q", 0.5)),
+    "sinks after the attention": (after_the_attention, ("k <= q", 0.5)),
     "sinks as a share of all": (lambda q, k, v: shared(q, k, v, sinks(v)), ("", 1.0)),
     "one sink for all heads": (lambda q, k, v: with_sinks(q, k, v, v[:1, :1, :1, :1] * 2), ("", 1.0)),
-    "sinks in front": (lambda q, k, v: torch.cat([sinks(v), q @ k.mT], -1).softmax(-1)[..., 1:] @ v, ("", 1.0)),
+    "sinks first": (lambda q, k, v: torch.cat([sinks(v), q @ k.mT], -1).softmax(-1)[..., 1:] @ v, ("", 1.0)),
     "sinks and a bias": (
         lambda q, k, v: torch.cat([q @ k.mT + v.mean(-1)[:, :, None], sinks(v)], -1).softmax(-1)[..., :-1] @ v,
         ("data", 1.0),
@@ -237,12 +237,12 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
         lambda q, k, v: (lambda s: torch.exp(s - s.logsumexp(-1, keepdim=True)))(causal_scores(q, k)) @ v,
         ("k <= q", 1.0),
     ),
-    "values in front": (lambda q, k, v: (v.mT @ causal_scores(q, k).softmax(-1).mT).mT, ("k <= q", 1.0)),
-    "keys in front": (
+    "values first": (lambda q, k, v: (v.mT @ causal_scores(q, k).softmax(-1).mT).mT, ("k <= q", 1.0)),
+    "keys first": (
         lambda q, k, v: (k @ q.mT * 0.3).masked_fill(~before().mT, -math.inf).softmax(-2).mT @ v,
         ("k <= q", 0.3),
     ),
-    "keys and values in front": (
+    "keys and values first": (
         lambda q, k, v: (v.mT @ (k @ q.mT + v.mean(-1)[..., None]).softmax(-2)).mT,
         ("data", 1.0),
     ),
@@ -256,12 +256,12 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
         ),
         ("k <= q", 1.0),
     ),
-    "einsum, heads in front of the batch": (
+    "einsum, heads before the batch": (
         lambda q, k, v: einsum("bhqd,bhkd->hbqk", "hbqk,bhkd->hbqd")(q, k, v).transpose(0, 1),
         ("", 1.0),
     ),
-    "exponentials of keys in front": (lambda q, k, v: exponentials(k @ q.mT, -2).mT @ v, ("", 1.0)),
-    "a learned scale of keys in front": (
+    "exponentials, keys first": (lambda q, k, v: exponentials(k @ q.mT, -2).mT @ v, ("", 1.0)),
+    "a learned scale, keys first": (
         lambda q, k, v: (k @ q.mT / (1 + v[0, :, :1, :1] ** 2)).softmax(-2).mT @ v,
         ("", 1.0),
     ),
@@ -315,7 +315,7 @@ SOFT_CAPS: dict[str, tuple[Attend, str]] = {
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, slopes(q) * distance()),
         "head0*(k - q) + s",
     ),
-    "ALiBi of keys in front": (
+    "ALiBi, keys first": (
         lambda q, k, v: (k @ q.mT + slopes(q) * distance().mT).softmax(-2).mT @ v,
         "head0*(k - q) + s",
     ),
@@ -381,8 +381,8 @@ STAYS: dict[str, Attend] = {
         lambda s: (s.softmax(-1) @ v) * (v[0, :, :1, 0] - s.logsumexp(-1)).sigmoid()[..., None]
     )(q @ k.mT),
     "shares among queries": lambda q, k, v: shared(q, k, v, v[:1, :, 0, :1].expand(B, H, 1)),
-    "two sinks of a head behind": lambda q, k, v: shared(q, k, v, sinks(v).expand(B, H, S, 2)),
-    "a number of each query behind": lambda q, k, v: (
+    "two sinks per head, after the attention": lambda q, k, v: shared(q, k, v, sinks(v).expand(B, H, S, 2)),
+    "a value per query, after the attention": lambda q, k, v: (
         lambda s: (s.softmax(-1) @ v[:1]) * (s.logsumexp(-1).view(H, H) - v[0, 0, :H, 0]).sigmoid().view(1, H, H, 1)
     )(q[:1, :, :H] @ k[:1].mT),
     "greatest score subtracted beside sinks": lambda q, k, v: (
@@ -442,8 +442,8 @@ STAYS: dict[str, Attend] = {
     "float32 log_softmax of float64": lambda q, k, v: (
         F.log_softmax(q @ k.mT, -1, dtype=torch.float32).exp().to(q.dtype) @ v
     ),
-    "keys in front, weighted over queries": lambda q, k, v: (k @ q.mT).softmax(-1).mT @ v,
-    "values in front of weights of queries": lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1),
+    "keys first, weighted over queries": lambda q, k, v: (k @ q.mT).softmax(-1).mT @ v,
+    "values before weights of queries": lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1),
     "sinks, and a query dropped": with_sinks_turned,
     "nan_to_num to another number": lambda q, k, v: causal_scores(q, k).softmax(-1).nan_to_num(0.5) @ v,
     "nan_to_num of the scores": lambda q, k, v: causal_scores(q, k).nan_to_num(neginf=-5.0).softmax(-1) @ v,
@@ -451,6 +451,6 @@ STAYS: dict[str, Attend] = {
     "more weight": lambda q, k, v: ((q @ k.mT).softmax(-1) + 0.5) @ v,
     "clamped scores": lambda q, k, v: (q @ k.mT).clamp(-0.5, 0.5).softmax(-1) @ v,
     "linear attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
-    "zeroed behind the softmax": lambda q, k, v: (q @ k.mT).softmax(-1).masked_fill(~before(), 0.0) @ v,
+    "zeroed after the softmax": lambda q, k, v: (q @ k.mT).softmax(-1).masked_fill(~before(), 0.0) @ v,
     "one value head": lambda q, k, v: (q @ k.mT).softmax(-1) @ v[:, :1],
 }

@@ -1,6 +1,6 @@
-"""How people write an exchange of two dims: each function here is one of these ways, from what it is published to do.
+"""Exchanges of two dims in published forms, one function each.
 
-All take (x, n, group); SPELLINGS says which dims they exchange, for which shape of x.
+All take (x, n, group); EXCHANGES has their dims and shapes of x.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def by_index(x: Tensor, n: int, group: Any) -> Tensor:
 
 
 def dims_first(x: Tensor, n: int, group: Any) -> Tensor:
-    """The scatter dim, the gather dim, then the rest, whatever they are."""
+    """Permute to the scatter dim, the gather dim, then the others, of any sizes."""
     b, s, heads, d = x.shape
     sent = x.permute(2, 1, 0, 3).contiguous().reshape(n, heads // n * s * b * d)
     received = swap_functional(sent, n, group).reshape(n, heads // n, s, b, d)
@@ -134,44 +134,44 @@ def matrix_rows(x: Tensor, n: int, group: Any) -> Tensor:
 
 
 def flat_heads(x: Tensor, n: int, group: Any) -> Tensor:
-    """Cut into heads and ranks in one step; heads come apart on the other side."""
+    """Split heads and ranks in one step; split heads again after the exchange."""
     b, s, width = x.shape
     received = swap(x.unflatten(2, (n, width // n)).movedim(2, 0).contiguous(), group)
     return received.movedim(0, 1).reshape(b, n * s, width // n // 5, 5)
 
 
-class Spelling(NamedTuple):
-    """For n = 4: the shape of x, and the dims that are exchanged; result: of a shape that is not the canonical one."""
+class ExchangeForm(NamedTuple):
+    """A form of an exchange of two dims, for n = 4."""
 
     fn: Ways
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of x
     scatter: int
     gather: int
-    result: tuple[int, ...] | None = None
+    result: tuple[int, ...] | None = None  # shape of the result, if not the canonical one
 
 
-SPELLINGS = {
-    "DeepSpeed, heads": Spelling(deepspeed_heads, (2, 3, 8, 5), 2, 1),
-    "DeepSpeed, rows": Spelling(deepspeed_rows, (2, 8, 3, 5), 1, 2),
-    "DeepSpeed, rows first, heads": Spelling(deepspeed_rows_first_heads, (3, 2, 8, 5), 2, 0),
-    "DeepSpeed, rows first, rows": Spelling(deepspeed_rows_first_rows, (8, 2, 3, 5), 0, 2),
-    "4D, heads": Spelling(four_d_heads, (2, 3, 8, 5), 2, 1),
-    "4D, heads, one sequence": Spelling(four_d_heads, (1, 3, 4, 5), 2, 1),
-    "4D, rows": Spelling(four_d_rows, (2, 8, 3, 5), 1, 2),
-    "AutoSP, heads": Spelling(auto_sp_heads, (2, 8, 3, 5), 1, 2),
-    "AutoSP, rows": Spelling(auto_sp_rows, (2, 3, 8, 5), 2, 1),
-    "blog, heads": Spelling(lambda x, n, g: view_swap(x, 2, 0, n, g), (8, 2, 3, 5), 0, 2),
-    "blog, rows": Spelling(lambda x, n, g: view_swap(x, 0, 2, n, g), (3, 2, 8, 5), 2, 0),
-    "stack": Spelling(stacked, (2, 3, 8, 5), 2, 1),
-    "by index": Spelling(by_index, (2, 8, 3, 5), 1, 2),
-    "dims first": Spelling(dims_first, (2, 3, 8, 5), 2, 1),
-    "matrix, columns": Spelling(matrix_columns, (3, 8), 1, 0),
-    "matrix, rows": Spelling(matrix_rows, (8, 3), 0, 1),
-    "flat heads": Spelling(flat_heads, (2, 3, 40), 2, 1, (2, 12, 2, 5)),
+EXCHANGES = {
+    "DeepSpeed, heads": ExchangeForm(deepspeed_heads, (2, 3, 8, 5), 2, 1),
+    "DeepSpeed, rows": ExchangeForm(deepspeed_rows, (2, 8, 3, 5), 1, 2),
+    "DeepSpeed, rows first, heads": ExchangeForm(deepspeed_rows_first_heads, (3, 2, 8, 5), 2, 0),
+    "DeepSpeed, rows first, rows": ExchangeForm(deepspeed_rows_first_rows, (8, 2, 3, 5), 0, 2),
+    "4D, heads": ExchangeForm(four_d_heads, (2, 3, 8, 5), 2, 1),
+    "4D, heads, one sequence": ExchangeForm(four_d_heads, (1, 3, 4, 5), 2, 1),
+    "4D, rows": ExchangeForm(four_d_rows, (2, 8, 3, 5), 1, 2),
+    "AutoSP, heads": ExchangeForm(auto_sp_heads, (2, 8, 3, 5), 1, 2),
+    "AutoSP, rows": ExchangeForm(auto_sp_rows, (2, 3, 8, 5), 2, 1),
+    "blog, heads": ExchangeForm(lambda x, n, g: view_swap(x, 2, 0, n, g), (8, 2, 3, 5), 0, 2),
+    "blog, rows": ExchangeForm(lambda x, n, g: view_swap(x, 0, 2, n, g), (3, 2, 8, 5), 2, 0),
+    "stack": ExchangeForm(stacked, (2, 3, 8, 5), 2, 1),
+    "by index": ExchangeForm(by_index, (2, 8, 3, 5), 1, 2),
+    "dims first": ExchangeForm(dims_first, (2, 3, 8, 5), 2, 1),
+    "matrix, columns": ExchangeForm(matrix_columns, (3, 8), 1, 0),
+    "matrix, rows": ExchangeForm(matrix_rows, (8, 3), 0, 1),
+    "flat heads": ExchangeForm(flat_heads, (2, 3, 40), 2, 1, (2, 12, 2, 5)),
 }
 
 
-# What looks like one and is none.
+# Similar programs that are no exchange of two dims.
 
 
 def ways(before: tuple[int, ...], after: tuple[int, ...]) -> Ways:
@@ -232,9 +232,9 @@ def blocks_only(x: Tensor, n: int, group: Any) -> Tensor:
 NEAR_MISSES: dict[str, tuple[Ways, tuple[int, ...]]] = {
     "rows before the batch": (ways((2, 1, 0, 3, 4), (1, 0, 2, 3, 4)), (2, 3, 8, 5)),
     "rows before the batch, one sequence": (ways((2, 1, 0, 3, 4), (1, 0, 2, 3, 4)), (1, 3, 8, 5)),
-    "ranks behind the rows": (ways((2, 0, 1, 3, 4), (1, 2, 0, 3, 4)), (2, 3, 8, 5)),
-    "ranks behind the rows, one sequence": (ways((2, 0, 1, 3, 4), (1, 2, 0, 3, 4)), (1, 3, 8, 5)),
-    "no permute behind": (ways((2, 0, 1, 3, 4), (0, 1, 2, 3, 4)), (2, 3, 8, 5)),
+    "ranks after the rows": (ways((2, 0, 1, 3, 4), (1, 2, 0, 3, 4)), (2, 3, 8, 5)),
+    "ranks after the rows, one sequence": (ways((2, 0, 1, 3, 4), (1, 2, 0, 3, 4)), (1, 3, 8, 5)),
+    "no permute after the exchange": (ways((2, 0, 1, 3, 4), (0, 1, 2, 3, 4)), (2, 3, 8, 5)),
     "other dims swapped": (ways((2, 0, 1, 3, 4), (1, 0, 2, 4, 3)), (2, 3, 8, 2)),
     "every n-th head": (every_nth_head, (2, 3, 8, 5)),
     "uneven": (uneven, (2, 3, 8, 5)),

@@ -20,7 +20,7 @@ Loop = Callable[..., object]
 
 
 def mamba(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """The spelling of transformers: decays and inputs (B, I, S, N), and C (B, S, N)."""
+    """Run the loop of transformers: decays and inputs (B, I, S, N), and C (B, S, N)."""
     h, out = torch.zeros(x.shape[0], x.shape[1], x.shape[3], dtype=x.dtype), []
     for t in range(x.shape[2]):
         h = x[:, :, t] * h + y[:, :, t]

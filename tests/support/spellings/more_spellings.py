@@ -1,4 +1,4 @@
-"""Spellings of an exchange of two dims that nobody has published: other views, other calls of the collective."""
+"""Unpublished forms of an exchange of two dims: other views, other calls of the collective."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from support.spellings.exchange_spellings import Spelling, swap, swap_functional
+from support.spellings.exchange_spellings import ExchangeForm, swap, swap_functional
 from torch import Tensor
 
 
@@ -93,16 +93,16 @@ def transposed_matrix(x: Tensor, n: int, group: Any) -> Tensor:
 
 
 MORE = {
-    "einsum": Spelling(by_einsum, (2, 3, 8, 5), 2, 1),
-    "flat blocks": Spelling(flat_blocks, (2, 3, 8, 5), 2, 1),
-    "side by side": Spelling(side_by_side, (2, 3, 8, 5), 2, 1),
-    "five dims": Spelling(five_dims, (2, 3, 2, 8, 5), 3, 1),
-    "packed qkv": Spelling(packed_qkv, (2, 3, 3, 8, 5), 3, 1),
-    "of a transposed": Spelling(of_a_transposed, (2, 8, 3, 5), 1, 2),
-    "by slices": Spelling(by_slices, (2, 3, 8, 5), 2, 1),
-    "by narrow": Spelling(by_narrow, (2, 3, 8, 5), 2, 1),
-    "hsplit": Spelling(by_hsplit, (3, 8), 1, 0),
-    "hstack": Spelling(by_hstack, (8, 3), 0, 1),
-    "one dim": Spelling(one_dim, (2, 3, 8, 5), 2, 1),
-    "transposed matrix": Spelling(transposed_matrix, (3, 8), 1, 0),
+    "einsum": ExchangeForm(by_einsum, (2, 3, 8, 5), 2, 1),
+    "flat blocks": ExchangeForm(flat_blocks, (2, 3, 8, 5), 2, 1),
+    "side by side": ExchangeForm(side_by_side, (2, 3, 8, 5), 2, 1),
+    "five dims": ExchangeForm(five_dims, (2, 3, 2, 8, 5), 3, 1),
+    "packed qkv": ExchangeForm(packed_qkv, (2, 3, 3, 8, 5), 3, 1),
+    "of a transposed": ExchangeForm(of_a_transposed, (2, 8, 3, 5), 1, 2),
+    "by slices": ExchangeForm(by_slices, (2, 3, 8, 5), 2, 1),
+    "by narrow": ExchangeForm(by_narrow, (2, 3, 8, 5), 2, 1),
+    "hsplit": ExchangeForm(by_hsplit, (3, 8), 1, 0),
+    "hstack": ExchangeForm(by_hstack, (8, 3), 0, 1),
+    "one dim": ExchangeForm(one_dim, (2, 3, 8, 5), 2, 1),
+    "transposed matrix": ExchangeForm(transposed_matrix, (3, 8), 1, 0),
 }

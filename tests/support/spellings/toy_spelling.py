@@ -1,4 +1,4 @@
-"""A canonical spelling from outside the package: x + x, which no pass reads, becomes 2 * x."""
+"""A canonical pass that is registered from outside the package: x + x becomes 2 * x."""
 
 from __future__ import annotations
 

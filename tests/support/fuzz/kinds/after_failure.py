@@ -96,7 +96,7 @@ BAD: dict[str, Bad] = {
     "an unknown option": _failing(_model, options={"attention": "nonsense"}),
     "no such dim": _failing(_model, options={"seq_dims": {"x": 9}}),
     "the model raises": _failing(lambda w, x: _raises() if x.ndim == 3 else x),
-    "the model raises behind ops": _failing(lambda w, x: _model(w, x) + _raises()),
+    "the model raises after ops": _failing(lambda w, x: _model(w, x) + _raises()),
     "raises in regions": _failing(_in_regions),
     "the compiler raises": _failing(_model, options={"compiler": _raises}),
     "the compiler raises on a rank": _failing(_model, options={"compiler": _raises_on_rank_0}),
@@ -120,7 +120,7 @@ BAD: dict[str, Bad] = {
 
 @dataclass(frozen=True)
 class AfterFailure(Scene):
-    """sizes: (B, S). bad: the programs that fail, in order. good: the one behind them."""
+    """Programs that fail, in order, and a good one after them. sizes: (B, S)."""
 
     bad: tuple[str, ...] = ("the model raises",)
     good: str = "sum"

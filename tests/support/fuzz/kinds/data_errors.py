@@ -1,4 +1,4 @@
-"""Errors that the data of a call makes, on one rank's rows or on all: every rank raises, soon, and says why."""
+"""Errors that the data of a call causes, on one rank's rows or on all: every rank raises soon, with the cause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.fuzz.kinds.on_ranks import alone, brief, compiled_alone, eager, named, pool, unlike
+from support.fuzz.kinds.on_ranks import alone, brief, compiled_alone, eager, named, pool, wrong_values
 from support.fuzz.kinds.scene import (
     BODIES,
     WIDTH,
@@ -43,21 +43,21 @@ _odd = -1  # the rank on which `raises_here` raises at once, in its process
 
 @torch.library.custom_op("fuzz::raises", mutates_args=())
 def raises(x: Tensor, ids: Tensor) -> Tensor:
-    """x, unless an id is none; on the odd rank never."""
+    """Return x; raise for an invalid id, and always on the odd rank."""
     _check(ids)
     return x.clone()
 
 
 @torch.library.custom_op("fuzz::raises_later", mutates_args=())
 def raises_later(x: Tensor, ids: Tensor) -> Tensor:
-    """The gradient of x, where `backward` is wanted of it."""
+    """Return the gradient of x; raise as `raises` does."""
     _check(ids)
     return x.clone()
 
 
 @torch.library.custom_op("fuzz::passes", mutates_args=())
 def passes(x: Tensor, ids: Tensor) -> Tensor:
-    """x; its backward raises where an id is none."""
+    """Return x; its backward raises for an invalid id."""
     return x.clone()
 
 
@@ -70,7 +70,7 @@ def _check(ids: Tensor) -> None:
 
 @cache
 def _give_rules() -> None:
-    """In a process that plays: the rules are those of the whole process."""
+    """Register the rules of the ops in a process that runs scenes."""
     for op in (torch.ops.fuzz.raises, torch.ops.fuzz.raises_later, torch.ops.fuzz.passes):
         sharding_rule(op.default, "b s d, b s -> b s d")
 
@@ -85,7 +85,7 @@ passes.register_autograd(
 
 
 def _squares(x: Tensor, ids: Tensor) -> Tensor:
-    """Matrices of the rows; of a row whose id is none, without an inverse."""
+    """Return matrices of the rows, singular for an invalid id."""
     known = ((ids >= 0) & (ids < KINDS))[..., None].to(x.dtype)
     return (x * known).unflatten(-1, (2, 2))
 
@@ -109,17 +109,16 @@ BY_RANK = ("op", "op in backward")
 
 @dataclass(frozen=True)
 class DataError(Scene):
-    """sizes: (B, S). bad: what id is none, at these tokens of each sequence, on this call. odd: the rank that raises of
-    itself, without a bad id. behind: does the model look along the sequence once more afterwards?"""
+    """A call with an invalid id, or with an op that raises on one rank."""
 
     faulty: str = "embedding"
     body: str = "sum"
-    sizes: tuple[int, int] = (2, 7)
-    bad: int = 9
-    at: tuple[int, ...] = (0,)
-    call: int = 0
-    odd: int = -1
-    behind: bool = True
+    sizes: tuple[int, int] = (2, 7)  # (B, S)
+    bad: int = 9  # the invalid id
+    at: tuple[int, ...] = (0,)  # its tokens in each sequence
+    call: int = 0  # number of the call with the error
+    odd: int = -1  # rank that raises without an invalid id; -1: none
+    again: bool = True  # the body runs again after the faulty op
     trained: bool = True
 
     def inputs(self) -> list[Tensor]:
@@ -128,7 +127,7 @@ class DataError(Scene):
     def model(self, weight: Tensor, x: Tensor, ids: Tensor) -> Tensor:
         y = BODIES[self.body](x @ matrix(weight))
         y = FAULTY[self.faulty](weight, y, ids)
-        return BODIES[self.body](y) @ matrix(weight, 80) if self.behind else y
+        return BODIES[self.body](y) @ matrix(weight, 80) if self.again else y
 
     def play(self, compiled: Compile, inputs: Sequence[Tensor]) -> Values:
         global _odd
@@ -151,7 +150,7 @@ class DataError(Scene):
 
 @dataclass(frozen=True)
 class Afterwards(Scene):
-    """Another model over the same group: right, or told that the group is broken."""
+    """Another model over the same group: right, or an error that the group is broken."""
 
     def inputs(self) -> list[Tensor]:
         return [normal(2, 5, WIDTH, grad=True)]
@@ -161,12 +160,12 @@ class Afterwards(Scene):
 
 
 def outcome(scene: DataError) -> Result:
-    """Every rank raises in time, and says which rank has raised what at which line; or all raise the error of one device."""
+    """Check that every rank raises in time with rank, line and cause, or that all raise the single-device error."""
     compilers = [eager, compiled_alone("aot_eager"), *[compiled_alone("inductor")] * scene.inductor]
     raised = [alone(scene, compiled) for compiled in compilers]
     causes = [Cause.of(error) for error in raised if isinstance(error, Exception)]
     if scene.odd < 0 and len(causes) < len(raised):
-        return Result(Outcome.SKIPPED, "one device, or torch.compile on it, raises nothing")
+        return Result(Outcome.SKIPPED, "a single device, or torch.compile on it, raises nothing")
     answers = pool().ask(scene)
     try:
         result = judged(scene, answers, [Cause("ValueError", ODD)] if scene.odd >= 0 else causes)
@@ -179,7 +178,7 @@ def outcome(scene: DataError) -> Result:
 
 @dataclass(frozen=True)
 class Cause:
-    """The error of one device: its class, and its words."""
+    """Class and message of the error of a single device."""
 
     kind: str
     words: str
@@ -188,27 +187,27 @@ class Cause:
     def of(cls, error: Exception) -> Cause:
         return cls(type(error).__name__, first_line(error).partition(": ")[2])
 
-    def is_said_by(self, failure: Failure) -> bool:
-        """Has the failure these words, of whatever place?"""
+    def is_named_by(self, failure: Failure) -> bool:
+        """Return True if the failure has at least half of the words of the message."""
         known, found = (set(re.findall(r"[a-z_]{4,}", words.lower())) for words in (self.words, failure.words))
         return len(known & found) >= len(known) / 2
 
     def is_raised_by(self, failure: Failure) -> bool:
-        return self.kind in failure.kinds and self.is_said_by(failure)
+        return self.kind in failure.kinds and self.is_named_by(failure)
 
 
 def judged(scene: DataError, answers: dict[int, tuple[bool, Any]], causes: Sequence[Cause]) -> Result:
-    """What the answers of the ranks come to. causes: one device's errors, by each compiler."""
+    """Return the outcome of the ranks' answers. causes: errors of a single device, by each compiler."""
     silent = [rank for rank in range(scene.world) if rank not in answers]
     failures = {rank: found for rank, (right, found) in answers.items() if not right}
     words = "; ".join(f"rank {rank}: {brief(failure)}" for rank, failure in failures.items())
     if silent:
         return Result(Outcome.HANG, f"no answer of ranks {silent} of {scene.world}; {words}")
     if len(failures) < scene.world:
-        deaf = [rank for rank in range(scene.world) if rank not in failures]
-        return Result(Outcome.WRONG, f"ranks {deaf} of {scene.world} raise nothing; {words}")
+        without = [rank for rank in range(scene.world) if rank not in failures]
+        return Result(Outcome.WRONG, f"ranks {without} of {scene.world} raise nothing; {words}")
     if all(any(cause.is_raised_by(failure) for cause in causes) for failure in failures.values()):
-        return Result(Outcome.REFUSED, f"the error of one device: {words}")
+        return Result(Outcome.REFUSED, f"the single-device error: {words}")
     unclear = {rank: failure for rank, failure in failures.items() if not _is_clear(failure, causes)}
     if unclear:
         return Result(Outcome.RAW, "; ".join(f"rank {rank}: {brief(failure)}" for rank, failure in unclear.items()))
@@ -216,11 +215,11 @@ def judged(scene: DataError, answers: dict[int, tuple[bool, Any]], causes: Seque
 
 
 def _is_clear(failure: Failure, causes: Sequence[Cause]) -> bool:
-    """Are rank, line and cause named, by an SpError, or on the rank itself by the error of one device?"""
+    """Return True if an SpError, or the single-device error on its rank, has rank, line and cause."""
     names = re.search(r"rank \d", failure.words) and re.search(r"\w+\.py:\d+", failure.words)
-    said = any(cause.is_said_by(failure) for cause in causes)
+    named = any(cause.is_named_by(failure) for cause in causes)
     ours = "SpError" in failure.kinds or any(cause.is_raised_by(failure) for cause in causes)
-    return bool(names and said and ours)
+    return bool(names and named and ours)
 
 
 def _afterwards(scene: DataError, result: Result) -> Result:
@@ -233,7 +232,7 @@ def _afterwards(scene: DataError, result: Result) -> Result:
         right, found = answers[rank]
         if not right and not ("SpError" in found.kinds and re.search(BROKEN, found.words)):
             return Result(Outcome.RAW, f"rank {rank}, with another model afterwards: {brief(found)}")
-        if right and unlike(expected, found):
+        if right and wrong_values(expected, found):
             return Result(Outcome.WRONG, f"rank {rank}, with another model afterwards")
     return result
 
@@ -247,13 +246,13 @@ def made(seed: int) -> DataError:
     at = tuple(range(sizes[1])) if everywhere else (random.randrange(sizes[1]),)
     odd = random.randrange(drawn["world"]) if faulty in BY_RANK and random.random() < 0.6 else -1
     trained = random.random() < 0.8 or faulty == "op in backward"
-    given = {"call": random.choice([0, 1, 1]), "behind": random.random() < 0.6, "bad": random.choice([9, 9, -1])}
+    given = {"call": random.choice([0, 1, 1]), "again": random.random() < 0.6, "bad": random.choice([9, 9, -1])}
     body = random.choice(sorted(BODIES))
     return DataError(**drawn, faulty=faulty, body=body, sizes=sizes, at=at, odd=odd, trained=trained, **given)
 
 
 def cases(seed: int) -> Iterator[str]:
-    """Without end."""
+    """Return the names of cases, without end."""
     return (f"data_errors:{number}" for number in itertools.count(seed * SESSION))
 
 

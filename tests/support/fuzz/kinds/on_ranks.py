@@ -1,4 +1,4 @@
-"""Plays a scene on real ranks and on one device, and judges what came of it."""
+"""Run a scene on real ranks and on a single device, and compare the values."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from support.recording import lowered_programs
 from torch import Tensor
 
 LIMIT = {False: 150.0, True: 280.0}  # seconds for a scene, and under Inductor
-GRACE = 25.0  # seconds that ranks have to raise once one has, on a busy machine
+GRACE = 25.0  # seconds for all ranks to raise after the first error, on a busy machine
 LIFE = 150  # scenes of a pool of ranks
 TIMED_OUT = ("timed out", "Timed out", "timeout")
 
 
 @dataclass
 class Played:
-    """What a rank found. fallbacks: what was gathered, by its report."""
+    """Values of a rank. fallbacks: gathered ops by its report."""
 
     values: Values
     fallbacks: str
 
 
 def on_rank(scene: Scene) -> Played:
-    """One rank's part. Raises what the play raises."""
+    """Run a scene on this rank."""
     given = {} if scene.inductor else {"compiler": "aot_eager", "cost": {}}
     options = {**given, **scene.options, "mesh": mesh()}
     with lowered_programs() as programs, _quiet():
@@ -44,7 +44,7 @@ def on_rank(scene: Scene) -> Played:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch logs what it raises, too."""
+    """Disable logging, because torch logs the errors that it raises."""
     logging.disable(logging.CRITICAL)
     try:
         yield
@@ -58,7 +58,7 @@ def _compiled(options: dict[str, Any], model: Callable[..., Any], **how: Any) ->
 
 
 def compiled_alone(name: str) -> Compile:
-    """The model as one device compiles it, without our options."""
+    """Return a function that compiles a model for a single device, without our options."""
 
     def compiled(model: Callable[..., Any], **how: Any) -> Callable[..., Any]:
         how.pop("options", None)
@@ -72,14 +72,14 @@ def eager(model: Callable[..., Any], **how: Any) -> Callable[..., Any]:
 
 
 class Pool:
-    """The ranks of this process, which many scenes share one after the other."""
+    """The ranks of this process, which scenes use one after the other."""
 
     def __init__(self) -> None:
         self.ranks, self.scenes = Ranks(), 0
         atexit.register(self.close)
 
     def ask(self, scene: Scene, function: Callable[..., Any] = on_rank) -> dict[int, tuple[bool, Any]]:
-        """What each rank answered, of those that did in time."""
+        """Return the answers of the ranks that answered in time."""
         if self.scenes >= LIFE:
             self.close()
         self.scenes += 1
@@ -109,7 +109,7 @@ if __name__ == "__main__":
 
 
 def named(name: str, scene: Scene, result: Result) -> Result:
-    """The result of a case, with a script of it where that is bad."""
+    """Return the result of a case, with a script if it is bad."""
     if not result.outcome.is_bad:
         return result
     kind = type(scene)
@@ -118,15 +118,15 @@ def named(name: str, scene: Scene, result: Result) -> Result:
 
 
 def outcome(scene: Scene) -> Result:
-    """What comes of a scene; what is bad, of one in new processes."""
+    """Return the outcome of a scene; run a bad one again in new processes."""
     expected = alone(scene, eager)
     if isinstance(expected, Exception):
-        return Result(Outcome.SKIPPED, f"on one device: {first_line(expected)}")
+        return Result(Outcome.SKIPPED, f"a single device raises: {first_line(expected)}")
     used = pool().scenes > 0
     result = _judged(scene, expected)
     if result.outcome in (Outcome.EXACT, Outcome.GATHERED, Outcome.SKIPPED):
         return result
-    pool().close()  # what a failure leaves in a process is the subject of other scenes
+    pool().close()  # other scenes test a process after a failure
     if not used or not result.outcome.is_bad:
         return result
     again = _judged(scene, expected)
@@ -137,7 +137,7 @@ def outcome(scene: Scene) -> Result:
 
 
 def alone(scene: Scene, compiled: Compile, inputs: Sequence[Tensor] | None = None) -> Run | Exception:
-    """What one device finds, or raises."""
+    """Return the values of a single device, or its error."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     try:
@@ -167,28 +167,28 @@ def _judged(scene: Scene, expected: Run) -> Result:
     return Result(Outcome.WRONG, f"{scene.world} ranks: {listed(wrong)}")
 
 
-def unlike(expected: Run | Exception, found: Played) -> dict[str, float]:
-    """What of a rank's values is not as one device has it."""
+def wrong_values(expected: Run | Exception, found: Played) -> dict[str, float]:
+    """Return the errors of a rank's values that differ from a single device."""
     assert isinstance(expected, Run)
     return differences(expected, [Run.of(found.values)])
 
 
 def _refused(scene: Scene, failures: dict[int, Failure]) -> Result:
-    """All ranks have to refuse, and one device's compilers have to be able to."""
+    """Return the outcome of failures: all ranks must raise an SpError, unless torch.compile fails, too."""
     raw = {rank: failure for rank, failure in failures.items() if "SpError" not in failure.kinds}
-    heard_nothing = [rank for rank in range(scene.world) if rank not in failures]
+    without = [rank for rank in range(scene.world) if rank not in failures]
     words = "; ".join(f"rank {rank}: {brief(failure)}" for rank, failure in (raw or failures).items())
-    if (raw or heard_nothing) and _torch_fails(scene):
+    if (raw or without) and _torch_fails(scene):
         return Result(Outcome.SKIPPED, f"torch.compile cannot: {words}")
-    if heard_nothing:
-        return Result(Outcome.RAW, f"ranks {heard_nothing} go on; {words}")
+    if without:
+        return Result(Outcome.RAW, f"ranks {without} continue; {words}")
     return Result(Outcome.RAW if raw else Outcome.REFUSED, words)
 
 
 def _excuse(scene: Scene, expected: Run, wrong: dict[str, float]) -> str:
-    """Why a difference is none of ours; "" if it is."""
+    """Return the reason why a difference is not ours, or ""."""
     if all(not _finite(expected.values.get(name)) for name in wrong):
-        return "one device has infinite values there"
+        return "a single device has infinite values there"
     if not scene.strict and _torch_fails(scene, expected):
         return "torch.compile differs without ranks, too"
 
@@ -199,12 +199,12 @@ def _excuse(scene: Scene, expected: Run, wrong: dict[str, float]) -> str:
         return found
 
     if is_rounding(run, scene.inputs(), expected, wrong):
-        return f"one device is as far off where inputs differ in their last bits: {listed(wrong)}"
+        return f"a single device differs as much for inputs that differ in their last bits: {listed(wrong)}"
     return ""
 
 
 def _torch_fails(scene: Scene, expected: Run | None = None) -> bool:
-    """Does a compiler of torch's own fail on one device, or find something else?"""
+    """Return True if a compiler of torch fails on a single device, or computes other values."""
     for name in ("aot_eager", *["inductor"] * scene.inductor):
         found = alone(scene, compiled_alone(name))
         if isinstance(found, Exception) or (expected is not None and differences(expected, [found])):

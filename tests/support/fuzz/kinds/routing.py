@@ -1,6 +1,6 @@
-"""Integers that are computed of tokens, and what is looked up by them: experts, slots, places, counts, segments.
+"""Ops with integers that are computed from tokens: experts, slots, places, counts, segments.
 
-An integer that no token of one device has is out of some table's range.
+An integer that no token has on a single device is out of range of a table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _table(w: Tensor, rows: int) -> Tensor:
 
 
 def _switch(w: Tensor, ids: Tensor, x: Tensor, how: tuple[int, bool]) -> Tensor:
-    """Slots of so many tokens an expert, over the batch or of each sequence; tokens that find none go on as they are."""
+    """Route to `capacity` slots per expert, over the batch or per sequence; other tokens are unchanged."""
     capacity, flat = how
     rows = x.flatten(0, 1)[None] if flat else x
     gate, expert = rows.softmax(-1).max(-1)

@@ -1,4 +1,4 @@
-"""What a case on real ranks is: a play of its own, made from a seed, that one device and every rank can give."""
+"""Scenes, the cases on real ranks: made from a seed, and run on a single device and on every rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Scene:
-    """world: ranks. inductor: with all default options, else options on top of aot_eager's."""
+    """A case. world: ranks. inductor: use all default options, else `options` with aot_eager."""
 
     world: int
     inductor: bool = False
@@ -40,30 +40,30 @@ class Scene:
 
     @property
     def strict(self) -> bool:
-        """Is a difference a fault also where torch.compile on one device has it?"""
+        """Return True if a difference is a fault even if torch.compile without ranks has it."""
         return False
 
     def inputs(self) -> list[Tensor]:
-        """The same in every process."""
+        """Return the inputs, equal in every process."""
         raise NotImplementedError
 
     def play(self, compiled: Compile, inputs: Sequence[Tensor]) -> Values:
-        """Everything that a process does, with its models as `compiled` gives them: the values to compare, by name.
+        """Run the scene with models compiled by `compiled`; return the values to compare, by name.
 
-        Gradients are called so; they are compared with regard to the largest of them.
+        Values whose name contains "gradient" are compared relative to the largest of them.
         """
         raise NotImplementedError
 
 
 def drawn_world(random: Random) -> dict[str, Any]:
-    """The fields of Scene."""
+    """Return random fields of Scene."""
     if random.random() < INDUCTOR:
         return {"world": random.choice([2, 2, 3]), "inductor": True}
     return {"world": random.choice([2, 2, 3, 3, 4]), "options": random.choice(OPTIONS)}
 
 
 def drawn_length(random: Random, world: int, least: int = 1) -> int:
-    """Of a sequence; the ranks divide few of these."""
+    """Return a random length of a sequence, which the ranks rarely divide."""
     length = random.randint(least, 17)
     return length + 1 if length % world == 0 and random.random() < 0.8 else length
 
@@ -82,7 +82,7 @@ class Net(nn.Module):
 
 
 def matrix(weight: Tensor, at: int = 0, rows: int = WIDTH, columns: int = WIDTH) -> Tensor:
-    """One of the parameter's matrices."""
+    """Return one of the parameter's matrices."""
     return weight[at : at + rows * columns].view(rows, columns)
 
 
@@ -113,7 +113,7 @@ BODIES: dict[str, Body] = {
     "recurrence": lambda x: sp_compile.linear_scan(x.sigmoid(), x, 1),
     "window": _causal_window,
 }
-"""What makes a model look along its sequence: (B, S, D) -> (B, S, D)."""
+"""Functions along the sequence: (B, S, D) -> (B, S, D)."""
 
 
 def normal(*shape: int, seed: int = 0, grad: bool = False) -> Tensor:
@@ -126,7 +126,7 @@ def leaves(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def plain(x: Any) -> Any:
-    """A copy of a result, whole, that shares memory with nothing; as autograd does not look at it, it raises nothing."""
+    """Return a full detached copy of a result."""
     if not isinstance(x, Tensor):
         return x
     x = x.detach()

@@ -1,6 +1,6 @@
 """Functions of rows that are singular somewhere: at zero, at equal or negative numbers, at the end of the sequence.
 
-Values of a row that no row of one device has, as of padding, are seen in them: they become NaN, or raise.
+Values that no row of a single device has, such as padding, become NaN or raise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random programs of steps, of a table of ops each, some on real ranks; what is bad is made small.
+"""Random programs of steps from a table of ops, some on real ranks; programs of bad outcomes are minimized.
 
 A value is (B, S, D) rows of D = WIDTH numbers, and so is what a step makes of it.
 """
@@ -34,7 +34,7 @@ from support.fuzz.simulated.random_programs import Program, Step
 from torch import Tensor
 
 STEPS = 5
-REAL = 4  # one program in so many runs on real ranks, which take ten times as long
+REAL = 4  # one in this number of programs runs on real ranks, which take ten times as long
 RANKS = (2, 3, 4)  # simulated
 TRIES = 200
 
@@ -48,7 +48,7 @@ TABLES: dict[str, tuple[Mapping[str, Callable[..., Tensor]], Mapping[str, Sequen
     "singular": (singular.OPS, singular.ARGUMENTS),
     "routing": (routing.OPS, routing.ARGUMENTS),
 }
-"""Of each source: its ops beside COMMON, and what the argument of one may be."""
+"""Ops of each source in addition to COMMON, and the possible arguments of each op."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Every op of torch's op_db behind an attention, with torch's own samples of its arguments.
+"""Run every op of torch's op_db after an attention, with torch's samples of its arguments.
 
-The attention's result is added to the sample's tensors as zero, so that an op is called within its domain and yet on
-values that lie on shards of one of their dims; each sample takes another dim, of a size that the ranks do not divide
-where there is one.
+The attention's result, zeros, is added to the sample's tensors: an op is called within its domain, on values that are
+sharded along one of their dims. Each sample uses another dim, if possible of a size that the ranks do not divide.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def cases(seed: int = 0) -> Iterator[str]:
 
 def run(name: str) -> Result:
     _, op, variant, number = name.split(":")
-    made = behind_attention(op, variant, int(number))
+    made = case_after_attention(op, variant, int(number))
     result = outcome(made if variant != "out" and runs(made) else made.without_gradients())
     if not result.outcome.is_bad:
         return result
@@ -87,7 +86,7 @@ def run(name: str) -> Result:
     return Result(result.outcome, result.words, script)
 
 
-def behind_attention(name: str, variant: str, number: int) -> Case:
+def case_after_attention(name: str, variant: str, number: int) -> Case:
     info, sample = infos()[name], samples(name)[number]
     given, spec = pytree.tree_flatten(((sample.input, *sample.args), dict(sample.kwargs)))
     places = [i for i, x in enumerate(given) if _is_value(x)]
@@ -113,7 +112,7 @@ def behind_attention(name: str, variant: str, number: int) -> Case:
 
 
 def _into(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `out=` is then: zeros before."""
+    """Return the result in `out=`, which was zeros before."""
     found = op(*args, **kwargs)
     out = pytree.tree_map_only(Tensor, torch.zeros_like, tuple(found) if isinstance(found, (list, tuple)) else found)
     op(*args, **kwargs, out=out)
@@ -121,7 +120,7 @@ def _into(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _dims(x: Tensor) -> list[int]:
-    """Those to split: that as few as possible of the numbers of ranks divide."""
+    """Return the dims to shard, which the fewest of the numbers of ranks divide."""
     uneven = {d: sum(size % n > 0 for n in RANKS) for d, size in enumerate(x.shape) if size > 1}
     return [d for d in uneven if uneven[d] == max(uneven.values())]
 
@@ -131,7 +130,7 @@ def _is_value(x: Any) -> bool:
 
 
 def _moved(x: Tensor, rows: Tensor) -> Tensor:
-    """x, which lies where the rows do now; they are zeros."""
+    """Return x with the sharding of `rows`, which are zeros."""
     return x ^ (rows != 0) if x.dtype == torch.bool else x + rows.to(x.dtype)
 
 

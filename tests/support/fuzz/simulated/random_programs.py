@@ -98,12 +98,12 @@ def _heads(weight: Tensor, ids: Tensor, x: Tensor, dim: int, heads: int, kv_head
         for i, n in enumerate((heads, kv_heads, kv_heads))
     )
     at = torch.arange(size)
-    behind = at[:, None] - at
+    distance = at[:, None] - at
     masks = {
-        "window": (behind >= 0) & (behind < 3),
-        "prefix": (behind >= 0) | (at < 2),
+        "window": (distance >= 0) & (distance < 3),
+        "prefix": (distance >= 0) | (at < 2),
         "padding": (at < max(size - 1, 1)).expand(size, size),
-        "bias": -0.5 * behind.abs().to(x.dtype),
+        "bias": -0.5 * distance.abs().to(x.dtype),
     }
     y = F.scaled_dot_product_attention(
         q, k, v, attn_mask=masks.get(mask), is_causal=mask == "causal", enable_gqa=heads != kv_heads
@@ -191,7 +191,7 @@ WINDOWS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "unfold": lambda x, d: x.unfold(d, 2, 1).sum(-1),
     "shift": lambda x, d: torch.cat([torch.zeros_like(x.narrow(d, 0, 1)), x.narrow(d, 0, x.shape[d] - 1)], d),
     "differences": lambda x, d: x.narrow(d, 1, x.shape[d] - 1) - x.narrow(d, 0, x.shape[d] - 1),
-    "last in front": lambda x, d: torch.cat([x.narrow(d, -1, 1), x.narrow(d, 0, x.shape[d] - 1)], d),
+    "last moved first": lambda x, d: torch.cat([x.narrow(d, -1, 1), x.narrow(d, 0, x.shape[d] - 1)], d),
 }
 
 
@@ -273,9 +273,9 @@ OPS: dict[str, Callable[..., Tensor]] = {
 
 
 def random_program(random: Random, steps: int) -> tuple[Program, Sizes]:
-    """A program of at most so many steps and the sizes (B, S, D) of its input; every step was tried on meta tensors.
+    """Return a program of at most `steps` steps, which run on meta tensors, and the sizes (B, S, D) of its input.
 
-    Gradients stop in every other one.
+    Every second program stops gradients.
     """
     stops = random.random() < 0.5
     sizes = random.randint(1, 3), random.randint(2, 7), random.randint(1, 5)
@@ -303,7 +303,7 @@ def _step(random: Random, values: list[Tensor]) -> Step:
     newest = [len(values) - 1 - back for back in range(min(len(values), 4))]
     first = random.choice(newest)
     x = values[first]
-    alike = [i for i, v in enumerate(values) if v.shape == x.shape]
+    same_shape = [i for i, v in enumerate(values) if v.shape == x.shape]
     dim = random.randrange(max(x.ndim, 1))
     extent = x.shape[dim] if x.ndim else 1
     keep = random.random() < 0.5
@@ -311,7 +311,7 @@ def _step(random: Random, values: list[Tensor]) -> Step:
         return Step(name, (first, random.choice(newest)))
     if name in ("cat", "stack", "mse", "attention"):
         how = random.choice(["mean", "sum", "none"])
-        return Step(name, (first, random.choice(alike)), ({"mse": how, "attention": keep}.get(name, dim),))
+        return Step(name, (first, random.choice(same_shape)), ({"mse": how, "attention": keep}.get(name, dim),))
     arguments: dict[str, Callable[[], tuple[Any, ...]]] = {
         "linear": lambda: (random.randint(1, 5), keep),
         "mix": lambda: (dim, random.randint(1, 5)),

@@ -1,4 +1,4 @@
-"""Where gradients stop or change: between the parts of what has one canonical spelling, and around any steps."""
+"""Stop or change gradients: between the ops of a canonical form, and around any steps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 Function = Callable[..., Any]
 Stop = Callable[..., Any]
-"""Calls a function, the first argument, on the others."""
+"""A function that calls its first argument on the others."""
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounds; the gradient does not know."""
+    """Round values, with the gradient of the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _Scaled(torch.autograd.Function):
-    """The value itself, and half of its gradient."""
+    """Return the value unchanged, with half of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def each(change: Callable[[Tensor], Tensor], found: Any) -> Any:
-    """A tensor, or all of several."""
+    """Apply `change` to a tensor, or to each of a tuple."""
     return tuple(map(change, found)) if isinstance(found, tuple) else change(found)
 
 
@@ -64,7 +64,7 @@ def _hooked(f: Function, *xs: Tensor) -> Any:
 
 
 def _written(f: Function, *xs: Tensor) -> Any:
-    """In place, where no gradient sees it."""
+    """Change the results in place under no_grad."""
 
     def write(x: Tensor) -> Tensor:
         x = x.clone()
@@ -75,7 +75,7 @@ def _written(f: Function, *xs: Tensor) -> Any:
     return each(write, f(*xs))
 
 
-# No inference_mode: torch.compile without ranks leaves a process behind it in which nothing runs any more (2.13).
+# No inference_mode: after torch.compile without ranks, nothing runs in the process any more (torch 2.13).
 STOPS: dict[str, Stop] = {
     "": lambda f, *xs: f(*xs),
     "detach": lambda f, *xs: each(torch.detach, f(*xs)),
@@ -91,7 +91,7 @@ AROUND = [name for name in STOPS if name not in ("straight through", "scaled", "
 
 
 def _matrices(x: Tensor, d: int) -> Tensor:
-    """The rows along a dim, as (B, S, E)."""
+    """Return the rows along a dim as (B, S, E)."""
     rows = x.movedim(d, -2)
     return rows.reshape(-1, *rows.shape[-2:])
 
@@ -107,7 +107,7 @@ def _attention(x: Tensor, d: int, a: Stop, b: Stop, c: Stop) -> Tensor:
     return F.dropout(c(lambda y: y.softmax(-1), scores), 0.0) @ rows
 
 
-def _by_hand(x: Tensor, d: int, a: Stop, b: Stop, c: Stop) -> Tensor:
+def _elementary_attention(x: Tensor, d: int, a: Stop, b: Stop, c: Stop) -> Tensor:
     rows = _matrices(x, d)
     return _exp(rows @ rows.mT, -1, a, b, c) @ rows
 
@@ -160,7 +160,7 @@ def _loop(x: Tensor, d: int, a: Stop, b: Stop, c: Stop) -> Tensor:
 IDIOMS: dict[str, Callable[[Tensor, int, Stop, Stop, Stop], Tensor]] = {
     "exp": _exp,
     "attention": _attention,
-    "by hand": _by_hand,
+    "by elementary ops": _elementary_attention,
     "log_softmax": _log_softmax,
     "key heads": _key_heads,
     "single heads": _single_heads,
@@ -182,5 +182,5 @@ IDIOMS: dict[str, Callable[[Tensor, int, Stop, Stop, Stop], Tensor]] = {
 
 
 def idiom(weight: Tensor, ids: Tensor, x: Tensor, d: int, name: str, *stops: str) -> Tensor:
-    """One of IDIOMS along a dim, with stops at its three places."""
+    """Return one of IDIOMS along a dim, with stops at its three places."""
     return IDIOMS[name](x, d, *(STOPS[stop] for stop in stops))

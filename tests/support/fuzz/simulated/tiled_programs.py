@@ -271,10 +271,10 @@ def _step(random: Random, stage: str, values: Sequence[Tensor], sizes: Sizes) ->
     if not fitting:
         return None
     first = random.choice(fitting[-2:])
-    alike = [i for i in fitting if values[i].shape == values[first].shape]
+    same_shape = [i for i in fitting if values[i].shape == values[first].shape]
     operands: tuple[int, ...] = (first,)
     if name in ("sum of both", "of two", "kl", "difference", "product", "clipped", "added", "times"):
-        operands = first, random.choice(alike)
+        operands = first, random.choice(same_shape)
     arguments = {
         "mlp": lambda: (" ".join(word for word in ("bias", "gated", "residual") if random.random() < 0.5),),
         "embedded": lambda: (random.choice([0, 700]),),

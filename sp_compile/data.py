@@ -1,0 +1,194 @@
+"""Sample a dataset for the data-parallel replicas of a mesh; ranks that share a sequence get the same samples.
+
+mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "sp"))
+loader = DataLoader(dataset, batch_size=2, sampler=SequenceSampler(dataset, mesh))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.ranks import STRATEGIES, Mesh, Ranks, ranks_of, resolve
+from sp_compile.runtime.agreement import all_gather_object, publish_failure
+
+__all__ = ["Replica", "SequenceSampler", "replica_of"]
+
+SAME_BATCH = frozenset({"sp", "cp", "tp", "ep", "etp", "pp"})
+"""Mesh axes along which ranks take the same batch, besides the axes of strategies."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Position of a rank among the data-parallel replicas; the ranks of a replica take the same batches.
+
+    Args:
+        rank: The number of the replica of this rank, from 0.
+        n: The number of replicas.
+    """
+
+    rank: int
+    n: int
+
+
+def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | Sequence[str] | None = None) -> Replica:
+    """Return the data-parallel replica of this rank.
+
+    With a mesh of several axes this is a local computation. With a mesh of one axis, or a process group, whose ranks
+    take the same batches, all ranks of the default process group exchange their groups, so all have to call it.
+
+    Args:
+        mesh: A DeviceMesh, with named axes if it has several; a process group; or None for the default process group
+            as a single replica.
+        mesh_dim: The axis of the sequence, if it has a name of your own. Its ranks take the same batches.
+        data_dims: The axes along which ranks take different batches. By default all axes but `mesh_dim`, "sp", "cp",
+            "tp", "ep", "etp", "pp" and the axes of strategies, such as "ring" and "ulysses".
+
+    Returns:
+        The number of the replica, and the number of replicas.
+
+    Raises:
+        SpError: The axes of the mesh have no names, a named axis is not in the mesh, this rank is not in the mesh, no
+            axis is left for the sequence, or the groups do not split the default process group evenly.
+    """
+    with publish_failure():
+        if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
+            return _replica_on_axes(mesh, mesh_dim, data_dims)
+        if data_dims is not None:
+            raise SpError("SP811", f"data_dims: {data_dims!r} names axes, but mesh does not have several axes.")
+        ranks = resolve(mesh, mesh_dim) if isinstance(mesh, DeviceMesh) else ranks_of(mesh)
+    return _replica_of_group(ranks)
+
+
+def _replica_on_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Sequence[str] | None) -> Replica:
+    names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
+    if not names:
+        raise SpError("SP812", f"mesh: expected names of the {mesh.ndim} axes, got None.")
+    if coordinate is None:
+        raise SpError("SP112", f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}.")
+    given = [data_dims] if isinstance(data_dims, str) else data_dims
+    for name in [*(given or ()), *([mesh_dim] if mesh_dim is not None else ())]:
+        if name not in names:
+            raise SpError("SP114", f"mesh: expected an axis {name!r}, got {names}.")
+    if given is not None and mesh_dim in given:
+        raise SpError("SP813", f"data_dims: {mesh_dim!r} is the axis of the sequence.")
+    same = SAME_BATCH.union({mesh_dim}, *(strategy.axes for strategy in STRATEGIES.values()))
+    different = set(given) if given is not None else set(names) - same
+    if len(different) == len(names):
+        raise SpError("SP814", f"mesh: expected an axis of the sequence, got {names}.")
+    rank, n = 0, 1
+    for name, at, size in zip(names, coordinate, mesh.shape, strict=True):
+        if name in different:
+            rank, n = rank * size + at, n * size
+    return Replica(rank, n)
+
+
+def _replica_of_group(ranks: Ranks) -> Replica:
+    group = ranks.process_group
+    if group is None or not ranks.exchanges:
+        return Replica(0, 1)
+    world = ranks_of(dist.group.WORLD)
+    if ranks.n == world.n:
+        return Replica(0, 1)
+    members = dist.get_process_group_ranks(group)
+    everyone = all_gather_object(world, "gathers", "the ranks that share a sequence", members)
+    groups = sorted({tuple(one) for one in everyone}, key=min)
+    if sum(map(len, groups)) != world.n or math.gcd(*map(len, groups)) != ranks.n:
+        raise SpError(
+            "SP815",
+            f"mesh: expected groups of equal size over the {world.n} ranks of the default process group, got {groups}.",
+        )
+    return Replica(groups.index(tuple(members)), len(groups))
+
+
+class SequenceSampler(DistributedSampler):
+    """DistributedSampler over the data-parallel replicas of a mesh, with a state for checkpoints.
+
+    Ranks that share a sequence get the same indices, replicas get different ones. Frameworks that replace the sampler
+    of a loader keep it, because it is a DistributedSampler.
+
+    Args:
+        dataset: The dataset to sample.
+        mesh: As for `replica_of`.
+        mesh_dim: As for `replica_of`.
+        data_dims: As for `replica_of`.
+        shuffle: True to shuffle the indices, with `seed` and the epoch.
+        seed: The seed of the order, equal on all ranks.
+        drop_last: True to drop the last indices if they do not fill a round of all replicas, False to fill the round
+            with the first indices.
+
+    Raises:
+        SpError: As for `replica_of`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        mesh: Mesh = None,
+        *,
+        mesh_dim: str | None = None,
+        data_dims: str | Sequence[str] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        replica = replica_of(mesh, mesh_dim, data_dims)
+        super().__init__(dataset, replica.n, replica.rank, shuffle, seed, drop_last)
+        self.yielded = 0
+        self._skipped = 0
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the indices of this replica, after those that a loaded state counts."""
+        self.yielded, self._skipped = self._skipped, 0
+        for index in islice(super().__iter__(), self.yielded, None):
+            self.yielded += 1
+            yield index
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration. Another epoch than the current one starts at its first index.
+
+        Args:
+            epoch: The number of the epoch, which selects the random order.
+        """
+        if epoch != self.epoch:
+            self.yielded = self._skipped = 0
+        super().set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position in the epoch, for a checkpoint.
+
+        It counts indices that were yielded. Worker processes prefetch, so with them use torchdata's
+        StatefulDataLoader, which saves the position of the last batch that it returned.
+
+        Returns:
+            The epoch, the number of indices yielded in it, and the number of replicas.
+        """
+        return {"epoch": self.epoch, "yielded": self.yielded, "replicas": self.num_replicas}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue after the last index of a state, in the next iteration.
+
+        Args:
+            state: A result of `state_dict`, also of another number of replicas if these divide the samples taken.
+
+        Raises:
+            SpError: The replicas do not divide the samples that were taken.
+        """
+        self.set_epoch(state["epoch"])
+        taken = state["yielded"] * state["replicas"]
+        if taken % self.num_replicas:
+            raise SpError(
+                "SP804",
+                f"state: {state['replicas']} data-parallel replicas have taken {state['yielded']} samples each, which "
+                f"{self.num_replicas} replicas do not divide.",
+            )
+        self.yielded = self._skipped = taken // self.num_replicas

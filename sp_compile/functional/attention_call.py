@@ -1,0 +1,267 @@
+"""Validate and run the call of an attention function on the shards of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.attention.op_args import ShardArgs
+from sp_compile.lowering.attention.ring_kernel import RING_GRADIENTS, window_hops
+from sp_compile.lowering.base.dtypes import MIN_FILL
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.frames import LAYOUTS, FrameArg
+from sp_compile.lowering.base.library import tag_programs
+from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.lowering.comm import routes
+
+from .rank_call import HOLDS_PATTERN, RankCall, check_choice, needs_gradient, shard_frame
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options that the attention functions share, with the names of their arguments."""
+
+    layout: str
+    length: int | None
+    kv_length: int | None
+    is_causal: bool
+    window: int | None
+    documents: Tensor | None
+    attn_mask: Tensor | None
+    dropout_p: float
+    seed: Tensor | int | None
+    scale: float | None
+    sinks: Tensor | None
+    check: bool
+
+    def predicate_arguments(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int], str]:
+        """Return the fields rows, cols, pieces, sizes and predicate of `AttentionArgs`.
+
+        Returns:
+            The predicate combines `is_causal`, `window` and `documents`. It reads the documents as vectors of rows and
+            cols, and the window as a size. Pieces are empty: the operator creates them.
+        """
+        parts = ["(k <= q)"] if self.is_causal else []
+        if self.window is not None:
+            parts += ["(q - k < n0)"] if self.is_causal else ["(q - k < n0) & (k - q < n0)"]
+        vectors = [] if self.documents is None else [self.documents]
+        parts += ["Eq(row0, col0)"] if vectors else []
+        sizes = [] if self.window is None else [self.window]
+        return vectors, vectors, [], sizes, " & ".join(parts)
+
+
+@dataclass(frozen=True)
+class AttentionMethod:
+    """Implementation of one attention function."""
+
+    name: str  # name of the function
+    run: Callable[[AttentionCall, tuple[Any, ...]], Tensor]  # applies the operator to its common arguments
+    merges: bool = False  # True if results of key blocks are merged by their log-sum-exp
+    skips_steps: bool = False  # True if key blocks outside a causal window are not exchanged
+
+
+@dataclass(frozen=True)
+class AttentionCall(RankCall):
+    """Call of an attention function on this rank."""
+
+    function: AttentionMethod
+    q: Tensor  # (B, H, s, D)
+    k: Tensor  # (B, Hkv, t, D)
+    v: Tensor  # (B, Hkv, t, E)
+    ranks: Ranks
+    options: AttentionOptions
+    width: int | None  # number of adjacent ranks that exchange heads; None if it is not known
+    kv_grads: str  # key of `RING_GRADIENTS`
+
+    @property
+    def group(self) -> Ranks:
+        """Return the ranks of the call."""
+        return self.ranks
+
+    def run(self) -> Tensor:
+        """Validate the call and run its operator.
+
+        Returns:
+            (B, H, s, E), the rows of this rank.
+
+        Raises:
+            SpError: The call is invalid on a rank, or differs between the ranks; see `errors`.
+        """
+        self.require()
+        given, ranks = self.options, self.ranks
+        seed = given.seed if given.seed is None else torch.as_tensor(given.seed, device=self.q.device)
+        weights = given.attn_mask, *given.predicate_arguments(), seed, given.dropout_p, given.scale
+        shards = ShardArgs(
+            *weights, "", [], [], given.sinks, False, *self.frames(), ranks.n, ranks.group, balance=False
+        )
+        if torch.compiler.is_compiling():
+            _declare_routes(ranks.group, self.width or 1, self.steps())
+        return self.function.run(self, (self.q, self.k, self.v, *shards.to_flat()))
+
+    def frames(self) -> tuple[FrameArg, FrameArg]:
+        """Return the frames of the queries and of the keys.
+
+        Returns:
+            Two frame arguments; see `lowering/base/frames.py`.
+        """
+        n, given = self.ranks.n, self.options
+        of_keys = shard_frame(self.k.shape[2], n, given.kv_length, given.layout)
+        return shard_frame(self.q.shape[2], n, given.length, given.layout), of_keys
+
+    def steps(self) -> int:
+        """Return the number of key blocks that each query attends to.
+
+        Returns:
+            The number of ranks on the ring. A function with `skips_steps` needs fewer for a causal window over
+            contiguous shards of one length.
+        """
+        given, n, rows = self.options, self.ranks.n, self.q.shape[2]
+        q_frame, k_frame = self.frames()
+        skips = (
+            self.function.skips_steps and given.is_causal and LAYOUTS[given.layout].is_in_order and q_frame == k_frame
+        )
+        if not skips or given.window is None:
+            return n // (self.width or 1)
+        return 1 + window_hops(given.window, rows, n)
+
+    def errors(self) -> Iterator[SpError]:
+        """Yield an error for each invalid argument.
+
+        Returns:
+            SP502 to SP507 for invalid values, and SP451 to SP455 for heads, ranks, layouts and masks.
+        """
+        yield from self._wrong_operands()
+        yield from self._wrong_layout()
+        yield from self._wrong_heads()
+        yield from self._wrong_masks()
+        yield from self._wrong_dropout()
+        yield from self._wrong_sinks()
+
+    def _wrong_operands(self) -> Iterator[SpError]:
+        q, k, v, shapes = self.q, self.k, self.v, self._shapes()
+        fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]
+        if not fits or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
+            wanted = "q (B, H, s, D), k (B, Hkv, t, D), v (B, Hkv, t, E)"
+            yield SpError("SP504", f"q, k, v: expected {wanted}, got {shapes}.")
+        if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
+            got = f"{q.dtype}, {k.dtype}, {v.dtype}"
+            yield SpError("SP505", f"q, k, v: expected one floating-point dtype, got {got}.")
+        if not (q.device == k.device == v.device):
+            yield SpError("SP506", f"q, k, v: expected one device, got {q.device}, {k.device}, {v.device}.")
+
+    def _wrong_layout(self) -> Iterator[SpError]:
+        given, n = self.options, self.ranks.n
+        yield from check_choice("layout", given.layout, HOLDS_PATTERN)
+        chunks = LAYOUTS[given.layout].chunks
+        if self.q.shape[2] % chunks or self.k.shape[2] % chunks:
+            yield SpError("SP454", f"layout: expected even lengths for {given.layout!r}, got {self._shapes()}.")
+        for name, x, whole in (("length", self.q, given.length), ("kv_length", self.k, given.kv_length)):
+            rows = x.shape[2] * n
+            if whole is not None and not 0 < whole <= rows:
+                limits = f"1 to {rows}, the rows of all {n} ranks ({self._shapes()})"
+                yield SpError("SP507", f"{name}: expected {limits}, got {whole}.")
+
+    def _wrong_heads(self) -> Iterator[SpError]:
+        heads, kv_heads, n, width = self.q.shape[1], self.k.shape[1], self.ranks.n, self.width
+        if kv_heads == 0 or heads % kv_heads:
+            divisor = f"a divisor of the {heads} query heads"
+            yield SpError("SP451", f"k: expected {divisor} as key heads, got {kv_heads} ({self._shapes()}).")
+        yield from check_choice("kv_grads", self.kv_grads, tuple(RING_GRADIENTS))
+        if width is None:
+            yield SpError("SP452", "ulysses: expected the number of ranks that share heads, got None.")
+        elif width < 1 or n % width or heads % width:
+            yield SpError(
+                "SP453",
+                f"{self.function.name}: expected a divisor of the {n} ranks and the {heads} query heads as ranks that "
+                f"share heads, got {width}.",
+            )
+
+    def _wrong_masks(self) -> Iterator[SpError]:
+        given, whole = self.options, [length for _, _, _, length, *_ in self.frames()]
+        if given.window is not None and (not isinstance(given.window, int) or given.window < 1):
+            what = "an int of at least 1, each query's own position"
+            yield SpError("SP507", f"window: expected {what}, got {given.window}.")
+        x = given.documents
+        if x is not None and (x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*whole} != {x.shape[1]}):
+            yield SpError(
+                "SP504",
+                f"documents: expected (B|1, S) with S = {whole[0]} queries and {whole[1]} keys of all ranks, got "
+                f"{list(x.shape)}.",
+            )
+        if x is not None and (x.is_floating_point() or x.is_complex()):
+            yield SpError("SP505", f"documents: expected integers, got {x.dtype}.")
+        full, x = (*self.q.shape[:2], *whole), given.attn_mask
+        if x is None:
+            return
+        if x.ndim != 4 or any(size not in (1, wanted) for size, wanted in zip(x.shape, full)):
+            wanted = f"a shape that broadcasts to {list(full)}, with the rows of all ranks"
+            yield SpError("SP504", f"attn_mask: expected {wanted}, got {list(x.shape)}.")
+        if x.dtype != torch.bool and not x.is_floating_point():
+            wanted = "bool (True: may attend) or floating-point (added)"
+            yield SpError("SP505", f"attn_mask: expected {wanted}, got {x.dtype}.")
+        merged = self.function.merges or bool(given.predicate_arguments()[-1])
+        if given.check and merged and x.is_floating_point() and not x.is_meta and _has_fills(x):
+            yield SpError(
+                "SP455",
+                "attn_mask: large finite numbers are not supported, as their log-sum-exps cannot be merged over "
+                "blocks of keys.",
+            )
+
+    def _wrong_dropout(self) -> Iterator[SpError]:
+        p, seed = self.options.dropout_p, self.options.seed
+        if not 0 <= p < 1:
+            yield SpError("SP507", f"dropout_p: expected 0 <= dropout_p < 1, got {p}.")
+        if isinstance(seed, Tensor) and (seed.dtype != torch.int64 or seed.ndim):
+            got = f"{seed.dtype} {list(seed.shape)}"
+            yield SpError("SP502", f"seed: expected an int or an int64 tensor of shape (), got {got}.")
+
+    def _wrong_sinks(self) -> Iterator[SpError]:
+        x, heads = self.options.sinks, self.q.shape[1]
+        if x is not None and (x.shape != (heads,) or not x.is_floating_point() or x.device != self.q.device):
+            yield SpError(
+                "SP504",
+                f"sinks: expected one floating-point number for each of the {heads} query heads, on {self.q.device}, "
+                f"got {x.dtype} {list(x.shape)} on {x.device}.",
+            )
+
+    def _shapes(self) -> str:
+        return f"q {list(self.q.shape)}, k {list(self.k.shape)}, v {list(self.v.shape)}"
+
+    def description(self) -> str:
+        """Return the shapes, the dtype, the function and the options as text.
+
+        Returns:
+            Text that is equal on all ranks. The seed is not part of it.
+        """
+        grads = [needs_gradient(x) for x in (self.q, self.k, self.v, self.options.attn_mask, self.options.sinks)]
+        given = {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name != "seed"}
+        options = [f"{n} {list(x.shape)}" if isinstance(x, Tensor) else f"{n}={x}" for n, x in given.items()]
+        ranks = f"{self.width} x {self.ranks.n // (self.width or 1)} ranks"
+        how = f"{self.function.name} over {ranks}, kv_grads={self.kv_grads}"
+        wants = f"gradients of q, k, v: {grads[:3]}, of any: {any(grads)}"
+        return ", ".join([self._shapes(), str(self.q.dtype), how, wants, *options])
+
+
+def _has_fills(mask: Tensor) -> bool:
+    """Return True if the mask contains large finite values such as `torch.finfo.min`.
+
+    A float32 log-sum-exp of such values loses the logarithm of their count, so key blocks cannot be merged. A traced
+    mask is not read.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return bool(((mask <= -MIN_FILL) & mask.isfinite()).any())
+
+
+@torch.compiler.assume_constant_result
+def _declare_routes(group: str, stride: int, steps: int) -> None:
+    """Declare the routes of a traced call and tag its program.
+
+    A compiled program may be loaded from a cache without tracing, so both must be known before the call runs.
+    """
+    routes.declare_attention_routes(group, stride, steps)
+    tag_programs()
