@@ -58,13 +58,11 @@ class Sharded(Tensor):
     shard_storage: ShardStorage | ViewStorage
 
     @staticmethod
-    def __new__(cls, storage: ShardStorage | ViewStorage, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
+    def __new__(cls, rows: ShardStorage | ViewStorage, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
         """Create a value. Shape and strides are those of the full tensor, by default without gaps."""
-        strides = (
-            storage.like.stride() if isinstance(storage, ViewStorage) else strides or storage.layout.strides(shape)
-        )
-        value: Sharded = make_wrapper(cls, shape, strides, storage.local_like)
-        value.shard_storage = storage
+        strides = rows.like.stride() if isinstance(rows, ViewStorage) else strides or rows.layout.strides(shape)
+        value: Sharded = make_wrapper(cls, shape, strides, rows.local_like)
+        value.shard_storage = rows
         return value
 
     __torch_function__ = no_torch_function
