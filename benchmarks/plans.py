@@ -180,7 +180,7 @@ def explanations(
             assert report.step is not None
             sent = f"{sum(float(one.forward + one.backward) for one in report.exchanges) / 1e9:.0f}"
             found = attentions(report), sent, str(len(report.fallbacks)), tiles_of(report)
-            peak = max(report.step.points(), key=lambda point: report.step.held_in_shards(point, n)).phase
+            peak = max(report.step.points(), key=lambda point: report.step.sharded_bytes(point, n)).phase
             host = report.step.offloaded
             waits = f"{host.nbytes / 1e9:.0f}, {host.seconds:.2f} s" if host is not None and host.nbytes else "-"
             table.add_row(name, str(n), f"{seconds:.1f}", *found, f"{report.step.fsdp(n) / 1e9:.1f}", peak, waits)

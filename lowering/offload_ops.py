@@ -29,11 +29,11 @@ def _start_copy(to: Tensor, of: Tensor, device: torch.device) -> Tensor:
         device: The GPU among the two devices.
     """
     key = device, of.device.type
-    way = _streams[key] = _streams.get(key) or torch.cuda.Stream(device)
-    way.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(way):
+    stream = _streams[key] = _streams.get(key) or torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         to.copy_(of, non_blocking=True)
-        _pending_copies[to.data_ptr()] = way.record_event()
+        _pending_copies[to.data_ptr()] = stream.record_event()
     return to
 
 

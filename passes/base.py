@@ -71,8 +71,8 @@ class Pass(PassBase, GraphEditor):
 
     def __init__(self, ranks: Ranks | int | PassSettings = SINGLE_RANK_SETTINGS, **options: Any) -> None:
         super().__init__()
-        self.given = make_settings(ranks, **options)
-        self.job: PassSettings = self.given
+        self.settings = make_settings(ranks, **options)
+        self.job: PassSettings = self.settings
         self.notes: list[Note] = []
         self.changes = 0
 
@@ -145,7 +145,7 @@ class Pass(PassBase, GraphEditor):
         Raises:
             SpError: The pass refuses the graph.
         """
-        job = PassContext.start(self.given)
+        job = PassContext.start(self.settings)
         self.run(graph_module, job)
         if job.refusal is not None:
             raise job.refusal.error()
@@ -284,30 +284,30 @@ def order_passes(passes: tuple[type[P], ...]) -> tuple[type[P], ...]:
 
 
 @cache
-def check_pass_order(passes: tuple[type[Pass], ...], given: frozenset[str] = CAPTURED_PROPERTIES) -> None:
+def check_pass_order(passes: tuple[type[Pass], ...], initial: frozenset[str] = CAPTURED_PROPERTIES) -> None:
     """Check that each property is provided before the passes that require it, and not after them.
 
     Args:
         passes: The classes of the passes, in order.
-        given: The properties of the graph before the first pass.
+        initial: The properties of the graph before the first pass.
 
     Raises:
         ValueError: A required property is not provided before, or is provided again later.
     """
-    provided = set(given)
+    provided = set(initial)
     for i, one in enumerate(passes):
         missing = one.requires - provided
         if missing:
-            raise ValueError(f"{one.name} requires {_as_words(missing)}, which no earlier pass provides")
+            raise ValueError(f"{one.name} requires {_quote_names(missing)}, which no earlier pass provides")
         for later in passes[i:]:
             late = one.requires & later.provides
             if late:
-                raise ValueError(f"{one.name} requires {_as_words(late)}, and {later.name} provides it later")
+                raise ValueError(f"{one.name} requires {_quote_names(late)}, and {later.name} provides it later")
         provided |= one.provides
 
 
-def _as_words(words: Iterable[str]) -> str:
-    return " and ".join(map(repr, sorted(words)))
+def _quote_names(names: Iterable[str]) -> str:
+    return " and ".join(map(repr, sorted(names)))
 
 
 def _join_lines(gm: GraphModule) -> str:

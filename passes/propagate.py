@@ -160,8 +160,8 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     if rule.kind(factor) == "scan":
         if node_info(node).replicated or not (is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)):
             return None
-        alone = n == 1 and shard.frame.is_exact(1)
-        demands = () if alone else (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),)
+        single_rank = n == 1 and shard.frame.is_exact(1)
+        demands = () if single_rank else (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),)
     return _shard_factor(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
 
 
@@ -170,11 +170,11 @@ MIN_BROADCAST = 8  # minimum ratio of elements, results to operands: a few bytes
 
 def _is_large_broadcast(call: OpCall) -> bool:
     """Return True if operands broadcast to far more elements, such as tokens compared with all classes."""
-    made, given = (
+    results, operands = (
         sum(assume_large(size_product(s)) for s in shapes)
         for shapes in (call.result_shapes(), map(node_shape, call.operands))
     )
-    return bool(given) and made >= MIN_BROADCAST * given
+    return bool(operands) and results >= MIN_BROADCAST * operands
 
 
 def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n: int) -> NodeStep:
@@ -198,10 +198,10 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
             if placed
             else replicate_operands(node, have, "whole", NO_PLACEMENT, len(rule.results))
         )
-    kept = _leading_operand(call, rule, {i: f for i, (f, _) in cut.items()})
-    factor, base = cut[kept] if kept is not None else ("", None)
+    leading = _leading_operand(call, rule, {i: f for i, (f, _) in cut.items()})
+    factor, base = cut[leading] if leading is not None else ("", None)
     for i, (f, own) in cut.items():
-        stays = kept is not None and factor not in flatten_dims(rule.operands[i])
+        stays = leading is not None and factor not in flatten_dims(rule.operands[i])
         if not f or rule.kind(f) == "whole":
             why = f"needs all of {f!r}" if f and not rule.reshapes else NO_PLACEMENT
             demands.append(Demand(node, i, "whole", shards[i], stays, why))
@@ -210,7 +210,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         elif rule.kind(f) == "attend":
             demands.append(Demand(node, i, "attend", shards[i], stays, "attention mixes the sequence"))
         elif base is None or f != factor or not _has_same_positions(call, rule, i, f, own, base, n):
-            why = f"operand {kept} is sharded differently"
+            why = f"operand {leading} is sharded differently"
             demands.append(Demand(node, i, "align", shards[i], stays, why))
     if base is not None:
         return _shard_factor(call, rule, have, factor, base, n, tuple(demands))
@@ -236,8 +236,8 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
         why = f"every position needs its neighbors, and {placed}"
         demand = Demand(node, 0, "halo", have[0], why=why)
         return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *others))
-    alone = n == 1 and base.frame.is_exact(1) and placed.frame.is_exact(1)
-    demands = () if alone else (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),)
+    single_rank = n == 1 and base.frame.is_exact(1) and placed.frame.is_exact(1)
+    demands = () if single_rank else (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),)
     return NodeStep((base, *[SUMMAND_DEMAND] * (len(have) - 1)), (placed,), (*demands, *others))
 
 
@@ -281,11 +281,11 @@ def _shard_factor(
 
 def mask_values(gm: GraphModule) -> set[Node]:
     """Return values that only masks use: they are needed replicated, so they are not sharded."""
-    whole: set[Node] = set()
+    masks: set[Node] = set()
     for node in reversed(gm.graph.nodes):
-        if node.op == "call_function" and node.users and all(_is_mask_use(node, u) or u in whole for u in node.users):
-            whole.add(node)
-    return whole
+        if node.op == "call_function" and node.users and all(_is_mask_use(node, u) or u in masks for u in node.users):
+            masks.add(node)
+    return masks
 
 
 def _is_mask_use(node: Node, user: Node) -> bool:
@@ -326,14 +326,14 @@ def propagate(
         The plan, with the demands that are not discharged yet.
     """
     plan = PlacementPlan()
-    whole = mask_values(gm) if begin else frozenset(gm.graph.nodes)
+    replicated = mask_values(gm) if begin else frozenset(gm.graph.nodes)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             plan.placements[node] = ((inputs or {}).get(node, REPLICATE),)
         elif node.op == "output":
             _visit_output(plan, node, outputs)
         elif node.op == "call_function":
-            step = _visit(plan, axes, node, n, node in whole, declines, (begins or {}).get(node))
+            step = _visit(plan, axes, node, n, node in replicated, declines, (begins or {}).get(node))
             if step.wants is not None:
                 plan.wants[node] = step.wants
             plan.placements[node] = step.results
@@ -358,14 +358,14 @@ def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Pla
 
 
 def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str]) -> None:
-    asked = output_options(node, outputs)
+    options = output_options(node, outputs)
     for i, source in enumerate(node.all_input_nodes):
         have = plan.of(source)
         if isinstance(have, Partial):
             plan.demands.append(Demand(node, i, "reduce", have, why="a result of the model"))
         elif have == SUMMAND_DEMAND:
             plan.demands.append(Demand(node, i, "invariant", have, why=INVARIANT))
-        elif isinstance(have, Shard) and (why := gather_reason(source.meta["val"], asked[source])):
+        elif isinstance(have, Shard) and (why := gather_reason(source.meta["val"], options[source])):
             plan.demands.append(Demand(node, i, "whole", have, why=why))
 
 
@@ -374,7 +374,7 @@ def _visit(
     axes: Axes,
     node: Node,
     n: int,
-    keep_whole: bool,
+    keep_replicated: bool,
     declines: DeclineRule | None,
     window: Frame | None,
 ) -> NodeStep:
@@ -399,7 +399,7 @@ def _visit(
         return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_DEMAND for p in have), (Partial(),))
     reduce = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
-    step = _node_step(axes, node, call, rule, have, n, keep_whole, window)
+    step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)
     declined = declines(call, rule, have) if declines and call and step.wants else None
     if declined is not None:
         step = replicate_operands(node, have, "whole", declined, len(step.results))
@@ -441,10 +441,10 @@ def scaled_operands(node: Node) -> list[Node]:
 def _operands_like_result(node: Node) -> list[Node]:
     """Return the floating operands with the shape and the dtype of the result."""
     value, operands = node.meta["val"], OpCall(node).operands
-    alike = [
+    same_shape = [
         x for x in operands if is_same_shape(node_shape(x), node_shape(node)) and x.meta["val"].dtype == value.dtype
     ]
-    return alike if value.is_floating_point() else []
+    return same_shape if value.is_floating_point() else []
 
 
 def _is_partial_sum(call: OpCall, have: Sequence[Placement]) -> bool:
@@ -466,7 +466,7 @@ def _is_broadcast_draw(node: Node) -> bool:
 
 def _node_step(
     axes: Axes, node: Node, call: OpCall | None, rule: BoundRule | None, have: Sequence[Placement], n: int,
-    keep_whole: bool, window: Frame | None,
+    keep_replicated: bool, window: Frame | None,
 ) -> NodeStep:  # fmt: skip
     if call is None or rule is None or node_info(node).no_rule is not None:
         fits = " for such operands" if has_rule(node.target) else ""
@@ -477,5 +477,5 @@ def _node_step(
         return place_as_written(call, rule, have)
     if any(isinstance(p, Shard) for p in have):
         return through_factors(call, rule, have, n)
-    begun = None if keep_whole else start_sharding(axes, call, rule, n, window)
-    return begun or NodeStep(None, (REPLICATE,) * max(1, len(call.results())))
+    started = None if keep_replicated else start_sharding(axes, call, rule, n, window)
+    return started or NodeStep(None, (REPLICATE,) * max(1, len(call.results())))

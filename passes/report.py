@@ -137,8 +137,8 @@ class Report:
             rows = [
                 (
                     lap.name,
-                    _join_words(lap.requires),
-                    _join_words(lap.provides),
+                    _join_names(lap.requires),
+                    _join_names(lap.provides),
                     lap.changes,
                     lap.nodes,
                     f"{lap.seconds:.3f}",
@@ -152,11 +152,11 @@ class Report:
 
     def _ranks(self) -> str:
         found = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
-        whole = f"{self.n} ranks; the sequence is {found or 'not an input dim'}"
+        text = f"{self.n} ranks; the sequence is {found or 'not an input dim'}"
         if not self.parallel:
-            return whole
+            return text
         groups = f"tensor-parallel groups of {' and '.join(map(str, self.parallel))} ranks"
-        return f"{whole}; {groups}" if found else f"{groups}; the sequence is not split"
+        return f"{text}; {groups}" if found else f"{groups}; the sequence is not split"
 
 
 def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
@@ -164,8 +164,8 @@ def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
     return [(times, *row) for row, times in Counter(rows).items()]
 
 
-def _join_words(words: Iterable[str]) -> str:
-    return ", ".join(sorted(words))
+def _join_names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _format_bytes(value: Size) -> str:

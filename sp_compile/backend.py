@@ -69,9 +69,9 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
         return session.guard(None, error, gm, example_inputs)
     if lowered.unsplit_reason:
         warn_unsplit(program_subject(gm), lowered.unsplit_reason)
-    groups = lowered.joint.given.common_inputs, lowered.joint.given.backward
-    kept = lowered.unsplit_reason, lowered.eager
-    return session.guard(run, error, gm, example_inputs, lowered.graph, *groups, lowered.boundary, *kept)
+    groups = lowered.joint.settings.common_inputs, lowered.joint.settings.backward
+    state = lowered.unsplit_reason, lowered.eager
+    return session.guard(run, error, gm, example_inputs, lowered.graph, *groups, lowered.boundary, *state)
 
 
 torch_compat.on_eager(sp, warn_eager_fallback, warn_fsdp_submodules)
@@ -134,13 +134,13 @@ def lower_or_keep(
             raise CaptureError("SP212", f"{program_subject(program.graph)}: {why}") from failure
         if stays:
             raise
-    kept = keep_unsplit(program, options, session, why)
+    unsplit = keep_unsplit(program, options, session, why)
     if not eager:
         try:
             with torch_compat.preserve_thread_state():
-                return kept, finish(kept)
+                return unsplit, finish(unsplit)
         except Exception as failure:
             if not torch_compat.is_fallback_error(failure):
                 raise
-    kept.eager = True
-    return kept, finish(kept)
+    unsplit.eager = True
+    return unsplit, finish(unsplit)

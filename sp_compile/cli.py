@@ -106,12 +106,12 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="python -m sp_compile", description="Show the effect of sequence parallelism on a model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, words in (
+    for name, text in (
         ("explain", "show rewrites, collectives and memory of a rank"),
         ("verify", "compare results and gradients of simulated ranks with a single device"),
         ("plan", "list the configurations that fit in memory, with their predicted times"),
     ):
-        one = commands.add_parser(name, help=words, description=words)
+        one = commands.add_parser(name, help=text, description=text)
         one.add_argument("target", help="module:function that returns (model, args) or (model, args, kwargs)")
         one.add_argument(
             "--option", action="append", default=[], metavar="NAME=VALUE", help="a backend option; repeatable"
@@ -146,11 +146,11 @@ def _call_target(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
     return found[0], found[1], found[2] if len(found) == 3 else {}
 
 
-def _parse_ranks(words: Sequence[str]) -> list[int]:
+def _parse_ranks(texts: Sequence[str]) -> list[int]:
     """Parse numbers separated by commas or spaces."""
-    found = [one for word in words for one in word.split(",") if one]
+    found = [one for text in texts for one in text.split(",") if one]
     if not found or not all(one.isdecimal() for one in found):
-        raise SpError("SP711", f"--ranks: expected numbers of ranks such as 8 16 64, got {' '.join(words)!r}.")
+        raise SpError("SP711", f"--ranks: expected numbers of ranks such as 8 16 64, got {' '.join(texts)!r}.")
     return list(map(int, found))
 
 

@@ -25,7 +25,7 @@ def parse_unchecked(options: Mapping[str, Any]) -> tuple[DeviceMesh | None, str 
     return mesh, options.get("mesh_dim"), mesh is not None or options.get("seq_dims", "auto") != "auto"
 
 
-def can_split_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, others: Sequence[Ranks]) -> bool:
+def can_split_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, own_groups: Sequence[Ranks]) -> bool:
     """Return True if a program with its own collectives has a mesh axis on which its sequence can be split.
 
     Args:
@@ -41,4 +41,4 @@ def can_split_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, others: Se
         return mesh is not None
     if mesh.ndim > 1 and mesh_dim is None and "sp" not in (mesh.mesh_dim_names or ()) and find_axis_pair(mesh) is None:
         return False
-    return mesh.ndim > 1 or mesh.get_group().group_name not in {r.group for r in others}
+    return mesh.ndim > 1 or mesh.get_group().group_name not in {r.group for r in own_groups}

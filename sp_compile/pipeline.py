@@ -152,10 +152,10 @@ def run_pipeline(
 
 
 def _check_several_ranks(job: PassSettings) -> Iterator[Note]:
-    """Yield a note for each option that has no effect on one rank; scripts run there without changes."""
-    for option, asked in (("attention", job.attention), ("layout", job.layout)):
-        if asked != "auto":
-            yield Note(NoteKind.DECLINED, asked, f"{option}={asked!r} has no effect on one rank")
+    """Yield a note for each option that has no effect on one rank, so that a script also runs without other ranks."""
+    for option, requested in (("attention", job.attention), ("layout", job.layout)):
+        if requested != "auto":
+            yield Note(NoteKind.DECLINED, requested, f"{option}={requested!r} has no effect on one rank")
 
 
 def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, **config: Any) -> GraphModule:

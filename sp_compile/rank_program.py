@@ -63,10 +63,10 @@ class RankProgram:
     @property
     def exchanges(self) -> bool:
         """True if the program contains its own collectives."""
-        return bool(self.joint.given.session.groups)
+        return bool(self.joint.settings.session.groups)
 
     @property
-    def given_bytes(self) -> int:
+    def input_bytes(self) -> int:
         """Bytes of the arguments on this rank, without parameters and buffers."""
         inputs = self.graph.graph.find_nodes(op="placeholder")
         return sum(nbytes_of(x) for node in inputs if node_info(node).parameter is False for x in node_tensors(node))
@@ -91,7 +91,7 @@ class RankProgram:
             The passes, or None if there is nothing to do after the partition.
         """
         given = {**vars(self.settings), **changed}
-        job = PartitionContext(**given, memory=list(self.report.memory), given_bytes=self.given_bytes)
+        job = PartitionContext(**given, memory=list(self.report.memory), input_bytes=self.input_bytes)
         return PartitionedPasses(job) if job.has_place and (job.offload != "never" or job.ranks.n > 1) else None
 
 

@@ -144,11 +144,11 @@ class SplitProgram:
         """Yield a note for each input that arrives sharded."""
         for i, (name, x) in enumerate(zip(self.view.arguments, self.program.inputs, strict=True)):
             if isinstance(x, Sharded):
-                given = f"an earlier graph returned it {x.sharding}"
-                other = f"{given}, and this one runs on other ranks" if x.sharding.is_plain else given
+                origin = f"an earlier graph returned it {x.sharding}"
+                other = f"{origin}, and this one runs on other ranks" if x.sharding.is_plain else origin
                 if self.row_order_conflict:
-                    other = f"{given}, and {self.row_order_conflict}"
-                kind, text = (NoteKind.KEPT_SHARDED, given) if i in self.view.layouts else (NoteKind.UNSHARDED, other)
+                    other = f"{origin}, and {self.row_order_conflict}"
+                kind, text = (NoteKind.KEPT_SHARDED, origin) if i in self.view.layouts else (NoteKind.UNSHARDED, other)
                 yield Note(kind, name, text, name, f"input {name}")
 
 

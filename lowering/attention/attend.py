@@ -136,13 +136,13 @@ class PlanRunner:
         return [], [(block, self._from_call(block)) for block in self._plan.blocks]
 
     def _split_by_length(
-        self, calls: list[tuple[PackedCall, Kernel]], besides: int
+        self, calls: list[tuple[PackedCall, Kernel]], other_sequences: int
     ) -> Iterator[tuple[PackedCall, Kernel]]:
         """Split the calls by sequence length if their kernel pads sequences."""
-        for kernel, alike in groupby(calls, key=lambda pair: pair[1]):
-            same = tuple(call for call, _ in alike)
+        for kernel, group in groupby(calls, key=lambda pair: pair[1]):
+            same = tuple(call for call, _ in group)
             row_bytes = self._row_bytes if kernel.pads else None
-            yield from ((call, kernel) for call in split_by_length(same, self._batch, row_bytes, besides))
+            yield from ((call, kernel) for call in split_by_length(same, self._batch, row_bytes, other_sequences))
 
 
 def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterator[QueryStrip]:
@@ -164,9 +164,9 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
     yield from (QueryStrip([call]) for call in calls)
     for _, same in groupby(found, key=lambda pair: (pair[0].query_rows, pair[0].kind is Kind.BAND)):
         together = list(same)
-        whole: QueryStrip = [pair for pair in together if not pair[1].supports_masks]
-        if whole:
-            yield whole  # a part of a causal block would be masked
+        unmaskable: QueryStrip = [pair for pair in together if not pair[1].supports_masks]
+        if unmaskable:
+            yield unmaskable  # a part of a causal block would be masked
         strip = [pair for pair in together if pair[1].supports_masks]
         if not strip:
             continue
@@ -184,8 +184,8 @@ def _merge_same_queries(
         blocks = [block for block, _ in same]
         first, low = blocks[0], min(block.k_off for block in blocks)
         keys = max(block.k_off + block.k_len for block in blocks) - low
-        whole = Block(*first.query_rows, low, keys, Kind.MASKED, (predicate,) if predicate else ())
-        yield whole, kernels.of(Kind.MASKED, min(first.q_len, keys))
+        merged = Block(*first.query_rows, low, keys, Kind.MASKED, (predicate,) if predicate else ())
+        yield merged, kernels.of(Kind.MASKED, min(first.q_len, keys))
 
 
 def _max_strip_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block, kernel: Kernel) -> int:
@@ -283,12 +283,12 @@ def _backward_workspace(
     args, (mask_grad, *others) = LocalArgs.of(rest)
     workspace = _score_bytes(q, k, v, args, mask_grad, 6 if args.score else 5) or workspace
     wide = accumulation_dtype(q.dtype).itemsize // q.element_size()
-    given, packed = operand_bytes(q, k, v), any(others[1:])
+    upstream, packed = operand_bytes(q, k, v), any(others[1:])
     sent = operand_bytes(k, v) * wide if packed else 0
-    moved = given if wide > 1 else operand_bytes(k, v) if packed else 0
+    moved = upstream if wide > 1 else operand_bytes(k, v) if packed else 0
     if wide > 1 and args.q_span[1] > 1:
         moved = max(moved, (workspace + operand_bytes(q)) // 2 + operand_bytes(k, v))
-    return max(workspace + cpu_copy_bytes(q, k, v) + operand_bytes(lse) + sent + given - given * wide, moved)
+    return max(workspace + cpu_copy_bytes(q, k, v) + operand_bytes(lse) + sent + upstream - upstream * wide, moved)
 
 
 @opaque(
@@ -382,10 +382,10 @@ def attend_backward(
     of_tables = {f"table{i}": x for i, x in tables if x is not None}
     for block, kernel in (pair for strip in _query_strips(q, v, masking, wanted) for pair in strip):
         queries, keys = block.query_rows, block.key_rows
-        given, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
+        upstream, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
         case = masking.kernel_args(block, q.shape[0], scale, kernel)
         case = replace(case, bias_grad=wanted, table_grads=of_tables)
-        dq_part, dk_part, dv_part, dbias = kernel.backward(given, *_block_operands(q, k, v, block), *of_rows, case)
+        dq_part, dk_part, dv_part, dbias = kernel.backward(upstream, *_block_operands(q, k, v, block), *of_rows, case)
         dq.add(dq_part, queries)
         dk.add(dk_part, keys)
         dv.add(dv_part, keys)

@@ -81,13 +81,13 @@ class _AttentionFunction(Function):
         args = ctx.args.with_tensors(tensors)
         wants_tables = any(others[len(others) - len(args.tables) :])
         dsinks = sinks_grad(grad, out, lse, sinks) if wants_sinks else None
-        given, values = (grad, out, lse), v
+        upstream, values = (grad, out, lse), v
         if ctx.with_lse:
             # An additional value column of ones carries the cotangent of lse to all scores; its output is unused.
             ones, zeros = torch.ones_like(v[..., :1]), torch.zeros_like(out[..., :1])
             grad = torch.cat([grad, of_lse.unsqueeze(-1).to(grad.dtype)], -1)
-            given, values = (grad, torch.cat([out, zeros], -1), lse), torch.cat([v, ones], -1)
-        dq, dk, dv, learned = ctx.keys.backward(given, q, k, values, args, wants_mask or wants_tables)
+            upstream, values = (grad, torch.cat([out, zeros], -1), lse), torch.cat([v, ones], -1)
+        dq, dk, dv, learned = ctx.keys.backward(upstream, q, k, values, args, wants_mask or wants_tables)
         dv = dv[..., : v.shape[-1]]
         dtables = args.table_grads(learned) if wants_tables else [None] * len(args.tables)
         rest = [None] * (len(tensors) - 1 - len(dtables))

@@ -83,10 +83,10 @@ def _attended_pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
         return batch * heads * _mean_pairs(args.predicate, *spans, queries, keys, sizes)
     q_rows, k_rows = (local_valid_rows(s, length, args.group) for s, length in zip(spans, (queries, keys)))
     pieces = tuple(map(Pieces.of, args.make_pieces()))
-    looked_up = args.predicate, q_rows, k_rows, sizes, pieces[: len(args.rows)], pieces[len(args.rows) :]
+    plan_args = args.predicate, q_rows, k_rows, sizes, pieces[: len(args.rows)], pieces[len(args.rows) :]
     if all(map(_has_known_table, pieces)):
-        return batch * heads * _count_known_pairs(*looked_up)
-    return heads * _count_rows(plan_blocks(*looked_up), looked_up, (args.rows, args.cols), batch, q.device)
+        return batch * heads * _count_known_pairs(*plan_args)
+    return heads * _count_rows(plan_blocks(*plan_args), plan_args, (args.rows, args.cols), batch, q.device)
 
 
 def _has_known_table(vector: Pieces) -> bool:
@@ -110,30 +110,30 @@ def _count_known_pairs(
     cols: tuple[Pieces, ...] = (),
 ) -> int:
     """Count the pairs of one batch entry from tables that determine all values."""
-    looked_up = predicate, q_rows, k_rows, sizes, rows, cols
-    made = plan_blocks(*looked_up) if rows or cols else tiles_by_position(*looked_up[:4])
+    args = predicate, q_rows, k_rows, sizes, rows, cols
+    plan = plan_blocks(*args) if rows or cols else tiles_by_position(*args[:4])
     vectors = [list(map(_table_values, side)) for side in (rows, cols)]
-    return _count_rows(made, looked_up, vectors, 1, torch.device("cpu"))
+    return _count_rows(plan, args, vectors, 1, torch.device("cpu"))
 
 
 def _count_rows(
-    made: BlockPlan, looked_up: PlanArgs, vectors: Sequence[Sequence[Tensor]], batch: int, device: torch.device
+    plan: BlockPlan, args: PlanArgs, vectors: Sequence[Sequence[Tensor]], batch: int, device: torch.device
 ) -> int:
     """Count the attending pairs of all batch entries.
 
     vectors: the vectors of rows, and of cols.
     """
-    masked = [block for block in made.others if block.kind is Kind.MASKED]
-    of_formulas = count_pairs(made) - sum(block.q_len * block.k_len for block in masked)
-    known, left = settle_blocks(masked, MAX_COUNTED_BLOCKS, *looked_up)
+    masked = [block for block in plan.others if block.kind is Kind.MASKED]
+    of_formulas = count_pairs(plan) - sum(block.q_len * block.k_len for block in masked)
+    known, left = settle_blocks(masked, MAX_COUNTED_BLOCKS, *args)
     return batch * of_formulas + round(
-        batch * known + _count_block_pairs(_evaluate_mask(looked_up, vectors, device), left, batch)
+        batch * known + _count_block_pairs(_evaluate_mask(args, vectors, device), left, batch)
     )
 
 
-def _evaluate_mask(looked_up: PlanArgs, vectors: Sequence[Sequence[Tensor]], device: torch.device) -> CallMask:
+def _evaluate_mask(args: PlanArgs, vectors: Sequence[Sequence[Tensor]], device: torch.device) -> CallMask:
     """Return a mask without a plan, which evaluates the predicate of blocks."""
-    predicate, q_rows, k_rows, sizes, *_ = looked_up
+    predicate, q_rows, k_rows, sizes, *_ = args
     named = {f"{side}{i}": x for side, xs in zip(("row", "col"), vectors) for i, x in enumerate(xs)}
     numbers = {f"n{i}": size for i, size in enumerate(sizes)}
     return CallMask(BlockPlan(), q_rows, k_rows, predicate, None, named, numbers, None, "", [], [], device, 1)

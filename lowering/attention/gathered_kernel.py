@@ -64,12 +64,12 @@ class GatheredKeys(NamedTuple):
         return found
 
     def backward(
-        self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
+        self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return dq, dk, dv and dmask.
 
         Args:
-            given: The cotangent, out and lse of the forward.
+            upstream: The cotangent, out and lse of the forward.
             q: (B, H, s, D).
             k: (B, Hkv, t, D), this rank's shard.
             v: (B, Hkv, t, E), this rank's shard.
@@ -79,9 +79,9 @@ class GatheredKeys(NamedTuple):
         dq: Tensor | None = None
         dmask: Tensor | None = None
         of_keys = []
-        for keys, values, where in self._gather_parts(k, v, args, wait_then_concat(given[0])):
+        for keys, values, where in self._gather_parts(k, v, args, wait_then_concat(upstream[0])):
             packed = "rows" if self.n > 1 and self.frame is not None else ""
-            dq_, dk, dv, dmask_ = args.grads(given, q, keys, values, where, mask_grad, packed=packed)
+            dq_, dk, dv, dmask_ = args.grads(upstream, q, keys, values, where, mask_grad, packed=packed)
             dq, dmask = accumulate(dq, dq_), accumulate(dmask, dmask_) if mask_grad else dmask_
             if packed:
                 dk, dv = split_keys_values(self._reduce_scatter(dk, self._keeps_rank_order(args)), k, v)
@@ -128,12 +128,12 @@ class GatheredKeys(NamedTuple):
             rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
         return split_keys_values(rows.movedim(0, SEQUENCE), k, v)
 
-    def _reduce_scatter(self, both: Tensor, as_held: bool) -> Tensor:
+    def _reduce_scatter(self, both: Tensor, in_rank_order: bool) -> Tensor:
         """Reduce-scatter the gradients (B, Hkv, S, D + E) of all keys, or of one half of them."""
         frame, n = self.frame, self.n
         assert frame is not None
         rows = both.movedim(SEQUENCE, 0)
-        if not as_held:
+        if not in_rank_order:
             rows = torch.ops.sp.reorder(rows, 0, frame, *self.orders) if self.orders else rows
             rows = to_rank_order(pad_to_frame(rows, 0, frame, n, edge=False), frame, n)
         return current_communicator().reduce_scatter(rows, n, self.group).movedim(0, SEQUENCE)

@@ -235,8 +235,8 @@ def cpu_copy_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
     kernel packs itself), and a copy costs less than 1 %.
     """
     apart = [x for x in (q, k, v) if not x.is_contiguous()]
-    many = min(size_hint(q.shape[2]), size_hint(k.shape[2])) >= _LARGE_ROWS
-    if not apart or not many or q.device.type != "cpu" or q.dtype in HALF:
+    is_large = min(size_hint(q.shape[2]), size_hint(k.shape[2])) >= _LARGE_ROWS
+    if not apart or not is_large or q.device.type != "cpu" or q.dtype in HALF:
         return 0
     nbytes = operand_bytes(*apart)
     return nbytes if nbytes <= _MAX_COPIED else 0

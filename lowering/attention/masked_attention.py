@@ -51,9 +51,9 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
     Bytes: none. Differentiable in q, k, v, floating masks, tables and sinks.
     """
-    rows, cols, sizes, predicate, dropout_p, scale, enable_gqa, *given = rest
+    rows, cols, sizes, predicate, dropout_p, scale, enable_gqa, *data = rest
     rest_of_them: list[Any] = [None, "", None, None, None, None, False]
-    pieces, score, heads, mask, sinks, tables, lse = given + rest_of_them[len(given) :]
+    pieces, score, heads, mask, sinks, tables, lse = data + rest_of_them[len(data) :]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     seed = None
     if dropout_p > 0:

@@ -166,13 +166,13 @@ class CallMask:
         bias = self._mask_block(block)
         if bias is not None and bias.dtype == torch.bool:
             allowed, bias = bias if allowed is None else allowed & bias, None
-        kept = None
+        keep_mask = None
         if self.dropout is not None:
-            kept = self.dropout.keep_mask(
+            keep_mask = self.dropout.keep_mask(
                 *(row_indices(*rows, self.device) for rows in (self._query_rows(block), self._key_rows(block)))
             )
         rate = 1 if self.dropout is None else 1 - self.dropout.p
-        return KernelArgs(scale, causal, allowed, bias, kept, self._score_program(block), rate)
+        return KernelArgs(scale, causal, allowed, bias, keep_mask, self._score_program(block), rate)
 
     def _masked_pairs(self) -> PairTexts:
         """Return the texts and values for a fused kernel."""
@@ -184,9 +184,9 @@ class CallMask:
         if not self.score:
             return None
         of_heads = {f"head{i}": x[:, None, None] for i, x in enumerate(self.heads)}
-        given = of_heads | {f"table{i}": x for i, x in enumerate(self.tables)}
-        places = {name: self._symbol_value(name, block) for name in scores.score_symbols(self.score) - given.keys()}
-        return ScoreProgram(self.score, places | given)
+        vectors = of_heads | {f"table{i}": x for i, x in enumerate(self.tables)}
+        places = {name: self._symbol_value(name, block) for name in scores.score_symbols(self.score) - vectors.keys()}
+        return ScoreProgram(self.score, places | vectors)
 
     def evaluate_predicate(self, block: Block) -> Tensor | None:
         """Evaluate the block's remaining conditions for each pair: bool (B | 1, 1, Q | 1, K | 1), or None."""

@@ -40,8 +40,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 def merge_pointwise(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``merge`` with pointwise operations."""
-    kept, share, lse = _merge_weights(lse_a, lse_b)
-    return out_a.to(lse.dtype) * kept + out_b.to(lse.dtype) * share, lse
+    old_share, share, lse = _merge_weights(lse_a, lse_b)
+    return out_a.to(lse.dtype) * old_share + out_b.to(lse.dtype) * share, lse
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,8 +109,8 @@ def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> No
             _rows_with_keys(block_lse) if out.device.type == "cpu" else slice(None)
         )  # on a GPU this would synchronize
         out, lse, block, block_lse = out[..., rows, :], lse[..., rows], block[..., rows, :], block_lse[..., rows]
-        kept, share, both = _merge_weights(lse, block_lse)
-        out.mul_(kept).addcmul_(block, share)
+        old_share, share, both = _merge_weights(lse, block_lse)
+        out.mul_(old_share).addcmul_(block, share)
         lse.copy_(both)
 
 
@@ -224,14 +224,14 @@ class SoftmaxAccumulator:
             lse: (B, H, length).
             rows: The query rows of the part, (offset, length).
         """
-        parts, whole = self._written.add(rows), (0, self._shape[2])
-        if rows == whole and self._total is None:
+        parts, all_rows = self._written.add(rows), (0, self._shape[2])
+        if rows == all_rows and self._total is None:
             self._total = out, lse
             return
         total = self._buffers()
         if not all(new for _, _, new in parts):
             total = self._total = total[0].to(lse.dtype), total[1]
-        if parts == [(*whole, False)]:
+        if parts == [(*all_rows, False)]:
             self._total = merge(*total, out, lse)
             return
         for start, length, new in parts:

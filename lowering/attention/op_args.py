@@ -123,7 +123,7 @@ class LocalArgs(AttentionArgs):
 
     def grads(
         self,
-        given: tuple[Tensor, Tensor, Tensor],
+        upstream: tuple[Tensor, Tensor, Tensor],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -135,7 +135,7 @@ class LocalArgs(AttentionArgs):
         """Return dq, dk, dv and the gradient of the mask or of the tables from these keys.
 
         Args:
-            given: The cotangent, and the out and lse over all keys.
+            upstream: The cotangent, and the out and lse over all keys.
             q: (B, H, s, D).
             k: (B, Hkv, t, D).
             v: (B, Hkv, t, E).
@@ -144,7 +144,7 @@ class LocalArgs(AttentionArgs):
             after: Tensors that must exist before the operator runs.
             packed: "" or "last", "stack" or "rows": return dk and dv packed for sending in place of dk.
         """
-        grad, out, lse = given
+        grad, out, lse = upstream
         args = replace(self, k_span=k_span).to_flat()
         return torch.ops.sp.attend_backward(grad, q, k, v, out, lse, *args, mask_grad, after, packed)
 

@@ -120,17 +120,17 @@ class PackedSequences(NamedTuple):
     """Key rows."""
 
     @staticmethod
-    def of(call: PackedCall, batch: int, device: torch.device, alone: bool) -> PackedSequences:
+    def of(call: PackedCall, batch: int, device: torch.device, unpadded: bool) -> PackedSequences:
         """Create both sides from a call with asynchronous copies to the device.
 
         Args:
             call: The packed call.
             batch: The batch size.
             device: The device of the tables.
-            alone: Leave out rows that belong to no sequence, and sequences without queries or without keys.
+            unpadded: Leave out rows that belong to no sequence, and sequences without queries or without keys.
         """
         pinned = device.type == "cuda"
-        sides = _packed_sides(call, batch, alone, pinned)
+        sides = _packed_sides(call, batch, unpadded, pinned)
         rows = call.query_rows[1] * batch, call.key_rows[1] * batch
         queries, keys = (
             PackedRows(side.table.to(device, non_blocking=True), side, size) for side, size in zip(sides, rows)
@@ -139,9 +139,9 @@ class PackedSequences(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _packed_sides(call: PackedCall, batch: int, alone: bool, pinned: bool) -> tuple[SequenceSide, SequenceSide]:
+def _packed_sides(call: PackedCall, batch: int, unpadded: bool, pinned: bool) -> tuple[SequenceSide, SequenceSide]:
     """Return both sides of a call; cached, so that host memory outlives an asynchronous copy."""
-    if alone:
+    if unpadded:
         runs = call.runs()
         sides = [[run.q for run in runs], [run.k for run in runs]]
     else:
@@ -163,7 +163,7 @@ def _packed_side(stretches: Ints, batch: int, rows: tuple[int, int], pinned: boo
 
 
 def split_by_length(
-    calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, besides: int = 0
+    calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, other_sequences: int = 0
 ) -> tuple[PackedCall, ...]:
     """Split calls until they fit CUDA's grid and waste little memory.
 
@@ -173,19 +173,19 @@ def split_by_length(
         row_bytes: Bytes of a query row, for a kernel that allocates memory for each sequence as for the longest of its
             call; None for other kernels. Such calls are split where sequence lengths differ much, into at most
             MAX_CALLS unless a call still allocates more than MAX_PADDING times the number of rows.
-        besides: The number of other calls.
+        other_sequences: The number of other calls.
 
     Returns:
         Calls with the same sequences.
     """
     if row_bytes is None and all(batch * len(call.queries) <= MAX_SEQUENCES for call in calls):
         return calls
-    return _split_by_length(calls, batch, row_bytes, besides)
+    return _split_by_length(calls, batch, row_bytes, other_sequences)
 
 
 @lru_cache(maxsize=256)
 def _split_by_length(
-    calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, besides: int
+    calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, other_sequences: int
 ) -> tuple[PackedCall, ...]:
     most = MAX_SEQUENCES // batch
     if row_bytes is None:
@@ -194,7 +194,7 @@ def _split_by_length(
     rows = sum(int(_padded_lengths(part).sum()) for part in parts)
     while parts and row_bytes is not None:
         largest = max(parts, key=_max_padded_rows)
-        enough = MIN_SAVING if len(parts) + besides < MAX_CALLS else MAX_PADDING
+        enough = MIN_SAVING if len(parts) + other_sequences < MAX_CALLS else MAX_PADDING
         if _max_padded_rows(largest) <= max(enough * rows, UNSPLIT_BYTES // (batch * row_bytes)):
             break
         at = parts.index(largest)

@@ -80,8 +80,8 @@ class RingKeys(NamedTuple):
             out (B, H, s, E) and lse (B, H, s).
         """
         out = lse = done = None
-        for keys, values, where, coming in self._ring_steps(k, v, torch.cat):
-            block = args.attend(q, keys, values, where, _drop_none(coming, done))
+        for keys, values, where, pending in self._ring_steps(k, v, torch.cat):
+            block = args.attend(q, keys, values, where, _drop_none(pending, done))
             if out is None:
                 # The accumulator of several blocks; a single block needs none. The next block waits for this one and
                 # not for its cast: a compiler that has not written the cast yet would write it a second time.
@@ -93,12 +93,12 @@ class RingKeys(NamedTuple):
         return out, lse
 
     def backward(
-        self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
+        self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return dq, dk, dv and dmask.
 
         Args:
-            given: The cotangent, out and lse of the forward.
+            upstream: The cotangent, out and lse of the forward.
             q: (B, H, s, D).
             k: (B, Hkv, t, D), this rank's shard.
             v: (B, Hkv, t, E), this rank's shard.
@@ -109,9 +109,9 @@ class RingKeys(NamedTuple):
         dmask: Tensor | None = None
         carried = RING_GRADIENTS["travel" if self.steps < self.size else self.grads](self)
         packed = "" if self.steps == 1 else "stack" if _can_stack(k, v) else "last"
-        for keys, values, where, coming in self._ring_steps(k, v, wait_then_concat(given[0])):
-            before = _drop_none(coming, carried.coming, dq)
-            dq_, dk_, dv_, dmask_ = args.grads(given, q, keys, values, where, mask_grad, before, packed)
+        for keys, values, where, pending in self._ring_steps(k, v, wait_then_concat(upstream[0])):
+            before = _drop_none(pending, carried.pending, dq)
+            dq_, dk_, dv_, dmask_ = args.grads(upstream, q, keys, values, where, mask_grad, before, packed)
             dq, dmask = accumulate(dq, dq_), accumulate(dmask, dmask_) if mask_grad else dmask_
             if self.steps > 1:
                 carried.add(dk_)
@@ -127,10 +127,10 @@ class RingKeys(NamedTuple):
             return
         both = _pack_keys_values(k, v, cat)
         for step in range(self.steps):
-            coming = current_communicator().start_shift(both, self.shift(1)) if step < self.steps - 1 else None
-            yield *split_keys_values(both, k, v), shard_span(self.frame, self.n, self.stride, step), coming
-            if coming is not None:
-                both = current_communicator().wait(coming)
+            pending = current_communicator().start_shift(both, self.shift(1)) if step < self.steps - 1 else None
+            yield *split_keys_values(both, k, v), shard_span(self.frame, self.n, self.stride, step), pending
+            if pending is not None:
+                both = current_communicator().wait(pending)
 
 
 def _drop_none(*tensors: Tensor | None) -> list[Tensor]:
@@ -146,9 +146,9 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     return total
 
 
-def wait_then_concat(made: Tensor) -> Cat:
+def wait_then_concat(tensor: Tensor) -> Cat:
     """Return a concatenation that waits for a tensor; see ``sp::pack``."""
-    return lambda xs, dim: torch.ops.sp.pack(xs, dim, made)
+    return lambda xs, dim: torch.ops.sp.pack(xs, dim, tensor)
 
 
 def _can_stack(k: Tensor, v: Tensor) -> bool:
@@ -179,26 +179,26 @@ class _RingGradients:
     """Gradients of keys that rotate one step after the keys and return to their owners at the end."""
 
     def __init__(self, ring: RingKeys) -> None:
-        self.ring, self.added, self.coming = ring, 0, None
+        self.ring, self.added, self.pending = ring, 0, None
 
     def add(self, part: Tensor) -> None:
         """Add the packed gradients of the next step's keys and values, which are one rank further away."""
         self.added += 1
-        if self.coming is not None:
-            part = part.add_(current_communicator().wait(self.coming))
+        if self.pending is not None:
+            part = part.add_(current_communicator().wait(self.pending))
         last = self.added == self.ring.steps
-        self.coming = current_communicator().start_shift(part, self.ring.shift(1 - self.ring.steps if last else 1))
+        self.pending = current_communicator().start_shift(part, self.ring.shift(1 - self.ring.steps if last else 1))
 
     def collect(self) -> Tensor:
         """Return the sum over all ranks for this rank's keys."""
-        assert self.coming is not None
-        return current_communicator().wait(self.coming)
+        assert self.pending is not None
+        return current_communicator().wait(self.pending)
 
 
 class _ScatteredGradients:
     """Gradients of keys that are stored until the end and then sent to their owners in one exchange."""
 
-    coming = None
+    pending = None
 
     def __init__(self, ring: RingKeys) -> None:
         self.ring = ring

@@ -54,6 +54,6 @@ def _unfold(x: Tensor, n: int, group: str) -> Tensor:
 
 def _chunks_by_owner(n: int, group: str, device: torch.device) -> Tensor:
     """Order chunks 2r, 2r + 1 by the ranks that own them in the zigzag layout: descending from chunk n on."""
-    behind = torch.ops.sp.rank(group, device) * 2 >= n
-    first = behind.to(torch.int64)
+    in_second_half = torch.ops.sp.rank(group, device) * 2 >= n
+    first = in_second_half.to(torch.int64)
     return torch.stack([first, 1 - first])

@@ -41,16 +41,16 @@ class SpError(ValueError):
         self.fix = ERRORS[code].fix if fix is None else fix
         super().__init__(("\n" if "\n" in cause else " ").join((f"{code}: {cause}", self.fix)))
 
-    def with_context(self, words: str) -> Self:
+    def with_context(self, text: str) -> Self:
         """Return a copy of the error with text inserted before the cause.
 
         Args:
-            words: Text that is prepended to the cause.
+            text: Text that is prepended to the cause.
 
         Returns:
             An error of the same class, code and fix.
         """
-        return type(self)(self.code, f"{words}{self.cause}", self.fix)
+        return type(self)(self.code, f"{text}{self.cause}", self.fix)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.code, self.cause, self.fix)
@@ -79,14 +79,14 @@ class RankMismatchError(SpError, ShortenTraceback):
         ShortenTraceback.__init__(self, str(self), first_useful_frame=None)
 
 
-def did_you_mean(word: Any, known: Iterable[str]) -> str:
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """Return a hint at the closest known name, or "" if none is close.
 
     Args:
-        word: The value that the user passed.
+        name: The value that the user passed.
         known: The valid names.
     """
-    close = difflib.get_close_matches(str(word), known, n=1)
+    close = difflib.get_close_matches(str(name), known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

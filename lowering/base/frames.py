@@ -56,7 +56,7 @@ class RowOrder:
 
 
 CONTIGUOUS = RowOrder("contiguous", 1)
-BALANCED = RowOrder("balanced", 0, " in an order of its own")
+BALANCED = RowOrder("balanced", 0, " in balanced order")
 LAYOUTS: Table[RowOrder] = Table("layout")
 """Row orders by value of the option `layout`; of two equally fast ones, the first is chosen."""
 for _row in (CONTIGUOUS, RowOrder("zigzag", 2, " in zigzag order"), BALANCED):

@@ -6,7 +6,7 @@ import re
 
 from torch.fx import Node
 
-WORD_PATTERN = re.compile(r"[A-Za-z_]\w*|\d+")
+NAME_PATTERN = re.compile(r"[A-Za-z_]\w*|\d+")
 ROOT_PATTERN = re.compile(r"^[LG](\[[^\]]*\])+\.?")
 """Prefix by which Dynamo's paths refer to the model."""
 
@@ -19,6 +19,6 @@ def node_layer(node: Node) -> str:
 
 def _numbered_prefix(path: str) -> str:
     """Return the path up to its first number: `layers.3` of `layers.3.mlp`; "" without one."""
-    words = WORD_PATTERN.findall(path)
-    last = next((i for i, word in enumerate(words) if word.isdigit()), None)
-    return "" if last is None else ".".join(words[: last + 1])
+    names = NAME_PATTERN.findall(path)
+    last = next((i for i, name in enumerate(names) if name.isdigit()), None)
+    return "" if last is None else ".".join(names[: last + 1])

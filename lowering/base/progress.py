@@ -40,20 +40,20 @@ class ProgressLine:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.begun, self.hits = self.clock(), count_cache_hits()
+        self.started, self.hits = self.clock(), count_cache_hits()
 
     @property
     def seconds(self) -> float:
         """Return the seconds since the start of the work."""
-        return self.clock() - self.begun
+        return self.clock() - self.started
 
     def refresh(self) -> None:
         """Show the current step, if the work has run for `SHOW_AFTER` seconds."""
         with self.lock:
             if self.seconds < SHOW_AFTER:
                 return
-            words = Text(f"sp: {self.title}: {current_partition() or self.step} ({self.seconds:.0f} s)")
-            words.truncate(self.console.width, overflow="ellipsis")
+            text = Text(f"sp: {self.title}: {current_partition() or self.step} ({self.seconds:.0f} s)")
+            text.truncate(self.console.width, overflow="ellipsis")
             if self.live is None:
                 # Other output of the process is not redirected.
                 self.live = Live(
@@ -64,7 +64,7 @@ class ProgressLine:
                     redirect_stderr=False,
                 )
                 self.live.start()
-            self.live.update(words, refresh=True)
+            self.live.update(text, refresh=True)
 
     def end(self) -> None:
         """Remove the line and report the duration, if the line was shown."""
@@ -72,8 +72,8 @@ class ProgressLine:
             if self.live is not None:
                 self.live.stop()
                 hits = count_cache_hits() - self.hits
-                words = f"sp: {self.title}: took {self.seconds:.0f} s, {hits} graphs were in torch's caches"
-                self.console.print(words, highlight=False, markup=False, soft_wrap=True)
+                text = f"sp: {self.title}: took {self.seconds:.0f} s, {hits} graphs were in torch's caches"
+                self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 _active_lines: list[ProgressLine] = []

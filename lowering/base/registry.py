@@ -38,12 +38,12 @@ class Table(dict[Any, TableRow]):
 
     Args:
         title: Name of the registry in error messages.
-        again: True if a name may be registered again, as by a notebook cell that runs twice; the last row counts.
+        replace: True if a name may be registered again, as by a notebook cell that runs twice; the last row counts.
     """
 
-    def __init__(self, title: str, again: bool = False) -> None:
+    def __init__(self, title: str, replace: bool = False) -> None:
         super().__init__()
-        self.title, self.again = title, again
+        self.title, self.replace = title, replace
         self._ranks: dict[Any, Callable[[Any], int]] = {}
         self._forced: Override[str] = Override()
 
@@ -62,7 +62,7 @@ class Table(dict[Any, TableRow]):
         Raises:
             SpError: The name is registered already.
         """
-        if name in self and not self.again:
+        if name in self and not self.replace:
             raise SpError("SP901", f"{self.title}: {name!r} is registered already.")
         added = ExitStack()
         added.callback(*((self.update, {name: self[name]}) if name in self else (self.pop, name)))

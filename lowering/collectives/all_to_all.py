@@ -110,17 +110,17 @@ def exchange(xs: list[Tensor], reshard: _Reshard) -> list[Tensor]:
         xs: Tensors of one dtype and device. Their scatter dims are padded to n equal blocks.
         reshard: Dims, frames and ranks.
     """
-    held = local_row_count(reshard.gather_frame, reshard.n)
+    rows_per_rank = local_row_count(reshard.gather_frame, reshard.n)
     if reshard.n == 1:
         gather, frame = reshard.gather_dim, reshard.gather_frame
-        return [trim(x, gather, frame, 1, inner_rows(x.shape[gather], held)) for x in xs]
+        return [trim(x, gather, frame, 1, inner_rows(x.shape[gather], rows_per_rank)) for x in xs]
     rows = _common_divisor_rows(xs, reshard.gather_dim)
     assert rows is not None
     blocks = [_to_blocks(x, reshard, rows) for x in xs]
     sent = _pack_blocks(blocks)
     received = current_communicator().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)
     received = to_sequence_order(received, reshard.gather_frame, reshard.n)
-    received = trim(received, 0, reshard.gather_frame, reshard.n, inner_rows(rows, held))
+    received = trim(received, 0, reshard.gather_frame, reshard.n, inner_rows(rows, rows_per_rank))
     pieces = received.split([math.prod(b.shape[2:]) for b in blocks], 1)
     return [_unpack_block(piece, b, x, reshard) for piece, b, x in zip(pieces, blocks, xs, strict=True)]
 

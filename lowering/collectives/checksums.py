@@ -86,20 +86,20 @@ def start_cpu_copy(x: torch.Tensor) -> PendingChecksums:
     return PendingChecksums(values, there)
 
 
-def sample_view(x: torch.Tensor, most: int, turn: int) -> torch.Tensor:
-    """Return a view of at most `most` elements, spread over all dims, and of others at another turn.
+def sample_view(x: torch.Tensor, limit: int, turn: int) -> torch.Tensor:
+    """Return a view of at most `limit` elements, spread over all dims, and of others at another turn.
 
     Args:
         x: Any shape and dtype.
-        most: Maximum number of elements.
+        limit: Maximum number of elements.
         turn: Offset of the selection; successive turns select different elements.
     """
-    dims = sorted(range(x.ndim), key=x.shape.__getitem__) if x.numel() > most else []
+    dims = sorted(range(x.ndim), key=x.shape.__getitem__) if x.numel() > limit else []
     for i, dim in enumerate(dims):
-        kept = max(1, int(most ** (1 / (len(dims) - i))))  # share of this dim, after the smaller ones
-        step = -(-x.shape[dim] // kept)
+        share = max(1, int(limit ** (1 / (len(dims) - i))))  # share of this dim, after the smaller ones
+        step = -(-x.shape[dim] // share)
         x = x[(slice(None),) * dim + (slice(turn % step, None, step),)]
-        most, turn = most // x.shape[dim], turn // step
+        limit, turn = limit // x.shape[dim], turn // step
     return x
 
 

@@ -35,19 +35,19 @@ class DeferredGraph:
     # Index of the result that is the token of the operand's gradient (`grad_tokens.py`).
     tickets: tuple[int | None, ...]
 
-    def of(self, arguments: Sequence[Tensor], results: Sequence[Tensor], words: str) -> DeferredRows:
+    def of(self, arguments: Sequence[Tensor], results: Sequence[Tensor], text: str) -> DeferredRows:
         """Return the deferred rows of one call.
 
         Args:
             arguments: Arguments of the call.
             results: Results of the program.
-            words: Description of the result in errors.
+            text: Description of the result in errors.
         """
-        given = [(arguments if is_argument else results)[i].detach() for is_argument, i in self.operands]
+        operands = [(arguments if is_argument else results)[i].detach() for is_argument, i in self.operands]
         wanted = [i for i, ticket in enumerate(self.tickets) if ticket is not None]
-        like = given[0].new_empty((), dtype=self.like.dtype)
+        like = operands[0].new_empty((), dtype=self.like.dtype)
         return DeferredRows(
-            self.graph, given, tensor_versions(given).tolist(), _sample_elements(given), wanted, like, words
+            self.graph, operands, tensor_versions(operands).tolist(), _sample_elements(operands), wanted, like, text
         )
 
 
@@ -90,13 +90,13 @@ class DeferredRows:
         self._check()
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(i in self.wanted) for i, x in enumerate(self.args)]
-            made = self._run(leaves)
-            return list(torch.autograd.grad(made, [leaves[i] for i in self.wanted], rows, materialize_grads=True))
+            result = self._run(leaves)
+            return list(torch.autograd.grad(result, [leaves[i] for i in self.wanted], rows, materialize_grads=True))
 
-    def _run(self, given: Sequence[Tensor]) -> Tensor:
+    def _run(self, arguments: Sequence[Tensor]) -> Tensor:
         with torch.autocast(self.like.device.type, enabled=False):
-            made: Tensor = self.graph(*given)
-        return made
+            result: Tensor = self.graph(*arguments)
+        return result
 
     def _check(self) -> None:
         """Raise SpError if an operand has changed since the call.

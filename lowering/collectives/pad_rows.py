@@ -71,10 +71,10 @@ def _fill_nearest_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str)
     outer, _, start, length = frame[:4]
     if not is_padded(frame, n) or is_known(length == 0):
         return x.view_as(x)
-    held = local_row_count(frame, n)
-    inner = inner_rows(x.shape[dim], outer * held)
+    rows_per_rank = local_row_count(frame, n)
+    inner = inner_rows(x.shape[dim], outer * rows_per_rank)
     flat = is_known(outer * inner == 1)
-    rows, at = (x, dim) if flat else (x.unflatten(dim, (outer, held, inner)), dim + 1)
+    rows, at = (x, dim) if flat else (x.unflatten(dim, (outer, rows_per_rank, inner)), dim + 1)
     positions = column_along(own_positions(frame, n, group, x.device), at, rows.ndim)
     first, last = _edge_rows(rows, at, frame, n, group)
     if first is not None:

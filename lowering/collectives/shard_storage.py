@@ -83,22 +83,22 @@ class Layout:
             local: This rank's rows.
             length: Length of the dim in the full tensor.
         """
-        whole = sp.unshard.default(local, self.dim, self.frame(length), self.n, self.group)
+        full = sp.unshard.default(local, self.dim, self.frame(length), self.n, self.group)
         if self.balanced is not None:
-            whole = sp.reorder.default(whole, self.dim, self.frame(length), self.balanced.inverse, self.balanced.order)
-        return self.as_dense(whole)
+            full = sp.reorder.default(full, self.dim, self.frame(length), self.balanced.inverse, self.balanced.order)
+        return self.as_dense(full)
 
     def empty(self, local: Tensor, length: int) -> Tensor:
         """Return an uninitialized full tensor for these rows."""
         shape = [length if dim == self.dim else extent for dim, extent in enumerate(local.shape)]
         return local.new_empty_strided(shape, self.strides(shape))
 
-    def local_rows(self, whole: Tensor) -> Tensor:
+    def local_rows(self, full: Tensor) -> Tensor:
         """Return this rank's rows of a full tensor; padding contains copies of valid rows."""
-        frame = self.frame(whole.shape[self.dim])
+        frame = self.frame(full.shape[self.dim])
         if self.balanced is not None:
-            whole = sp.reorder.default(whole, self.dim, frame, self.balanced.order, self.balanced.inverse)
-        return self.as_dense(sp.shard.default(whole, self.dim, frame, self.n, self.group))
+            full = sp.reorder.default(full, self.dim, frame, self.balanced.order, self.balanced.inverse)
+        return self.as_dense(sp.shard.default(full, self.dim, frame, self.n, self.group))
 
     def as_dense(self, x: Tensor) -> Tensor:
         """Return the values without gaps in memory, in the layout's order, also for dims of size 1."""
@@ -107,7 +107,7 @@ class Layout:
         return found if list(found.stride()) == strides else found.as_strided(x.shape, strides)
 
 
-def _skip_meet(words: str) -> None:
+def _skip_meet(text: str) -> None:
     """Skip the comparison of reads, for simulated ranks and tracers."""
 
 
@@ -190,12 +190,12 @@ class ShardStorage:
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(local, FakeTensor):
                 return self.layout.empty(local, self.length)
-            whole = self.layout.gather(local, self.length)
+            full = self.layout.gather(local, self.length)
         if not traced:
-            self.full, self.local = whole, None
-        return whole
+            self.full, self.local = full, None
+        return full
 
-    def assign(self, new: Tensor, held: StoredValue | None) -> None:
+    def assign(self, new: Tensor, storage: StoredValue | None) -> None:
         """Assign a value to this one and all its aliases.
 
         Rows are replaced and not overwritten: graphs may have saved the old ones for their backwards. A full tensor is
@@ -203,17 +203,17 @@ class ShardStorage:
 
         Args:
             new: The new value.
-            held: Storage of the new value if it is sharded.
+            storage: Storage of the new value if it is sharded.
         """
         with torch.inference_mode(False), torch.no_grad():
-            if self.full is None and held is not None and held.layout.has_same_rows(self.layout):
-                self.local = self.layout.as_dense(held.rows())
+            if self.full is None and storage is not None and storage.layout.has_same_rows(self.layout):
+                self.local = self.layout.as_dense(storage.rows())
                 return
-            whole = new if held is None else held.read()
+            full = new if storage is None else storage.read()
             if self.full is None:
-                self.full, self.local = self.layout.as_dense(whole.clone()), None
+                self.full, self.local = self.layout.as_dense(full.clone()), None
             else:
-                self.full.copy_(whole)
+                self.full.copy_(full)
 
     def _check_known(self) -> Tensor:
         assert self.full is not None

@@ -61,9 +61,9 @@ class ViewStorage:
     def rows(self) -> Tensor:
         """Return this rank's rows; a view of the base's rows while that is sharded."""
         with torch.no_grad():
-            whole = self.full
-            if whole is not None:
-                return self.layout.local_rows(whole)
+            full = self.full
+            if full is not None:
+                return self.layout.local_rows(full)
             rows = self.base.layout.as_dense(self.base.rows())
             return rows.as_strided(*self._local_geometry(rows))
 
@@ -71,16 +71,16 @@ class ViewStorage:
         """Return the full view, in the memory of its base, which is read."""
         return self._local_view(self.base.read())
 
-    def assign(self, new: Tensor, held: StoredValue | None) -> None:
+    def assign(self, new: Tensor, storage: StoredValue | None) -> None:
         """Write a value into the base, which is read for that.
 
         Args:
             new: The new value.
-            held: Storage of the new value if it is sharded.
+            storage: Storage of the new value if it is sharded.
         """
         with torch.inference_mode(False), torch.no_grad():
-            whole = new if held is None else held.read()
-            self.read().copy_(whole)
+            full = new if storage is None else storage.read()
+            self.read().copy_(full)
 
     def map_rows(self, op: Callable[[Tensor], Tensor], name: str) -> ShardStorage:
         """Return the storage of the result of a row-wise function.
@@ -90,21 +90,21 @@ class ViewStorage:
             name: Description of the function in messages.
         """
         origin = replace(self.origin, text=f"{name} of {self.origin.text}")
-        whole = self.full
-        rows = None if whole is not None else op(self.rows())
-        return ShardStorage(self.layout, self.length, rows, origin, None if whole is None else op(whole))
+        full = self.full
+        rows = None if full is not None else op(self.rows())
+        return ShardStorage(self.layout, self.length, rows, origin, None if full is None else op(full))
 
-    def _local_view(self, whole: Tensor) -> Tensor:
-        start = int(whole.storage_offset()) + int(self.like.storage_offset())
-        return whole.as_strided(self.like.shape, self.like.stride(), start)
+    def _local_view(self, full: Tensor) -> Tensor:
+        start = int(full.storage_offset()) + int(self.like.storage_offset())
+        return full.as_strided(self.like.shape, self.like.stride(), start)
 
     def _local_geometry(self, rows: Tensor) -> tuple[list[int], list[int], int]:
         """Return shape, strides and offset of the view's rows within this rank's rows of the base."""
         dim, own = self.base.layout.dim, self.layout
-        step, held = self.base.layout.strides(self.shape)[dim], rows.shape[dim]
-        block, there = step * self.shape[dim], step * held
+        step, local_rows = self.base.layout.strides(self.shape)[dim], rows.shape[dim]
+        block, there = step * self.shape[dim], step * local_rows
         shape, start = list(self.like.shape), int(self.like.storage_offset())
-        shape[own.dim] = own.outer * held * own.inner
+        shape[own.dim] = own.outer * local_rows * own.inner
         strides = [x // block * there + x % block for x in self.like.stride()]
         start = start // block * there + start % step
         return shape, strides, int(rows.storage_offset()) + start
@@ -134,30 +134,30 @@ def can_keep_views() -> bool:
     return _views_enabled.get() or is_in_backward()
 
 
-def view_storages(held: ShardStorage | ViewStorage, shape: Sequence[int], op: Callable[[Tensor], Any]) -> Any:
+def view_storages(storage: ShardStorage | ViewStorage, shape: Sequence[int], op: Callable[[Tensor], Any]) -> Any:
     """Return the storage of the view or views that an op creates of a value.
 
     Args:
-        held: Storage of the value.
+        storage: Storage of the value.
         shape: Shape of the value.
         op: The view op.
 
     Returns:
         None if a view selects single positions or combines other dims, and while a program is traced.
     """
-    if any(isinstance(x, torch.SymInt) for x in shape) or type(held.local_like) is not Tensor:
+    if any(isinstance(x, torch.SymInt) for x in shape) or type(storage.local_like) is not Tensor:
         return None
-    if isinstance(held, ViewStorage):
-        base, whole, like = held.base, held.shape, held.like
+    if isinstance(storage, ViewStorage):
+        base, full, like = storage.base, storage.shape, storage.like
     else:
-        strides = held.layout.strides(shape)
-        base, whole = held, shape
-        like = torch.empty_strided(shape, strides, dtype=held.local_like.dtype, device="meta")
+        strides = storage.layout.strides(shape)
+        base, full = storage, shape
+        like = torch.empty_strided(shape, strides, dtype=storage.local_like.dtype, device="meta")
     found = op(like)
-    made = [_view_storage(base, whole, one) for one in ([found] if isinstance(found, Tensor) else found)]
-    if None in made:
+    storages = [_view_storage(base, full, one) for one in ([found] if isinstance(found, Tensor) else found)]
+    if None in storages:
         return None
-    return made[0] if isinstance(found, Tensor) else made
+    return storages[0] if isinstance(found, Tensor) else storages
 
 
 def _view_storage(base: ShardStorage, shape: Sequence[int], like: Tensor) -> ViewStorage | None:

@@ -58,11 +58,11 @@ class Sharded(Tensor):
     shard_storage: ShardStorage | ViewStorage
 
     @staticmethod
-    def __new__(cls, held: ShardStorage | ViewStorage, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
+    def __new__(cls, rows: ShardStorage | ViewStorage, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
         """Create a value. Shape and strides are those of the full tensor, by default without gaps."""
-        strides = held.like.stride() if isinstance(held, ViewStorage) else strides or held.layout.strides(shape)
-        value: Sharded = make_wrapper(cls, shape, strides, held.local_like)
-        value.shard_storage = held
+        strides = rows.like.stride() if isinstance(rows, ViewStorage) else strides or rows.layout.strides(shape)
+        value: Sharded = make_wrapper(cls, shape, strides, rows.local_like)
+        value.shard_storage = rows
         return value
 
     __torch_function__ = no_torch_function
@@ -135,8 +135,8 @@ class Sharded(Tensor):
         if isinstance(new, Sharded):
             self.shard_storage = new.shard_storage
             return
-        held, whole = self.shard_storage, self.sharding.as_dense(new.detach())
-        self.shard_storage = ShardStorage(held.layout, held.length, None, held.origin, whole)
+        storage, full = self.shard_storage, self.sharding.as_dense(new.detach())
+        self.shard_storage = ShardStorage(storage.layout, storage.length, None, storage.origin, full)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the full tensor as a NumPy array."""
@@ -275,15 +275,15 @@ def _sum_grads(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return None
     first, *others = [x for x in (a, b) if isinstance(x, Sharded)]
-    alike = all(x.sharding.has_same_rows(first.sharding) for x in others) if others else is_in_backward()
-    if not alike or (others and first.is_gathered and others[0].is_gathered):
+    same_rows = all(x.sharding.has_same_rows(first.sharding) for x in others) if others else is_in_backward()
+    if not same_rows or (others and first.is_gathered and others[0].is_gathered):
         return None
     layout = first.sharding
     total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.local_rows(x) for x in (a, b)))
     origin = replace(first.shard_storage.origin, text=f"a sum with {first.shard_storage.origin.text}")
-    held = ShardStorage(layout, first.shard_storage.length, total, origin)
+    storage = ShardStorage(layout, first.shard_storage.length, total, origin)
     if func is aten.add.Tensor:
-        return Sharded(held, first.shape)
+        return Sharded(storage, first.shape)
     if a is not first or a.is_gathered or not isinstance(a.shard_storage, ShardStorage):
         return None
     a.shard_storage.local, a.shard_storage.full = total, None
@@ -370,15 +370,15 @@ class _FromLocalFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        held: ShardStorage,
+        storage: ShardStorage,
         shape: Sequence[int],
         gradients: Callable[[Tensor], Iterable[Tensor]],
         *sources: Tensor,
     ) -> Tensor:
         """Wrap the storage as a sharded tensor."""
         ctx.set_materialize_grads(False)
-        ctx.layout, ctx.gradients, ctx.sources = held.layout, gradients, len(sources)
-        return Sharded(held, shape)
+        ctx.layout, ctx.gradients, ctx.sources = storage.layout, gradients, len(sources)
+        return Sharded(storage, shape)
 
     @staticmethod
     @torch.compiler.disable
@@ -431,27 +431,27 @@ def from_local(
         ticket: Token under which the gradient is stored, see `grad_tokens`. If None, the gradient flows to `local`.
     """
     shape = [length if dim == layout.dim else extent for dim, extent in enumerate(local.shape)]
-    held = ShardStorage(layout, length, local.detach(), origin or Origin())
+    storage = ShardStorage(layout, length, local.detach(), origin or Origin())
     if ticket is None:
-        return _FromLocalFunction.apply(held, shape, lambda rows: [rows], local)
-    return _FromLocalFunction.apply(held, shape, lambda rows: [store_grad(rows)], ticket)
+        return _FromLocalFunction.apply(storage, shape, lambda rows: [rows], local)
+    return _FromLocalFunction.apply(storage, shape, lambda rows: [store_grad(rows)], ticket)
 
 
 def from_deferred(
-    late: DeferredRows, shape: Sequence[int], layout: Layout, length: int, origin: Origin, tickets: Sequence[Tensor]
+    deferred: DeferredRows, shape: Sequence[int], layout: Layout, length: int, origin: Origin, tickets: Sequence[Tensor]
 ) -> Tensor:
     """Return a value whose rows are computed when it is read, differentiable.
 
     Args:
-        late: Computation of the rows.
+        deferred: Computation of the rows.
         shape: Shape of the full tensor.
         layout: Layout of the value.
         length: Length of the sharded dim in the full tensor.
         origin: Origin of the value.
         tickets: Tokens under which the gradients of the operands are stored.
     """
-    held = ShardStorage(layout, length, None, origin, deferred=late)
-    return _FromLocalFunction.apply(held, shape, lambda rows: map(store_grad, late.gradients(rows)), *tickets)
+    storage = ShardStorage(layout, length, None, origin, deferred=deferred)
+    return _FromLocalFunction.apply(storage, shape, lambda rows: map(store_grad, deferred.gradients(rows)), *tickets)
 
 
 class _WriteFunction(torch.autograd.Function):

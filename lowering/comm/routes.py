@@ -150,10 +150,10 @@ class _Route(dist.ProcessGroup):
     ) -> Any:
         """Run the route's all-to-all as one of the parent group."""
         carrier = process_group(parent_group(self._route))
-        to, came = route_ends(self._route, carrier.rank(), carrier.size())
+        to, source = route_ends(self._route, carrier.rank(), carrier.size())
         there, here = [0] * carrier.size(), [0] * carrier.size()
         for rank, rows in zip(to, splits, strict=True):
             there[rank] += rows
-        for rank, rows in zip(came, output_splits, strict=True):
+        for rank, rows in zip(source, output_splits, strict=True):
             here[rank] += rows
         return carrier.alltoall_base(output, sent, here, there, *options)

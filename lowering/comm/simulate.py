@@ -65,8 +65,8 @@ def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None
             torch.autograd.set_multithreading_enabled(False),
             use_communicator(_SimulatedRank(world, rank)),
         ):
-            for given in casts:
-                modes.enter_context(torch.autocast(*given))
+            for autocast in casts:
+                modes.enter_context(torch.autocast(*autocast))
             results[rank] = fn(rank)
 
     if threads is not None:
@@ -140,9 +140,9 @@ class _SimulatedWorld:
 
     def _check_calls(self) -> None:
         """Raise SimulationError unless the calls of all ranks are equal. The last rank calls it."""
-        made = [_describe_call(call) for call in self._calls]
-        if len(set(made)) > 1:
-            lines = "\n".join(f"  rank {r}: {call}" for r, call in enumerate(made))
+        described = [_describe_call(call) for call in self._calls]
+        if len(set(described)) > 1:
+            lines = "\n".join(f"  rank {r}: {call}" for r, call in enumerate(described))
             raise SimulationError("SP571", f"the next collectives of the simulated ranks differ:\n{lines}")
 
     def _pass_turn(self, rank: int) -> None:

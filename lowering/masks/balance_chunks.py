@@ -50,16 +50,16 @@ class ChunkOrder(NamedTuple):
         """Return the offset of each chunk's first row in the new order."""
         return np.cumsum(self.lengths) - self.lengths
 
-    def to_words(self, n: int) -> Ints:
+    def encode(self, n: int) -> Ints:
         """Encode firsts and lengths as (2, max_chunk_count(n)), padded with zeros."""
         out = np.zeros((2, max_chunk_count(n)), np.int64)
         out[:, : len(self.firsts)] = self.firsts, self.lengths
         return out
 
     @staticmethod
-    def of(words: Ints) -> ChunkOrder:
-        """Decode an order from `to_words`; its imbalances are unknown and set to 1."""
-        firsts, lengths = words[:, words[1] > 0]
+    def of(values: Ints) -> ChunkOrder:
+        """Decode an order from `encode`; its imbalances are unknown and set to 1."""
+        firsts, lengths = values[:, values[1] > 0]
         return ChunkOrder(firsts, lengths, 1.0, 1.0)
 
 
@@ -87,7 +87,7 @@ class _EvenChunks(NamedTuple):
         return float(self.works.max() / total) if total else 0.0
 
 
-def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behind: int = 0) -> ChunkOrder:
+def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, back: int = 0) -> ChunkOrder:
     """Assign positions to n ranks in chunks.
 
     Tries increasing numbers of chunks per rank until the busiest rank has at most BALANCE_TOLERANCE times the mean
@@ -99,7 +99,7 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
         n: The number of ranks.
         rows: The number of rows of each rank; the last one may have fewer positions.
         front: The number of positions at the beginning that are not moved.
-        behind: The number of positions at the end that are not moved.
+        back: The number of positions at the end that are not moved.
 
     Returns:
         The order of chunks.
@@ -110,7 +110,7 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
         sizes = np.array([rows // chunks + (i < rows % chunks) for i in range(chunks)])
         edges = np.minimum(np.append(0, np.cumsum(np.tile(sizes, n))), n * rows)
         works = np.diff(np.array(work([min(int(edge), length) for edge in edges]), np.float64))
-        fixed = (edges[:-1] < front) | (edges[1:] > length - behind)
+        fixed = (edges[:-1] < front) | (edges[1:] > length - back)
         return _EvenChunks(edges, works, np.tile(np.arange(chunks) < rows % chunks, n), fixed)
 
     best = contiguous = _assign_cut(cut(1), length, n)
@@ -118,14 +118,14 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
     for chunks in _chunk_counts(min(rows, MAX_CHUNKS, max(rows // CHUNK_ROWS, MIN_CHUNKS))):
         if best.imbalance <= BALANCE_TOLERANCE:
             break
-        made = cut(chunks)
-        if n * made.min_rank_work > BALANCE_TOLERANCE:
-            coarse.append(made)
+        current = cut(chunks)
+        if n * current.min_rank_work > BALANCE_TOLERANCE:
+            coarse.append(current)
         else:
-            best = min(best, _assign_cut(made, length, n), key=_order_imbalance)
-    for made in reversed(coarse):
-        if BALANCE_TOLERANCE < best.imbalance > n * made.min_rank_work:
-            best = min(best, _assign_cut(made, length, n), key=_order_imbalance)
+            best = min(best, _assign_cut(current, length, n), key=_order_imbalance)
+    for current in reversed(coarse):
+        if BALANCE_TOLERANCE < best.imbalance > n * current.min_rank_work:
+            best = min(best, _assign_cut(current, length, n), key=_order_imbalance)
     return best._replace(is_identity=contiguous.imbalance)
 
 
@@ -152,9 +152,9 @@ def _assign_cut(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
     ends = np.minimum(edges[1:], length)
     firsts, lengths = edges[:-1][order], np.maximum(ends - edges[:-1], 0)[order]
     loads = np.bincount(owners, cut.works, n)
-    kept = lengths > 0
+    nonempty = lengths > 0
     imbalance = float(loads.max() / loads.mean()) if loads.any() else 1.0
-    return ChunkOrder(firsts[kept], lengths[kept], imbalance, imbalance)
+    return ChunkOrder(firsts[nonempty], lengths[nonempty], imbalance, imbalance)
 
 
 def _assign_owners(cut: _EvenChunks, n: int) -> Ints:
@@ -167,16 +167,16 @@ def _assign_owners(cut: _EvenChunks, n: int) -> Ints:
     own = np.repeat(np.arange(n), chunks)
     owners = np.where(fixed, own, -1)
     loads = np.bincount(own[fixed], works[fixed], n)
-    rooms = [np.bincount(own[(large == kind) & ~fixed], minlength=n) for kind in (False, True)]
+    free_slots = [np.bincount(own[(large == kind) & ~fixed], minlength=n) for kind in (False, True)]
     for chunk in np.argsort(-works, kind="stable"):
         if fixed[chunk]:
             continue
-        room = rooms[int(large[chunk])]
-        least = np.where(room > 0, loads, np.inf)
+        free = free_slots[int(large[chunk])]
+        least = np.where(free > 0, loads, np.inf)
         rank = least.argmin()
         owners[chunk] = rank
         loads[rank] += works[chunk]
-        room[rank] -= 1
+        free[rank] -= 1
     _exchange_chunk(cut, owners, loads)
     return owners
 
@@ -189,17 +189,17 @@ def _exchange_chunk(cut: _EvenChunks, owners: Ints, loads: np.ndarray) -> None:
         if loads[busiest] <= enough:
             return
         lightest = np.argsort(loads, kind="stable")[:EXCHANGE_PARTNERS]
-        mine = np.flatnonzero((owners == busiest) & ~cut.fixed)
-        theirs = np.flatnonzero(np.isin(owners, lightest) & (owners != busiest) & ~cut.fixed)
-        if not len(mine) or not len(theirs):
+        from_chunks = np.flatnonzero((owners == busiest) & ~cut.fixed)
+        to_chunks = np.flatnonzero(np.isin(owners, lightest) & (owners != busiest) & ~cut.fixed)
+        if not len(from_chunks) or not len(to_chunks):
             return
-        moved = cut.works[mine][:, None] - cut.works[theirs]
-        after = np.maximum(loads[busiest] - moved, loads[owners[theirs]] + moved)
-        after[cut.large[mine][:, None] != cut.large[theirs]] = np.inf
+        moved = cut.works[from_chunks][:, None] - cut.works[to_chunks]
+        after = np.maximum(loads[busiest] - moved, loads[owners[to_chunks]] + moved)
+        after[cut.large[from_chunks][:, None] != cut.large[to_chunks]] = np.inf
         i, j = np.unravel_index(after.argmin(), after.shape)
         if after[i, j] >= loads[busiest]:
             return
-        partner = owners[theirs[j]]
+        partner = owners[to_chunks[j]]
         loads[busiest] -= moved[i, j]
         loads[partner] += moved[i, j]
-        owners[mine[i]], owners[theirs[j]] = partner, busiest
+        owners[from_chunks[i]], owners[to_chunks[j]] = partner, busiest

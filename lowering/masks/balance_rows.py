@@ -36,7 +36,7 @@ def balance_rows(
     n: int,
     stride: int = 1,
     front: int = 0,
-    behind: int = 0,
+    back: int = 0,
 ) -> ChunkOrder:
     """Balance positions over n ranks for attention with these predicates.
 
@@ -49,20 +49,20 @@ def balance_rows(
         n: The number of ranks.
         stride: The number of neighboring ranks that split the heads, so that each has all their rows.
         front: The number of positions at the beginning that are not moved.
-        behind: The number of positions at the end that are not moved.
+        back: The number of positions at the end that are not moved.
 
     Returns:
         The order of chunks.
     """
-    whole = (Segment(0, 0, length),)
-    plans = [plan_blocks(predicate, whole, whole, sizes, vectors, vectors) for predicate in predicates]
+    all_rows = (Segment(0, 0, length),)
+    plans = [plan_blocks(predicate, all_rows, all_rows, sizes, vectors, vectors) for predicate in predicates]
 
     def work(rows: Sequence[int]) -> list[int]:
         """Return the weighted number of pairs before each position."""
         parts = [[weight * pairs for pairs in count_pairs_before(one, rows)] for one, weight in zip(plans, weights)]
         return [sum(column) for column in zip([0] * len(rows), *parts)]  # zero without attention
 
-    found = assign_chunks(work, length, n // stride, stride * -(-length // n), front, behind)
+    found = assign_chunks(work, length, n // stride, stride * -(-length // n), front, back)
     log.debug(
         "balanced %d positions in %d chunks over %d ranks: maximum over mean of pairs is %.3f, contiguous %.3f",
         *(length, len(found.firsts), n, found.imbalance, found.is_identity),
@@ -91,13 +91,13 @@ def order_tensors(found: ChunkOrder, device: torch.device) -> tuple[Tensor, Tens
 def identity_order(length: int, n: int, device: torch.device) -> list[Tensor]:
     """Return the order, its inverse and its chunks, for rows that are not moved."""
     found = ChunkOrder.of(np.array([[0], [length]]))
-    return [*order_tensors(found, device), torch.from_numpy(found.to_words(n))]
+    return [*order_tensors(found, device), torch.from_numpy(found.encode(n))]
 
 
 def ordered_positions_table(found: ChunkOrder) -> Tensor:
     """Return the table (see `pieces.py`) of the positions in the new order."""
-    alone = np.ones_like(found.firsts)
-    table = np.stack([found.offsets, found.firsts, found.firsts, alone])
+    single_runs = np.ones_like(found.firsts)
+    table = np.stack([found.offsets, found.firsts, found.firsts, single_runs])
     return pad_table(_merge_continued(table), 1, int(found.lengths.sum()))
 
 
@@ -114,8 +114,8 @@ def _merge_continued(table: Ints) -> Ints:
     """Remove pieces that continue the line, or the bounds, of the previous piece."""
     starts, lows, highs, slopes = table
     rise = slopes[:-1] * np.diff(starts)
-    goes_on = (lows[1:] == lows[:-1] + rise) & (highs[1:] == highs[:-1] + rise) & (slopes[1:] == slopes[:-1])
-    return table[:, np.append(True, ~goes_on)]
+    continues = (lows[1:] == lows[:-1] + rise) & (highs[1:] == highs[:-1] + rise) & (slopes[1:] == slopes[:-1])
+    return table[:, np.append(True, ~continues)]
 
 
 def fake_orders(length: Any, n: int, device: torch.device) -> list[Tensor]:
@@ -135,8 +135,8 @@ def _fake_tables(vectors: Sequence[Tensor], length: Any) -> list[Tensor]:
     return [torch.empty([table_size(x)], dtype=torch.int64, device="cpu") for x in lengths]
 
 
-def _fake_balanced(vectors: Sequence[Tensor], *given: Any) -> list[Tensor]:
-    length, n, device = given[3], given[-3], given[-1]
+def _fake_balanced(vectors: Sequence[Tensor], *unused: Any) -> list[Tensor]:
+    length, n, device = unused[3], unused[-3], unused[-1]
     return [*fake_orders(length, n, device), *_fake_tables(vectors, length)]
 
 
@@ -146,7 +146,7 @@ def _ordered_tables(vectors: Sequence[Tensor], found: ChunkOrder, tables: Sequen
 
 @opaque(
     "deal(Tensor[] vectors, str[] predicates, SymInt[] weights, SymInt[] sizes, SymInt length, SymInt[] front, "
-    "SymInt[] behind, int n, int stride, Device device) -> Tensor[]",
+    "SymInt[] back, int n, int stride, Device device) -> Tensor[]",
     _fake_balanced,
     replays=False,
 )
@@ -157,7 +157,7 @@ def balanced_rows(
     sizes: Sequence[int],
     length: int,
     front: Sequence[int],
-    behind: Sequence[int],
+    back: Sequence[int],
     n: int,
     stride: int,
     device: torch.device,
@@ -173,7 +173,7 @@ def balanced_rows(
         sizes: The values n<i> of all predicates.
         length: The number of positions.
         front: Numbers of positions at the beginning that are not moved.
-        behind: Numbers of positions at the end that are not moved.
+        back: Numbers of positions at the end that are not moved.
         n: The number of ranks.
         stride: The number of consecutive ranks that count as one because they split the heads.
         device: The device of the results.
@@ -186,13 +186,9 @@ def balanced_rows(
     """
     tables = torch.ops.sp.pieces(vectors) if vectors else []
     pieces = tuple(map(Pieces.of, tables))
-    numbers, ends = [tuple(map(int, x)) for x in (weights, sizes)], [max(map(int, x)) for x in (front, behind)]
+    numbers, ends = [tuple(map(int, x)) for x in (weights, sizes)], [max(map(int, x)) for x in (front, back)]
     found = balance_rows(tuple(predicates), *numbers, pieces, int(length), n, stride, *ends)
-    return [
-        *order_tensors(found, device),
-        torch.from_numpy(found.to_words(n)),
-        *_ordered_tables(vectors, found, tables),
-    ]
+    return [*order_tensors(found, device), torch.from_numpy(found.encode(n)), *_ordered_tables(vectors, found, tables)]
 
 
 @opaque(

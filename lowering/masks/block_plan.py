@@ -92,24 +92,24 @@ def tiles_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[i
     return BlockPlan(others=planner.band_blocks() or tuple(every))
 
 
-def settle_blocks(blocks: Sequence[Block], most: int, *looked_up: Any) -> tuple[float, list[tuple[float, Block]]]:
+def settle_blocks(blocks: Sequence[Block], limit: int, *args: Any) -> tuple[float, list[tuple[float, Block]]]:
     """Count the attending pairs of masked blocks from bounds, and return the undecided parts.
 
     Args:
         blocks: Masked blocks.
-        most: The maximum number of undecided blocks per step; of more, a sample is used.
+        limit: The maximum number of undecided blocks per step; of more, a sample is used.
         *looked_up: The arguments of `plan_blocks`.
 
     Returns:
         The number of pairs, and undecided blocks of at most TILE_ROWS x TILE_ROWS with their weights: the number of
         blocks that each represents (1 without sampling).
     """
-    planner, known, left, weight = _Planner(*looked_up), 0.0, list[tuple[float, Block]](), 1.0
+    planner, known, left, weight = _Planner(*args), 0.0, list[tuple[float, Block]](), 1.0
     parts = list(blocks)
     while parts:
-        kept = parts[:: -(-len(parts) // most)]
-        weight, parts = weight * len(parts) / len(kept), []
-        for block in kept:
+        samples = parts[:: -(-len(parts) // limit)]
+        weight, parts = weight * len(parts) / len(samples), []
+        for block in samples:
             q, k = (block.q_off, block.q_off + block.q_len), (block.k_off, block.k_off + block.k_len)
             verdict = planner.verdict(q, k)
             if verdict:

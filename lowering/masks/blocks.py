@@ -178,12 +178,12 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     """Return the pairs with lower <= key - query <= upper, relative to the first key and query, as runs."""
     rows, keys = q[1] - q[0], k[1] - k[0]
     # The queries that have a key, and the keys that have a query.
-    first, behind = max(0, -upper), min(rows, keys - lower)
-    if first >= behind or lower > upper:
+    first, end = max(0, -upper), min(rows, keys - lower)
+    if first >= end or lower > upper:
         return []
-    low, high = max(0, first + lower), min(keys, behind + upper)
-    q, k = (q[0] + first, q[0] + behind), (k[0] + low, k[0] + high)
-    n, m = behind - first, high - low
+    low, high = max(0, first + lower), min(keys, end + upper)
+    q, k = (q[0] + first, q[0] + end), (k[0] + low, k[0] + high)
+    n, m = end - first, high - low
     lower, upper = lower + first - low, upper + first - low
     left, right = None if lower <= 1 - n else m - n - lower, None if upper >= m - 1 else upper - (m - n)
     window = Window(left, right)
@@ -310,7 +310,7 @@ def _split_single_rows(run: AttendedRun) -> list[AttendedRun]:
 
 def _group_calls(of: Mapping[Window, Sequence[AttendedRun]]) -> list[PackedCall]:
     """Return the packed calls of the runs of each window."""
-    return [merge_runs(runs, window) for window, alike in of.items() for runs in _chain_runs(alike)]
+    return [merge_runs(runs, window) for window, same_window in of.items() for runs in _chain_runs(same_window)]
 
 
 def _chain_runs(runs: Sequence[AttendedRun]) -> list[list[AttendedRun]]:

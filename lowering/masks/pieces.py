@@ -61,9 +61,9 @@ class Pieces:
     @staticmethod
     def of(table: Tensor) -> Pieces:
         """Return the pieces of a table of ``sp::pieces`` without a copy."""
-        words = table.numpy()
-        count, batch, length, *digest = words[:_HEADER].tolist()
-        return Pieces((digest[0], digest[1]), batch, length, *words[_HEADER : _HEADER + 4 * count].reshape(4, count))
+        header = table.numpy()
+        count, batch, length, *digest = header[:_HEADER].tolist()
+        return Pieces((digest[0], digest[1]), batch, length, *header[_HEADER : _HEADER + 4 * count].reshape(4, count))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pieces) and self.digest == other.digest
@@ -181,15 +181,15 @@ def pad_table(found: Ints, batch: int, length: int) -> Tensor:
         batch: The number of batch entries.
         length: The number of positions.
     """
-    words = np.zeros(table_size(length), np.int64)  # the system allocates zero pages on first access
+    table = np.zeros(table_size(length), np.int64)  # the system allocates zero pages on first access
     if found.size:
         found = _coarsen(found, length)
         end = _HEADER + found.size
-        words[_HEADER:end] = found.ravel()
-        words[:3] = found.shape[1], batch, length
-        digest = hashlib.blake2b(words[:end].tobytes(), digest_size=16).digest()
-        words[3:_HEADER] = np.frombuffer(digest, np.int64)
-    return torch.from_numpy(words)
+        table[_HEADER:end] = found.ravel()
+        table[:3] = found.shape[1], batch, length
+        digest = hashlib.blake2b(table[:end].tobytes(), digest_size=16).digest()
+        table[3:_HEADER] = np.frombuffer(digest, np.int64)
+    return torch.from_numpy(table)
 
 
 def _fit_pieces(values: Ints) -> Ints:
@@ -201,9 +201,9 @@ def _fit_pieces(values: Ints) -> Ints:
     number, long = np.arange(len(starts)), ends - starts > 1
     last_long = np.maximum.accumulate(np.where(long, number, -1))
     # Of consecutive short runs every second is a piece of two; a short run after a long one is the jump to the next.
-    taken = (number - last_long) % 2 == (last_long < 0)
-    starts = (starts + np.append(False, taken[:-1]))[taken]
-    if not taken[-1]:
+    chosen = (number - last_long) % 2 == (last_long < 0)
+    starts = (starts + np.append(False, chosen[:-1]))[chosen]
+    if not chosen[-1]:
         starts = np.append(starts, length - 1)
     ends = np.append(starts[1:], length) - 1
     starts[1:] -= _continues_line(values, starts, ends)
@@ -221,8 +221,8 @@ def _continues_line(values: Ints, starts: Ints, ends: Ints) -> Flags:
     """
     spans = ends - starts
     here, there = ends[:-1], starts[1:]
-    behind = values[:, np.minimum(there + 1, values.shape[1] - 1)]
-    bent = values[:, there] - values[:, here] != behind - values[:, there]
+    next_values = values[:, np.minimum(there + 1, values.shape[1] - 1)]
+    bent = values[:, there] - values[:, here] != next_values - values[:, there]
     return (spans[1:] >= spans[:-1]) & (spans[:-1] > 0) & ~bent.any(0)
 
 
@@ -254,12 +254,12 @@ def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[I
 
     Lines of one slope, or bounds where slopes differ or integers may overflow.
     """
-    alike = (slopes == slopes[:1]).all(0)
-    lows = np.where(alike, first.min(0), np.minimum(first, last).min(0))
-    highs = np.where(alike, first.max(0), np.maximum(first, last).max(0))
+    same_slope = (slopes == slopes[:1]).all(0)
+    lows = np.where(same_slope, first.min(0), np.minimum(first, last).min(0))
+    highs = np.where(same_slope, first.max(0), np.maximum(first, last).max(0))
     sizes = np.abs(np.stack([first, last, slopes * 1.0 * spans], dtype=np.float64)).max((0, 1))
     wild = sizes >= FAR_VALUE
-    known = np.where(alike & ~wild, slopes[0], 0)
+    known = np.where(same_slope & ~wild, slopes[0], 0)
     return np.where(wild, -FAR_VALUE, lows), np.where(wild, FAR_VALUE, highs), known
 
 

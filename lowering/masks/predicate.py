@@ -340,8 +340,8 @@ def is_within_documents(text: str) -> bool:
 
 
 def _compares_lookups(text: str) -> bool:
-    looked_up = [name for name in predicate_symbols(text) if name.startswith(("row", "col"))]
-    return len({name[:3] for name in looked_up}) == 2
+    vectors = [name for name in predicate_symbols(text) if name.startswith(("row", "col"))]
+    return len({name[:3] for name in vectors}) == 2
 
 
 def check_known(text: str, known: Collection[str]) -> None:

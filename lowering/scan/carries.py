@@ -77,7 +77,7 @@ class CarryExchange(NamedTuple):
 
 
 def scan_carry(
-    total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, way: CarryExchange
+    total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, exchange: CarryExchange
 ) -> tuple[Tensor, Tensor | None]:
     """Return the carry of a scan into the chunks of this rank, and whether a segment begins there.
 
@@ -86,16 +86,16 @@ def scan_carry(
         stops: bool, broadcasts to total; True if a segment begins in the chunk.
         ends: The first and the last segment id in scan order, shaped like stops, if they are not compared yet.
         op: The name of the monoid.
-        way: The direction and the exchange.
+        exchange: The direction and the exchange.
 
     Returns:
         The carry, like total, and a bool tensor like stops, or None without ends.
     """
-    if way.exchange == "steps":
-        return _scan_in_steps(total, stops, ends, op, way)
-    given = [total] if stops is None else [total, stops, *(ends or ())]
-    total, *rest = _gather_parts(given, way)
-    places, cut = way.scan_positions(total.device), None
+    if exchange.exchange == "steps":
+        return _scan_in_steps(total, stops, ends, op, exchange)
+    parts = [total] if stops is None else [total, stops, *(ends or ())]
+    total, *rest = _gather_parts(parts, exchange)
+    places, cut = exchange.scan_positions(total.device), None
     if ends is not None:
         first, last = rest[1:]
         cuts = torch.cat([torch.ones_like(rest[0][:1]), first[1:] != last[:-1]])
@@ -106,31 +106,31 @@ def scan_carry(
     return _shift_results(sums, MONOIDS[op].identity(same), places), cut
 
 
-def extremes_carry(value: Tensor, index: Tensor, op: str, way: CarryExchange) -> Pair:
+def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchange) -> Pair:
     """Return the extreme before the chunks of this rank and its index.
 
     Args:
         value: (folds, ...), the extreme of each chunk.
         index: (folds, ...), int64, its position.
         op: "max" or "min".
-        way: The direction and the exchange.
+        exchange: The direction and the exchange.
 
     Returns:
         Tensors like value and index.
     """
     identity = MONOIDS[op].identity(value.dtype)
-    if way.exchange == "steps":
+    if exchange.exchange == "steps":
         first = torch.full_like(value, identity), torch.zeros_like(index)
-        carry, index = _exclusive_combine((value, index), first, select_combine(op), way)
+        carry, index = _exclusive_combine((value, index), first, select_combine(op), exchange)
         return carry, index
-    value, index = _gather_parts([value, index], way)
+    value, index = _gather_parts([value, index], exchange)
     best, winner = sp.local_extremes(value, None, 0, op, False)
-    places = way.scan_positions(value.device)
+    places = exchange.scan_positions(value.device)
     return _shift_results(best, identity, places), _shift_results(index.gather(0, winner), 0, places)
 
 
 def recurrence_carry(
-    factor: Tensor, state: Tensor, initial: Tensor | None, way: CarryExchange
+    factor: Tensor, state: Tensor, initial: Tensor | None, exchange: CarryExchange
 ) -> tuple[Tensor, Tensor | None]:
     """Return the carry of a recurrence into the chunks of this rank, and the state after the last chunk.
 
@@ -138,50 +138,52 @@ def recurrence_carry(
         factor: (folds, ...), of the affine map of each chunk.
         state: (folds, ...), of the same map.
         initial: (...), the state before the first chunk.
-        way: The direction and the exchange.
+        exchange: The direction and the exchange.
 
     Returns:
         The carry, (folds, ...), and the final state, (...). The final state is None with exchange="steps", because only
         the last rank could compute it.
     """
     first = state.new_zeros(state.shape[1:]) if initial is None else initial.to(state.dtype)
-    if way.exchange == "steps":
+    if exchange.exchange == "steps":
         a, b = _exclusive_combine(
-            (factor, state), (torch.ones_like(factor), torch.zeros_like(state)), compose_affine, way
+            (factor, state), (torch.ones_like(factor), torch.zeros_like(state)), compose_affine, exchange
         )
         return torch.addcmul(b, a, first), None
-    factor, state = _gather_parts([factor, state], way)
+    factor, state = _gather_parts([factor, state], exchange)
     same = state.dtype
     states = sp.local_linear_scan(factor, state, first, 0, False, False, same, same)
     before = torch.cat([first[None], states[:-1]])
-    return before.index_select(0, way.scan_positions(state.device)), states[-1]
+    return before.index_select(0, exchange.scan_positions(state.device)), states[-1]
 
 
-def previous_ends(ends: Tensor, first: Tensor, way: CarryExchange) -> Tensor:
+def previous_ends(ends: Tensor, first: Tensor, exchange: CarryExchange) -> Tensor:
     """Return the ends of the chunks before those of this rank. Differentiable.
 
     Args:
         ends: (folds, ...), the end of each chunk.
         first: (...), the value before the first chunk.
-        way: The direction and the exchange.
+        exchange: The direction and the exchange.
     """
-    (first,) = sp.reduce_grad([first], "reduce", way.n, way.group)
-    rows = sp.all_gather(ends, 0, way.frame, way.n, way.group)
-    rows = rows.flip(0) if way.reverse else rows
-    return torch.cat([first[None], rows[:-1]]).index_select(0, way.scan_positions(ends.device))
+    (first,) = sp.reduce_grad([first], "reduce", exchange.n, exchange.group)
+    rows = sp.all_gather(ends, 0, exchange.frame, exchange.n, exchange.group)
+    rows = rows.flip(0) if exchange.reverse else rows
+    return torch.cat([first[None], rows[:-1]]).index_select(0, exchange.scan_positions(ends.device))
 
 
-def last_end(ends: Tensor, way: CarryExchange) -> Tensor:
+def last_end(ends: Tensor, exchange: CarryExchange) -> Tensor:
     """Return the end (...) of the last chunk, an invariant value, from ends (folds, ...). Differentiable."""
-    rows = sp.unshard(ends, 0, way.frame, way.n, way.group)
-    return rows[0] if way.reverse else rows[-1]
+    rows = sp.unshard(ends, 0, exchange.frame, exchange.n, exchange.group)
+    return rows[0] if exchange.reverse else rows[-1]
 
 
-def _gather_parts(parts: list[Tensor], way: CarryExchange) -> list[Tensor]:
+def _gather_parts(parts: list[Tensor], exchange: CarryExchange) -> list[Tensor]:
     """Gather the parts of all chunks, (n * folds, ...) each, in scan order."""
     sent = parts[0] if len(parts) == 1 else sp.to_bytes(parts)
-    rows = to_sequence_order(current_communicator().all_gather(sent, way.n, way.group), way.frame, way.n)
-    rows = rows.flip(0) if way.reverse else rows
+    rows = to_sequence_order(
+        current_communicator().all_gather(sent, exchange.n, exchange.group), exchange.frame, exchange.n
+    )
+    rows = rows.flip(0) if exchange.reverse else rows
     return [rows] if len(parts) == 1 else sp.from_bytes(rows, parts)
 
 
@@ -192,14 +194,14 @@ def _shift_results(inclusive: Tensor, identity: float, places: Tensor) -> Tensor
 
 
 def _scan_in_steps(
-    total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, way: CarryExchange
+    total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, exchange: CarryExchange
 ) -> tuple[Tensor, Tensor | None]:
     combine: Combine = MONOIDS[op].combine
     empty = torch.full_like(total, MONOIDS[op].identity(total.dtype))
     if stops is None:
-        return _exclusive_combine(total, empty, combine, way), None
+        return _exclusive_combine(total, empty, combine, exchange), None
     if ends is None:
-        return _exclusive_combine((stops, total), (stops, empty), segment_combine(combine), way)[1], None
+        return _exclusive_combine((stops, total), (stops, empty), segment_combine(combine), exchange)[1], None
     join = segment_combine(combine)
 
     def merge(left: Any, right: Any) -> Any:
@@ -207,22 +209,22 @@ def _scan_in_steps(
         stops, total, first, last = right
         return *join(left[:2], (stops | (left[3] != first), total)), left[2], last
 
-    _, carry, _, last = _exclusive_combine((stops, total, *ends), (stops, empty, *ends), merge, way)
-    return carry, (last != ends[0]) | (way.scan_positions(total.device) == 0).view([-1] + [1] * (last.ndim - 1))
+    _, carry, _, last = _exclusive_combine((stops, total, *ends), (stops, empty, *ends), merge, exchange)
+    return carry, (last != ends[0]) | (exchange.scan_positions(total.device) == 0).view([-1] + [1] * (last.ndim - 1))
 
 
-def _exclusive_combine(state: Any, empty: Any, combine: Combine, way: CarryExchange) -> Any:
+def _exclusive_combine(state: Any, empty: Any, combine: Combine, exchange: CarryExchange) -> Any:
     """Return the combination of the states of all earlier ranks; `empty` on the first rank.
 
     Each step doubles the number of combined ranks.
     """
-    place = way.scan_positions(pytree.tree_leaves(state)[0].device)
+    place = exchange.scan_positions(pytree.tree_leaves(state)[0].device)
     carry, step = empty, 1
-    while step < way.n:
-        came = _shift_state(state, step, way)
+    while step < exchange.n:
+        received = _shift_state(state, step, exchange)
         known = place >= step
-        carry = _select(known, came if step == 1 else combine(came, carry), carry)
-        state = _select(known, combine(came, state), state)
+        carry = _select(known, received if step == 1 else combine(received, carry), carry)
+        state = _select(known, combine(received, state), state)
         step *= 2
     return carry
 
@@ -235,13 +237,13 @@ def _select(known: Tensor, new: Any, old: Any) -> Any:
     return pytree.tree_map(pick, new, old)
 
 
-def _shift_state(state: Any, step: int, way: CarryExchange) -> Any:
+def _shift_state(state: Any, step: int, exchange: CarryExchange) -> Any:
     """Return the state of the rank `step` before this one in scan order, by one cyclic shift."""
     leaves, tree = pytree.tree_flatten(state)
     sent = leaves[0] if len(leaves) == 1 else sp.to_bytes(leaves)
-    route = routes.shift_route(way.group, -step if way.reverse else step)
-    came = from_wire(current_communicator().wait(current_communicator().start_shift(to_wire(sent), route)), sent)
-    return pytree.tree_unflatten([came] if len(leaves) == 1 else sp.from_bytes(came, leaves), tree)
+    route = routes.shift_route(exchange.group, -step if exchange.reverse else step)
+    received = from_wire(current_communicator().wait(current_communicator().start_shift(to_wire(sent), route)), sent)
+    return pytree.tree_unflatten([received] if len(leaves) == 1 else sp.from_bytes(received, leaves), tree)
 
 
 def _part_bytes(part: Tensor) -> int:

@@ -44,33 +44,33 @@ class RecurrenceSpec(NamedTuple):
     accumulate: torch.dtype
 
 
-def segment_starts(cuts: Tensor, way: CarryExchange) -> Tensor:
+def segment_starts(cuts: Tensor, exchange: CarryExchange) -> Tensor:
     """Return True for rows at which a segment begins in scan order: cuts without the last boundary."""
-    return cuts.narrow(way.rows, int(way.reverse), cuts.shape[way.rows] - 1)
+    return cuts.narrow(exchange.rows, int(exchange.reverse), cuts.shape[exchange.rows] - 1)
 
 
-def shift_rows(x: Tensor, carry: Tensor, way: CarryExchange) -> Tensor:
+def shift_rows(x: Tensor, carry: Tensor, exchange: CarryExchange) -> Tensor:
     """Return the previous row of each row, in scan order.
 
     The row before a chunk's first is its `carry`, (..., chunks, 1, ...).
     """
-    others = x.narrow(way.rows, int(way.reverse), x.shape[way.rows] - 1)
-    return torch.cat([others, carry] if way.reverse else [carry, others], way.rows)
+    others = x.narrow(exchange.rows, int(exchange.reverse), x.shape[exchange.rows] - 1)
+    return torch.cat([others, carry] if exchange.reverse else [carry, others], exchange.rows)
 
 
-def chunks_first(x: Tensor, way: CarryExchange) -> Tensor:
+def chunks_first(x: Tensor, exchange: CarryExchange) -> Tensor:
     """Move the chunks first: (..., chunks, ...) without the dim of rows -> (chunks, ...)."""
-    return x.movedim(way.dim, 0)
+    return x.movedim(exchange.dim, 0)
 
 
-def chunk_rows(x: Tensor, way: CarryExchange) -> Tensor:
+def chunk_rows(x: Tensor, exchange: CarryExchange) -> Tensor:
     """Undo `chunks_first`, as one row of every chunk: (chunks, ...) -> (..., chunks, 1, ...)."""
-    return x.movedim(0, way.dim).unsqueeze(way.rows)
+    return x.movedim(0, exchange.dim).unsqueeze(exchange.rows)
 
 
-def last_rows(x: Tensor, way: CarryExchange) -> Tensor:
+def last_rows(x: Tensor, exchange: CarryExchange) -> Tensor:
     """Return the last row of each chunk in scan order as a summary, (chunks, ...)."""
-    return chunks_first(x.select(way.rows, 0 if way.reverse else -1), way)
+    return chunks_first(x.select(exchange.rows, 0 if exchange.reverse else -1), exchange)
 
 
 def scan_chunks(
@@ -81,60 +81,60 @@ def scan_chunks(
     The carry is None on one rank; the cut is None unless first and last were compared. Both are rows,
     (..., chunks, 1, ...).
     """
-    op, exclusive, way, dtype, accumulate = job
-    begins, options = None if cuts is None else segment_starts(cuts, way), (op, exclusive, way.reverse)
-    if way.is_single:
-        return sp.local_scan(x, begins, way.rows, *options, dtype, accumulate, False)[0], None, None
+    op, exclusive, exchange, dtype, accumulate = job
+    begins, options = None if cuts is None else segment_starts(cuts, exchange), (op, exclusive, exchange.reverse)
+    if exchange.is_single:
+        return sp.local_scan(x, begins, exchange.rows, *options, dtype, accumulate, False)[0], None, None
     # Not rounded before the carry is added: the sum may be small where both are large.
-    out, total = sp.local_scan(x, begins, way.rows, *options, accumulate, accumulate)
-    total, stops = chunks_first(total, way), None
+    out, total = sp.local_scan(x, begins, exchange.rows, *options, accumulate, accumulate)
+    total, stops = chunks_first(total, exchange), None
     if cuts is not None and begins is not None:
-        leaving = last_rows(cuts, way)
+        leaving = last_rows(cuts, exchange)
         total = total.masked_fill(leaving, MONOIDS[op].identity(accumulate))
-        stops = chunks_first(begins.any(way.rows), way) | leaving
-    first, last = (last, first) if way.reverse else (first, last)
-    ends = None if first is None or last is None else (last_rows(first, way), last_rows(last, way))
-    carry, cut = scan_carry(total, stops, ends, op, way)
-    carry, cut = chunk_rows(carry, way), None if cut is None else chunk_rows(cut, way)
+        stops = chunks_first(begins.any(exchange.rows), exchange) | leaving
+    first, last = (last, first) if exchange.reverse else (first, last)
+    ends = None if first is None or last is None else (last_rows(first, exchange), last_rows(last, exchange))
+    carry, cut = scan_carry(total, stops, ends, op, exchange)
+    carry, cut = chunk_rows(carry, exchange), None if cut is None else chunk_rows(cut, exchange)
     both = MONOIDS[op].combine(carry, out)
     if begins is not None:
-        both = torch.where(_carry_reach(begins, cut, way), both, out)
+        both = torch.where(_carry_reach(begins, cut, exchange), both, out)
     return both.to(dtype), carry, cut
 
 
-def join_boundaries(cuts: Tensor, cut: Tensor, way: CarryExchange) -> Tensor:
+def join_boundaries(cuts: Tensor, cut: Tensor, exchange: CarryExchange) -> Tensor:
     """Return cuts with the first row of each chunk, in scan order, compared with the row before it."""
-    index, last = _row_indices(cuts, way), cuts.shape[way.rows] - 1
-    return cuts | (cut & (index == (last if way.reverse else 0)))
+    index, last = _row_indices(cuts, exchange), cuts.shape[exchange.rows] - 1
+    return cuts | (cut & (index == (last if exchange.reverse else 0)))
 
 
-def _row_indices(x: Tensor, way: CarryExchange) -> Tensor:
+def _row_indices(x: Tensor, exchange: CarryExchange) -> Tensor:
     """Return the indices of the rows, int64, broadcast to x."""
-    return column_along(torch.arange(x.shape[way.rows], device=x.device), way.rows, x.ndim)
+    return column_along(torch.arange(x.shape[exchange.rows], device=x.device), exchange.rows, x.ndim)
 
 
-def _carry_reach(begins: Tensor, cut: Tensor | None, way: CarryExchange) -> Tensor:
+def _carry_reach(begins: Tensor, cut: Tensor | None, exchange: CarryExchange) -> Tensor:
     """Return True for rows that the carry reaches: no segment begins between the chunk start and the row."""
-    index, size = _row_indices(begins, way), begins.shape[way.rows]
-    if way.reverse:
-        reached = index > torch.where(begins, index, -1).amax(way.rows, keepdim=True)
+    index, size = _row_indices(begins, exchange), begins.shape[exchange.rows]
+    if exchange.reverse:
+        reached = index > torch.where(begins, index, -1).amax(exchange.rows, keepdim=True)
     else:
-        reached = index < torch.where(begins, index, size).amin(way.rows, keepdim=True)
+        reached = index < torch.where(begins, index, size).amin(exchange.rows, keepdim=True)
     return reached if cut is None else reached & ~cut
 
 
-def extremum_chunks(x: Tensor, op: str, way: CarryExchange) -> tuple[Tensor, Tensor, Tensor | None]:
+def extremum_chunks(x: Tensor, op: str, exchange: CarryExchange) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the running extreme, its position, and the extreme carried into the chunks.
 
     The carried extreme is None on one rank.
     """
-    best, index = sp.local_extremes(x, None, way.rows, op, way.reverse)
-    if way.is_single:
+    best, index = sp.local_extremes(x, None, exchange.rows, op, exchange.reverse)
+    if exchange.is_single:
         return best, index, None
-    first = way.chunk_indices(x.device) * x.shape[way.rows]
-    index = index + column_along(first, way.dim, x.ndim)
-    carry = extremes_carry(last_rows(best, way), last_rows(index, way), op, way)
-    value, position = (chunk_rows(x, way) for x in carry)
+    first = exchange.chunk_indices(x.device) * x.shape[exchange.rows]
+    index = index + column_along(first, exchange.dim, x.ndim)
+    carry = extremes_carry(last_rows(best, exchange), last_rows(index, exchange), op, exchange)
+    value, position = (chunk_rows(x, exchange) for x in carry)
     best, index = select_combine(op)((value, position), (best, index))
     return best, index, value
 
@@ -147,12 +147,12 @@ def recurrence_chunks(
     The carries are (..., chunks, 1, ...). `initial` and the final state are like h without chunks and rows. The carries
     and the final state are None on one rank.
     """
-    lagged, way, dtype, accumulate = job
-    options = way.rows, way.reverse, lagged
-    if way.is_single:
-        given = None if initial is None else initial.unsqueeze(way.dim)
-        return sp.local_linear_scan(a, b, given, *options, dtype, accumulate), None, None
-    factor, state = (chunks_first(x, way) for x in sp.local_linear_total(a, b, *options, accumulate))
-    carry, final = recurrence_carry(factor, state, initial, way)
-    h = sp.local_linear_scan(a, b, carry.movedim(0, way.dim), *options, dtype, accumulate)
-    return h, chunk_rows(carry, way), final
+    lagged, exchange, dtype, accumulate = job
+    options = exchange.rows, exchange.reverse, lagged
+    if exchange.is_single:
+        first_state = None if initial is None else initial.unsqueeze(exchange.dim)
+        return sp.local_linear_scan(a, b, first_state, *options, dtype, accumulate), None, None
+    factor, state = (chunks_first(x, exchange) for x in sp.local_linear_total(a, b, *options, accumulate))
+    carry, final = recurrence_carry(factor, state, initial, exchange)
+    h = sp.local_linear_scan(a, b, carry.movedim(0, exchange.dim), *options, dtype, accumulate)
+    return h, chunk_rows(carry, exchange), final

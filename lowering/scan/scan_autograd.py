@@ -46,9 +46,9 @@ def scan_with_grad(x: Tensor, cuts: Tensor | None, first: Tensor | None, last: T
     return _ScanFunction.apply(x, cuts, first, last, job)[0]
 
 
-def extremes_with_grad(x: Tensor, op: str, way: CarryExchange) -> Pair:
+def extremes_with_grad(x: Tensor, op: str, exchange: CarryExchange) -> Pair:
     """Return the running extreme, differentiable, and its position, int64."""
-    best, index, _ = _ExtremesFunction.apply(x, op, way)
+    best, index, _ = _ExtremesFunction.apply(x, op, exchange)
     return best, index
 
 
@@ -71,7 +71,7 @@ class _ScanFunction(Function):
         """Save the operands and results that the derivative of the operation reads."""
         (x, cuts, *_, job), (y, carry, cut) = inputs, output
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(kept for kept in (carry, cut) if kept is not None))
+        ctx.mark_non_differentiable(*(saved for saved in (carry, cut) if saved is not None))
         ctx.job, ctx.x_dtype = job, x.dtype
         values = (None, None, None) if job.op == "sum" else (x, y, carry)
         ctx.save_for_backward(cuts, cut, *values)
@@ -101,10 +101,10 @@ class _ExtremesFunction(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Save the operand, the result and the carry."""
-        (x, op, way), (y, index, carry) = inputs, output
+        (x, op, exchange), (y, index, carry) = inputs, output
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(kept for kept in (index, carry) if kept is not None))
-        ctx.job = ScanSpec(op, False, way, x.dtype, x.dtype)
+        ctx.mark_non_differentiable(*(saved for saved in (index, carry) if saved is not None))
+        ctx.job = ScanSpec(op, False, exchange, x.dtype, x.dtype)
         ctx.save_for_backward(x, y, carry)
 
     @staticmethod
@@ -126,7 +126,7 @@ class _RecurrenceFunction(Function):
         """Save the factors, and the states if the factors require a gradient."""
         (a, b, initial, job), (h, carry, final) = inputs, output
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(kept for kept in (carry, final) if kept is not None))
+        ctx.mark_non_differentiable(*(saved for saved in (carry, final) if saved is not None))
         ctx.job, ctx.b_dtype = job, b.dtype
         ctx.save_for_backward(a, *((h, carry, initial) if ctx.needs_input_grad[0] else (None, None, None)))
 
@@ -156,12 +156,12 @@ class _RecurrenceFunction(Function):
 
 def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, job: ScanSpec) -> Tensor:
     """Return the cotangent of x, from that of y."""
-    way, neutral = job.way, MONOIDS[job.op].identity(y.dtype)
-    begins = None if cuts is None else segment_starts(cuts, way)
+    exchange, neutral = job.way, MONOIDS[job.op].identity(y.dtype)
+    begins = None if cuts is None else segment_starts(cuts, exchange)
     prior = y
     if not job.exclusive:
-        first = y.new_full(last_rows(y, way).shape[1:], neutral)
-        prior = shift_rows(y, _carried_states(y, carry, first, way), way)
+        first = y.new_full(last_rows(y, exchange).shape[1:], neutral)
+        prior = shift_rows(y, _carried_states(y, carry, first, exchange), exchange)
         prior = prior if begins is None else prior.masked_fill(begins, neutral)
     a, c = _linearize_scan(job.op, x.to(y.dtype), prior, None if job.exclusive else y)
     if begins is not None:
@@ -169,34 +169,36 @@ def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Te
         grad = grad.masked_fill(begins, 0) if job.exclusive else grad
     wide = accumulate_dtype("sum", torch.promote_types(y.dtype, job.accumulate), y.device)
     dtype = torch.promote_types(y.dtype, torch.float32)
-    w, carried, _ = recurrence_with_grad(a, grad, None, RecurrenceSpec(not job.exclusive, way.backward, dtype, wide))
+    w, carried, _ = recurrence_with_grad(
+        a, grad, None, RecurrenceSpec(not job.exclusive, exchange.backward, dtype, wide)
+    )
     if job.exclusive:
-        w = shift_rows(w, _carried_states(w, carried, None, way.backward), way.backward)
+        w = shift_rows(w, _carried_states(w, carried, None, exchange.backward), exchange.backward)
     return (w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w).to(x.dtype)
 
 
-def _carried_states(y: Tensor, carry: Tensor | None, first: Tensor | None, way: CarryExchange) -> Tensor:
+def _carried_states(y: Tensor, carry: Tensor | None, first: Tensor | None, exchange: CarryExchange) -> Tensor:
     """Return the end of the chunk before each chunk, (..., chunks, 1, ...).
 
     Args:
         y: The result of the scan.
         carry: The same carries as the forward received them, not differentiable.
         first: (...), the state before the first chunk; zeros if None.
-        way: The direction and the exchange.
+        exchange: The direction and the exchange.
     """
     if carry is not None and not (torch.is_grad_enabled() and y.requires_grad):
         return carry.to(y.dtype)
-    ends = last_rows(y, way)
+    ends = last_rows(y, exchange)
     first = y.new_zeros(ends.shape[1:]) if first is None else first.to(y.dtype)
-    return chunk_rows(first[None] if way.is_single else previous_ends(ends, first, way), way)
+    return chunk_rows(first[None] if exchange.is_single else previous_ends(ends, first, exchange), exchange)
 
 
-def _final_state(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, way: CarryExchange) -> Tensor:
+def _final_state(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, exchange: CarryExchange) -> Tensor:
     """Return the state after the last chunk."""
     if final is not None and not (torch.is_grad_enabled() and w.requires_grad):
         return final
-    ends = last_rows(w, way) * last_rows(a, way) if lagged else last_rows(w, way)
-    return ends[0] if way.is_single else last_end(ends, way)
+    ends = last_rows(w, exchange) * last_rows(a, exchange) if lagged else last_rows(w, exchange)
+    return ends[0] if exchange.is_single else last_end(ends, exchange)
 
 
 def _linearize_scan(op: str, x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:

@@ -87,20 +87,20 @@ def scan(
     if x.ndim == 0:
         return sp.scan(x[None], segments, 0, op, exclusive, reverse, dtype, accumulate)[0]
     shards = ScanShards(*across)
-    way = shards.carry_exchange(x, dim, reverse)
+    exchange = shards.carry_exchange(x, dim, reverse)
     dtype = result_dtype(op, x.dtype) if dtype is None else dtype
-    if is_known(x.shape[way.dim] == 0):
+    if is_known(x.shape[exchange.dim] == 0):
         return x.to(dtype, copy=True)
     if accumulate is None or MONOIDS[op].has_index:
         accumulate = accumulate_dtype(op, dtype, x.device)
     if shards.frame is None and segments is None and not _may_need_gradient(x):
         # The code below is equivalent, but its overhead is measurable for short scans.
-        return sp.local_scan(x, None, way.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
+        return sp.local_scan(x, None, exchange.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
-    x = shards.fill_padding(x, way.dim, MONOIDS[op].identity(x.dtype))
-    job = ScanSpec(op, exclusive, way, _saved_dtype(x, op, dtype, accumulate), accumulate)
-    out = autograd.scan_with_grad(_to_chunks(x, way), *_segment_cuts(segments, x, way), job)
-    return shards.window(out.flatten(way.dim, way.rows).to(dtype), way.dim)
+    x = shards.fill_padding(x, exchange.dim, MONOIDS[op].identity(x.dtype))
+    job = ScanSpec(op, exclusive, exchange, _saved_dtype(x, op, dtype, accumulate), accumulate)
+    out = autograd.scan_with_grad(_to_chunks(x, exchange), *_segment_cuts(segments, x, exchange), job)
+    return shards.window(out.flatten(exchange.dim, exchange.rows).to(dtype), exchange.dim)
 
 
 @composite(
@@ -118,14 +118,17 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
         best, index = sp.extremes(x[None], 0, op, reverse)
         return best[0], index[0]
     shards = ScanShards(*across)
-    way = shards.carry_exchange(x, dim, reverse)
-    if is_known(x.shape[way.dim] == 0):
+    exchange = shards.carry_exchange(x, dim, reverse)
+    if is_known(x.shape[exchange.dim] == 0):
         return x.clone(), torch.empty_like(x, dtype=torch.int64)
-    x = shards.fill_padding(x, way.dim, MONOIDS[op].identity(x.dtype))
-    best, index = (y.flatten(way.dim, way.rows) for y in autograd.extremes_with_grad(_to_chunks(x, way), op, way))
+    x = shards.fill_padding(x, exchange.dim, MONOIDS[op].identity(x.dtype))
+    best, index = (
+        y.flatten(exchange.dim, exchange.rows)
+        for y in autograd.extremes_with_grad(_to_chunks(x, exchange), op, exchange)
+    )
     if shards.frame is not None and not is_known(shards.frame[2] == 0):
         index = index - shards.frame[2]
-    return shards.window(best, way.dim), shards.window(index, way.dim)
+    return shards.window(best, exchange.dim), shards.window(index, exchange.dim)
 
 
 @composite(
@@ -155,22 +158,22 @@ def linear_scan(
         first = None if initial is None else initial.reshape(())
         return sp.linear_scan(a[None], b[None], first, 0, reverse, accumulate)[0]
     shards = ScanShards(*across)
-    way = shards.carry_exchange(a, dim, reverse)
+    exchange = shards.carry_exchange(a, dim, reverse)
     if initial is not None:
-        initial = initial.to(dtype).expand([size for d, size in enumerate(a.shape) if d != way.dim])
+        initial = initial.to(dtype).expand([size for d, size in enumerate(a.shape) if d != exchange.dim])
     accumulate = accumulate_dtype("sum", dtype, a.device) if accumulate is None else accumulate
     a, b = a.to(dtype), b.to(dtype)
-    if is_known(a.shape[way.dim] == 0):
+    if is_known(a.shape[exchange.dim] == 0):
         return a * b
-    a, b = shards.fill_padding(a, way.dim, 1), shards.fill_padding(b, way.dim, 0)
-    job = RecurrenceSpec(False, way, dtype, accumulate)
-    h = autograd.recurrence_with_grad(_to_chunks(a, way), _to_chunks(b, way), initial, job)[0]
-    return shards.window(h.flatten(way.dim, way.rows), way.dim)
+    a, b = shards.fill_padding(a, exchange.dim, 1), shards.fill_padding(b, exchange.dim, 0)
+    job = RecurrenceSpec(False, exchange, dtype, accumulate)
+    h = autograd.recurrence_with_grad(_to_chunks(a, exchange), _to_chunks(b, exchange), initial, job)[0]
+    return shards.window(h.flatten(exchange.dim, exchange.rows), exchange.dim)
 
 
-def _to_chunks(x: Tensor, way: CarryExchange) -> Tensor:
+def _to_chunks(x: Tensor, exchange: CarryExchange) -> Tensor:
     """View (..., S, ...) as (..., chunks, rows, ...)."""
-    return x.unflatten(way.dim, (way.folds, x.shape[way.dim] // way.folds))
+    return x.unflatten(exchange.dim, (exchange.folds, x.shape[exchange.dim] // exchange.folds))
 
 
 def _expand_segments(segments: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -181,17 +184,17 @@ def _expand_segments(segments: Tensor, x: Tensor, dim: int) -> Tensor:
     return segments.expand([x.shape[d] if d == dim else segments.shape[d] for d in range(x.ndim)])
 
 
-def _segment_cuts(segments: Tensor | None, x: Tensor, way: CarryExchange) -> Cuts:
+def _segment_cuts(segments: Tensor | None, x: Tensor, exchange: CarryExchange) -> Cuts:
     """Return cuts, and the two ends of the ids; see ``rank_chunks.py``."""
     if segments is None:
         return None, None, None
-    ids = _to_chunks(_expand_segments(segments, x, way.dim), way)
-    rows = ids.shape[way.rows]
-    ends = ids.narrow(way.rows, 0, 1), ids.narrow(way.rows, rows - 1, 1)
+    ids = _to_chunks(_expand_segments(segments, x, exchange.dim), exchange)
+    rows = ids.shape[exchange.rows]
+    ends = ids.narrow(exchange.rows, 0, 1), ids.narrow(exchange.rows, rows - 1, 1)
     # The ids are extended, not the result of comparing them: Inductor's C++ has no comparison within padding.
-    ids = torch.cat([ends[0], ids, ends[1]], way.rows)
-    cuts = ids.narrow(way.rows, 1, rows + 1) != ids.narrow(way.rows, 0, rows + 1)
-    return (cuts, None, None) if way.is_single else (cuts, *ends)
+    ids = torch.cat([ends[0], ids, ends[1]], exchange.rows)
+    cuts = ids.narrow(exchange.rows, 1, rows + 1) != ids.narrow(exchange.rows, 0, rows + 1)
+    return (cuts, None, None) if exchange.is_single else (cuts, *ends)
 
 
 def _may_need_gradient(x: Tensor) -> bool:

@@ -30,7 +30,7 @@ GROUPED_PRODUCT_OPS = {
 
 @register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)
 def tiles_forward_flops(
-    rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
+    rows: list[Tensor], shared: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
 ) -> int:
     """Return the FLOPs of the program. Shapes: those of ``sp::tiles_forward``."""
     return _tiled_flops(rows, program, "forward")
@@ -38,7 +38,7 @@ def tiles_forward_flops(
 
 @register_flop_formula(torch.ops.sp.tiles_at_once, get_raw=True)
 def tiles_at_once_flops(
-    rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
+    rows: list[Tensor], shared: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
 ) -> int:
     """Return the FLOPs of the program and its gradients."""
     return _tiled_flops(rows, program, "gradients")
@@ -48,7 +48,7 @@ def tiles_at_once_flops(
 def tiles_backward_flops(
     cotangents: Any,
     rows: list[Tensor],
-    whole: Any,
+    shared: Any,
     tiles: int,
     program: str,
     *_: Any,
@@ -71,8 +71,8 @@ def _tiled_flops(rows: list[Tensor], program: str, part: str) -> int:
 def _accumulated_flops(part: TilePart, sums: list[TileSum]) -> int:
     """Return the FLOPs of the products that a loop adds to its sums, from matrices of a tile."""
     results = part.graph.graph.output_node().args[0]
-    behind = iter(results[len(results) - sum(way.parts for way in sums) :])
-    return sum(way.flops(*(next(behind).meta["val"].shape for _ in range(way.parts))) for way in sums)
+    rest = iter(results[len(results) - sum(way.parts for way in sums) :])
+    return sum(way.flops(*(next(rest).meta["val"].shape for _ in range(way.parts))) for way in sums)
 
 
 @cache

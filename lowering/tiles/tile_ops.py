@@ -2,8 +2,8 @@
 
 No intermediate value of a tile is saved.
 
-Operands are `rows`, cut along the dim that the program names, and `whole`, which every tile reads. One loop calls the
-program once per tile, so the size of the compiled code does not depend on the number of tiles. Sums over the tiles
+Operands are `rows`, cut along the dim that the program names, and `shared`, which every tile reads. One loop calls
+the program once per tile, so the size of the compiled code does not depend on the number of tiles. Sums over the tiles
 (the gradient of a weight, a sum over tokens) are accumulated in place.
 """
 
@@ -23,7 +23,7 @@ from .tile_program import ANY_LENGTH, PROGRAMS, TileBody, TilePart, TileProgram,
 
 sp = torch.ops.sp
 TileOperands = list[Tensor]
-TILE_ARGUMENTS = "Tensor[] rows, Tensor[] whole, int tiles, str program, Tensor? seed"
+TILE_ARGUMENTS = "Tensor[] rows, Tensor[] shared, int tiles, str program, Tensor? seed"
 
 
 def tile_length(rows: int, tiles: int) -> int:
@@ -35,8 +35,8 @@ def _iterate_tiles(program: TileProgram, rows: TileOperands, tiles: int) -> Iter
     """Yield the callable, the first row and the number of rows of each tile."""
     total, first = rows[0].shape[program.rows[0]], 0
     if ANY_LENGTH in program.bodies:  # tiles of one row would need other programs: sizes of 1 broadcast
-        few = min(tiles, max(1, total // 2))
-        lengths = [total // few + (i < total % few) for i in range(few)]
+        n_tiles = min(tiles, max(1, total // 2))
+        lengths = [total // n_tiles + (i < total % n_tiles) for i in range(n_tiles)]
     else:
         length = tile_length(total, tiles)
         lengths = [min(length, total - at) for at in range(0, total, length)]
@@ -64,10 +64,10 @@ def _tile_rng(seed: Tensor | None, device: torch.device) -> Iterator[None]:
 def _run_tiles(
     program: TileProgram,
     rows: TileOperands,
-    whole: TileOperands,
+    shared: TileOperands,
     tiles: int,
     seed: Tensor | None,
-    made: Sequence[TileValue],
+    values: Sequence[TileValue],
     cotangents: TileOperands,
 ) -> TileOperands:
     """Run the part of the program that computes the values `made` for each tile, and combine its results.
@@ -75,81 +75,81 @@ def _run_tiles(
     Each tile seeds the generators with `seed` plus the index of its first row, so that a backward that recomputes the
     tile draws the same numbers.
     """
-    given = [*rows, *whole, *cotangents]
-    dims = [*program.rows, *[None] * len(whole), *(r.dim for r in _differentiable_results(program)[: len(cotangents)])]
-    sizes = program.sizes([*rows, *whole])
-    totals = [value.begin(sizes, rows[0]) for value in made]
+    operands = [*rows, *shared, *cotangents]
+    dims = [*program.rows, *[None] * len(shared), *(r.dim for r in _differentiable_results(program)[: len(cotangents)])]
+    sizes = program.sizes([*rows, *shared])
+    totals = [value.begin(sizes, rows[0]) for value in values]
     begin = None if seed is None else int(seed.item())
     with torch.autocast(rows[0].device.type, enabled=False), _tile_rng(seed, rows[0].device):
         for body, first, length in _iterate_tiles(program, rows, tiles):
             if begin is not None:
                 torch.manual_seed(begin + first)
-            part: TilePart | None = body.forward if made is program.results else body.gradients
+            part: TilePart | None = body.forward if values is program.results else body.gradients
             assert part is not None
-            parts = iter(part(_cut_tile(given, dims, first, length)))
-            for value, total in zip(made, totals):
+            parts = iter(part(_cut_tile(operands, dims, first, length)))
+            for value, total in zip(values, totals):
                 value.put(total, parts, first, length)
             del parts  # otherwise they are alive while those of the next tile are computed
-    return [total.to(value.dtype) for value, total in zip(made, totals)]
+    return [total.to(value.dtype) for value, total in zip(values, totals)]
 
 
 def _differentiable_results(program: TileProgram) -> list[TileValue]:
     return [program.results[i] for i in program.differentiable]
 
 
-def _fake_results(rows: TileOperands, whole: TileOperands, name: str, *kinds: str) -> TileOperands:
+def _fake_results(rows: TileOperands, shared: TileOperands, name: str, *kinds: str) -> TileOperands:
     program = PROGRAMS[name]
-    sizes = program.sizes([*rows, *whole])
+    sizes = program.sizes([*rows, *shared])
     return [value.empty(sizes, rows[0]) for kind in kinds for value in getattr(program, kind)]
 
 
 @opaque(
     f"tiles_forward({TILE_ARGUMENTS}) -> Tensor[]",
-    lambda rows, whole, tiles, program, seed: _fake_results(rows, whole, program, "results"),
+    lambda rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "results"),
     replays=False,  # what a tile draws begins at a seed of the call
 )
 def tiles_forward(
-    rows: TileOperands, whole: TileOperands, tiles: int, program: str, seed: Tensor | None
+    rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None
 ) -> TileOperands:
     """Return the results of all tiles: rows, or sums over the tiles.
 
-    Shapes: rows (.., R, ..), whole any -> as the program defines. Peak: intermediate values of a tile, in addition to
-    operands and results.
+    Shapes: rows (.., R, ..), shared any -> as the program defines. Peak: intermediate values of a tile, in addition
+    to operands and results.
     """
     found = PROGRAMS[program]
-    return _run_tiles(found, rows, whole, tiles, seed, found.results, [])
+    return _run_tiles(found, rows, shared, tiles, seed, found.results, [])
 
 
 @opaque(
     f"tiles_at_once({TILE_ARGUMENTS}) -> Tensor[]",
-    lambda rows, whole, tiles, program, seed: _fake_results(rows, whole, program, "results", "gradients"),
+    lambda rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "results", "gradients"),
     replays=False,
 )
 def tiles_at_once(
-    rows: TileOperands, whole: TileOperands, tiles: int, program: str, seed: Tensor | None
+    rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None
 ) -> TileOperands:
     """Return the results of all tiles, followed by gradients for a cotangent of 1.
 
     Shapes: as of ``tiles_forward``; gradients as their operands.
     """
     found = PROGRAMS[program]
-    return _run_tiles(found, rows, whole, tiles, seed, (*found.results, *found.gradients), [])
+    return _run_tiles(found, rows, shared, tiles, seed, (*found.results, *found.gradients), [])
 
 
 @opaque(
     f"tiles_backward(Tensor[] cotangents, {TILE_ARGUMENTS}) -> Tensor[]",
-    lambda cotangents, rows, whole, tiles, program, seed: _fake_results(rows, whole, program, "gradients"),
+    lambda cotangents, rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "gradients"),
     replays=False,
 )
 def tiles_backward(
-    cotangents: TileOperands, rows: TileOperands, whole: TileOperands, tiles: int, program: str, seed: Tensor | None
+    cotangents: TileOperands, rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None
 ) -> TileOperands:
     """Return the gradients of the operands that need one; a tile is recomputed.
 
     Shapes: cotangents as the differentiable results; gradients as their operands.
     """
     found = PROGRAMS[program]
-    return _run_tiles(found, rows, whole, tiles, seed, found.gradients, cotangents)
+    return _run_tiles(found, rows, shared, tiles, seed, found.gradients, cotangents)
 
 
 class _RecomputeFunction(torch.autograd.Function):
@@ -160,8 +160,8 @@ class _RecomputeFunction(torch.autograd.Function):
         ctx: Any, many: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
         """Run the program in tiles and save its operands."""
-        rows, whole = list(operands[:many]), list(operands[many:])
-        results = sp.tiles_forward.default(rows, whole, tiles, program, seed)
+        rows, shared = list(operands[:many]), list(operands[many:])
+        results = sp.tiles_forward.default(rows, shared, tiles, program, seed)
         ctx.save_for_backward(seed, *operands)
         ctx.many, ctx.tiles, ctx.program = many, tiles, program
         ctx.mark_non_differentiable(*_mark_non_differentiable(PROGRAMS[program], results))
@@ -172,10 +172,10 @@ class _RecomputeFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Recompute each tile and run its backward."""
         (seed, *operands), found = ctx.saved_tensors, PROGRAMS[ctx.program]
-        rows, whole = list(operands[: ctx.many]), list(operands[ctx.many :])
+        rows, shared = list(operands[: ctx.many]), list(operands[ctx.many :])
         cotangents = [grads[i] for i in found.differentiable]
-        made = sp.tiles_backward.default(cotangents, rows, whole, ctx.tiles, ctx.program, seed)
-        return None, None, None, None, *_grads_for_operands(operands, found, made)
+        operand_grads = sp.tiles_backward.default(cotangents, rows, shared, ctx.tiles, ctx.program, seed)
+        return None, None, None, None, *_grads_for_operands(operands, found, operand_grads)
 
 
 class _AtOnceFunction(torch.autograd.Function):
@@ -187,8 +187,8 @@ class _AtOnceFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Run the program and its backward in tiles, and save the gradients."""
         found = PROGRAMS[program]
-        made = sp.tiles_at_once.default(list(operands[:many]), list(operands[many:]), tiles, program, seed)
-        results, gradients = made[: len(found.results)], made[len(found.results) :]
+        grads = sp.tiles_at_once.default(list(operands[:many]), list(operands[many:]), tiles, program, seed)
+        results, gradients = grads[: len(found.results)], grads[len(found.results) :]
         ctx.save_for_backward(*gradients)
         ctx.program, ctx.count = program, len(operands)
         ctx.dtypes = [operands[i].dtype for i in found.wanted]
@@ -200,36 +200,36 @@ class _AtOnceFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the saved gradients by the gradient of the scalar result."""
         found = PROGRAMS[ctx.program]
-        (given,) = (grads[i].reshape(()) for i in found.differentiable)
+        (operands,) = (grads[i].reshape(()) for i in found.differentiable)
         # A zero gradient remains zero for a mean over no tokens, although its cotangent is infinite.
-        scaled = ((x * given).masked_fill_(x == 0, 0) for x in ctx.saved_tensors)
-        made = [x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
-        return None, None, None, None, *_grads_for_operands([None] * ctx.count, found, made)
+        scaled = ((x * operands).masked_fill_(x == 0, 0) for x in ctx.saved_tensors)
+        operand_grads = [x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
+        return None, None, None, None, *_grads_for_operands([None] * ctx.count, found, operand_grads)
 
 
 def _mark_non_differentiable(program: TileProgram, results: TileOperands) -> TileOperands:
     return [x for i, x in enumerate(results) if i not in program.differentiable]
 
 
-def _grads_for_operands(operands: Sequence[Any], program: TileProgram, made: TileOperands) -> list[Tensor | None]:
-    found = dict(zip(program.wanted, made, strict=True))
+def _grads_for_operands(operands: Sequence[Any], program: TileProgram, grads: TileOperands) -> list[Tensor | None]:
+    found = dict(zip(program.wanted, grads, strict=True))
     return [found.get(i) for i in range(len(operands))]
 
 
 @composite(f"tiled({TILE_ARGUMENTS}) -> Tensor[]")
-def run_tiled(rows: TileOperands, whole: TileOperands, tiles: int, program: str, seed: Tensor | None) -> TileOperands:
+def run_tiled(rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None) -> TileOperands:
     """Run the program on all rows, tile by tile, differentiable once.
 
-    Shapes: rows (.., R, ..), whole any -> as the program defines; tiles of ceil(R / tiles) rows, the last one shorter.
+    Shapes: rows (.., R, ..), shared any -> as the program defines; tiles of ceil(R / tiles) rows, the last one shorter.
     If the program supports any length, the lengths of tiles differ by at most one, and each has two rows or more.
     seed: () int64 on the CPU, of the random numbers of a program; None if it draws none.
     Bytes: none. Saves: the operands; if the only result is a scalar, the gradients for a cotangent of 1, which the same
     loop computes. Source: DeepSpeed's ALST (arXiv:2506.13996), Liger's fused loss.
     """
     found = PROGRAMS[program]
-    operands = [*rows, *whole]
+    operands = [*rows, *shared]
     if not (torch.is_grad_enabled() and any(operands[i].requires_grad for i in found.wanted)):
         with torch.no_grad():  # a value read under no_grad may require a gradient, which the operator does not compute
-            return list(sp.tiles_forward.default(rows, whole, tiles, program, seed))
+            return list(sp.tiles_forward.default(rows, shared, tiles, program, seed))
     step = _AtOnceFunction if found.at_once else _RecomputeFunction
     return list(step.apply(len(rows), tiles, program, seed, *operands))

@@ -49,17 +49,17 @@ class TilePart:
         self.run = self.graph
         self.strides = [None if is_symbolic(x) else tuple(x.stride()) for x in self.inputs]
 
-    def __call__(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    def __call__(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the graph on operands of the traced shapes; their strides are adapted."""
-        given = [_with_strides(x, strides) for x, strides in zip(given, self.strides, strict=True)]
-        return self.run(*given) if self._fits(given) else self.graph(*given)
+        operands = [_with_strides(x, strides) for x, strides in zip(operands, self.strides, strict=True)]
+        return self.run(*operands) if self._fits(operands) else self.graph(*operands)
 
-    def _fits(self, given: Sequence[Tensor]) -> bool:
+    def _fits(self, operands: Sequence[Tensor]) -> bool:
         if None not in self.strides:
             return True
-        extents = tuple(n for x, strides in zip(given, self.strides) if strides is None for n in x.shape)
+        extents = tuple(n for x, strides in zip(operands, self.strides) if strides is None for n in x.shape)
         if extents not in self.fits:
-            self.fits[extents] = check_guards(self.inputs, given)
+            self.fits[extents] = check_guards(self.inputs, operands)
         return self.fits[extents]
 
     def compile(self, compiler: Compiler, key: Any) -> None:
@@ -98,8 +98,8 @@ class TileValue:
     def empty(self, of: Extents, like: Tensor) -> Tensor:
         """Allocate the returned tensor on the device of `like`."""
         order, shape = self.order or range(len(self.shape)), self.sizes(of)
-        made = like.new_empty([shape[d] for d in order], dtype=self.dtype)
-        return made.permute([order.index(d) for d in range(len(shape))]) if self.order else made
+        buffer = like.new_empty([shape[d] for d in order], dtype=self.dtype)
+        return buffer.permute([order.index(d) for d in range(len(shape))]) if self.order else buffer
 
     def begin(self, of: Extents, like: Tensor) -> Tensor:
         """Allocate the tensor that accumulates the parts of the tiles."""
@@ -112,8 +112,8 @@ class TileValue:
         if self.dim is not None:
             total.narrow(self.dim, first, length).copy_(next(parts))
         else:
-            way = TILE_SUMS[self.adds]
-            way.add(total, *(next(parts) for _ in range(way.parts)))
+            sum_kind = TILE_SUMS[self.adds]
+            sum_kind.add(total, *(next(parts) for _ in range(sum_kind.parts)))
 
 
 @dataclass(frozen=True)

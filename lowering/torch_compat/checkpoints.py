@@ -55,8 +55,8 @@ def checkpoint_of(node: Node) -> tuple[Any, str]:
     The checkpoint is None outside of all checkpoints, and the name is "" without a policy.
     """
     if node.op == "get_attr":
-        named = any(user.target in _CHECKPOINT_OPS for user in node.users)
-        return (node, "") if named else (None, "")
+        is_region_name = any(user.target in _CHECKPOINT_OPS for user in node.users)
+        return (node, "") if is_region_name else (None, "")
     policy = node.meta.get("custom", {}).get(_POLICY)
     name = "" if policy is None else getattr(policy, "__qualname__", type(policy).__name__)
     return node.meta.get("ac_graph_id"), name
@@ -113,18 +113,18 @@ def has_checkpoint_regions(gm: torch.fx.GraphModule) -> bool:
 
 
 @contextmanager
-def apply_policies(attention: Sequence[Any], named: Sequence[Any]) -> Iterator[None]:
+def apply_policies(attention: Sequence[Any], named_ops: Sequence[Any]) -> Iterator[None]:
     """Apply policies while AOTAutograd traces inside the block.
 
     The autograd cache is off inside, as its keys do not include policies.
 
     Args:
         attention: The package's attention ops.
-        named: Ops that policies may name in their place.
+        named_ops: Ops that policies may name in their place.
     """
     import torch._functorch.config as functorch_config
 
-    with functorch_config.patch(enable_autograd_cache=False), PolicyMode(attention, named):
+    with functorch_config.patch(enable_autograd_cache=False), PolicyMode(attention, named_ops):
         yield
 
 
@@ -142,9 +142,9 @@ class PolicyMode(TorchDispatchMode):
 
     supports_higher_order_operators = True  # a partitioner infers RECOMPUTES_DRAWS under this mode
 
-    def __init__(self, attention: Sequence[Any], named: Sequence[Any]) -> None:
+    def __init__(self, attention: Sequence[Any], named_ops: Sequence[Any]) -> None:
         super().__init__()
-        self.attention, self.named = frozenset(attention), named
+        self.attention, self.named = frozenset(attention), named_ops
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -177,10 +177,10 @@ class PolicyMode(TorchDispatchMode):
         For an attention op of the package, the answer for an op that it replaces has priority if it differs from that
         for the op itself.
         """
-        given = {"op_output": out} if _POLICY_TAKES_OUTPUT else {}
+        output_kwargs = {"op_output": out} if _POLICY_TAKES_OUTPUT else {}
         answers = list[CheckpointPolicy]()
         for op in (func, *self.named) if func in self.attention else (func,):
-            answer = policy(SelectiveCheckpointContext(is_recompute=False, **given), op, *args, **kwargs)
+            answer = policy(SelectiveCheckpointContext(is_recompute=False, **output_kwargs), op, *args, **kwargs)
             if isinstance(answer, bool):
                 answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
             answers.append(answer)

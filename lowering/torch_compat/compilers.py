@@ -177,25 +177,25 @@ _late_backwards: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 _entered_backwards = contextlib.ExitStack()
 
 
-def wrap_late_backward(around: Callable[[], AbstractContextManager[Any]]) -> None:
+def wrap_late_backward(context: Callable[[], AbstractContextManager[Any]]) -> None:
     """Compile the backward of the current graph inside `around()`, if torch compiles it lazily."""
     from torch._dynamo.callback import callback_handler
     from torch._guards import CompileContext
 
-    _late_backwards[str(CompileContext.current_compile_id())] = around
+    _late_backwards[str(CompileContext.current_compile_id())] = context
     if _start_late_backward not in callback_handler.start_callbacks:  # a reset of Dynamo removes callbacks
         callback_handler.register_start_callback(_start_late_backward)
         callback_handler.register_end_callback(_finish_late_backward)
 
 
 @torch.compiler.disable  # torch has a lock here, and Dynamo would trace a call from a backward in eager code
-def _start_late_backward(told: Any) -> None:
-    if told.callback_trigger.name == "LAZY_BACKWARD" and told.compile_id in _late_backwards:
-        _entered_backwards.enter_context(_late_backwards.pop(told.compile_id)())
+def _start_late_backward(event: Any) -> None:
+    if event.callback_trigger.name == "LAZY_BACKWARD" and event.compile_id in _late_backwards:
+        _entered_backwards.enter_context(_late_backwards.pop(event.compile_id)())
 
 
 @torch.compiler.disable
-def _finish_late_backward(told: Any) -> None:
+def _finish_late_backward(event: Any) -> None:
     _entered_backwards.close()
 
 
@@ -206,13 +206,13 @@ def count_cache_hits() -> int:
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 
-def on_recompile_limit(tell: Callable[[str], object]) -> None:
+def on_recompile_limit(warn: Callable[[str], object]) -> None:
     """Report torch's warning that Dynamo reached its recompile limit and falls back to eager. There is no hook."""
 
     def notice_partition(record: logging.LogRecord) -> bool:
         """Report the message of a recompile limit; let every record pass."""
         if "hit config." in str(record.msg):
-            tell(record.getMessage().partition("To log all")[0].strip())
+            warn(record.getMessage().partition("To log all")[0].strip())
         return True
 
     logging.getLogger("torch._dynamo.convert_frame").addFilter(notice_partition)
@@ -324,8 +324,8 @@ def _joint_inductor(
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Compile a graph with Inductor and these passes."""
-        theirs = config.joint_custom_pre_pass
-        earlier = theirs if isinstance(theirs, list | tuple) else [] if theirs is None else [theirs]
+        user_pass = config.joint_custom_pre_pass
+        earlier = user_pass if isinstance(user_pass, list | tuple) else [] if user_pass is None else [user_pass]
         cut = {} if halves is None else {"custom_partitioner_fn": _make_partitioner(halves)}
         with config.patch(joint_custom_pre_pass=CustomPass(earlier), **cut):
             return compile_with_inductor(gm, inputs, {**in_order, **(patches or {})}, **options)
@@ -342,7 +342,7 @@ def _make_partitioner(halves: PartitionTransform) -> Any:
     class Partitioner(CustomPartitionerFn):
         """Partitioner that transforms the forward and the backward after the partition."""
 
-        theirs = config.custom_partitioner_fn
+        user_pass = config.custom_partitioner_fn
 
         def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
             found = (self.theirs or min_cut_rematerialization_partition)(gm, inputs, **options)
@@ -443,7 +443,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def find_backward_nodes(
-    outputs: Sequence[Any], some: Collection[int], around: Callable[[], AbstractContextManager[Any]]
+    outputs: Sequence[Any], some: Collection[int], context: Callable[[], AbstractContextManager[Any]]
 ) -> list[tuple[Any, frozenset[int]]]:
     """Return AOTAutograd's autograd nodes of outputs, and run their backwards in `around()`.
 
@@ -453,7 +453,7 @@ def find_backward_nodes(
     Args:
         outputs: Outputs of a compiled function.
         some: Indices of selected outputs.
-        around: Returns the context of the backwards.
+        context: Returns the context of the backwards.
 
     Returns:
         Each node once, with the indices of its results that are, or compute, the selected outputs.
@@ -467,7 +467,7 @@ def find_backward_nodes(
         forward: Any = getattr(type(node), "_forward_cls", None)
         if forward is not None:
             run = forward.backward
-            forward.backward = staticmethod(_InContext(run.run if isinstance(run, _InContext) else run, around))
+            forward.backward = staticmethod(_InContext(run.run if isinstance(run, _InContext) else run, context))
     return [(node, frozenset(numbers)) for node, numbers in found.values()]
 
 

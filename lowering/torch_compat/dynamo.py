@@ -43,8 +43,8 @@ def keep_state_sources(new: GraphModule, old: GraphModule) -> None:
 def unmark_static(placeholder: Node) -> None:
     """Mark the memory of a placeholder as mutable: a partitioner would recompute from changed data."""
     if facts := placeholder.meta.get("tensor_dict"):
-        kept = {name: fact for name, fact in facts.items() if name != "_dynamo_static_input_type"}
-        placeholder.meta["tensor_dict"] = kept
+        other_facts = {name: fact for name, fact in facts.items() if name != "_dynamo_static_input_type"}
+        placeholder.meta["tensor_dict"] = other_facts
 
 
 def is_module_state(node: Node) -> bool:
@@ -150,8 +150,8 @@ def refuse_eager_fallback() -> None:
 
 def on_eager(
     backend: Callable[..., Any],
-    tell: Callable[[Any, CodeType, str], None],
-    tell_of_piece: Callable[[torch.nn.Module], None],
+    warn: Callable[[Any, CodeType, str], None],
+    warn_of_piece: Callable[[torch.nn.Module], None],
 ) -> None:
     """Report code of this backend for which Dynamo falls back to eager, once for each code object.
 
@@ -159,9 +159,9 @@ def on_eager(
 
     Args:
         backend: The backend.
-        tell: Called with the module, or the name of a function; its code; and Dynamo's reason. Only for the object that
+        warn: Called with the module, or the name of a function; its code; and Dynamo's reason. Only for the object that
             was passed to torch.compile, not for code after a graph break.
-        tell_of_piece: Called with the module in whose call code after a graph break is compiled.
+        warn_of_piece: Called with the module in whose call code after a graph break is compiled.
     """
     convert = CatchErrorsWrapper.__call__
 
@@ -171,15 +171,15 @@ def on_eager(
         before = dict(counters["unimplemented"])
         result = convert(self, frame, *args)
         ours = _backend_of(self) is backend
-        what = _entered_model(frame.f_code, sys._getframe(1)) if ours else None
-        if ours and what is None and result.guarded_code is not None:
-            whole = _compiled_module(sys._getframe(1))
-            if whole is not None:
-                tell_of_piece(whole)
-        elif what is not None and result.guarded_code is None:
-            said = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
-            reason = _shorten_reason(said[-1]) if said else getattr(result, "skip_reason", None) or ""
-            tell(what, frame.f_code, reason)
+        model = _entered_model(frame.f_code, sys._getframe(1)) if ours else None
+        if ours and model is None and result.guarded_code is not None:
+            module = _compiled_module(sys._getframe(1))
+            if module is not None:
+                warn_of_piece(module)
+        elif model is not None and result.guarded_code is None:
+            reasons = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
+            reason = _shorten_reason(reasons[-1]) if reasons else getattr(result, "skip_reason", None) or ""
+            warn(model, frame.f_code, reason)
         return result
 
     CatchErrorsWrapper.__call__ = wrapped
@@ -204,8 +204,8 @@ def _compiled_module(frame: FrameType | None) -> torch.nn.Module | None:
     """Return the compiled module whose call contains this frame, or None for a function."""
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _COMPILED_CALL:
         frame = frame.f_back
-    what, _ = _describe_callee(frame.f_locals.get("fn")) if frame is not None else (None, None)
-    return what if isinstance(what, torch.nn.Module) else None
+    model, _ = _describe_callee(frame.f_locals.get("fn")) if frame is not None else (None, None)
+    return model if isinstance(model, torch.nn.Module) else None
 
 
 _COMPILED_CALL = eval_frame.__file__, "compile_wrapper"
@@ -225,15 +225,15 @@ def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
         return None
     if module is None:
         torchs = code.co_filename == torch.nn.modules.module.__file__ or code.co_filename == external_utils.__file__
-        _, given = _describe_callee(caller.f_locals.get("fn"))
-        collected = given not in (code, None)  # callbacks of the garbage collector can run at any time
+        _, callee = _describe_callee(caller.f_locals.get("fn"))
+        collected = callee not in (code, None)  # callbacks of the garbage collector can run at any time
         return None if torchs or collected else code.co_qualname
     return module if getattr(module.forward, "__code__", None) is code else None
 
 
-def _shorten_reason(words: str) -> str:
+def _shorten_reason(text: str) -> str:
     """Return the headings of Dynamo's message on unsupported code."""
-    parts = words.split("*** While handling this graph break, another graph break occurred: ***")
+    parts = text.split("*** While handling this graph break, another graph break occurred: ***")
     return ", and then: ".join(part.strip().partition("\n")[0] for part in parts)
 
 

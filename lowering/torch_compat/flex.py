@@ -45,12 +45,12 @@ def flex_on_any_device() -> Iterator[None]:
     torch 2.11 to 2.15 reject training on a CPU, and any call on the meta device, only by this function. On a CPU the
     eager form has gradients, and a dry run does not run a kernel.
     """
-    refused = public._validate_device
+    original = public._validate_device
     public._validate_device = lambda query, key, value: None
     try:
         yield
     finally:
-        public._validate_device = refused
+        public._validate_device = original
 
 
 def flex_forward(

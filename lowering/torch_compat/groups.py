@@ -195,6 +195,6 @@ def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch
 def is_lost_connection(error: BaseException) -> bool:
     """Return True if a collective timed out or lost a connection."""
     named = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
-    words = """Timed out waiting, Application timeout, Connection closed by peer, Connection reset by peer, Broken pipe,
-    Read error""".split(", ")
-    return isinstance(error, named) or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+    texts = """Timed out waiting, Application timeout, Connection closed by peer, Connection reset by peer,
+    Broken pipe, Read error""".split(", ")
+    return isinstance(error, named) or (isinstance(error, RuntimeError) and any(text in str(error) for text in texts))

@@ -34,8 +34,8 @@ def argument_name(node: Node) -> str:
     if base is None:
         return node.name
     local = str(base.local_name)
-    whole = source.name() if callable(source.name) else source.name
-    rest = _ATTRIBUTE_PATTERN.sub(r".\1", whole.removeprefix(f"L['{local}']").replace('"', "'"))
+    full_name = source.name() if callable(source.name) else source.name
+    rest = _ATTRIBUTE_PATTERN.sub(r".\1", full_name.removeprefix(f"L['{local}']").replace('"', "'"))
     if not parts:
         return local
     if getattr(base, "is_varkw", local == "kwargs"):
@@ -48,10 +48,10 @@ def argument_name(node: Node) -> str:
 
 def is_python_number(node: Node) -> bool:
     """Return True if the placeholder is a Python scalar, or a float as a 0-dim tensor, but not a size."""
-    given = node.meta.get("grapharg")
-    if given is None or isinstance(given.source, TensorPropertySource):
+    argument = node.meta.get("grapharg")
+    if argument is None or isinstance(argument.source, TensorPropertySource):
         return False
-    return bool(given.pass_arg_as_tensor) or isinstance(node.meta.get("example_value"), torch.SymInt)
+    return bool(argument.pass_arg_as_tensor) or isinstance(node.meta.get("example_value"), torch.SymInt)
 
 
 def _positional_name(index: int) -> str:
@@ -94,10 +94,10 @@ def graph_break_reason(gm: GraphModule) -> tuple[str, str] | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    words, *parts = (line.strip() for line in reason.reason.splitlines())
-    words = UNKNOWN_BREAK.get(words, words)
+    text, *parts = (line.strip() for line in reason.reason.splitlines())
+    text = UNKNOWN_BREAK.get(text, text)
     explained = [part.removeprefix("Explanation: ") for part in parts if part.startswith("Explanation: ")]
-    return "".join(StackSummary.from_list(reason.user_stack).format()), ". ".join([words, *explained]).rstrip(".")
+    return "".join(StackSummary.from_list(reason.user_stack).format()), ". ".join([text, *explained]).rstrip(".")
 
 
 def _tracked_fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:

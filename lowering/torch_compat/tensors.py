@@ -214,10 +214,10 @@ SYMBOLIC_GRAPHS = tuple(int(part) for part in torch.__version__.split(".")[:2]) 
 """True if graphs compiled with symbolic sizes outside of Dynamo accept other sizes. 2.11 specializes."""
 
 
-def check_guards(fakes: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
+def check_guards(fakes: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
     """Return True if the guards of fake tensors, in their own shape environment, hold for real tensors."""
     symbolic = next(extent for x in fakes for extent in x.shape if isinstance(extent, torch.SymInt))
-    return bool(symbolic.node.shape_env.evaluate_guards_for_args(list(fakes), list(given)))
+    return bool(symbolic.node.shape_env.evaluate_guards_for_args(list(fakes), list(values)))
 
 
 def make_symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]:
@@ -225,8 +225,8 @@ def make_symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]
     env = ShapeEnv()
     sources = [ConstantSource(f"size{i}") for i in range(len(hints))]
     symbols = [env.create_symbol(x, at, dynamic_dim=DimDynamic.DYNAMIC) for x, at in zip(hints, sources, strict=True)]
-    made = [env.create_symintnode(one, hint=x, source=at) for one, x, at in zip(symbols, hints, sources, strict=True)]
-    return FakeTensorMode(shape_env=env), made
+    sizes = [env.create_symintnode(one, hint=x, source=at) for one, x, at in zip(symbols, hints, sources, strict=True)]
+    return FakeTensorMode(shape_env=env), sizes
 
 
 def size_hint(size: int | torch.SymInt) -> int:

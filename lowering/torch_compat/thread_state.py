@@ -83,12 +83,12 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
     The hooks are removed and restored: another hook on top of them would forbid torch.func inside of the trace.
     """
-    hooks, taken = torch._C._autograd, []
+    hooks, removed = torch._C._autograd, []
     while (top := hooks._top_saved_tensors_default_hooks(True)) is not None:
-        taken.append(top)
+        removed.append(top)
         hooks._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
-        for pack, unpack in reversed(taken):
+        for pack, unpack in reversed(removed):
             hooks._push_saved_tensors_default_hooks(pack, unpack)

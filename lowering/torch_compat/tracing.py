@@ -143,7 +143,7 @@ def compiled_frame_id() -> tuple[int, int | None]:
     return _reset_sentinels[0], compiled.frame_id if compiled is not None else None
 
 
-def _ResetSentinel(told: Any) -> None:
+def _ResetSentinel(event: Any) -> None:
     """Mark, as a callback, that Dynamo was not reset."""
 
 

@@ -101,8 +101,8 @@ def _collect_parts(
         if part.is_received(n, wraps):
             pieces.append(next(arrived))
         elif wraps or part.hop == 0:
-            whole = is_known(part.first == 0) and is_known(part.last == x.shape[dim])
-            pieces.append(x if whole else x.narrow(dim, part.first, part.rows))
+            is_full = is_known(part.first == 0) and is_known(part.last == x.shape[dim])
+            pieces.append(x if is_full else x.narrow(dim, part.first, part.rows))
         else:
             shape = [part.rows if d == dim else extent for d, extent in enumerate(x.shape)]
             pieces.append(x.new_full(shape, fill))

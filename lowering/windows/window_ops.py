@@ -105,8 +105,8 @@ def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *where: Any
     Shapes: dim of length -> length + before + after, either of which may be negative. Any dtype.
     Source: constant_pad_nd.
     """
-    dim, lies = dim % x.ndim, WindowPlacement(*where)
-    return lies.finish(lies.rows(x, dim, before, after, 1, 1, fill), dim)
+    dim, placement = dim % x.ndim, WindowPlacement(*where)
+    return placement.finish(placement.rows(x, dim, before, after, 1, 1, fill), dim)
 
 
 @composite(
@@ -131,10 +131,10 @@ def conv1d(
     dilation * (K - 1) + 1.
     Source: aten.conv1d.
     """
-    lies, width = WindowPlacement(*where), dilation * (weight.shape[-1] - 1) + 1
-    if lies.frame is not None or before < 0 or after > before:
-        rows = lies.rows(x, x.ndim - 1, before, after, width, stride, 0)
-        return lies.finish(torch.conv1d(rows, weight, bias, stride, 0, dilation, groups), x.ndim - 1)
+    placement, width = WindowPlacement(*where), dilation * (weight.shape[-1] - 1) + 1
+    if placement.frame is not None or before < 0 or after > before:
+        rows = placement.rows(x, x.ndim - 1, before, after, width, stride, 0)
+        return placement.finish(torch.conv1d(rows, weight, bias, stride, 0, dilation, groups), x.ndim - 1)
     y = torch.conv1d(x, weight, bias, stride, before, dilation, groups)
     return y[..., : (x.shape[-1] + before + after - width) // stride + 1] if after != before else y
 
@@ -145,9 +145,9 @@ def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *whe
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.avg_pool1d.
     """
-    lies = WindowPlacement(*where)
-    rows = lies.rows(x, x.ndim - 1, before, after, width, stride, 0)
-    return lies.finish(torch.avg_pool1d(rows, [width], [stride]), x.ndim - 1)
+    placement = WindowPlacement(*where)
+    rows = placement.rows(x, x.ndim - 1, before, after, width, stride, 0)
+    return placement.finish(torch.avg_pool1d(rows, [width], [stride]), x.ndim - 1)
 
 
 @composite(
@@ -162,9 +162,9 @@ def max_pool1d(
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.max_pool1d.
     """
-    lies, size = WindowPlacement(*where), [(width - 1) // dilation + 1]
-    rows = lies.rows(x, x.ndim - 1, before, after, width, stride, fill)
-    return lies.finish(torch.max_pool1d(rows, size, [stride], [0], [dilation]), x.ndim - 1)
+    placement, size = WindowPlacement(*where), [(width - 1) // dilation + 1]
+    rows = placement.rows(x, x.ndim - 1, before, after, width, stride, fill)
+    return placement.finish(torch.max_pool1d(rows, size, [stride], [0], [dilation]), x.ndim - 1)
 
 
 @composite(
@@ -177,8 +177,8 @@ def unfold(x: Tensor, dim: int, before: int, after: int, fill: float, width: int
     Shapes: dim of length -> (length + before + after - width) // stride + 1, and a last dim of width. Any dtype.
     Source: aten.unfold.
     """
-    dim, lies = dim % x.ndim, WindowPlacement(*where)
-    return lies.finish(lies.rows(x, dim, before, after, width, stride, fill).unfold(dim, width, stride), dim)
+    dim, placement = dim % x.ndim, WindowPlacement(*where)
+    return placement.finish(placement.rows(x, dim, before, after, width, stride, fill).unfold(dim, width, stride), dim)
 
 
 class WrappedRows(NamedTuple):

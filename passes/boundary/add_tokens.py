@@ -32,9 +32,9 @@ class ReturnPermutation(Pass):
         """Apply the pass to a graph and return the number of changes."""
         if job.edges.order_input is not None or not any(one.layout.is_balanced for one in job.edges.results.values()):
             return 0
-        (dealt,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
+        (balanced,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
         with gm.graph.inserting_before(gm.graph.output_node()):
-            orders = [self.emit(operator.getitem, (dealt, i), dealt.meta["val"][i], dealt) for i in range(3)]
+            orders = [self.emit(operator.getitem, (balanced, i), balanced.meta["val"][i], balanced) for i in range(3)]
         leaves = output_leaves(gm)
         job.edges = replace(job.edges, balanced_order=tuple(range(len(leaves), len(leaves) + 3)))
         set_outputs(gm, [*leaves, *orders])
@@ -95,6 +95,6 @@ class BoundaryPasses(Passes):
         own = len(output_leaves(gm))
         changes = super().apply(gm, job)
         own += len(job.edges.balanced_order)
-        behind = range(own, len(output_leaves(gm)))
-        job.edges = replace(job.edges, own_ranks=own, rows=job.edges.rows.union(behind))
+        order_outputs = range(own, len(output_leaves(gm)))
+        job.edges = replace(job.edges, own_ranks=own, rows=job.edges.rows.union(order_outputs))
         return changes

@@ -63,5 +63,5 @@ def insert_tap(node: Node) -> Node:
 def insert_detach(node: Node) -> Node:
     """Return the node's detached value, for use as an output."""
     with node.graph.inserting_before(node.graph.output_node()):
-        made: Node = node.graph.call_function(torch.ops.aten.detach.default, (node,))
-    return made
+        detached: Node = node.graph.call_function(torch.ops.aten.detach.default, (node,))
+    return detached

@@ -80,19 +80,19 @@ def _recompute_nodes(node: Node) -> list[Node] | None:
     return [n for n in node.graph.nodes if n in inside]
 
 
-def _extract_graph(gm: GraphModule, inside: Sequence[Node], result: Node) -> tuple[GraphModule, list[Node]]:
+def _extract_graph(gm: GraphModule, nodes: Sequence[Node], result: Node) -> tuple[GraphModule, list[Node]]:
     """Return the nodes as a separate graph, each in its autocast region, and the operands of that graph."""
-    graph, made = Graph(), dict[Node, Node]()
-    operands = [x for x in dict.fromkeys(x for n in inside for x in n.all_input_nodes) if x not in inside]
+    graph, copies = Graph(), dict[Node, Node]()
+    operands = [x for x in dict.fromkeys(x for n in nodes for x in n.all_input_nodes) if x not in nodes]
     for x in operands:
-        made[x] = graph.placeholder(x.name)
-    for regions, together in groupby(inside, autocast_regions):
+        copies[x] = graph.placeholder(x.name)
+    for regions, together in groupby(nodes, autocast_regions):
         entered = [graph.call_function(enter_autocast, tuple(one)) for one in regions]
         for n in together:
-            made[n] = graph.node_copy(n, made.__getitem__)
+            copies[n] = graph.node_copy(n, copies.__getitem__)
         for token in reversed(entered):
             graph.call_function(exit_autocast, (token,))
-    graph.output(made[result])
+    graph.output(copies[result])
     return GraphModule(gm, graph), operands
 
 

@@ -196,20 +196,20 @@ class RewriteAssociativeScans(CanonicalPass):
         return dtypes[0] != torch.bool and is_scannable(dtypes[0])
 
     def _rewrite(self, node: Node, found: list[CombineOp]) -> None:
-        given = operands_of(list(node.args[1]))
+        x = operands_of(list(node.args[1]))
         read = {user.args[1] for user in node.users}
         with self.graph.inserting_before(node):
-            fresh = {i: self.restore_dims(self.scan_field(found[i], given, node), given, node) for i in read}
+            fresh = {i: self.restore_dims(self.scan_field(found[i], x, node), x, node) for i in read}
         self.replace(node, fresh)
 
-    def scan_field(self, one: CombineOp, given: _ScanOperands, node: Node) -> Node:
+    def scan_field(self, one: CombineOp, x: _ScanOperands, node: Node) -> Node:
         """Emit the scan of one field of the state before a node, and return its node."""
-        rows = [given.leaves[i] for i in one.leaves]
+        rows = [x.leaves[i] for i in one.leaves]
         value = rows[-1].meta["val"]
         if one.op == "linear":
-            args = (*rows, None, given.dim, *([True] if given.reverse else []))
+            args = (*rows, None, x.dim, *([True] if x.reverse else []))
             return self.emit(sp.linear_scan.default, args, value, node)
-        return emit_scan(self, rows[0], given.dim, one.op, value, node, reverse=given.reverse)
+        return emit_scan(self, rows[0], x.dim, one.op, value, node, reverse=x.reverse)
 
     def restore_dims(self, x: Node, given: _ScanOperands, node: Node) -> Node:
         """Emit the inverse of the dim moves that were removed from the operands, and return its node."""
@@ -229,12 +229,12 @@ def operands_of(leaves: list[Node], dim: int = 0) -> _ScanOperands:
     out = _ScanOperands([value_origin(x) for x in leaves], dim)
     while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in out.leaves}) == 1:
         first = out.leaves[0]
-        came_from = _source_dim(first, out.dim)
-        if came_from is None:
+        source_dim = _source_dim(first, out.dim)
+        if source_dim is None:
             break
         out.moved_ops.append((first.target, tuple(first.args[1:])))
         out.reverse ^= first.target is aten.flip.default
-        out.leaves, out.dim = [value_origin(x.args[0]) for x in out.leaves], came_from
+        out.leaves, out.dim = [value_origin(x.args[0]) for x in out.leaves], source_dim
     return out
 
 

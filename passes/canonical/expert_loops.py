@@ -72,10 +72,10 @@ class RewriteSortedRows(CanonicalPass):
         with self.graph.inserting_before(node):
             values = (call.operands[0].meta["val"], region.order.meta["val"])
             args = (call.operands[0], bool(call.get("stable") or False), call["descending"])
-            made = self.emit(sp.sort_rows.default, args, values, node)
-            keys, order = (self.emit(operator.getitem, (made, i), values[i], node) for i in (0, 1))
-        made = {*region.taken, *region.products, *region.counts, *region.back}
-        for old in sorted(made, reverse=True):  # a node is replaced before its operands are
+            created = self.emit(sp.sort_rows.default, args, values, node)
+            keys, order = (self.emit(operator.getitem, (created, i), values[i], node) for i in (0, 1))
+        created = {*region.taken, *region.products, *region.counts, *region.back}
+        for old in sorted(created, reverse=True):  # a node is replaced before its operands are
             with self.graph.inserting_before(old):
                 new = self._replacement(old, region, keys, order)
             old.replace_all_uses_with(new)
@@ -85,7 +85,7 @@ class RewriteSortedRows(CanonicalPass):
             _is_full_slice, region.rows
         ):  # by a number that is compared with the number of rows at run time only
             cut.replace_all_uses_with(cut.args[0])
-        self.drop(*made, *region.inverse, *region.spread, region.keys, region.order, node)
+        self.drop(*created, *region.inverse, *region.spread, region.keys, region.order, node)
         return True
 
     def _replacement(self, old: Node, region: _SortUses, keys: Node, order: Node) -> Node:
@@ -147,7 +147,7 @@ class _SortUses:
         if (node.target is operator.getitem and node.args[0] in self.rows) or value_origin(node) in self.rows:
             self.rows.add(node)
             return True
-        ways = (
+        patterns = (
             self._read,
             self._match_put,
             self._add,
@@ -156,7 +156,7 @@ class _SortUses:
             self._match_counts,
             self._product,
         )
-        return any(way(node) for way in (*ways, self._row_wise, self._match_view))
+        return any(way(node) for way in (*patterns, self._row_wise, self._match_view))
 
     def _read(self, node: Node) -> bool:
         """Match an index or gather that sorts rows, or that unsorts them by the inverse permutation."""
@@ -297,14 +297,14 @@ class _SortUses:
 def _sort_region(node: Node, call: OpCall) -> _SortUses:
     """Return the uses of a sort."""
     results = read_results(node)
-    alone = is_tensor(node)
-    order, keys = (node, None) if alone else (results.get(1, node), results.get(0))
+    is_argsort = is_tensor(node)
+    order, keys = (node, None) if is_argsort else (results.get(1, node), results.get(0))
     region = _SortUses(call.operands[0], order, keys, call["descending"])
     region.tokens[order] = 1
     if region.keys is not None:
         region.rows.add(region.keys)
-    behind = dropwhile(lambda n: n is not node, node.graph.nodes)
-    for reader in behind:
+    following = dropwhile(lambda n: n is not node, node.graph.nodes)
+    for reader in following:
         used = reader not in (node, *results.values()) and any(map(region.depends_on_order, reader.all_input_nodes))
         if used and not region.accept(reader):
             region.left = region.left or reader

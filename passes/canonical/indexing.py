@@ -53,8 +53,8 @@ def _is_element_read(node: Node) -> bool:
         return False
     at = indices[-1]
     integers = at.meta["val"].dtype in (torch.int64, torch.int32)
-    alike = at.meta["val"].device == x.meta["val"].device and is_same_shape(node_shape(at), rows)
-    return integers and alike and all(_is_arange(index, rows, d) for d, index in enumerate(indices[:-1]))
+    same_shape = at.meta["val"].device == x.meta["val"].device and is_same_shape(node_shape(at), rows)
+    return integers and same_shape and all(_is_arange(index, rows, d) for d, index in enumerate(indices[:-1]))
 
 
 def _is_arange(index: Node, rows: tuple[Size, ...], dim: int) -> bool:

@@ -53,14 +53,14 @@ class NormalizeOps(CanonicalPass):
         """Apply the pass to a graph and return the number of changes."""
         changes = _unify_overloads(gm)
         for node in list(gm.graph.nodes):
-            spelling = _NORMALIZERS[node.target](node) if node.target in _NORMALIZERS else None
-            if spelling is SKIP_CALL:
+            form = _NORMALIZERS[node.target](node) if node.target in _NORMALIZERS else None
+            if form is SKIP_CALL:
                 gm.graph.erase_node(node)
-            elif spelling is not None:
+            elif form is not None:
                 before = node.all_input_nodes
-                node.target, node.args, node.kwargs = spelling
+                node.target, node.args, node.kwargs = form
                 self.drop(*before)
-            changes += spelling is not None
+            changes += form is not None
         return changes
 
 
@@ -76,13 +76,13 @@ def _unify_overloads(gm: GraphModule) -> int:
 
 
 def _normalize_like(target: Any, fill: bool = False) -> Any:
-    def spell(node: Node) -> CallForm:
+    def normalize(node: Node) -> CallForm:
         """Return the canonical call of a node that creates a tensor."""
         value, call = node.meta["val"], OpCall(node)
         args = (call["size"], call["fill_value"]) if fill else (call["size"],)
         return target, args, {"dtype": value.dtype, "device": value.device}
 
-    return spell
+    return normalize
 
 
 def _normalize_cast(node: Node) -> CallForm | None:
@@ -100,21 +100,21 @@ def _normalize_squeeze(node: Node) -> CallForm:
 
 def _normalize_cat(node: Node) -> CallForm | None:
     parts = [p for p in OpCall(node).operands if node_shape(p) != (0,)]
-    alone = len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype
-    return (aten.clone.default, (parts[0],), {}) if alone else None
+    is_identity = len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype
+    return (aten.clone.default, (parts[0],), {}) if is_identity else None
 
 
 def _normalize_join(dim: int) -> Any:
     """Concatenate operands that have the dim already; hstack concatenates vectors along their only dim."""
 
-    def spell(node: Node) -> CallForm | None:
+    def normalize(node: Node) -> CallForm | None:
         """Return the node as a concatenation, or None if its operands have fewer dims than its result."""
         ndim = node.meta["val"].ndim
         if any(x.meta["val"].ndim != ndim for x in OpCall(node).operands):
             return None
         return aten.cat.default, (node.args[0], min(dim, ndim - 1)), {}
 
-    return spell
+    return normalize
 
 
 def _normalize_flip(dim: int) -> Any:

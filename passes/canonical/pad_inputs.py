@@ -60,10 +60,10 @@ class FoldPaddings(CanonicalPass):
         while (wider := pad_of_source(padded)) is not None:
             padded = wider
         rows = node_shape(padded.source)[padded.dim]
-        whole = _shift_rows(padded, 0, length)
+        shifted = _shift_rows(padded, 0, length)
         shifts = _is_within_sequence(length, padded) and (match_join(node) is not None or padded is not pad)
-        if shifts and _is_static(whole, rows):
-            self._merge_slides([node], padded.source, padded.dim, whole)
+        if shifts and _is_static(shifted, rows):
+            self._merge_slides([node], padded.source, padded.dim, shifted)
             return True
         users = value_readers(node)
         found = [_padding_reader(user, node, padded) for user in users]
@@ -122,11 +122,11 @@ def pad_of_source(pad: PadMatch) -> PadMatch | None:
     if piece is None or piece.dim != pad.dim:
         return None
     source = value_origin(piece.source)
-    behind = simplify_size(node_shape(source)[pad.dim] - piece.start - piece.length)
-    if not _hides_slice(pad.before, piece.start) or not _hides_slice(pad.after, behind):
+    cut_after = simplify_size(node_shape(source)[pad.dim] - piece.start - piece.length)
+    if not _hides_slice(pad.before, piece.start) or not _hides_slice(pad.after, cut_after):
         return None
     return replace(
-        pad, source=source, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - behind)
+        pad, source=source, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - cut_after)
     )
 
 

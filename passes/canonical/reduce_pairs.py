@@ -43,13 +43,13 @@ class ReplaceReducePairs(CanonicalPass):
         if len(bodies) != 2 or len(operands) != 1 or not isinstance(index, int):
             return False
         # torch 2.11 returns every value of the body, the result last, too
-        (made, _), gradients = (body.graph.output_node().args[0] for body in bodies)
-        results = made if isinstance(made, tuple | list) else (made,)
+        (output, _), gradients = (body.graph.output_node().args[0] for body in bodies)
+        results = output if isinstance(output, tuple | list) else (output,)
         there, back = _match_reductions(bodies[0], [results[index]]), _match_reductions(bodies[1], gradients)
         if there is None or back is None:
-            way = "forward" if there is None else "backward"
+            direction = "forward" if there is None else "backward"
             if any(map(_is_reduce_pair, bodies)):
-                self.note_refusal(node, f"its operand is gathered: its {way} does more than reduce one tensor")
+                self.note_refusal(node, f"its operand is gathered: its {direction} does more than reduce one tensor")
             return False
         with self.graph.inserting_before(node):
             new = self.emit(sp.reduce_pair.default, (operands[0], there, back), node.meta["val"][index], node)

@@ -54,8 +54,8 @@ def match_shift(node: Node) -> PadMatch | None:
     if piece is not None and pad is not None:
         if pad.dim != piece.dim or not is_only_read_by(value_origin(piece.source), node):
             return None
-        behind = node_shape(piece.source)[pad.dim] - piece.start - piece.length
-        pad = replace(pad, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - behind))
+        cut_after = node_shape(piece.source)[pad.dim] - piece.start - piece.length
+        pad = replace(pad, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - cut_after))
     while pad is not None and (pad.before, pad.after) not in SHIFT_BY_ONE:
         pad = pad_of_source(pad) if is_only_read_by(pad.source, node) else None
     return pad
@@ -311,9 +311,9 @@ def _is_cast_of(term: Node, scan: ScanMatch) -> bool:
 
 def _is_total_of(term: Node, scan: ScanMatch) -> bool:
     """Return True if the term is the sum of the operand, with the dim kept at size 1."""
-    shape, held = node_shape(scan.node), node_shape(term)
+    shape, term_shape = node_shape(scan.node), node_shape(term)
     wanted = (*shape[: scan.dim], 1, *shape[scan.dim + 1 :])
-    if not is_same_shape(held, wanted):
+    if not is_same_shape(term_shape, wanted):
         return False
     term = skip_reshapes(term)
     if term.target is aten.sum.dim_IntList:

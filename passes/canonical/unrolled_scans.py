@@ -70,9 +70,9 @@ class UnrolledScans(RewriteAssociativeScans):
             return False
         if not self.fits(leaves, one):
             return False
-        given = operands_of(leaves, level.dim)
+        operands = operands_of(leaves, level.dim)
         with self.graph.inserting_before(level.join):
-            out = self.restore_dims(self.scan_field(one, given, level.join), given, level.join)
+            out = self.restore_dims(self.scan_field(one, operands, level.join), operands, level.join)
         for result in results:
             self.replace(result, out)
         return True
@@ -115,8 +115,8 @@ def _level(join: Node) -> _Level | None:
         if any(_rows(user, dim) != (join, (0, 1, rows)) for user in join.users):
             return None
         odd = value_origin(pad.source)
-    source, taken = _rows(odd, dim)
-    odd = source if taken == (0, 1, rows // 2) else odd
+    source, slice_key = _rows(odd, dim)
+    odd = source if slice_key == (0, 1, rows // 2) else odd
     return _Level(join, leaf, dim, rows, odd, value_origin(parts[1]) if parts[1:] else None)
 
 
@@ -126,8 +126,8 @@ def _rows(x: Node, dim: int) -> tuple[Node, RowSlice | None]:
     piece = match_piece(x)
     if piece is None or piece.dim != dim or not piece.keeps_dim:
         return x, (0, 1, node_shape(x)[dim]) if is_tensor(x) and x.meta["val"].ndim > dim else None
-    source, taken = _rows(piece.source, dim)
-    first = taken is not None and taken[:2] == (0, 1)
+    source, slice_key = _rows(piece.source, dim)
+    first = slice_key is not None and slice_key[:2] == (0, 1)
     return (source if first else value_origin(piece.source)), (piece.start, piece.step, piece.length)
 
 
@@ -147,11 +147,11 @@ def _match(
 
     def symbol(x: Node) -> sympy.Symbol | None:
         """Return the symbol of rows on the left or right; None for other values."""
-        source, taken = _rows(x, level.dim)
-        if source is level.odd and prefixes and taken == (0, 1, prefixes):
+        source, slice_key = _rows(x, level.dim)
+        if source is level.odd and prefixes and slice_key == (0, 1, prefixes):
             side, source = "left", leaf
-        elif taken is not None and taken in sides:
-            side = sides[taken]
+        elif slice_key is not None and slice_key in sides:
+            side = sides[slice_key]
         else:
             return None
         found = sympy.Symbol(f"{side} {source.name}")

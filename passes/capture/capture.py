@@ -189,13 +189,13 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
 def _new_fake(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
     """Return a fake tensor of another shape with the metadata of the input."""
     with mode, torch.enable_grad():
-        made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+        fresh = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
         if x.is_leaf:
-            return made
-        dense = made.clone()  # non-leaf, to which a program may write
+            return fresh
+        dense = fresh.clone()  # non-leaf, to which a program may write
         if is_same_shape(as_sizes(dense.stride()), as_sizes(stride)):
             return dense
-        memory = torch.empty(made.untyped_storage().nbytes() // made.element_size(), dtype=x.dtype, device=x.device)
+        memory = torch.empty(fresh.untyped_storage().nbytes() // fresh.element_size(), dtype=x.dtype, device=x.device)
         return memory.requires_grad_().clone().as_strided(shape, stride)
 
 
@@ -319,8 +319,8 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
             gm.register_buffer(node.target, value, persistent=False)
             set_node_info(node, constant=True, requires_grad=value.requires_grad)
         else:
-            asked = value.requires_grad or (None if isinstance(value, torch.nn.Parameter) else False)
-            set_node_info(node, requires_grad=asked)  # None: the user may still unfreeze a parameter
+            requires_grad = value.requires_grad or (None if isinstance(value, torch.nn.Parameter) else False)
+            set_node_info(node, requires_grad=requires_grad)  # None: the user may still unfreeze a parameter
         if "val" not in node.meta:
             node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True) if fake_mode else value
 

@@ -54,9 +54,9 @@ def _non_op_reason(node: Node) -> str:
         return f"a call of the {node.op.removeprefix('call_')} {node.target}"
     if node.op != "call_function" or isinstance(node.target, OpOverload | HigherOrderOperator):
         return ""
-    made = is_tensor(node) and node.target is not operator.getitem
+    is_result = is_tensor(node) and node.target is not operator.getitem
     unknown = "example_value" in node.meta or not all("val" in i.meta for i in node.all_input_nodes)
-    if made or unknown:
+    if is_result or unknown:
         return f"a call of the Python function {getattr(node.target, '__name__', node.target)}"
     return ""
 

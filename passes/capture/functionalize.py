@@ -259,29 +259,29 @@ class _Functionalizer:
                 self.aliases.receive_gradient(target)
             else:
                 value = emit(aten.detach.default, value)
-        root, whole, view = self.aliases.root(target), value, target
+        root, full, view = self.aliases.root(target), value, target
         parent = self.aliases.parent
         while view in parent:
-            whole = self.base_after(node, view, whole, emit)
+            full = self.base_after(node, view, full, emit)
             source = parent[view]
             view = parent[source] if view.target is operator.getitem else source
         version = self.version[root] = self.version.get(root, 0) + 1
-        self.current[root] = whole
-        self.values[root] = (whole, version, True)
+        self.current[root] = full
+        self.values[root] = (full, version, True)
         self.values[target] = (value, version, True)
 
     def base_after(self, node: Node, view: Node, new: Node, emit: view_inverses.Emit) -> Node:
         """Return the new value of the base of `view` if `view` is replaced by `new`."""
         if view.target is operator.getitem:
             split = self.aliases.calls[view][0][0]
-            whole = view_inverses.rejoin_split(self.application(split), view, new, emit)
+            full = view_inverses.rejoin_split(self.application(split), view, new, emit)
         else:
-            whole = view_inverses.invert_view(self.application(view), new, emit)
-        if whole is None:
+            full = view_inverses.invert_view(self.application(view), new, emit)
+        if full is None:
             raise WriteError(
                 "SP225", f"{node.name}: {node_line(node)} changes a view created by {view.target} at {node_line(view)}."
             )
-        return whole
+        return full
 
     def application(self, view: Node) -> view_inverses.ViewCall:
         """Return a view with the current value of its base."""

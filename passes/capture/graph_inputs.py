@@ -68,7 +68,7 @@ def capture_shards(
             hold for the full sequence.
     """
     mode, _ = fake_inputs(())
-    asked = length_guards(mode)  # guards of Dynamo only: capture adds guards on the global length
+    conditions = length_guards(mode)  # guards of Dynamo only: capture adds guards on the global length
     local = capture(gm, example_inputs)
     dims = _sequence_dims(local, seq_dims)
     _, fakes = fake_inputs(example_inputs)
@@ -76,9 +76,9 @@ def capture_shards(
     along = [(x, node, dims[node.name]) for node, x in zip(nodes, example_inputs) if node.name in dims]
     retrace_with_symbols((x, d) for x, node, d in along if isinstance(as_size(node.meta["val"].shape[d]), int))
     symbols = _dim_symbols(nodes, dims)
-    _require_for_global(asked, symbols, n, mode)
-    whole = [_enlarge(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
-    graph = capture(gm, example_inputs, fakes=whole)
+    _require_for_global(conditions, symbols, n, mode)
+    global_fakes = [_enlarge(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
+    graph = capture(gm, example_inputs, fakes=global_fakes)
     placements: dict[str, Placement] = {}
     for node, fake in zip(graph.graph.find_nodes(op="placeholder"), fakes):
         set_node_info(node, local=fake)
@@ -111,8 +111,8 @@ def _refuse_other_lengths(along: Sequence[tuple[Node, int]], axes: Axes) -> None
         if rows[0] != rows[1]:
             raise SpError(
                 "SP234",
-                f"inputs='local': expected as many rows in dim {at_other} of {argument_name(other)} as in dim {dim} of "
-                f"{argument_name(node)}, which share a sequence, got {rows[0]} and {rows[1]}.",
+                f"inputs='local': expected equal numbers of rows in dim {at_other} of {argument_name(other)} and "
+                f"dim {dim} of {argument_name(node)}, which share a sequence, got {rows[0]} and {rows[1]}.",
             )
 
 
@@ -140,10 +140,10 @@ def _dim_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Ex
     return symbols
 
 
-def _require_for_global(asked: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: FakeTensorMode) -> None:
+def _require_for_global(facts: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: FakeTensorMode) -> None:
     """Require that each guard on the length of a shard also holds for the length of the full sequence."""
     wholes = {symbol: n * symbol for symbol in symbols}
-    for fact in (unify_symbols(mode, one) for one in asked):
+    for fact in (unify_symbols(mode, one) for one in facts):
         if fact.free_symbols & symbols and not assume_fact(mode, fact.xreplace(wholes)):
             of_it = fact.xreplace({symbol: sympy.Symbol("length") for symbol in symbols})
             raise SpError(
@@ -187,16 +187,16 @@ class GlobalView:
 
 
 def global_view(
-    gm: GraphModule, example_inputs: Sequence[Any], asked: IOOptions, ranks: Ranks, deals: bool = False
+    gm: GraphModule, example_inputs: Sequence[Any], user_io: IOOptions, ranks: Ranks, accept_balanced: bool = False
 ) -> GlobalView:
     """Capture the graph for the passes, with facts about its inputs and results.
 
     Args:
         gm: Dynamo graph.
         example_inputs: Inputs of the graph.
-        asked: Options on inputs, outputs and sequence dims.
+        user_io: Options on inputs, outputs and sequence dims.
         ranks: Ranks that shard the sequence.
-        deals: Accept load-balanced rows of an earlier graph in their order.
+        accept_balanced: Accept load-balanced rows of an earlier graph in their order.
 
     Returns:
         The global view.
@@ -205,24 +205,24 @@ def global_view(
         SpError: If an option does not match the inputs or results, or is not supported for the program.
     """
     fragment = is_fragment(gm)
-    if fragment and "local" in (asked.inputs, asked.outputs):
+    if fragment and "local" in (user_io.inputs, user_io.outputs):
         raise SpError("SP231", "inputs='local' and outputs='local' are not supported with graph breaks.")
     _mark_inputs(gm, example_inputs)
-    seq_dims = None if isinstance(asked.seq_dims, str) else _placeholder_names(gm, asked.seq_dims, fragment)
+    seq_dims = None if isinstance(user_io.seq_dims, str) else _placeholder_names(gm, user_io.seq_dims, fragment)
     inputs: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
-    if asked.inputs == "local" and ranks.n > 1:
+    if user_io.inputs == "local" and ranks.n > 1:
         refuse_eager_fallback()
         graph, inputs = capture_shards(gm, example_inputs, ranks.n, seq_dims)
     else:
         graph = capture(gm, example_inputs)
-        inputs, layouts = _sharded_inputs(graph, example_inputs, ranks, deals)
+        inputs, layouts = _sharded_inputs(graph, example_inputs, ranks, accept_balanced)
     _mark_inputs(graph, example_inputs)
     arguments = [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
     results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
-    names, made = _result_names(gm, results), ["" if node is None else node.name for node in results]
-    outputs, written = _result_options(names, made, asked.outputs, fragment), tuple(_written_inputs(graph))
-    views, hidden = _omitted_views(graph, example_inputs, asked.inputs, outputs)
+    names, result_names = _result_names(gm, results), ["" if node is None else node.name for node in results]
+    outputs, written = _result_options(names, result_names, user_io.outputs, fragment), tuple(_written_inputs(graph))
+    views, hidden = _omitted_views(graph, example_inputs, user_io.inputs, outputs)
     names += [f"a tensor of which {names[one.number]} is a view" for one in hidden]
     writes = _return_writes(graph, example_inputs)
     names += [arguments[i] for i in writes]
@@ -233,7 +233,7 @@ def global_view(
 
 
 def _sharded_inputs(
-    graph: GraphModule, example_inputs: Sequence[Any], ranks: Ranks, deals: bool
+    graph: GraphModule, example_inputs: Sequence[Any], ranks: Ranks, balanced: bool
 ) -> tuple[dict[str, Placement], dict[int, Layout]]:
     """Return placements and layouts of inputs that an earlier graph sharded on these ranks.
 
@@ -244,15 +244,15 @@ def _sharded_inputs(
     placements: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
     for i, (node, x) in enumerate(zip(graph.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
-        if not isinstance(x, Sharded) or not x.sharding.is_plain or x.sharding.is_balanced != deals:
+        if not isinstance(x, Sharded) or not x.sharding.is_plain or x.sharding.is_balanced != balanced:
             continue
         if (x.sharding.n, x.sharding.group) != (ranks.n, ranks.group):
             continue
-        layout, whole = replace(x.sharding, balanced=None), node.meta["val"]
+        layout, value = replace(x.sharding, balanced=None), node.meta["val"]
         with mode, torch.no_grad():
-            local = layout.local_rows(whole).detach()
+            local = layout.local_rows(value).detach()
         set_node_info(node, local=local.requires_grad_(x.requires_grad))
-        placements[node.name] = Shard(layout.dim, Frame.full(as_size(whole.shape[layout.dim]), layout.folds))
+        placements[node.name] = Shard(layout.dim, Frame.full(as_size(value.shape[layout.dim]), layout.folds))
         layouts[i] = layout
     return placements, layouts
 
@@ -325,13 +325,13 @@ def local_inputs(
         One value for each input.
     """
     others = Sharded, AsyncCollectiveTensor
-    given = list(example_inputs) if graph is None else settle_inputs(example_inputs)  # Dynamo's graph has its symbols
+    settled = list(example_inputs) if graph is None else settle_inputs(example_inputs)  # Dynamo's graph has its symbols
     if not any(isinstance(x, others) for x in example_inputs):
-        return given
+        return settled
     _, fakes = fake_inputs(example_inputs)
     nodes = graph.graph.find_nodes(op="placeholder") if graph is not None else []
     rows = {i: node_info(nodes[i]).local for i in layouts or ()}
-    return [rows.get(i, fakes[i]) if isinstance(x, others) else given[i] for i, x in enumerate(example_inputs)]
+    return [rows.get(i, fakes[i]) if isinstance(x, others) else settled[i] for i, x in enumerate(example_inputs)]
 
 
 def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
@@ -342,8 +342,8 @@ def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
     """
     returned = result_names(gm)
     on_lines = [_base_name_of(node) for node in results]
-    alone = [name if on_lines.count(name) == 1 else "" for name in on_lines]
-    return ["" if node is None else returned.get(node.name, alone[i] or node.name) for i, node in enumerate(results)]
+    unique = [name if on_lines.count(name) == 1 else "" for name in on_lines]
+    return ["" if node is None else returned.get(node.name, unique[i] or node.name) for i, node in enumerate(results)]
 
 
 def _base_name_of(node: Node | None) -> str:
@@ -355,7 +355,7 @@ def _base_name_of(node: Node | None) -> str:
 
 
 def _result_options(
-    names: Sequence[str], made: Sequence[str], outputs: str | Mapping[str | int, str], fragment: bool
+    names: Sequence[str], results: Sequence[str], outputs: str | Mapping[str | int, str], fragment: bool
 ) -> list[str]:
     """Return the output option of each result, by its returned name or its name in the code.
 
@@ -363,15 +363,15 @@ def _result_options(
     """
     if isinstance(outputs, str):
         return [outputs] * len(names)
-    asked = ["auto"] * len(names)
-    for key, word in outputs.items():
-        found = [i for i, (name, one) in enumerate(zip(names, made)) if key == name != one]
-        found = found or [i for i, one in enumerate(made) if key in (i, one, re.sub(r"_\d+$", "", one))]
+    options = ["auto"] * len(names)
+    for key, option in outputs.items():
+        found = [i for i, (name, one) in enumerate(zip(names, results)) if key == name != one]
+        found = found or [i for i, one in enumerate(results) if key in (i, one, re.sub(r"_\d+$", "", one))]
         if not found and not fragment:
             raise SpError("SP237", f"outputs: expected a result of {names}, got {key!r}.")
         for i in found:
-            asked[i] = word
-    return asked
+            options[i] = option
+    return options
 
 
 def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:

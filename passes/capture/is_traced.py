@@ -25,5 +25,5 @@ class CapturedGraphs:
         """Add a graph that is being compiled."""
         self.graphs += 1
         context, plain = TracingContext.try_get(), all(isinstance(x, Tensor) for x in inputs)
-        alone = self.graphs == 1 and plain and context is not None and not is_fragment(gm)
-        self.graph = (gm, inputs, context) if alone else None
+        is_single_graph = self.graphs == 1 and plain and context is not None and not is_fragment(gm)
+        self.graph = (gm, inputs, context) if is_single_graph else None

@@ -95,10 +95,10 @@ class _TracingInterpreter(Interpreter):
 
     def run_without_grad(self, n: Node) -> Any:
         """Keep the gradient of operands that an op returns unchanged (`h.to(h.dtype)`), by restoring their proxies."""
-        given = [x for x in pytree.tree_leaves(self.fetch_args_kwargs_from_env(n)) if isinstance(x, torch.Tensor)]
-        before, names = tensor_versions(given), [proxy_of(x) for x in given]
+        operands = [x for x in pytree.tree_leaves(self.fetch_args_kwargs_from_env(n)) if isinstance(x, torch.Tensor)]
+        before, names = tensor_versions(operands), [proxy_of(x) for x in operands]
         result = super().run_node(n)
-        for x, name, unwritten in zip(given, names, tensor_versions(given) == before):
+        for x, name, unwritten in zip(operands, names, tensor_versions(operands) == before):
             if name is not None and unwritten:
                 set_proxy(x, name)
         return result

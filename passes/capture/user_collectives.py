@@ -38,13 +38,13 @@ def functionalize_collectives(gm: GraphModule) -> None:
 
 def _rows_per_rank(editor: GraphEditor, node: Node, n: int) -> list[list[Any]] | None:
     """Return the rows received from and sent to each rank, or None if they are unknown."""
-    out, x, _, *given = node.args[:5]
+    out, x, _, *shares = node.args[:5]
     shape = node_shape(x)
     each = exact_quotient(shape[0], n)
-    if node_shape(out) != shape or (each is None and not all(given)):
+    if node_shape(out) != shape or (each is None and not all(shares)):
         return None
     with editor.graph.inserting_before(node):
-        return [list(share) or editor.sizes.list([each] * n) for share in given]
+        return [list(share) or editor.sizes.list([each] * n) for share in shares]
 
 
 def _emit_exchange(editor: GraphEditor, node: Node, how: tuple[Any, ...]) -> None:

@@ -69,22 +69,22 @@ def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emi
     back = inverse_permutation(order)
     if is_identity(order):
         return new
-    again = back == [*order] and isinstance(view.base, Node)  # not for einsum, whose equation is its first argument
-    return emit(view.node.target, new, *view.args) if again else emit(aten.permute.default, new, back)
+    inverse = back == [*order] and isinstance(view.base, Node)  # not for einsum, whose equation is its first argument
+    return emit(view.node.target, new, *view.args) if inverse else emit(aten.permute.default, new, back)
 
 
 def _invert_expand(view: ViewCall, new: Node, emit: Emit) -> Node | None:
     return new if new.meta["val"].shape == view.base.meta["val"].shape else None
 
 
-def rejoin_split(split: ViewCall, taken: Node, new: Node, emit: Emit) -> Node | None:
-    """Return the base of a split after `taken`, one of its pieces, is replaced by `new`."""
-    found = match_piece(taken)
+def rejoin_split(split: ViewCall, piece: Node, new: Node, emit: Emit) -> Node | None:
+    """Return the base of a split after `piece`, one of its pieces, is replaced by `new`."""
+    found = match_piece(piece)
     if found is None:
         return None
     pieces = emit(split.node.target, split.base, *split.args)
     n = len(pieces.meta["val"])
-    parts = [new if i == taken.args[1] % n else emit(operator.getitem, pieces, i) for i in range(n)]
+    parts = [new if i == piece.args[1] % n else emit(operator.getitem, pieces, i) for i in range(n)]
     return emit(aten.cat.default if found.keeps_dim else aten.stack.default, parts, found.dim)
 
 

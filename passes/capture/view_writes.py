@@ -109,7 +109,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
         return SharedResults()
     aliases = _read_aliases(gm.graph)
     names = {i: aliases.name(x) for i, x in enumerate(results) if is_tensor(x)}
-    given = {symbol for node in inputs for symbol in _step_symbols(node)}
+    known = {symbol for node in inputs for symbol in _step_symbols(node)}
     groups: dict[Node, list[int]] = {}
     for i, node in names.items():
         groups.setdefault(aliases.root(node), []).append(i)
@@ -117,7 +117,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
     for root, numbers in groups.items():
         if root.op == "placeholder":
             base = list(inputs).index(root)
-            found = [_result_view(aliases, i, names[i], root, True, base, given) for i in numbers]
+            found = [_result_view(aliases, i, names[i], root, True, base, known) for i in numbers]
             views += [one for one in found if one is not None]
         elif root.op != "get_attr":
             for together in _overlapping_groups(aliases, {i: names[i] for i in numbers}):
@@ -125,7 +125,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
                 if aliases.name(node) is not node:  # its shape was changed in place
                     continue
                 at = next((i for i in together if names[i] is node), len(results))
-                found = [_result_view(aliases, i, names[i], node, False, at, given) for i in together if i != at]
+                found = [_result_view(aliases, i, names[i], node, False, at, known) for i in together if i != at]
                 if None not in found:
                     views += [one for one in found if one is not None]
                     results += [node] if at == len(results) else []
@@ -233,7 +233,7 @@ def _cut_range(aliases: Aliases, node: Node) -> tuple[int, int, int] | None:
 
 
 def _result_view(
-    aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, at: int, given: Set[sympy.Symbol]
+    aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, at: int, known: Set[sympy.Symbol]
 ) -> ResultView | None:
     """Return the view of a result, or None if it cannot be expressed by view ops."""
     steps = list[ViewStep]()
@@ -247,7 +247,7 @@ def _result_view(
             return None
         steps.append(step)
     shape = as_sizes(base.meta["val"].shape)
-    if any(not step.symbols <= {*given, *shape} for step in steps):
+    if any(not step.symbols <= {*known, *shape} for step in steps):
         return None
     return ResultView(number, of_argument, at, tuple(steps), shape)
 
@@ -261,8 +261,8 @@ def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
     args, kwargs = to_positional(op, *aliases.calls[node]), aliases.calls[node][1]
     others = [x for x in pytree.tree_leaves((args[1:], kwargs)) if is_tensor(x)]
     kwargs = {name: x for name, x in kwargs.items() if not _is_positional(op, name, len(args))}
-    alone = bool(args) and args[0] is source and not others
-    if alone and op not in _MAY_COPY and getattr(op, "is_view", False):
+    is_view = bool(args) and args[0] is source and not others
+    if is_view and op not in _MAY_COPY and getattr(op, "is_view", False):
         rest, kwargs = map_arg((args[1:], kwargs), as_size)
         return ViewStep(op, rest, kwargs)
     if not isinstance(value, Tensor) or not isinstance(base, Tensor) or value.dtype != base.dtype:

@@ -158,9 +158,9 @@ class AttentionShape:
 
     def _pairs_within_document(self, first: int, length: int, start: float, stop: float) -> float:
         """Return the pairs of one document."""
-        alone = replace(self, q_len=length, kv_len=length, documents=False)
+        document = replace(self, q_len=length, kv_len=length, documents=False)
         begin, end = (min(max(at - first, 0), length) for at in (start, stop))
-        return alone.pairs(begin, end)
+        return document.pairs(begin, end)
 
     def imbalance(self, parts: int, layout: str = CONTIGUOUS.name) -> float:
         """Return the maximum over the mean work of `parts` parts of the queries in this layout."""
@@ -271,9 +271,9 @@ def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
     halves = shape.n > 1 and shape.causal and shape.window is None and shape.q_len == shape.kv_len
     undealt = (order for order in LAYOUTS.values() if not order.is_balanced and (order.is_in_order or halves))
     layouts = [order.name for order in ([shape.order] if shape.order.is_balanced else undealt)]
-    ways = [s for s in attention_strategies() if shape.n > 1 or s.op is None]
+    strategies = [s for s in attention_strategies() if shape.n > 1 or s.op is None]
     machine = replace(machine, flops=machine.flops * machine.efficiency(shape.kernel))
-    found = [c for layout in layouts for s in ways for c in s.candidates(shape, machine, layout)]
+    found = [c for layout in layouts for s in strategies for c in s.candidates(shape, machine, layout)]
     return [_complete_candidate(c, shape, machine) for c in found]
 
 
@@ -331,9 +331,7 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
     if not shape.training:
         c = replace(c, backward=0.0, rounds=(c.rounds[0], 0), ring_grads="")
     if c.legal is None and c.memory > machine.memory:
-        return replace(
-            c, legal=f"{c.memory / 2**20:.1f} MiB, with {machine.memory / 2**20:.1f} MiB available", fits=False
-        )
+        return replace(c, legal=f"{c.memory / 2**20:.1f} MiB, with {machine.memory / 2**20:.1f} MiB free", fits=False)
     return c
 
 

@@ -60,10 +60,10 @@ def describe_shape(shape: AttentionShape) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def candidate_table(found: Sequence[Candidate], chosen: Candidate, asked: bool = False) -> str:
+def candidate_table(found: Sequence[Candidate], chosen: Candidate, requested: bool = False) -> str:
     """Format the candidates: the chosen one, then others by time, then those that are not legal."""
     others = sorted((c for c in found if c != chosen), key=lambda c: (c.legal is not None, c.seconds))
-    rows = [_candidate_row(c, chosen, _winning_reason(chosen, found, asked)) for c in [chosen, *others]]
+    rows = [_candidate_row(c, chosen, _winning_reason(chosen, found, requested)) for c in [chosen, *others]]
     return tabulate(rows, headers=HEADERS, floatfmt=".3f", disable_numparse=[1])
 
 
@@ -75,10 +75,10 @@ def _candidate_row(c: Candidate, chosen: Candidate, won: str) -> tuple[object, .
     return (c.kind, f"{c.ulysses} x {c.ring}", layout, *known, why)
 
 
-def _winning_reason(c: Candidate, found: Sequence[Candidate], asked: bool) -> str:
+def _winning_reason(c: Candidate, found: Sequence[Candidate], requested: bool) -> str:
     if not c.fits:
         return f"chosen: needs the least memory, {c.legal}"
-    if asked or not any(other.legal is None for other in found) or c != choose_attention(found):
+    if requested or not any(other.legal is None for other in found) or c != choose_attention(found):
         return "chosen: requested"
     best = fastest_candidate(found)
     if c == best:

@@ -129,8 +129,8 @@ def _layer_shares(node: Node, back: Size, values: Sequence[Tensor]) -> tuple[tup
     nbytes: dict[str, Size] = dict.fromkeys(layers := [_first_layer(node, i) for i in range(len(values))], 0)
     for layer, value in zip(layers, values):
         nbytes[layer] += value.numel() * value.element_size()
-    whole = sum(nbytes.values(), 0) or 1
-    return tuple((layer, back * part // whole) for layer, part in nbytes.items())
+    total = sum(nbytes.values(), 0) or 1
+    return tuple((layer, back * part // total) for layer, part in nbytes.items())
 
 
 def _first_layer(bucket: Node, index: int) -> str:

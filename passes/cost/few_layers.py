@@ -90,16 +90,16 @@ class LayerList:
     @contextmanager
     def only(self, positions: Sequence[int]) -> Iterator[None]:
         """Restrict the model to these layers in this context."""
-        kept, lists = list(self.layers), [holder[name] for holder, name in self.settings]
+        remaining, lists = list(self.layers), [holder[name] for holder, name in self.settings]
         del self.layers[:]
-        self.layers.extend(kept[i] for i in positions)
+        self.layers.extend(remaining[i] for i in positions)
         for (holder, name), one in zip(self.settings, lists, strict=True):
             holder[name] = [one[i] for i in positions]
         try:
             yield
         finally:
             del self.layers[:]
-            self.layers.extend(kept)
+            self.layers.extend(remaining)
             for (holder, name), one in zip(self.settings, lists, strict=True):
                 holder[name] = one
 
@@ -148,10 +148,10 @@ def checkpoint_blocks(model: nn.Module) -> list[nn.Module]:
 def checkpoint_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Checkpoint each layer in this context."""
     classes = [(layer, type(layer)) for layer in layers]
-    made = {cls: type(cls.__name__, (cls,), {"forward": _checkpointed_class(cls)}) for _, cls in classes}
+    wrapped = {cls: type(cls.__name__, (cls,), {"forward": _checkpointed_class(cls)}) for _, cls in classes}
     try:
         for layer, cls in classes:
-            layer.__class__ = made[cls]
+            layer.__class__ = wrapped[cls]
         yield
     finally:
         for layer, cls in classes:

@@ -39,7 +39,7 @@ ALL_REDUCES = (c10d.all_reduce, c10d.all_reduce_, c10d.all_reduce_coalesced, c10
 GROUP_ARGUMENTS = ("group_name", "group")
 LISTS_OF_GROUPS = ("forward", "backward")  # "sum 3", as sp::reduce_pair has it
 
-AskRanks = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None]]
+GatherRanks = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None]]
 
 
 def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
@@ -120,8 +120,8 @@ def _is_row_exchange(node: Node) -> bool:
 def is_collective(node: Node) -> bool:
     """Return True if the node communicates with other ranks."""
     target: Any = node.target if node.op == "call_function" else None
-    written_by_hand = "functional_collectives" in getattr(target, "__module__", "")
-    return written_by_hand or namespace_of(target) in (*TORCH_EXCHANGES, sp.name)
+    is_functional = "functional_collectives" in getattr(target, "__module__", "")
+    return is_functional or namespace_of(target) in (*TORCH_EXCHANGES, sp.name)
 
 
 def is_pending_exchange(node: Node) -> bool:
@@ -133,8 +133,8 @@ def named_groups(node: Node) -> set[str]:
     """Return the groups that a collective names; empty for other nodes."""
     has_words = any(isinstance(leaf, str) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
     places = _group_arguments(node.target) if has_words and is_collective(node) else ()
-    given = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
-    return {leaf.rpartition(" ")[2] for leaf in pytree.tree_leaves(given) if isinstance(leaf, str) and leaf}
+    arguments = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
+    return {leaf.rpartition(" ")[2] for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, str) and leaf}
 
 
 def exchange_group(node: Node) -> str | None:
@@ -172,35 +172,35 @@ class GroupGrid:
     parallel: frozenset[str] = frozenset()  # groups whose ranks all have the same rank in this group
     enclosing: frozenset[str] = frozenset()  # groups that contain all ranks of this group
 
-    def placement_after(self, over: str, whole: bool) -> Placement | None:
+    def placement_after(self, over: str, is_full: bool) -> Placement | None:
         """Return the placement of the result of an exchange of equal values.
 
         Args:
             over: Group of the exchange.
-            whole: The results are equal on all ranks that take part.
+            is_full: The results are equal on all ranks that take part.
 
         Returns:
             The placement; None if the result has the placement of the operand, row by row.
         """
         if over in self.level and over in self.parallel:
             return None
-        return REPLICATE if whole and over in self.enclosing else VARYING
+        return REPLICATE if is_full and over in self.enclosing else VARYING
 
 
-def group_grids(groups: Sequence[Ranks], ask: AskRanks) -> dict[str, GroupGrid]:
+def group_grids(groups: Sequence[Ranks], all_gather: GatherRanks) -> dict[str, GroupGrid]:
     """Return the `GroupGrid` of every group. All ranks must call it, each with its own groups.
 
     Args:
         groups: Groups of this rank.
-        ask: Exchanges a tuple with all ranks of a group.
+        all_gather: Exchanges a tuple with all ranks of a group.
     """
     members = {r.group: _member_ranks(r) for r in groups}
-    mine = tuple(dist.get_rank(r.process_group) if r.process_group is not None else 0 for r in groups)
+    own = tuple(dist.get_rank(r.process_group) if r.process_group is not None else 0 for r in groups)
     level: dict[str, frozenset[str]] = {}
     for ranks in groups:
-        everyone = [places for places in ask(ranks, mine) if places is not None and len(places) == len(mine)]
-        alike = [len({places[i] for places in everyone}) == 1 for i in range(len(groups))]
-        level[ranks.group] = frozenset(g.group for g, is_alike in zip(groups, alike) if is_alike)
+        everyone = [places for places in all_gather(ranks, own) if places is not None and len(places) == len(own)]
+        equal = [len({places[i] for places in everyone}) == 1 for i in range(len(groups))]
+        level[ranks.group] = frozenset(g.group for g, is_equal in zip(groups, equal) if is_equal)
     return {
         name: GroupGrid(
             level[name],

@@ -25,8 +25,8 @@ class InputFacts:
     )  # joint graph: tangent input -> results that it may belong to
     gradients: Mapping[str, Node] = field(default_factory=dict)  # joint graph: input -> node of its gradient
 
-    def for_graph(self, gone: Mapping[Node, Node]) -> InputFacts:
-        """Return the facts for a graph in which the nodes in `gone` are replaced."""
-        gradients = {name: gone.get(node, node) for name, node in self.gradients.items()}
-        tangents = {name: [gone.get(node, node) for node in nodes] for name, nodes in self.tangents.items()}
+    def for_graph(self, replaced: Mapping[Node, Node]) -> InputFacts:
+        """Return the facts for a graph in which the nodes in `replaced` are replaced."""
+        gradients = {name: replaced.get(node, node) for name, node in self.gradients.items()}
+        tangents = {name: [replaced.get(node, node) for node in nodes] for name, nodes in self.tangents.items()}
         return replace(self, gradients=gradients, tangents=tangents)

@@ -117,8 +117,8 @@ def reduce_partitions(parts: Sequence[Partition]) -> Partition | None:
     This requires that every rank's value counts exactly once, equally on all ranks of a group, so the parts are axes of
     a full grid. Overlapping groups, groups of different sizes and missing ranks return None.
     """
-    held = _held_ranks(parts)
-    return None if held is None else _as_disjoint({tuple(sorted(ranks)) for ranks in held})
+    members = _joined_ranks(parts)
+    return None if members is None else _as_disjoint({tuple(sorted(ranks)) for ranks in members})
 
 
 def gather_partitions(parts: Sequence[Partition]) -> Partition | None:
@@ -126,8 +126,8 @@ def gather_partitions(parts: Sequence[Partition]) -> Partition | None:
 
     The order of the ranks matters: the last part is the major one.
     """
-    held = _held_ranks(parts)
-    return None if held is None else _as_disjoint(set(held))
+    members = _joined_ranks(parts)
+    return None if members is None else _as_disjoint(set(members))
 
 
 def scatter_partitions(parts: Sequence[Partition]) -> Partition | None:
@@ -135,15 +135,15 @@ def scatter_partitions(parts: Sequence[Partition]) -> Partition | None:
     return gather_partitions(parts[::-1])
 
 
-def _held_ranks(parts: Sequence[Partition]) -> list[tuple[int, ...]] | None:
+def _joined_ranks(parts: Sequence[Partition]) -> list[tuple[int, ...]] | None:
     """Return the distinct rank sequences after gathering over each part, or None for unequal groups."""
-    held: dict[int, tuple[int, ...]] = {rank: (rank,) for group in parts[0] for rank in group}
+    members: dict[int, tuple[int, ...]] = {rank: (rank,) for group in parts[0] for rank in group}
     for part in parts:
-        if {rank for group in part for rank in group} != held.keys() or len({len(g) for g in part}) != 1:
+        if {rank for group in part for rank in group} != members.keys() or len({len(g) for g in part}) != 1:
             return None
-        joined = {group: tuple(itertools.chain.from_iterable(held[r] for r in group)) for group in part}
-        held = {rank: joined[group] for group in part for rank in group}
-    return list({id(ranks): ranks for ranks in held.values()}.values())
+        joined = {group: tuple(itertools.chain.from_iterable(members[r] for r in group)) for group in part}
+        members = {rank: joined[group] for group in part for rank in group}
+    return list({id(ranks): ranks for ranks in members.values()}.values())
 
 
 def _as_disjoint(groups: Iterable[tuple[int, ...]]) -> Partition | None:

@@ -129,10 +129,10 @@ def measure_reductions(
     named = [[group] for group in groups] + [[groups[i] for i in turn] for turn in turns]
     jobs = [_run_collective_once("all_reduce", several, where) for several in named]
     lines = measure_lines(jobs, dist.group.WORLD, device, where, REDUCTION_REPEATS, meet)
-    mine = zip([[name for name, _ in several] for several in named], lines)
-    known = [(list(map(str, names)), line) for names, line in mine if None not in names]
-    alone = {names[0]: line for names, line in known if len(names) == 1}
-    return alone, {frozenset(names): line for names, line in known if len(names) > 1}
+    own = zip([[name for name, _ in several] for several in named], lines)
+    known = [(list(map(str, names)), line) for names, line in own if None not in names]
+    single_lines = {names[0]: line for names, line in known if len(names) == 1}
+    return single_lines, {frozenset(names): line for names, line in known if len(names) > 1}
 
 
 @dataclass(frozen=True)
@@ -224,17 +224,17 @@ def measure_lines(
     known = _measured.setdefault(group, {})
     new = list({job.key: job for job in jobs if job.key not in known}.values())
     if new:
-        first, kept = dist.get_rank(group) == 0, {}
+        first, cached = dist.get_rank(group) == 0, {}
         with _raised_on_all(meet):
             path = _cache_path(group, device)
-            kept = _read_cache(path) if first else {}
-        found = _broadcast_found([kept.get(repr(job.key)) for job in new], group, where)
+            cached = _read_cache(path) if first else {}
+        found = _broadcast_found([cached.get(repr(job.key)) for job in new], group, where)
         missing = [job for job, line in zip(new, found) if line is None]
         known.update((job.key, line) for job, line in zip(new, found) if line is not None)
         if missing:
             known.update(zip([job.key for job in missing], _measure_and_fit(missing, group, where, repeats, meet)))
         if missing and first:
-            _write_cache(path, kept | {repr(job.key): known[job.key] for job in missing})
+            _write_cache(path, cached | {repr(job.key): known[job.key] for job in missing})
     return [known[job.key] for job in jobs]
 
 
@@ -304,8 +304,8 @@ def synchronize(device: torch.device) -> None:
 
 def _ranks_per_node(ranks: Ranks, where: torch.device) -> int:
     """Return the minimum number of ranks of the group on a host."""
-    mine = torch.tensor([int(_hash(platform.node())[:15], 16)], device=where)
-    hosts = current_communicator().all_gather(mine, ranks.n, ranks.group)
+    own = torch.tensor([int(_hash(platform.node())[:15], 16)], device=where)
+    hosts = current_communicator().all_gather(own, ranks.n, ranks.group)
     return min(Counter(hosts.tolist()).values())
 
 
@@ -314,10 +314,10 @@ def _base_constants(group: Any, device: torch.device, where: torch.device) -> Ma
 
     CPU memory is unlimited, because it is shared.
     """
-    mine = [math.inf, math.inf]
+    own = [math.inf, math.inf]
     if device.type == "cuda":
-        mine = [torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_capability(device)[0]]
-    least = torch.tensor(mine, dtype=torch.float64, device=where)
+        own = [torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_capability(device)[0]]
+    least = torch.tensor(own, dtype=torch.float64, device=where)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     memory, generation = least.tolist()
     base = replace(Machine.of(device.type), memory=memory)

@@ -79,15 +79,15 @@ class GraphStep:
         saved = [n for n in read if not is_on_host(n) and others.isdisjoint(storage_bytes([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         second = walk(backward, fused, [*saved, *tangents])
-        kept, given_to, theirs = (sum(storage_bytes(nodes).values()) for nodes in (saved, tangents, copied))
-        results_of = max(0, first.end - kept)
-        made = {n.name: node_layer(n) for n in forward.nodes}
-        begins = next((layer for layer in made.values() if layer), "")
+        of_saved, of_tangents, of_copied = (sum(storage_bytes(nodes).values()) for nodes in (saved, tangents, copied))
+        results_of = max(0, first.end - of_saved)
+        layers = {n.name: node_layer(n) for n in forward.nodes}
+        begins = next((layer for layer in layers.values() if layer), "")
         by_layer = [
-            (layer if made.get(held.name) or layer == begins else "", held)
-            for layer, held in second.by_last_layer(saved)
+            (layer if layers.get(live.name) or layer == begins else "", live)
+            for layer, live in second.by_last_layer(saved)
         ]
-        return GraphStep(first, second, inputs, results_of, kept, given_to, theirs, saved_bytes=by_layer)
+        return GraphStep(first, second, inputs, results_of, of_saved, of_tangents, of_copied, saved_bytes=by_layer)
 
 
 def _is_row_major(x: torch.Tensor) -> bool:
@@ -149,44 +149,44 @@ class StepMemory:
     @property
     def constant(self) -> int:
         """Return the constant bytes with the program's sharding of state."""
-        return self.state if self.shards == 1 else self.in_shards(self.shards)
+        return self.state if self.shards == 1 else self.sharded_state(self.shards)
 
     def peak_with(self, point: StepMoment) -> int:
         """Return the bytes at a moment in addition to `constant`."""
-        return point.nbytes if self.shards == 1 else self.held_in_shards(point, self.shards)
+        return point.nbytes if self.shards == 1 else self.sharded_bytes(point, self.shards)
 
-    def held_in_shards(self, point: StepMoment, n: int) -> int:
+    def sharded_bytes(self, point: StepMoment, n: int) -> int:
         """Return the bytes of values and unsharded gradients and weights if n ranks shard these by layer."""
         weights = self.weights.unsharded_bytes(bool(point.moment.layer), point.arriving)
         return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n, point.whole)
 
     def points(self) -> Iterator[StepMoment]:
         """Yield the moments of the forward of each graph, then of the backwards in reverse order."""
-        held = 0
+        live = 0
         last = len(self.graphs) - 1
         for g, graph in enumerate(self.graphs):
             begins = _last_product(graph.forward.moments) if g == last and graph.backward is not None else None
             for i, moment in enumerate(graph.forward.moments):
                 phase = "forward" if begins is None or i < begins else "loss"
-                yield StepMoment(phase, moment, held + moment.nbytes, g, i)
-            held += graph.saved + graph.results
+                yield StepMoment(phase, moment, live + moment.nbytes, g, i)
+            live += graph.saved + graph.results
         ended = 0
         for g, graph in reversed(list(enumerate(self.graphs))):
             if graph.backward is None:
                 continue
-            held -= graph.saved
+            live -= graph.saved
             if g < last:  # computed by the backward of a later graph
-                held -= min(ended, graph.tangents)
+                live -= min(ended, graph.tangents)
             ends = next((i for i, m in enumerate(graph.backward.moments) if m.product), 0) if g == last else 0
             arrived = 0 if not self.weights.unit else _last_layer_start(graph.backward.moments) if g == 0 else None
-            whole = _unsharded_bytes(graph.backward.moments, self.weights.unit)
+            gradients = _unsharded_bytes(graph.backward.moments, self.weights.unit)
             for i, moment in enumerate(graph.backward.moments):
                 phase = "loss" if i < ends else "backward"
-                nbytes = held + (graph.copied if i == 0 else 0) + moment.nbytes
+                nbytes = live + (graph.copied if i == 0 else 0) + moment.nbytes
                 arriving = arrived is None or i < arrived
-                yield StepMoment(phase, moment, nbytes, g, i, True, moment.results, arriving, whole[i])
+                yield StepMoment(phase, moment, nbytes, g, i, True, moment.results, arriving, gradients[i])
             ended = graph.backward.end
-            held += ended
+            live += ended
 
     def peaks(self) -> dict[str, StepMoment]:
         """Return the largest moment of each phase."""
@@ -203,7 +203,7 @@ class StepMemory:
         others = point.nbytes - point.moment.nbytes
         found = run.alive(point.index)
         if point.is_after:
-            found = [replace(held, origin="gradient") if held.origin == "result" else held for held in found]
+            found = [replace(live, origin="gradient") if live.origin == "result" else live for live in found]
         return [*found, LiveValue("results", OTHER_VALUES_ORIGIN, others, "result")] if others > 0 else found
 
     @property
@@ -223,13 +223,13 @@ class StepMemory:
 
     def fsdp(self, n: int) -> int:
         """Return the peak bytes if n ranks shard parameters, gradients and state by layer."""
-        return self.peak_in_shards(max((self.held_in_shards(point, n) for point in self.points()), default=0), n)
+        return self.sharded_peak(max((self.sharded_bytes(point, n) for point in self.points()), default=0), n)
 
-    def peak_in_shards(self, held: int, n: int) -> int:
-        """Return the peak bytes if n ranks shard the state: of the optimizer, or of a step with `held` other bytes."""
-        return self.in_shards(n) + max(held, -(-self.weights.trainable // n))
+    def sharded_peak(self, peak: int, n: int) -> int:
+        """Return the peak bytes if n ranks shard the state: of the optimizer, or of a step with `peak` other bytes."""
+        return self.sharded_state(n) + max(peak, -(-self.weights.trainable // n))
 
-    def in_shards(self, n: int) -> int:
+    def sharded_state(self, n: int) -> int:
         """Return the constant bytes if n ranks shard parameters and state by layer."""
         return self.weights.shard_bytes(n, self.per_weight) + self.weights.buffers + self.inputs
 
@@ -244,21 +244,21 @@ class StepMemory:
         state |= {"buffers": w.buffers, "inputs": self.inputs, "saved for the backward": self.saved}
         lines = [", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in state.items() if nbytes)]
         if (sent := self.offloaded) is not None:
-            kept = format_bytes(sent.nbytes + sent.kept)
-            whole = f"of {kept} saved, {format_bytes(sent.nbytes)} are copied to the host"
-            takes = f"copies of {sent.seconds:.3g} s each way, {sent.waits:.3g} s of them not overlapped"
-            lines.append(f"offload: {whole} ({sent.values} values); {takes}")
+            saved = format_bytes(sent.nbytes + sent.kept)
+            amount = f"of {saved} saved, {format_bytes(sent.nbytes)} are copied to the host"
+            timing = f"copies of {sent.seconds:.3g} s each way, {sent.waits:.3g} s of them not overlapped"
+            lines.append(f"offload: {amount} ({sent.values} values); {timing}")
         rows: list[tuple[str, ...]] = []
         for phase, point in self.peaks().items():
-            held = self.peak_with(point)
-            total = format_bytes(self.constant + held)
-            rows.append((phase, total, format_bytes(held), point.moment.name, shorten_line(point.moment.where)))
+            live = self.peak_with(point)
+            total = format_bytes(self.constant + live)
+            rows.append((phase, total, format_bytes(live), point.moment.name, shorten_line(point.moment.where)))
         lines.append(tabulate(rows, headers=("peak of", "total", "values", "at node", "line"), disable_numparse=True))
         if self.graphs:
             top = max(self.peaks().values(), key=self.peak_with)
             rows = [
-                (format_bytes(nbytes), what, times, shorten_line(where))
-                for what, where, nbytes, times in self.summary(top)
+                (format_bytes(nbytes), origin, times, shorten_line(where))
+                for origin, where, nbytes, times in self.summary(top)
             ]
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         if self.shards > 1:
@@ -271,18 +271,18 @@ class StepMemory:
             )
         return "\n".join(lines)
 
-    def summary(self, point: StepMoment, most: int = ALIVE_LINES) -> list[tuple[str, str, int, str]]:
+    def summary(self, point: StepMoment, limit: int = ALIVE_LINES) -> list[tuple[str, str, int, str]]:
         """Return (origin, user's line, bytes, number of values) of live values by line, largest first."""
         total: Counter[tuple[str, str]] = Counter()
         count: Counter[tuple[str, str]] = Counter()
-        for held in self.alive(point):
-            total[held.origin, held.where] += held.nbytes
-            count[held.origin, held.where] += held.nbytes > 0
+        for live in self.alive(point):
+            total[live.origin, live.where] += live.nbytes
+            count[live.origin, live.where] += live.nbytes > 0
         found = [
             (*key, nbytes, f"{count[key]} values" if count[key] > 1 else "") for key, nbytes in total.most_common()
         ]
-        rest = sum(nbytes for _, _, nbytes, _ in found[most:])
-        return found[:most] + ([("others", "", rest, f"{len(found) - most} lines")] if rest else [])
+        rest = sum(nbytes for _, _, nbytes, _ in found[limit:])
+        return found[:limit] + ([("others", "", rest, f"{len(found) - limit} lines")] if rest else [])
 
 
 def _last_product(moments: Sequence[WalkMoment]) -> int | None:
@@ -299,13 +299,13 @@ def _last_layer_start(moments: Sequence[WalkMoment]) -> int:
 
 def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
     """Return the unsharded gradients of a backward at each moment: outside of layers, current and previous layer."""
-    found, made, begin, apart, before = list[int](), 0, ("", ""), 0, 0
+    found, grad_bytes, begin, apart, before = list[int](), 0, ("", ""), 0, 0
     for moment in moments:
         if moment.layer and (moment.layer != begin[0] or begin == (moment.layer, moment.name)):
-            apart, before = (apart if begin[0] else made), made
+            apart, before = (apart if begin[0] else grad_bytes), grad_bytes
             begin = moment.layer, moment.name
         found.append(apart + min(unit, before - apart) + moment.results - before)
-        made = moment.results
+        grad_bytes = moment.results
     return found
 
 

@@ -65,15 +65,15 @@ class ModelBytes:
             return (1 + arriving) * self.rest
         return self.rest + (in_layer + arriving) * self.unit
 
-    def gradients(self, made: int, n: int, whole: int | None = None) -> int:
+    def gradients(self, unsharded: int, n: int, total: int | None = None) -> int:
         """Return the bytes of unsharded gradients and of a rank's shards.
 
         Args:
-            made: Bytes of all computed gradients.
+            unsharded: Bytes of all computed gradients.
             n: Number of ranks.
-            whole: Unsharded bytes; by default the maximum.
+            total: Unsharded bytes; by default the maximum.
         """
-        return min(made if whole is None else whole, self.rest + 2 * self.unit) + -(-made // n)
+        return min(unsharded if total is None else total, self.rest + 2 * self.unit) + -(-unsharded // n)
 
 
 def _local_bytes(x: torch.Tensor) -> int:
@@ -101,10 +101,10 @@ def state_per_weight(optimizer: Any = None) -> float:
             else _recreate_optimizer(optimizer, small)
         )
         one.step()
-        state = [x for held in one.state.values() for x in held.values() if isinstance(x, torch.Tensor)]
+        state = [x for stored in one.state.values() for x in stored.values() if isinstance(x, torch.Tensor)]
     except Exception as error:
-        given = f"{' '.join(repr(optimizer).split()):.80}"
-        raise SpError("SP704", f"optimizer: {given} failed in a trial step on a small matrix ({error}).") from error
+        text = f"{' '.join(repr(optimizer).split()):.80}"
+        raise SpError("SP704", f"optimizer: {text} failed in a trial step on a small matrix ({error}).") from error
     return sum(_local_bytes(x) for x in state if x.numel() > 1) / _local_bytes(small)
 
 

@@ -136,11 +136,11 @@ class OpCall:
         kwargs: dict[str, Any] = {}
         positional = True
         for i, (name, kwarg_only, _, _) in enumerate(_op_signature(self.node.target)):
-            given = (i < len(self.node.args) and not kwarg_only) or name in self.node.kwargs or name in changed
-            positional = positional and given and not kwarg_only
-            if given and positional:
+            is_passed = (i < len(self.node.args) and not kwarg_only) or name in self.node.kwargs or name in changed
+            positional = positional and is_passed and not kwarg_only
+            if is_passed and positional:
                 args.append(values[name])
-            elif given:
+            elif is_passed:
                 kwargs[name] = values[name]
         return tuple(args), kwargs
 

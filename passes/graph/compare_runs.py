@@ -42,16 +42,16 @@ def run_with_grads(
     """
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     with torch.enable_grad():
-        given = [a.clone() if isinstance(x, Tensor) and not x.is_leaf else a for x, a in zip(inputs, leaves)]
-        results = run_once(gm, given)
-        results = results if finish is None else finish(results, given)
+        arguments = [a.clone() if isinstance(x, Tensor) and not x.is_leaf else a for x, a in zip(inputs, leaves)]
+        results = run_once(gm, arguments)
+        results = results if finish is None else finish(results, arguments)
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
     gradients = [torch.zeros_like(x) for x in wanted]
     if outs and wanted:
         gradients = list(torch.autograd.grad(outs, wanted, list(map(_cotangent, outs)), materialize_grads=True))
-    results, given = ([x.detach() if isinstance(x, Tensor) else x for x in each] for each in (results, given))
-    return RunResult(results, gradients, given)
+    results, arguments = ([x.detach() if isinstance(x, Tensor) else x for x in each] for each in (results, arguments))
+    return RunResult(results, gradients, arguments)
 
 
 def _cotangent(y: Tensor) -> Tensor:
@@ -63,29 +63,29 @@ def _cotangent(y: Tensor) -> Tensor:
 
 
 def compare_runs(
-    gm: GraphModule, before: Sequence[Any], alone: RunResult, rank: RunResult
+    gm: GraphModule, before: Sequence[Any], single_device: RunResult, rank: RunResult
 ) -> Iterator[tuple[str, float]]:
     """Yield the name and the relative error of each result, mutated input and gradient.
 
     Args:
         gm: Graph that was run.
         before: Inputs of the graph before the runs.
-        alone: Result of the single-device run.
+        single_device: Result of the single-device run.
         rank: Result of a rank.
     """
-    for i, (a, b) in enumerate(zip_longest(alone.results, rank.results)):
+    for i, (a, b) in enumerate(zip_longest(single_device.results, rank.results)):
         yield _error_row(f"result {i}", a, b)
     names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
-    for name, x, a, b in zip(names, before, alone.inputs, rank.inputs):
+    for name, x, a, b in zip(names, before, single_device.inputs, rank.inputs):
         if _relative_error(x, a) or _relative_error(x, b):
             yield _error_row(f"mutated input {name}", a, b)
     # Gradients that are zero up to rounding (a key's bias) are compared relative to the largest gradient.
-    known = [g for g in alone.gradients if g.numel()]
+    known = [g for g in single_device.gradients if g.numel()]
     floor = max(
         (g.abs().max().item() * max(ROUNDING_ERROR, torch.finfo(g.dtype).eps ** 0.5) for g in known), default=0.0
     )
     wanted = [name for name, x in zip(names, before) if isinstance(x, Tensor) and x.requires_grad]
-    for name, a, b in zip(wanted, alone.gradients, rank.gradients):
+    for name, a, b in zip(wanted, single_device.gradients, rank.gradients):
         yield _error_row(f"gradient of {name}", a, b, floor)
 
 
@@ -105,11 +105,11 @@ def _relative_error(expected: Any, found: Any, floor: float = 0.0) -> float:
         return float("inf")
     if not expected.is_floating_point() and not expected.is_complex():
         return 0.0 if torch.equal(expected, found) else float("inf")
-    alike = (expected == found) | (
+    equal = (expected == found) | (
         expected.isnan() & found.isnan()
     )  # NaN and inf at the positions of the single-device run
-    if alike.all():
+    if equal.all():
         return 0.0
-    worst = (expected - found)[~alike].abs().max().item()
+    worst = (expected - found)[~equal].abs().max().item()
     scale = max(expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0, floor, 1e-30)
     return worst / scale if worst == worst else float("inf")

@@ -69,11 +69,11 @@ class GraphEditor:
         """
         shape = node_shape(x)
         before, after = shape[:dim], shape[dim:][1:]
-        behind = dim + 1 if dim >= 0 else dim
-        each = self.compute(aten.unsqueeze.default, (x, behind), like)
+        next_dim = dim + 1 if dim >= 0 else dim
+        each = self.compute(aten.unsqueeze.default, (x, next_dim), like)
         each = self.compute(aten.expand.default, (each, self.sizes.list((*before, shape[dim], times, *after))), like)
-        whole = self.sizes.list((*before, shape[dim] * times, *after))
-        return self.compute(aten.reshape.default, (each, whole), like)
+        shape_after = self.sizes.list((*before, shape[dim] * times, *after))
+        return self.compute(aten.reshape.default, (each, shape_after), like)
 
     def insert_after(self, source: Node) -> Any:
         """Return an insertion point directly after a node, or after the size nodes if it is an input."""
@@ -146,14 +146,14 @@ class GraphEditor:
 
         Arithmetic on sizes remains in the graph, because `SizeBuilder` reuses it; `erase_dead` removes it at the end.
         """
-        waiting, gone = [n for n in nodes if isinstance(n, Node)], set()
+        waiting, dropped = [n for n in nodes if isinstance(n, Node)], set()
         while waiting:
             node = waiting.pop()
             size = isinstance(node.meta.get("val"), torch.SymInt)
-            if node not in gone and not node.users and is_pure(node) and not size:
+            if node not in dropped and not node.users and is_pure(node) and not size:
                 waiting.extend(node.all_input_nodes)
                 self.graph.erase_node(node)
-                gone.add(node)
+                dropped.add(node)
 
 
 def interpret_graph(body: GraphModule, operands: Sequence[Any], run: Callable[[Node, Mapping[Node, Any]], Any]) -> Any:

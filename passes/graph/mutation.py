@@ -53,10 +53,10 @@ def is_mutation(node: Node) -> bool:
 def _mutated_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Node]:
     """Return the arguments that a call mutates according to its schema or to `SILENT_WRITERS`."""
     arguments = schema_of(op).arguments
-    given = {**{argument.name: x for argument, x in zip(arguments, args)}, **kwargs}
-    unsaid = ("running_mean", "running_var") if op in SILENT_WRITERS and given[SILENT_WRITERS[op]] else ()
-    names = [a.name for a in arguments if a.is_write or a.name in unsaid]
-    return collect_nodes([given.get(name) for name in names])
+    passed = {**{argument.name: x for argument, x in zip(arguments, args)}, **kwargs}
+    undeclared = ("running_mean", "running_var") if op in SILENT_WRITERS and passed[SILENT_WRITERS[op]] else ()
+    names = [a.name for a in arguments if a.is_write or a.name in undeclared]
+    return collect_nodes([passed.get(name) for name in names])
 
 
 def is_view_change(node: Node) -> bool:

@@ -128,9 +128,9 @@ def divides(n: int, a: Size) -> bool:
     return exact_quotient(a, n) is not None
 
 
-def is_most_of(part: Size, whole: Size) -> bool:
+def is_most_of(part: Size, total: Size) -> bool:
     """Return True if part is at least half of a size for long sequences; a heuristic for costs only."""
-    return 2 * assume_large(part) >= assume_large(whole)
+    return 2 * assume_large(part) >= assume_large(total)
 
 
 def normalize_position(position: Size, extent: Size) -> Size:
@@ -212,10 +212,10 @@ class SizeBuilder:
 
 def read_sizes_from_inputs(graph: Graph) -> None:
     """Read sizes from inputs, so that no intermediate value stays alive for its size alone."""
-    of, given = SizeBuilder(graph), graph.find_nodes(op="placeholder")
+    of, placeholders = SizeBuilder(graph), graph.find_nodes(op="placeholder")
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
         extent = as_size(node.meta["val"])
         known = isinstance(extent, sympy.Expr) and extent.free_symbols <= of.sources.keys()
-        if known and node.args[0] not in given:
+        if known and node.args[0] not in placeholders:
             node.replace_all_uses_with(of(extent))
             graph.erase_node(node)

@@ -63,13 +63,13 @@ class ScatterLayers(Passes):
         facts = map_facts(local, session.facts[ranks.group], job.shapes)
         why = REGROUPED_WHY if facts is None else "" if scatter else NEVER_RUNS
         one: SequenceParallelLinear | None = None
-        made = {} if facts is None else {name: _result_sources(nodes) for name, nodes in facts.tangents.items()}
+        sources = {} if facts is None else {name: _result_sources(nodes) for name, nodes in facts.tangents.items()}
         if facts is not None and not why:
             one = SequenceParallelLinear(ranks, facts)
             one.run(local, PassContext(ranks, runs=job.runs))
             local = one.gm if one.changes else gm
         assumed, backward = one.assumed if one is not None else [], [n.name for n in graph_tangents(gm.graph)]
-        tangents = {name: made.get(name) or "of this program" for name in assumed if name in backward}
+        tangents = {name: sources.get(name) or "of this program" for name in assumed if name in backward}
         refusal = Note(NoteKind.DECLINED, SequenceParallelLinear.name, why, where=f"group {ranks.group}")
         self.notes = [refusal] if one is None else one.notes
         job.notes += self.notes
@@ -181,7 +181,7 @@ class JointPasses(Passes):
 
     name = "joint"
     steps = (AnnotateBackwardSources, SaveAttentionInCheckpoints, OptimizeUserExchanges, SeparateResultStorage)
-    given: JointContext
+    settings: JointContext
 
     def __init__(self, job: JointContext | None = None) -> None:
         check_pass_order(iterate_passes(JointPasses), JOINT_PROPERTIES)
@@ -196,7 +196,7 @@ class JointPasses(Passes):
     @property
     def report(self) -> Report:
         """Return the report of the passes."""
-        job = self.given
+        job = self.settings
         parallel = sorted({ranks.n for ranks in job.session.groups})
         report = Report(1, passes=job.runs, layers=job.layers, parallel=parallel)
         report.add(job.notes)
@@ -204,7 +204,7 @@ class JointPasses(Passes):
 
     def key(self) -> str | None:
         """Return the key for caches of compiled code, or None if the passes exchange messages between ranks."""
-        job, version = self.given, sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
+        job, version = self.settings, sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
         return None if job.session.groups else f"sp_compile joint {version}"
 
 
@@ -220,16 +220,16 @@ def _result_sources(results: Sequence[Node]) -> str:
 def replace_nodes(gm: GraphModule, local: GraphModule) -> None:
     """Replace the nodes of `gm` by those of another graph over the same inputs; its Graph object stays."""
     inputs = gm.graph.find_nodes(op="placeholder")
-    theirs = local.graph.find_nodes(op="placeholder")
+    placeholders = local.graph.find_nodes(op="placeholder")
     for node in reversed(list(gm.graph.nodes)):
         if node.op != "placeholder":
             gm.graph.erase_node(node)
-    made: dict[Node, Node] = dict(zip(theirs, inputs, strict=True))
+    sources: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
     for node in local.graph.nodes:
         if node.op != "placeholder":
-            made[node] = gm.graph.node_copy(node, made.__getitem__)
+            sources[node] = gm.graph.node_copy(node, sources.__getitem__)
         else:
-            made[node].meta.update(node.meta)
+            sources[node].meta.update(node.meta)
     for node in gm.graph.nodes:
         clear_node_info(node)
     gm.graph.lint()

@@ -34,7 +34,7 @@ class JointContext(CollectiveJob):
 class PartitionContext(PassContext):
     """The context of passes over the partitions of one joint graph. Passes receive the forward graph."""
 
-    given_bytes: int = 0  # bytes of a rank's inputs, without the parameters and buffers of the model
+    input_bytes: int = 0  # bytes of a rank's inputs, without the parameters and buffers of the model
     backward: GraphModule | None = None  # None for inference
     results: int = 0  # number of the forward's outputs that are returned to its caller
     on_host: list[HostValues] = field(default_factory=list)  # values on the host between the two, for each graph

@@ -44,10 +44,10 @@ def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ..
     gradients: dict[str, Node] = {}
     tangents: dict[str, list[Node]] = {}
     if len(primals) < len(inputs) and isinstance(results, Sequence) and len(results) > len(primals):
-        made, ends = results[: -len(primals)], results[-len(primals) :]
+        created, ends = results[: -len(primals)], results[-len(primals) :]
         gradients = {p.name: g for p, g in zip(primals, ends, strict=True) if isinstance(g, Node)}
         for tangent in inputs[len(primals) :]:
-            tangents[tangent.name] = [r for r in made if is_tensor(r) and _can_be_gradient(r, tangent)]
+            tangents[tangent.name] = [r for r in created if is_tensor(r) and _can_be_gradient(r, tangent)]
     differ = frozenset(names[name] for name in facts.differing)
     blank = frozenset(names[name] for name in facts.constants)
     equal = None if facts.equal is None else frozenset(names[name] for name in facts.equal)

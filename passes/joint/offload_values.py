@@ -71,94 +71,94 @@ class OffloadValues(Pass):
         forward, backward = gm, job.backward
         assert backward is not None
         self.machine = job.machine_of_nodes(gm.graph.nodes)
-        self.asked, self.fused = job.offload, job.fused
+        self.requested, self.fused = job.offload, job.fused
         self.shards, self.n = job.memory[-1].state if job.memory and job.state == "sharded" else None, job.ranks.n
-        self.given_bytes = job.given_bytes
-        kept = _SavedValues.of(forward.graph, backward.graph, job.results)
+        self.input_bytes = job.input_bytes
+        saved = _SavedValues.of(forward.graph, backward.graph, job.results)
         at = _node_times(forward.graph, self.machine), _node_times(backward.graph, self.machine)
-        way = _OffloadSchedule(kept, *at, self.machine)
-        if self.asked == "auto":
-            chosen = self._take_fitting(way, self._over_limit(forward.graph, backward.graph))
+        schedule = _OffloadSchedule(saved, *at, self.machine)
+        if self.requested == "auto":
+            chosen = self._take_fitting(schedule, self._over_limit(forward.graph, backward.graph))
         else:
-            chosen = self._take_share(way, float(self.asked) * kept.nbytes)
+            chosen = self._take_share(schedule, float(self.requested) * saved.nbytes)
         total = sum(chosen.values())
         waits = 0.0
         if chosen:
-            waits = self._copy_to_host(forward.graph, way, chosen)
-            waits += self._copy_from_host(backward.graph, way, chosen)
+            waits = self._copy_to_host(forward.graph, schedule, chosen)
+            waits += self._copy_from_host(backward.graph, schedule, chosen)
             backward.graph.lint()
             backward.recompile()
         seconds = copy_seconds(total, self.machine)
-        job.on_host.append(HostValues(len(chosen), total, kept.nbytes - total, seconds, waits))
+        job.on_host.append(HostValues(len(chosen), total, saved.nbytes - total, seconds, waits))
         return len(chosen)
 
     def _over_limit(self, forward: Graph, backward: Graph) -> dict[Node, float]:
         """Return the nodes of both partitions that exceed the device's memory, with the excess bytes."""
         if math.isinf(self.machine.memory):
             return {}
-        graph = GraphStep.of(forward, backward, self.fused, self.given_bytes)
+        graph = GraphStep.of(forward, backward, self.fused, self.input_bytes)
         step = StepMemory(self.shards or ModelBytes(0, 0, 0, 0), graphs=[graph])
         if self.shards is not None:
-            always = step.in_shards(self.n)
+            always = step.sharded_state(self.n)
         else:
             always = sum(storage_bytes(forward.find_nodes(op="placeholder")).values())
         halves = [{n.name: n for n in graph.nodes} for graph in (forward, backward)]
         found = dict[Node, float]()
         for point in step.points():
-            held = point.nbytes if self.shards is None else step.held_in_shards(point, self.n)
-            more = always + held - self.machine.memory
-            if more > 0:
-                found[halves[point.is_after][point.moment.name]] = more
+            live = point.nbytes if self.shards is None else step.sharded_bytes(point, self.n)
+            excess = always + live - self.machine.memory
+            if excess > 0:
+                found[halves[point.is_after][point.moment.name]] = excess
         return found
 
-    def _take_share(self, way: _OffloadSchedule, wanted: float) -> dict[Node, int]:
+    def _take_share(self, schedule: _OffloadSchedule, wanted: float) -> dict[Node, int]:
         """Choose values of at most `wanted` bytes, those that free most first. Returns their bytes."""
         chosen = dict[Node, int]()
-        for x in sorted(way.kept.free, key=way.freed_byte_seconds, reverse=True):
-            if sum(chosen.values()) + way.kept.free[x].nbytes <= wanted:
-                chosen[x] = way.kept.free[x].nbytes
+        for x in sorted(schedule.saved.free, key=schedule.freed_byte_seconds, reverse=True):
+            if sum(chosen.values()) + schedule.saved.free[x].nbytes <= wanted:
+                chosen[x] = schedule.saved.free[x].nbytes
         return chosen
 
-    def _take_fitting(self, way: _OffloadSchedule, too_many: Mapping[Node, float]) -> dict[Node, int]:
+    def _take_fitting(self, schedule: _OffloadSchedule, excess: Mapping[Node, float]) -> dict[Node, int]:
         """Choose the smallest set of values that removes the excess bytes at all nodes. Returns their bytes.
 
         At the node with the largest excess, the smallest sufficient value is chosen, or else the one that frees most,
         until none remains. Values that later choices make unnecessary are dropped. Where all values together do not
         suffice, all of them are chosen.
         """
-        bytes_of = {x: piece.nbytes for x, piece in way.kept.free.items()}
-        most = sorted((way.order[n], more) for n, more in too_many.items())
-        alone = {x: way.copies([x]).offloaded[x] for x in bytes_of}
-        chosen, left, in_vain, hopeless = dict[Node, int](), dict(most), set[tuple[int, Node]](), set[int]()
+        bytes_of = {x: piece.nbytes for x, piece in schedule.saved.free.items()}
+        most = sorted((schedule.order[n], more) for n, more in excess.items())
+        alone = {x: schedule.copies([x]).offloaded[x] for x in bytes_of}
+        chosen, rest, rejected, hopeless = dict[Node, int](), dict(most), set[tuple[int, Node]](), set[int]()
         while (
-            worst := max((i for i in left if left[i] > 0 and i not in hopeless), key=left.__getitem__, default=None)
+            worst := max((i for i in rest if rest[i] > 0 and i not in hopeless), key=rest.__getitem__, default=None)
         ) is not None:
-            away = [x for x in bytes_of if x not in chosen and worst in alone[x] and (worst, x) not in in_vain]
-            enough = [x for x in away if bytes_of[x] >= left[worst]]
-            if not away:
+            candidates = [x for x in bytes_of if x not in chosen and worst in alone[x] and (worst, x) not in rejected]
+            enough = [x for x in candidates if bytes_of[x] >= rest[worst]]
+            if not candidates:
                 hopeless.add(worst)
                 continue
             x = (
-                min(enough, key=lambda x: (bytes_of[x], -way.freed_byte_seconds(x)))
+                min(enough, key=lambda x: (bytes_of[x], -schedule.freed_byte_seconds(x)))
                 if enough
-                else max(away, key=way.freed_byte_seconds)
+                else max(candidates, key=schedule.freed_byte_seconds)
             )
-            after = way.remaining_bytes(most, {**chosen, x: bytes_of[x]})
-            if after[worst] < left[worst]:
-                chosen[x], left = bytes_of[x], after
+            after = schedule.remaining_bytes(most, {**chosen, x: bytes_of[x]})
+            if after[worst] < rest[worst]:
+                chosen[x], rest = bytes_of[x], after
             else:  # queued with other copies, it is back by then
-                in_vain.add((worst, x))
+                rejected.add((worst, x))
         for x in sorted(chosen, key=chosen.__getitem__, reverse=True):
             others = {one: nbytes for one, nbytes in chosen.items() if one is not x}
-            without = way.remaining_bytes(most, others)
-            if all(without[i] <= max(0.0, more) for i, more in left.items()):
-                chosen, left = others, without
+            without = schedule.remaining_bytes(most, others)
+            if all(without[i] <= max(0.0, more) for i, more in rest.items()):
+                chosen, rest = others, without
         return chosen
 
-    def _copy_to_host(self, graph: Graph, way: _OffloadSchedule, chosen: Mapping[Node, int]) -> float:
+    def _copy_to_host(self, graph: Graph, schedule: _OffloadSchedule, chosen: Mapping[Node, int]) -> float:
         """Insert the copies to the host, and return the seconds of waiting for the last ones."""
         self.edit(graph)
-        at, ends = way.forward, way.copies(chosen).ends
+        at, ends = schedule.forward, schedule.copies(chosen).ends
         under_way, hosts = deque[tuple[float, Node, Node]](), dict[Node, Node]()
         output = graph.output_node()
         for node in [n for n in graph.nodes if n.op != "placeholder"]:
@@ -170,42 +170,42 @@ class OffloadValues(Pass):
                 with graph.inserting_after(node):
                     hosts[node] = self.compute(sp.offload.default, (node,), node)
                 under_way.append((ends[node], hosts[node], node))
-        gone = {x: host for piece, host in hosts.items() for x in way.kept.free[piece].values}
-        output.args = (tuple(gone.get(x, x) for x in output.args[0]),)
+        freed = {x: host for piece, host in hosts.items() for x in schedule.saved.free[piece].values}
+        output.args = (tuple(freed.get(x, x) for x in output.args[0]),)
         return max(0.0, max(ends.values()) - max(at.values(), default=0.0))
 
-    def _copy_from_host(self, graph: Graph, way: _OffloadSchedule, chosen: Iterable[Node]) -> float:
+    def _copy_from_host(self, graph: Graph, schedule: _OffloadSchedule, chosen: Iterable[Node]) -> float:
         """Insert the copies back, and return the seconds of waiting for the first ones."""
         self.edit(graph)
-        kept, at, order, begins = way.kept, way.backward, way.order, way.copies(chosen).begins
+        saved, at, order, begins = schedule.saved, schedule.backward, schedule.order, schedule.copies(chosen).begins
         nodes = [n for n in graph.nodes if n.op != "placeholder"]
         begun, waits = dict[Node, Node](), dict[Node, Node]()  # the first of each before a node
         for x, begin in begins.items():
-            given, user = kept.inputs[kept.free[x].values[0]], way.first[x]
+            source, user = saved.inputs[saved.free[x].values[0]], schedule.first[x]
             place = min(next(n for n in nodes if at[n] >= begin), user, key=order.__getitem__)
             with graph.inserting_before(begun.get(place) or waits.get(place) or place):
-                args = (given, x.meta["val"].device)
+                args = (source, x.meta["val"].device)
                 fresh = begun[place] = self.emit(sp.reload.default, args, x.meta["val"], x)
             with graph.inserting_before(waits.get(user) or user):
                 waits[user] = self.emit(sp.reloaded.default, (fresh,), None, x)
             with graph.inserting_after(waits[user]):
-                self._rebuild_views(kept, x, fresh)
+                self._rebuild_views(saved, x, fresh)
         for x in chosen:
             host = next(user for user in x.users if user.target is sp.offload.default)
-            for given in (kept.inputs[value] for value in kept.free[x].values):
-                given.meta = {**given.meta, "val": host.meta["val"]}
-                given.meta.pop("tensor_meta", None)
+            for source in (saved.inputs[value] for value in saved.free[x].values):
+                source.meta = {**source.meta, "val": host.meta["val"]}
+                source.meta.pop("tensor_meta", None)
         return max(0.0, -min(begins.values(), default=0.0))
 
-    def _rebuild_views(self, kept: _SavedValues, x: Node, fresh: Node) -> None:
+    def _rebuild_views(self, saved: _SavedValues, x: Node, fresh: Node) -> None:
         """Replace reads of all values in a storage by views of the reloaded storage."""
-        for value in kept.free[x].values:
-            made, lies = fresh, value.meta["val"]
-            if not _is_same_view(lies, x.meta["val"]):
-                offset, *numbers = self.sizes.list(_storage_layout(lies))
-                args = (fresh, numbers[: lies.dim()], numbers[lies.dim() :], offset)
-                made = self.compute(aten.as_strided.default, args, value)
-            kept.inputs[value].replace_all_uses_with(made, lambda one: one is not fresh)
+        for value in saved.free[x].values:
+            view_node, view = fresh, value.meta["val"]
+            if not _is_same_view(view, x.meta["val"]):
+                offset, *numbers = self.sizes.list(_storage_layout(view))
+                args = (fresh, numbers[: view.dim()], numbers[view.dim() :], offset)
+                view_node = self.compute(aten.as_strided.default, args, value)
+            saved.inputs[value].replace_all_uses_with(view_node, lambda one: one is not fresh)
 
 
 @dataclass(frozen=True)
@@ -230,10 +230,10 @@ class _SavedValues:
         outputs: Sequence[Node] = forward.output_node().args[0]  # type: ignore[assignment]
         names = {n.name: n for n in backward.find_nodes(op="placeholder")}
         inputs = {n: names[n.name] for n in outputs[results:] if n.name in names}
-        theirs = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in node_tensors(n)}
-        values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in theirs]
+        input_storages = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in node_tensors(n)}
+        values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in input_storages]
         total = sum(storage_bytes(values).values())
-        theirs |= {storage_of(x) for n in outputs[:results] if isinstance(n, Node) for x in node_tensors(n)}
+        input_storages |= {storage_of(x) for n in outputs[:results] if isinstance(n, Node) for x in node_tensors(n)}
         known = {as_size(n.meta["val"]) for n in names.values() if isinstance(n.meta.get("val"), torch.SymInt)}
         pieces = defaultdict[int, list[Node]](list)
         for n in values:
@@ -241,8 +241,8 @@ class _SavedValues:
         free = dict[Node, _StorageGroup]()
         for node in filter(is_tensor, (*values, *forward.nodes)):
             found = pieces.get(storage_of(node.meta["val"]), [])
-            whole = found and storage_of(node.meta["val"]) not in theirs and _can_offload(node)
-            if whole and all(
+            fills_storage = found and storage_of(node.meta["val"]) not in input_storages and _can_offload(node)
+            if fills_storage and all(
                 _is_same_view(n.meta["val"], node.meta["val"]) or _is_view_of(n, node, known) for n in found
             ):
                 free[node] = _StorageGroup(nbytes_of(node.meta["val"]), pieces.pop(storage_of(node.meta["val"])))
@@ -268,20 +268,20 @@ class _OffloadSchedule:
     """The schedule of copies: when each node of both partitions runs, and how long a copy takes."""
 
     def __init__(
-        self, kept: _SavedValues, forward: Mapping[Node, float], backward: Mapping[Node, float], machine: Machine
+        self, saved: _SavedValues, forward: Mapping[Node, float], backward: Mapping[Node, float], machine: Machine
     ) -> None:
-        self.kept, self.forward, self.backward, self.machine = kept, forward, backward, machine
+        self.saved, self.forward, self.backward, self.machine = saved, forward, backward, machine
         self.times = list(forward.values()), list(backward.values())
         self.order = {n: i for i, n in enumerate([*forward, *backward])}
-        self.first = {x: min(users, key=self.order.__getitem__) for x in kept.free if (users := kept.readers(x))}
+        self.first = {x: min(users, key=self.order.__getitem__) for x in saved.free if (users := saved.readers(x))}
         read = {storage_of(x): self.order[n] for n in forward if n.op != "output" for x in _memory_of_node(n)}
-        self.last = {x: read[storage_of(x.meta["val"])] for x in kept.free}
+        self.last = {x: read[storage_of(x.meta["val"])] for x in saved.free}
 
     def freed_byte_seconds(self, x: Node) -> float:
         """Return the bytes times the seconds for which they are not read."""
         end = max(self.times[0], default=0.0)
         begin = self.backward[self.first[x]] if x in self.first else 0.0
-        return self.kept.free[x].nbytes * (end - self.forward[x] + begin)
+        return self.saved.free[x].nbytes * (end - self.forward[x] + begin)
 
     def copies(self, chosen: Iterable[Node]) -> _CopySchedule:
         """Schedule the copies.
@@ -289,34 +289,35 @@ class _OffloadSchedule:
         Copies to the host follow each other. Copies back are scheduled from the last first use to the first: each ends
         when the next one starts or when its value is read.
         """
-        ends, begins, away, free, begin = dict[Node, float](), dict[Node, float](), dict[Node, range](), 0.0, math.inf
+        ends, begins, absent = dict[Node, float](), dict[Node, float](), dict[Node, range]()
+        free, begin = 0.0, math.inf
         for x in sorted(chosen, key=self.order.__getitem__):
             free = ends[x] = max(self.forward[x], free) + self._seconds(x)
         for x in sorted((x for x in ends if x in self.first), key=lambda x: -self.order[self.first[x]]):
             begin = begins[x] = min(begin, self.backward[self.first[x]]) - self._seconds(x)
         there, back = self.times
         for x, end in ends.items():
-            gone, stop = max(self.last[x] + 1, bisect_left(there, end)), len(self.order)
+            start, stop = max(self.last[x] + 1, bisect_left(there, end)), len(self.order)
             if x in self.first:
                 stop = min(self.order[self.first[x]], len(there) + bisect_left(back, begins[x]))
-            away[x] = range(gone, stop)
-        return _CopySchedule(ends, begins, away)
+            absent[x] = range(start, stop)
+        return _CopySchedule(ends, begins, absent)
 
-    def remaining_bytes(self, too_many: Sequence[tuple[int, float]], chosen: Mapping[Node, int]) -> dict[int, float]:
+    def remaining_bytes(self, excess: Sequence[tuple[int, float]], chosen: Mapping[Node, int]) -> dict[int, float]:
         """Return the excess bytes at nodes, by number, without those offloaded at that node."""
         change = defaultdict[int, int](int)
         for x, nodes in self.copies(chosen).offloaded.items():
             change[nodes.start] += chosen[x] if nodes else 0
             change[nodes.stop] -= chosen[x] if nodes else 0
-        found, steps, gone = dict[int, float](), deque(sorted(change.items())), 0
-        for i, more in too_many:
+        found, steps, freed = dict[int, float](), deque(sorted(change.items())), 0
+        for i, more in excess:
             while steps and steps[0][0] <= i:
-                gone += steps.popleft()[1]
-            found[i] = more - gone
+                freed += steps.popleft()[1]
+            found[i] = more - freed
         return found
 
     def _seconds(self, x: Node) -> float:
-        return copy_seconds(self.kept.free[x].nbytes, self.machine)
+        return copy_seconds(self.saved.free[x].nbytes, self.machine)
 
 
 def _memory_of_node(node: Node) -> list[Tensor]:
@@ -334,12 +335,12 @@ def _storage_layout(x: Tensor) -> tuple[Size, ...]:
     return tuple(map(nonempty_size, as_sizes((x.storage_offset(), *x.shape, *x.stride()))))
 
 
-def _is_view_of(node: Node, whole: Node, known: Set[Size]) -> bool:
+def _is_view_of(node: Node, full: Node, known: Set[Size]) -> bool:
     """Return True if the node can be rebuilt as a view of the value that fills its storage.
 
     known: the sizes that are inputs of the backward.
     """
-    x, y = node.meta["val"], whole.meta["val"]
+    x, y = node.meta["val"], full.meta["val"]
     symbols = {one for n in _storage_layout(x) if isinstance(n, sympy.Expr) for one in n.free_symbols}
     return x.dtype == y.dtype and is_same_size(as_size(y.storage_offset()), 0) and symbols <= known
 
@@ -347,10 +348,10 @@ def _is_view_of(node: Node, whole: Node, known: Set[Size]) -> bool:
 def _can_offload(node: Node) -> bool:
     """Return True if the value fills its storage and no pending collective writes it."""
     x = node.meta["val"]
-    whole = is_same_size(
+    fills_storage = is_same_size(
         size_product(as_sizes(x.shape)) * x.element_size(), nonempty_size(as_size(x.untyped_storage().nbytes()))
     )
-    return whole and node.op == "call_function" and not is_collective(node)
+    return fills_storage and node.op == "call_function" and not is_collective(node)
 
 
 def _node_times(graph: Graph, machine: Machine) -> dict[Node, float]:

@@ -41,9 +41,9 @@ class SaveAttentionInCheckpoints(Pass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
-        stays = {made for node in gm.graph.nodes for made in _forward_nodes(node) if is_saved(made)}
-        for made in stays:
-            mark_must_save(made)
+        stays = {saved for node in gm.graph.nodes for saved in _forward_nodes(node) if is_saved(saved)}
+        for saved in stays:
+            mark_must_save(saved)
         return len(stays)
 
 

@@ -53,5 +53,5 @@ def _is_strided(node: Node) -> bool:
 
 def _is_view(node: Node) -> bool:
     """Return True if an op returns the storage of an operand."""
-    given = [n for n in node.all_input_nodes if is_tensor(n) and _is_strided(n)] if node.op == "call_function" else []
-    return any(storage_of(x.meta["val"]) == storage_of(node.meta["val"]) for x in given)
+    inputs = [n for n in node.all_input_nodes if is_tensor(n) and _is_strided(n)] if node.op == "call_function" else []
+    return any(storage_of(x.meta["val"]) == storage_of(node.meta["val"]) for x in inputs)

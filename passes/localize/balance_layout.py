@@ -43,7 +43,7 @@ from .mask_tables import mask_vectors, move_before, unique_vectors
 
 sp = torch.ops.sp
 ORDER_INPUTS = ("dealt_order", "dealt_inverse", "dealt_chunks")
-KEPT_END_POSITIONS = 1
+FIXED_END_POSITIONS = 1
 """Rows at either end that keep their place, for graphs that read the neighbor of each row, such as shifted labels."""
 FRAME_ARGUMENTS = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")
 FrameMap = dict[str, tuple[Size, ...]]
@@ -66,24 +66,24 @@ class BalanceLayout(Pass):
         calls = [
             (OpCall(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _is_balance_op(n))
         ]
-        given = balanced_inputs(job)
-        if calls or given:
-            self.ends = KEPT_END_POSITIONS if _has_sharded_output(gm, job) else 0
-            self._emit_order(gm, calls, job.ranks.n, given)
+        balanced = balanced_inputs(job)
+        if calls or balanced:
+            self.ends = FIXED_END_POSITIONS if _has_sharded_output(gm, job) else 0
+            self._emit_order(gm, calls, job.ranks.n, balanced)
         for call, frames in calls:
             self._write(call, frames)
-        if calls or given:
-            self.drop(*self.made)
+        if calls or balanced:
+            self.drop(*self.emitted)
         return len(calls)
 
     def _emit_order(
-        self, gm: GraphModule, calls: Sequence[tuple[OpCall, FrameMap]], n: int, given: Sequence[Shard]
+        self, gm: GraphModule, calls: Sequence[tuple[OpCall, FrameMap]], n: int, shards: Sequence[Shard]
     ) -> None:
         """Emit ``sp::balanced_order`` at the start of the graph, or read the order of balanced inputs."""
         inputs = gm.graph.find_nodes(op="placeholder")
         first = calls[0][0].node if calls else inputs[-1].next
         found = [frame for _, frames in calls for frame in frames.values()]
-        length = given[0].frame.size if given else found[0][1]
+        length = shards[0].frame.size if shards else found[0][1]
         for call, frames in calls:
             if not all(is_same_size(frame[1], length) for frame in frames.values()):
                 raise SpError("SP411", f"layout='balanced': {describe_node(call.node)} reads rows of another sequence.")
@@ -92,13 +92,13 @@ class BalanceLayout(Pass):
         self.vectors = list(dict.fromkeys(self.known.values()))
         move_before(first, self.vectors)
         device = next(x.device for node in inputs for x in node_tensors(node))
-        orders = self._order_inputs(inputs, length, n, device) if given else []
+        orders = self._order_inputs(inputs, length, n, device) if shards else []
         with self.graph.inserting_before(first):
-            if given:
-                made = self.compute(sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
+            if shards:
+                both = self.compute(sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
             else:
-                made = self.compute(sp.deal.default, self._balance_arguments(attends, found, length, n, device), first)
-            parts = [self.emit(operator.getitem, (made, i), x, first) for i, x in enumerate(made.meta["val"])]
+                both = self.compute(sp.deal.default, self._balance_arguments(attends, found, length, n, device), first)
+            parts = [self.emit(operator.getitem, (both, i), x, first) for i, x in enumerate(both.meta["val"])]
             self.order, self.inverse, _, positions, *tables = *orders, *parts
             where = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first)
             count = len(self.vectors)
@@ -108,7 +108,7 @@ class BalanceLayout(Pass):
                 for v, table in zip(self.vectors, tables[count:], strict=True)
             }
             self.positions = where, positions
-            self.made = [*parts, where, *(v for v, _ in self.moved.values())]
+            self.emitted = [*parts, where, *(v for v, _ in self.moved.values())]
 
     def _balance_arguments(
         self, attends: Sequence[OpCall], found: Iterable[tuple[Size, ...]], length: Size, n: int, device: torch.device
@@ -167,10 +167,10 @@ class BalanceLayout(Pass):
     ) -> None:
         """Note the imbalance that is known without the values of masks."""
         known = tuple(map(position_conditions, predicates))
-        made = balance_rows(
+        balanced = balance_rows(
             known, tuple(map(_current_size, weights)), tuple(map(_current_size, numbers)), (), _current_size(length), n
         )
-        times = f"{made.imbalance:.2f} times the mean of query-key pairs, contiguous {made.is_identity:.2f}"
+        times = f"{balanced.imbalance:.2f} times the mean of query-key pairs, contiguous {balanced.is_identity:.2f}"
         why = f"the busiest rank has {times}"
         if known != tuple(predicates):
             why = f"chunks are assigned at run time from the data of masks; without masked pairs, {why}"
@@ -227,11 +227,11 @@ class BalanceLayout(Pass):
             for dim, frame in ((2, "q_frame"), (3, "k_frame")):
                 if mask is not None and frame in moved_frames and not is_same_size(node_shape(mask)[dim], 1):
                     mask = self._emit_reorder(mask, dim, moved_frames[frame], node)
-        given = {"pieces": tables} if None not in tables else {}  # `HoistMaskTables` adds missing tables
+        more = {"pieces": tables} if None not in tables else {}  # `HoistMaskTables` adds missing tables
         if names:
             changed["score"] = score.rename_score(call["score"], names)
         predicate = _rename_symbols(call["predicate"], names)
-        node.args, node.kwargs = call.with_operands(call.operands, predicate=predicate, mask=mask, **changed, **given)
+        node.args, node.kwargs = call.with_operands(call.operands, predicate=predicate, mask=mask, **changed, **more)
 
     def _positions(self, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
         """Return the positions of a frame's rows, relative to its first row, and their table or None."""

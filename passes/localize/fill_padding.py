@@ -78,8 +78,8 @@ def _is_loose(node: Node, plan: PlacementPlan, n: int) -> bool:
     placements = [p for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
     if node.op != "call_function" or not placements or node not in plan.wants:
         return False
-    made = PADDED.get(node.target) == "finite" or is_random(node)
-    return made and not all(p.frame.is_exact(n) for p in placements)
+    is_finite = PADDED.get(node.target) == "finite" or is_random(node)
+    return is_finite and not all(p.frame.is_exact(n) for p in placements)
 
 
 def is_shorter_window(node: Node, plan: PlacementPlan) -> bool:
@@ -153,10 +153,10 @@ class PaddingProof:
         for i, operand, is_cut in read:
             if _depends_on_padding(source, i, self.plan, is_pure_move if is_cut else is_smooth):
                 raise _reads_padding(describe_node(node), operand)
-        goes_on = read and not drops_padding(source)
-        if goes_on or _is_loose(source, self.plan, self.n):
+        passes_padding = read and not drops_padding(source)
+        if passes_padding or _is_loose(source, self.plan, self.n):
             self.loose.add(node)
-        if goes_on and any(is_cut for *_, is_cut in read):
+        if passes_padding and any(is_cut for *_, is_cut in read):
             self.cut.add(node)
 
     def _loose_operands(self, node: Node, source: Node) -> Iterator[tuple[int, Node, bool]]:

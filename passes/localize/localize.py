@@ -85,7 +85,7 @@ class _Localizer(GraphEditor):
         local = graph_module(self.old, self.graph)
         local.meta.update(self.old.meta)
         erase_dead(local.graph)
-        move_before_use([made for made in sums if made.users], local.graph)
+        move_before_use([node for node in sums if node.users], local.graph)
         local.recompile()
         return local
 

@@ -39,12 +39,12 @@ class RestoreStrides(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
         found = [(n, node_info(n).origin) for n in gm.graph.nodes if n.target in GATHERING_OPS]
-        apart = [
+        separate = [
             (n, o.meta["val"]) for n, o in found if o is not None and has_other_strides(o.meta["val"], n.meta["val"])
         ]
-        for node, value in apart:
+        for node, value in separate:
             restore_strides(gm.graph, node, value)
-        return len(apart)
+        return len(separate)
 
 
 class KeepDimOrder(Pass):

@@ -122,8 +122,8 @@ def move_before_use(sums: list[Node], graph: Graph) -> None:
         if node.target is set_grad_enabled:
             region = None if node.args[0] else region or node
         elif node.target is not operator.getitem:
-            for made in [x.args[0] for x in node.all_input_nodes if x.target is operator.getitem]:
-                readers.setdefault(made, region or node)
-    for made in sums:
-        for node in (made, *made.users):
-            readers[made].prepend(node)
+            for emitted in [x.args[0] for x in node.all_input_nodes if x.target is operator.getitem]:
+                readers.setdefault(emitted, region or node)
+    for emitted in sums:
+        for node in (emitted, *emitted.users):
+            readers[emitted].prepend(node)

@@ -151,18 +151,18 @@ def _is_equal_size(expected: Size, found: Size, mode: Any) -> bool:
     return is_same_size(expected, found) or follows_from_guards(mode, sympy.Eq(expected, found))
 
 
-def local_shape(placement: Placement, whole: torch.Tensor, n: int) -> tuple[Size, ...]:
+def local_shape(placement: Placement, value: torch.Tensor, n: int) -> tuple[Size, ...]:
     """Return the local shape of a value on each of `n` ranks.
 
     Args:
         placement: The placement of the value.
-        whole: The full tensor, of any dtype.
+        value: The full tensor, of any dtype.
         n: The number of ranks.
 
     Returns:
         The shape, with the local number of rows in the sharded dim.
     """
-    shape = list(as_sizes(whole.shape))
+    shape = list(as_sizes(value.shape))
     if isinstance(placement, Shard):
         shape[placement.dim] = placement.local_size(n)
     return tuple(shape)

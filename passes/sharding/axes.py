@@ -284,8 +284,8 @@ def _combined_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
     """Yield the dims of scans that have no rule."""
     for node in gm.graph.nodes:
         if (scanned := node_info(node).scanned) is not None:
-            given, dim = node.args[scanned[0]], scanned[1]
-            for x in given if isinstance(given, list | tuple) else [given]:
+            declared, dim = node.args[scanned[0]], scanned[1]
+            for x in declared if isinstance(declared, list | tuple) else [declared]:
                 yield x, axes.dims[x, 0][dim]
 
 

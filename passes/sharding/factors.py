@@ -90,11 +90,11 @@ class BoundRule:
         by_kind: dict[str, list[str]] = {}
         for factor, kind in self.kinds.items():
             by_kind.setdefault(kind, []).append(factor)
-        said = [f"{kind}={' '.join(factors)}" for kind, factors in by_kind.items()]
-        given = {name: getattr(self, name) for name in ("sizes", "pad", "masks", "lenders")}
-        said += [f"{name}={value}" for name, value in given.items() if value not in (None, ())]
+        options = [f"{kind}={' '.join(factors)}" for kind, factors in by_kind.items()]
+        values = {name: getattr(self, name) for name in ("sizes", "pad", "masks", "lenders")}
+        options += [f"{name}={value}" for name, value in values.items() if value not in (None, ())]
         flags = [name for name in ("lazy", "starts_sequence", "reshapes") if getattr(self, name)]
-        return "; ".join([" -> ".join(sides), *said, *flags])
+        return "; ".join([" -> ".join(sides), *options, *flags])
 
     def kind(self, factor: str) -> str:
         """Return how the op treats the factor: one of FACTOR_KINDS, or "pass"."""
@@ -152,8 +152,8 @@ class BoundRule:
         A piece has the same frame with a shorter window, and no data moves. For a short piece most ranks would compute
         invalid rows, so gathering is cheaper. A single row may broadcast, which its local shape would not show.
         """
-        whole = shard.outer * shard.frame.length * shard.inner
-        if all(is_same_size(start, 0) and is_same_size(length, whole) for start, length in self.spans):  # all rows
+        rows = shard.outer * shard.frame.length * shard.inner
+        if all(is_same_size(start, 0) and is_same_size(length, rows) for start, length in self.spans):  # all rows
             return (shard,) * len(self.spans)
         out = []
         for start, length in self.spans:

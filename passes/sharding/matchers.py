@@ -77,10 +77,10 @@ def stops_gradient(node: Node) -> bool:
 
 def carries_gradient(node: Node) -> bool:
     """Return True if the value is computed from floats that may require a gradient."""
-    made_of = iterate_reachable(
+    ancestors = iterate_reachable(
         [node], lambda n: n.all_input_nodes if _has_float_result(n) and n.target not in DETACH_OPS else ()
     )
-    leaves = (n for n in made_of if n.op in ("placeholder", "get_attr") and is_tensor(n) and _has_float_result(n))
+    leaves = (n for n in ancestors if n.op in ("placeholder", "get_attr") and is_tensor(n) and _has_float_result(n))
     return any(node_info(leaf).requires_grad is not False for leaf in leaves)
 
 
@@ -268,8 +268,8 @@ def value_readers(node: Node) -> list[Node]:
 
 def is_same_call(a: Node, b: Node) -> bool:
     """Return True if both are the same node, or the same call of a pure op."""
-    alike = a.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
-    return a is b or (alike and is_pure(a))
+    same_call = a.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
+    return a is b or (same_call and is_pure(a))
 
 
 def is_only_read_by(value: Node, node: Node) -> bool:
@@ -382,32 +382,32 @@ def constant_value(node: Any) -> Number | None:
         return FULL_OPS.get(node.target)
     if node.target in FILL_OPS or node.target is aten.scalar_tensor.default:
         fill = OpCall(node)["fill_value" if node.target in FILL_OPS else "s"]
-        held = fill if isinstance(fill, Number) else constant_value(fill)
-        return None if held is None else _round_to_dtype(held, node.meta["val"].dtype)
+        number = fill if isinstance(fill, Number) else constant_value(fill)
+        return None if number is None else _round_to_dtype(number, node.meta["val"].dtype)
     if node.target is aten.repeat.default:
         return constant_value(node.args[0])
     if node.target is aten.sqrt.default:
         root = constant_value(node.args[0])
         return math.sqrt(root) if root is not None and root >= 0 else None
     source = move_source(node)
-    held = constant_value(source) if source is not None else None
+    number = constant_value(source) if source is not None else None
     return (
-        held
-        if held is None or source is None or _has_same_type(source, node)
-        else _cast_exactly(held, node.meta["val"].dtype)
+        number
+        if number is None or source is None or _has_same_type(source, node)
+        else _cast_exactly(number, node.meta["val"].dtype)
     )
 
 
-def _cast_exactly(held: Number, dtype: torch.dtype) -> Number | None:
+def _cast_exactly(number: Number, dtype: torch.dtype) -> Number | None:
     """Return the number in the dtype if it is exact, else None."""
-    found = _round_to_dtype(held, dtype)
-    return found if found == held else None
+    found = _round_to_dtype(number, dtype)
+    return found if found == number else None
 
 
-def _round_to_dtype(held: Number, dtype: torch.dtype) -> Number | None:
+def _round_to_dtype(number: Number, dtype: torch.dtype) -> Number | None:
     """Return an element of a tensor of the dtype filled with the number, or None if it cannot represent it."""
     try:
-        return torch.tensor(held, dtype=dtype, device="cpu").item()
+        return torch.tensor(number, dtype=dtype, device="cpu").item()
     except (RuntimeError, OverflowError, ValueError):
         return None
 
@@ -417,9 +417,9 @@ def _literal_tensor(x: Node) -> Number | None:
 
     Parameters and buffers do not count, because the user may change them.
     """
-    held = operator.attrgetter(x.target)(x.graph.owning_module)
+    number = operator.attrgetter(x.target)(x.graph.owning_module)
     constant = node_info(x).constant or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
-    return held.item() if constant and not isinstance(held, FakeTensor) else None
+    return number.item() if constant and not isinstance(number, FakeTensor) else None
 
 
 def scalar_value(x: Any, dtype: torch.dtype) -> float | None:

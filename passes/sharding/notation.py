@@ -87,9 +87,9 @@ def _check_known(text: str, options: tuple[tuple[str, Any], ...]) -> RulePattern
 
 
 def _read_sides(text: str, options: dict[str, Any]) -> RulePattern:
-    text, *said = (part.strip() for part in text.split(";"))
+    text, *parts = (part.strip() for part in text.split(";"))
     try:
-        options.update(_read_option(part) for part in said)
+        options.update(_read_option(part) for part in parts)
         operands, results = _split_sides(text)
         kinds = {f: kind for kind in FACTOR_KINDS for f in str(options.pop(kind, "")).split()}
         _check_rule(operands, results, kinds, options)

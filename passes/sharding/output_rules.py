@@ -50,18 +50,18 @@ def output_options(output: Node, outputs: str | Sequence[str]) -> dict[Node, lis
         The options by node.
     """
     leaves = pytree.tree_leaves(output.args[0])
-    words = [outputs] * len(leaves) if isinstance(outputs, str) else outputs
-    asked: dict[Node, list[str]] = {}
-    for leaf, word in zip(leaves, words, strict=True):
+    leaf_options = [outputs] * len(leaves) if isinstance(outputs, str) else outputs
+    by_node: dict[Node, list[str]] = {}
+    for leaf, option in zip(leaves, leaf_options, strict=True):
         if isinstance(leaf, Node):
-            asked.setdefault(leaf, []).append(word)
-    return asked
+            by_node.setdefault(leaf, []).append(option)
+    return by_node
 
 
-def gather_reason(value: torch.Tensor, words: Sequence[str]) -> str:
+def gather_reason(value: torch.Tensor, options: Sequence[str]) -> str:
     """Return the reason for which a sharded output is gathered; "" if it stays sharded."""
-    if "gather" in words:
+    if "gather" in options:
         return GATHER_REASON
-    if "local" in words:
+    if "local" in options:
         return ""
-    return SMALL_REASON if "lazy" not in words and current_bytes(value) < LARGE_OUTPUT else ""
+    return SMALL_REASON if "lazy" not in options and current_bytes(value) < LARGE_OUTPUT else ""

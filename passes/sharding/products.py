@@ -44,10 +44,10 @@ class ProductOperand:
 
     def simplify(self) -> ProductOperand:
         """Return the operand without a transpose that the order would revert."""
-        source, behind = move_source(self.node), permutation_of(self.node)
-        if source is None or behind is None or is_identity(self.order):
+        source, inner_order = move_source(self.node), permutation_of(self.node)
+        if source is None or inner_order is None or is_identity(self.order):
             return self
-        return ProductOperand(source, tuple(behind[d] for d in self.order)).simplify()
+        return ProductOperand(source, tuple(inner_order[d] for d in self.order)).simplify()
 
     def materialize(self, editor: GraphEditor, like: Node) -> Node:
         """Return a node with the dims in order."""
@@ -72,19 +72,19 @@ class ProductMatch:
         return is_identity(self.order)
 
 
-def match_product(node: Node, beside: bool = False) -> ProductMatch | None:
+def match_product(node: Node, with_addend: bool = False) -> ProductMatch | None:
     """Match a product without broadcasting and with at least three dims, or return None.
 
     Args:
         node: Node to match.
-        beside: Match products with an addend, too, see `product_addend`.
+        with_addend: Match products with an addend, too, see `product_addend`.
     """
     found = lookup_rule(node) if node.target in BATCHED_PRODUCTS else None
     call, rule = found if found is not None else (None, None)
     if call is None or rule is None or len(rule.operands) != (3 if "beta" in call.args else 2):
         return None
     scale = call.get("alpha", 1.0)
-    if (call.get("beta", 0) != 0 and not beside) or not isinstance(scale, (int, float)):
+    if (call.get("beta", 0) != 0 and not with_addend) or not isinstance(scale, (int, float)):
         return None
     (a, b), (out,) = rule.operands[-2:], rule.results
     batch = [x for x in out if x in a and x in b]
@@ -96,8 +96,8 @@ def match_product(node: Node, beside: bool = False) -> ProductMatch | None:
     left = ProductOperand(call.operands[-2], tuple(a.index(x) for x in (*batch, *rows, *contracted)))
     right = ProductOperand(call.operands[-1], tuple(b.index(x) for x in (*batch, *columns, *contracted)))
     order = tuple(out.index(x) for x in (*batch, *rows, *columns))
-    alike = all(map(is_same_size, left.shape[:-2], right.shape[:-2]))
-    return ProductMatch(left, right, float(scale), order) if alike else None
+    same_batch = all(map(is_same_size, left.shape[:-2], right.shape[:-2]))
+    return ProductMatch(left, right, float(scale), order) if same_batch else None
 
 
 def product_addend(node: Node) -> tuple[Node, float] | None:

@@ -45,7 +45,7 @@ RuleFunction = Callable[[OpCall], BoundRule | None]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # decorated functions keep their type
 TransferFunction = Callable[[OpCall], tuple[Placement, ...]]
 POINTWISE = torch.Tag.pointwise  # key of the rule for all ops that have the tag
-RULES: Table[RuleFunction] = Table("sharding rules", again=True)
+RULES: Table[RuleFunction] = Table("sharding rules", replace=True)
 TRANSFERS: Table[TransferFunction] = Table("placements of exchanges")
 _LOOKUP_CACHE: ContextVar[dict[Node, tuple[OpCall, BoundRule | None]] | None] = ContextVar(
     "calls and their rules", default=None

@@ -269,8 +269,8 @@ def window_shift_sizes(call: OpCall, n: int) -> list[tuple[int, Any]]:
     if call.node.target not in SHARD_WINDOWS or call["frame"] is None or n == 1:
         return []
     ((_, slides),) = _sp_windows(call).items()
-    lies = (call["frame"], call.get("result") or call["frame"])
-    frame, result = map_arg(lies, lambda node: node.meta["val"])
+    frames = (call["frame"], call.get("result") or call["frame"])
+    frame, result = map_arg(frames, lambda node: node.meta["val"])
     sliding = slides.sliding
     if sliding.rolls is not None:
         return ops.roll_shifts(sliding.rolls, frame, n)

@@ -76,8 +76,8 @@ def _start_candidates(demand: Demand, plan: PlacementPlan) -> dict[Node, Frame]:
     others = [
         x for x, p in zip(operands, plan.wants[demand.node]) if isinstance(p, Shard) and _has_frame(x, want, plan)
     ]
-    begun = [_start_nodes(x, want, plan) for x in others]
-    return dict.fromkeys((node for nodes in begun for node in nodes), have) if all(begun) else {}
+    started = [_start_nodes(x, want, plan) for x in others]
+    return dict.fromkeys((node for nodes in started for node in nodes), have) if all(started) else {}
 
 
 def _has_frame(node: Node, frame: Frame, plan: PlacementPlan) -> bool:
@@ -92,8 +92,8 @@ def _start_nodes(x: Node, frame: Frame, plan: PlacementPlan) -> list[Node]:
 
     def sharded(node: Node) -> list[Node]:
         """Return the operands of a node that are sharded and not cut as required."""
-        given = [i for i in node.all_input_nodes if plan.wants.get(i) != ()]  # a constant is cut as required
-        return [i for i in given if any(isinstance(p, Shard) for p in plan.placements.get(i, ()))]
+        declared = [i for i in node.all_input_nodes if plan.wants.get(i) != ()]  # a constant is cut as required
+        return [i for i in declared if any(isinstance(p, Shard) for p in plan.placements.get(i, ()))]
 
     nodes = list(iterate_reachable([x], sharded))
     if not all(node.op == "call_function" and _has_frame(node, frame, plan) for node in nodes):

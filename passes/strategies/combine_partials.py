@@ -28,23 +28,23 @@ class MarkPartialSums(DemandPass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
         plan, changes = job.plan(gm), 0
-        ways: dict[Node, tuple[Node, ...]] = {}  # ops that scale a sum, from the sum to the node
+        reductions: dict[Node, tuple[Node, ...]] = {}  # ops that scale a sum, from the sum to the node
         for node in gm.graph.nodes:
             if isinstance(plan.of(node), Partial):
-                ways[node] = ()
+                reductions[node] = ()
             elif node.target in LINEAR_OPS:
                 terms, sums = (
                     summed_operands(node),
-                    [x for x in OpCall(node).operands if x in ways and len(x.users) == 1],
+                    [x for x in OpCall(node).operands if x in reductions and len(x.users) == 1],
                 )
                 if len(terms) == 2 and sums == terms:
-                    for one in (node, *(step for x in sums for step in ways[x])):
+                    for one in (node, *(step for x in sums for step in reductions[x])):
                         set_node_info(one, combines=True)
-                    ways[node] = ()
+                    reductions[node] = ()
                     changes += 1
                     self.note(node, "adds local sums before the all-reduce")
                 elif len(sums) == 1 and _is_sum_scaling(node, sums[0], terms, plan):
-                    ways[node] = (*ways[sums[0]], node)
+                    reductions[node] = (*reductions[sums[0]], node)
         return changes
 
 
@@ -53,5 +53,5 @@ def _is_sum_scaling(node: Node, x: Node, terms: list[Node], plan: PlacementPlan)
 
     A sharded factor does not scale a rank's share of all rows, nor does a rank's share of another sum.
     """
-    whole = all(isinstance(plan.of(y), Replicate) for y in OpCall(node).operands if y is not x)
-    return whole and x in (terms if len(terms) == 1 else scaled_operands(node))
+    others_replicated = all(isinstance(plan.of(y), Replicate) for y in OpCall(node).operands if y is not x)
+    return others_replicated and x in (terms if len(terms) == 1 else scaled_operands(node))

@@ -91,8 +91,8 @@ class RepeatPasses(Passes):
             if not job.plan(gm).demands:
                 return changes
             changes += super().apply(gm, job)
-        if left := job.plan(gm).demands:
-            demand = left[0]
+        if remaining := job.plan(gm).demands:
+            demand = remaining[0]
             cause = f"{describe_node(demand.node)} has a demand ({demand.kind}) that no strategy claims: {demand.why}."
             raise SpError("SP912", cause)
         return changes

@@ -58,8 +58,8 @@ class GatherOperands(DemandPass):
         """Change a gather for a node on shards to one for a replicated node, which has the other backward."""
         gathered = demanded_operand(node, demand.operand)
         with self.insert_after(gathered):
-            whole = self.emit(sp.unshard.default, gathered.args, gathered.meta["val"], node)
-        replace_operand(node, demand.operand, whole)
+            unsharded = self.emit(sp.unshard.default, gathered.args, gathered.meta["val"], node)
+        replace_operand(node, demand.operand, unsharded)
 
     def _gather_reason(self, demand: Demand) -> str:
         operand = demanded_operand(demand.node, demand.operand)
@@ -75,12 +75,12 @@ class GatherOperands(DemandPass):
                 self._regather(node, demand)
             return
         op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default
-        whole = next((u for u in source.users if u.target is op and u.args[0] is source), None)
-        if whole is None:
+        gathered = next((u for u in source.users if u.target is op and u.args[0] is source), None)
+        if gathered is None:
             args = (source, have.dim, self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
             with self.insert_after(source):
-                whole = self.emit(op, args, source.meta["val"], node)
-        replace_operand(node, demand.operand, whole)
+                gathered = self.emit(op, args, source.meta["val"], node)
+        replace_operand(node, demand.operand, gathered)
         if node.op != "output":
             text = f"{demand.why} (global shape {list(source.meta['val'].shape)})"
             self.note(node, text, kind=NoteKind.GATHERED)

@@ -98,8 +98,8 @@ class ExchangeHalos(DemandPass):
         (i,) = sharded
         shard, row = have[i], call.operands[1 - i]
         assert isinstance(shard, Shard)
-        alike = all(o.meta["val"].dtype == node.meta["val"].dtype for o in call.operands)
-        if not alike or not is_same_size(call.shape(1 - i)[shard.dim], 1) or row is call.operands[i]:
+        same = all(o.meta["val"].dtype == node.meta["val"].dtype for o in call.operands)
+        if not same or not is_same_size(call.shape(1 - i)[shard.dim], 1) or row is call.operands[i]:
             return None
         placed = place_window(self._extend_by_row(call, i), shard, self.job.ranks.n)
         return (i, shard, placed) if isinstance(placed, Shard) else None
@@ -132,8 +132,8 @@ class ExchangeHalos(DemandPass):
         found = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)
         if isinstance(found, str) or have.dim != want.dim or not want.frame.order.is_in_order:
             return None
-        alike = is_same_size(have.frame.size, want.frame.size) and is_same_size(have.frame.length, want.frame.length)
-        return (have, want) if alike and is_same_size(want.outer, 1) and is_same_size(want.inner, 1) else None
+        same = is_same_size(have.frame.size, want.frame.size) and is_same_size(have.frame.length, want.frame.length)
+        return (have, want) if same and is_same_size(want.outer, 1) and is_same_size(want.inner, 1) else None
 
     def _move(self, node: Node, demand: Demand) -> None:
         found = self._match_neighbors(node, demand)

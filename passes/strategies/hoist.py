@@ -51,7 +51,7 @@ class SelectedRows:
     keeps_dim: bool = True  # False if the dim is removed
 
 
-RowsAsked = SlicePiece | SelectedRows
+RowRequest = SlicePiece | SelectedRows
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class RowChain:
         """Return the nodes of the steps."""
         return [step.node for step in self.steps]
 
-    def first_reader(self, given: Node) -> Node:
+    def first_reader(self, rows: Node) -> Node:
         """Return the first step that reads these rows."""
-        return min(s.node for s in self.steps if any(OpCall(s.node).operands[i] is given for i in s.operands))
+        return min(s.node for s in self.steps if any(OpCall(s.node).operands[i] is rows for i in s.operands))
 
     @property
     def width(self) -> int:
@@ -95,8 +95,8 @@ class HoistSlices(DemandPass):
         self.demanding, self.axes = {demand.node for demand in job.plan(gm).demands}, job.axes(gm)
         self.learns_nothing = no_grad_nodes(gm.graph)
         placed = (p for placements in job.plan(gm).placements.values() for p in placements)
-        self.dealt = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in placed)
-        self.asked: dict[Node, int] = {}  # rows of a source that all of its slices read together
+        self.is_balanced = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in placed)
+        self.wanted: dict[Node, int] = {}  # rows of a source that all of its slices read together
         return super().apply(gm, job)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
@@ -130,7 +130,7 @@ class HoistSlices(DemandPass):
             best = chain if chain.width < best.width else best
         return best if best.steps and _late_inputs(node, first.source, min(best.nodes)) is not None else None
 
-    def _saves_work(self, node: Node, pieces: dict[int, RowsAsked]) -> bool:
+    def _saves_work(self, node: Node, pieces: dict[int, RowRequest]) -> bool:
         """Return True if no rank computes more rows for the slices than for its shard of their source.
 
         Results that are sequences are sharded again, unless an input is in the load-balanced order. Otherwise every
@@ -139,11 +139,13 @@ class HoistSlices(DemandPass):
         n, source = self.job.ranks.n, OpCall(node).operands[0]
         results = [node] if is_tensor(node) else list(read_results(node).values())
         if all(self.axes.sequence_dims(x) for x in results):
-            return not self.dealt
-        if source not in self.asked:
+            return not self.is_balanced
+        if source not in self.wanted:
             cuts = [user for user in source.users if user in self.demanding and user.target in SLICE_OPS]
-            self.asked[source] = sum(assume_large(piece.length) for cut in cuts for piece in _slices_read(cut).values())
-        return all(n * self.asked[source] <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values())
+            self.wanted[source] = sum(
+                assume_large(piece.length) for cut in cuts for piece in _slices_read(cut).values()
+            )
+        return all(n * self.wanted[source] <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values())
 
     def _extend_chain(self, chain: RowChain, cut: Node) -> RowChain | None:
         """Return the chain with the producer of the last input that may be recomputed, or None."""
@@ -152,9 +154,9 @@ class HoistSlices(DemandPass):
             if step is None:
                 continue
             others = {x: rows for x, rows in chain.inputs.items() if x is not node}
-            made_of = {OpCall(node).operands[i]: rows for i, rows in step.operands.items()}
-            if all(_is_same_slice(others.get(x, rows), rows) for x, rows in made_of.items()):
-                return RowChain({**others, **made_of}, (*chain.steps, step))
+            operand_rows = {OpCall(node).operands[i]: rows for i, rows in step.operands.items()}
+            if all(_is_same_slice(others.get(x, rows), rows) for x, rows in operand_rows.items()):
+                return RowChain({**others, **operand_rows}, (*chain.steps, step))
         return None
 
     def _can_recompute(self, node: Node, chain: RowChain, cut: Node) -> bool:
@@ -171,20 +173,20 @@ class HoistSlices(DemandPass):
         alone = all(user in mine or (user in self.demanding and user.target in SLICE_OPS) for user in node.users)
         return alone or self.job.ranks.n > 1 or isinstance(self.job.tiles, int)
 
-    def _rebuild_chain(self, chain: RowChain, source: Node, piece: RowsAsked, like: Node) -> Node:
+    def _rebuild_chain(self, chain: RowChain, source: Node, piece: RowRequest, like: Node) -> Node:
         """Emit a slice of the source from slices of the inputs of the chain."""
-        made: dict[Node, Node] = {}
+        emitted: dict[Node, Node] = {}
         for x, rows in chain.inputs.items():
             with self.graph.inserting_before(chain.first_reader(x)):  # an input may be created after the first step
-                made[x] = self._slice_rows(x, rows, piece, like)
+                emitted[x] = self._slice_rows(x, rows, piece, like)
         for step in reversed(chain.steps):
-            made[step.node] = self._rebuild_step(step, made, piece)
+            emitted[step.node] = self._rebuild_step(step, emitted, piece)
         if piece.keeps_dim:
-            return made[source]
+            return emitted[source]
         with self.graph.inserting_before(like):
-            return self.compute(aten.select.int, (made[source], piece.dim, 0), like)
+            return self.compute(aten.select.int, (emitted[source], piece.dim, 0), like)
 
-    def _slice_rows(self, x: Node, rows: RowsAt, piece: RowsAsked, like: Node) -> Node:
+    def _slice_rows(self, x: Node, rows: RowsAt, piece: RowRequest, like: Node) -> Node:
         """Emit the rows of a chain input from which the steps compute a slice of the source."""
         dim, first = rows
         if isinstance(piece, SlicePiece):
@@ -202,10 +204,10 @@ class HoistSlices(DemandPass):
         args = ([None] * dim + [at],) if like.target is aten.index.Tensor else (dim, at)
         return self.compute(like.target, (x, *args), like)
 
-    def _rebuild_step(self, step: RowWiseNode, made: dict[Node, Node], piece: RowsAsked) -> Node:
+    def _rebuild_step(self, step: RowWiseNode, emitted: dict[Node, Node], piece: RowRequest) -> Node:
         """Emit a step of the chain on sliced operands."""
         node, (call, rule) = step.node, _has_known_shape(step.node)
-        operands = [made[x] if i in step.operands else x for i, x in enumerate(call.operands)]
+        operands = [emitted[x] if i in step.operands else x for i, x in enumerate(call.operands)]
         if rule.window == step.dim:
             return operands[0]
         with self.graph.inserting_before(node), restore_autocast(node):
@@ -216,7 +218,7 @@ class HoistSlices(DemandPass):
             return self.compute(node.target, args, node, kwargs)
 
 
-def _slices_read(node: Node) -> dict[int, RowsAsked]:
+def _slices_read(node: Node) -> dict[int, RowRequest]:
     """Return the slices of a node that are read, by index; {} if the position of one is unknown."""
     numbers = [0] if is_tensor(node) else list(read_results(node))
     found = {

@@ -118,25 +118,25 @@ class _TwoLevelScan:
         self.x, self.dim, self.op = call.operands[0], call.dim(), call["op"]
         self.exclusive, self.reverse = call["exclusive"], call["reverse"]
         # The dtype of accumulation, so that the sum of the parts is rounded once, as the result of one scan.
-        given = call["accumulate"] if self.op in ("sum", "prod") else None
-        self.wide = given or accumulate_dtype(self.op, self.value.dtype, self.value.device)
+        dtype = call["accumulate"] if self.op in ("sum", "prod") else None
+        self.wide = dtype or accumulate_dtype(self.op, self.value.dtype, self.value.device)
 
     def run(self, shard: Shard) -> Node:
         """Emit the scan in two levels, and return the node of its result."""
         dim, length = self.dim, shard.frame.length
         parts = (shard.outer, length) if is_same_size(shard.inner, 1) else (shard.outer * length, shard.inner)
-        x, whole = self.editor.cast(self.x, self.wide, self.node), as_sizes(self.value.shape)
-        x = self.editor.reshape(x, (*whole[:dim], *parts, *whole[dim + 1 :]), self.node)
+        x, full = self.editor.cast(self.x, self.wide, self.node), as_sizes(self.value.shape)
+        x = self.editor.reshape(x, (*full[:dim], *parts, *full[dim + 1 :]), self.node)
         each, before = self.two_levels(x, dim)
         set_node_info(before if is_same_size(shard.inner, 1) else each, is_aside=True)
         both = self.call(COMBINE_OPS[self.op], self.call(aten.unsqueeze.default, before, dim + 1), each)
-        return self.editor.cast(self.editor.reshape(both, whole, self.node), self.value.dtype, self.node)
+        return self.editor.cast(self.editor.reshape(both, full, self.node), self.value.dtype, self.node)
 
     def two_levels(self, y: Node, dim: int) -> tuple[Node, Node]:
         """Return the scan of dim + 1, and the total of all rows of `dim` before each row."""
         each = self.scan(y, dim + 1, self.exclusive)
-        whole = self.call(COMBINE_OPS[self.op], each, y) if self.exclusive else each
-        last = self.call(aten.select.int, whole, dim + 1, 0 if self.reverse else -1)
+        full = self.call(COMBINE_OPS[self.op], each, y) if self.exclusive else each
+        last = self.call(aten.select.int, full, dim + 1, 0 if self.reverse else -1)
         return each, self.scan(last, dim, True)
 
     def scan(self, x: Node, dim: int, exclusive: bool) -> Node:
@@ -161,7 +161,7 @@ class ShardScans(DemandPass):
     def call(self, graph_module: GraphModule) -> PassResult:
         """Run the pass on a graph module, then replace the remaining slow scans."""
         claimed = super().call(graph_module).modified
-        return PassResult(graph_module, UseFastScans(self.given)(graph_module).modified or claimed)
+        return PassResult(graph_module, UseFastScans(self.settings)(graph_module).modified or claimed)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""

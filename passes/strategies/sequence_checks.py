@@ -103,12 +103,12 @@ class FindSequences(Pass):
         self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
 
 
-def _refuse_local(found: dict[Node, list[int]], job: PassContext) -> None:
-    """Raise SpError if the sequence of local inputs was not found at capture.
+def _refuse_local(shards: dict[Node, list[int]], job: PassContext) -> None:
+    """Raise SpError if the sequence of local inputs was not shards at capture.
 
     Its length is then a part of the program (SP306), or it does not reach an input (SP307).
     """
-    for node, dims in found.items():
+    for node, dims in shards.items():
         if dims and node.name not in job.inputs:
             raise SpError(
                 "SP306",
@@ -116,7 +116,7 @@ def _refuse_local(found: dict[Node, list[int]], job: PassContext) -> None:
                 "of steps of the program (a loop, a scan in rounds or as a tree, torch.scan).",
             )
     if not job.inputs:
-        names = [argument_name(node) for node in found if is_tensor(node)]
+        names = [argument_name(node) for node in shards if is_tensor(node)]
         raise SpError(
             "SP307",
             f"inputs='local': the sequence could not be traced to one of the inputs {names}, where it is a part of "
@@ -132,7 +132,7 @@ def _describe_candidates(gm: GraphModule) -> str:
         if name in NO_SEQUENCE_FIX or node_info(node).scanned is not None:
             why = NO_SEQUENCE_FIX.get(name, "whose dim is created inside the model")
             found.setdefault(f"{name} at {node_line(node)}", why)
-    each = "; ".join(f"{what}, {why}" for what, why in found.items())
+    each = "; ".join(f"{subject}, {why}" for subject, why in found.items())
     return f" (there is {each})" if each else ""
 
 
@@ -150,8 +150,8 @@ class PlaceOutputs(Pass):
         """Apply the pass to a graph and return the number of changes."""
         plan = job.plan(gm)
         _check_local_outputs(gm, plan, job)
-        for node, words in output_options(gm.graph.output_node(), job.outputs).items():
-            why = _gathered_reason(node, plan, words)
+        for node, options in output_options(gm.graph.output_node(), job.outputs).items():
+            why = _gathered_reason(node, plan, options)
             if why not in ("", GATHER_REASON):
                 self.note(node.all_input_nodes[0], why, node.all_input_nodes[0].name, NoteKind.UNSHARDED)
         job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
@@ -170,18 +170,18 @@ def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
     return fixed
 
 
-def _gathered_reason(node: Node, plan: PlacementPlan, words: list[str]) -> str:
+def _gathered_reason(node: Node, plan: PlacementPlan, options: list[str]) -> str:
     """Return the reason why a sharded result is gathered, "" for other results."""
     if node.target is not torch.ops.sp.unshard.default:
         return ""
     source = node.all_input_nodes[0]
     have = plan.of(source)
-    return gather_reason(source.meta["val"], words) if isinstance(have, Shard) else ""
+    return gather_reason(source.meta["val"], options) if isinstance(have, Shard) else ""
 
 
 def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
-    n, asked = job.ranks.n, output_options(gm.graph.output_node(), job.outputs)
-    for node in [node for node, words in asked.items() if "local" in words]:
+    n, requested = job.ranks.n, output_options(gm.graph.output_node(), job.outputs)
+    for node in [node for node, options in requested.items() if "local" in options]:
         have = plan.of(node)
         if isinstance(have, Shard) and not (have.frame.is_exact(n) or _guard_divisible(node, have, n)):
             raise SpError(
@@ -194,9 +194,9 @@ def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext)
 def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
     """Return True if n divides the length now. A symbolic length gets a guard."""
     length = node.meta["val"].shape[have.dim]
-    whole = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
+    covers_dim = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
     plain = is_same_size(have.outer, 1) and is_same_size(have.inner, 1)
-    return isinstance(length, torch.SymInt) and whole and plain and bool(length % n == 0)
+    return isinstance(length, torch.SymInt) and covers_dim and plain and bool(length % n == 0)
 
 
 def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) -> list[str]:

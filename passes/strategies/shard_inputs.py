@@ -32,15 +32,15 @@ class ShardAttentionInputs(Pass):
         if job.ranks.n == 1 or not found:
             return 0
         axes, plan = job.axes(gm), job.plan(gm)
-        made: dict[Node, Node] = {}
+        emitted: dict[Node, Node] = {}
         for node in found:
             operands = dict.fromkeys(OpCall(node).operands[:3])
             if axes.shard(node) is None or any(plan.of(x) != REPLICATE for x in operands):
                 continue
             for x in operands:
-                if x not in made:
+                if x not in emitted:
                     with gm.graph.inserting_before(node):
-                        made[x] = self.compute(torch.ops.aten.clone.default, (x,), node)
-                    set_node_info(made[x], starts_sequence=True)
-                node.replace_input_with(x, made[x])
-        return len(made)
+                        emitted[x] = self.compute(torch.ops.aten.clone.default, (x,), node)
+                    set_node_info(emitted[x], starts_sequence=True)
+                node.replace_input_with(x, emitted[x])
+        return len(emitted)

@@ -40,8 +40,8 @@ class BucketReductions(Pass):
         assert job.input_placements is not None
         kinds: dict[tuple[Any, ...], list[Node]] = {}
         for node in gm.graph.find_nodes(op="call_function", target=sp.all_reduce.default):
-            made_from = node_info(node).origin
-            if made_from is None or not isinstance(job.input_placements.of(made_from.args[0]), Partial):
+            origin = node_info(node).origin
+            if origin is None or not isinstance(job.input_placements.of(origin.args[0]), Partial):
                 continue
             value = node.meta["val"]
             _, ends = _derived_nodes(node)
@@ -55,9 +55,11 @@ class BucketReductions(Pass):
 
 def _derived_nodes(node: Node) -> tuple[set[Node], set[Node]]:
     """Return the moves of a value, and its final readers: outputs or a bucket. Empty for other readers."""
-    made = reachable_set([node], lambda n: [user for user in n.users if not _is_graph_end(user) and is_move_op(user)])
-    readers = {user for n in made for user in n.users} - made
-    return (made - {node}, readers) if all(map(_is_graph_end, readers)) else (set(), set())
+    derived = reachable_set(
+        [node], lambda n: [user for user in n.users if not _is_graph_end(user) and is_move_op(user)]
+    )
+    readers = {user for n in derived for user in n.users} - derived
+    return (derived - {node}, readers) if all(map(_is_graph_end, readers)) else (set(), set())
 
 
 def _is_graph_end(user: Node) -> bool:
@@ -66,7 +68,7 @@ def _is_graph_end(user: Node) -> bool:
 
 def _reduce_together(editor: GraphEditor, bucket: list[Node], end: Node) -> None:
     graph, first = editor.graph, bucket[0]
-    made = set().union(*(_derived_nodes(node)[0] for node in bucket))
+    derived = set().union(*(_derived_nodes(node)[0] for node in bucket))
     with graph.inserting_before(end):
         parts = [node.args[0] for node in bucket]
         shapes = [node_shape(node) for node in bucket]
@@ -79,7 +81,7 @@ def _reduce_together(editor: GraphEditor, bucket: list[Node], end: Node) -> None
             piece = editor.emit(operator.getitem, (pieces, i), pieces.meta["val"][i], node)
             whole = editor.compute(aten.reshape.default, (piece, editor.sizes.list(shape)), node)
             node.replace_all_uses_with(whole)
-    for node in sorted(made):  # after their new operands
+    for node in sorted(derived):  # after their new operands
         end.prepend(node)
     for node in bucket:
         graph.erase_node(node)

@@ -82,7 +82,7 @@ def _row_axes(axes: Axes, node: Node) -> Iterator[Atom]:
 def _is_linear_output(node: Node) -> bool:
     """Return True if the value is a product with a weight, up to a bias, moves and casts."""
 
-    def made_of(node: Node) -> Sequence[Node]:
+    def operands_of(node: Node) -> Sequence[Node]:
         """Return the operands of an op that moves, casts or adds values."""
         found = lookup_rule(node)
         if found is None or transfer_of(node.target) is not None:
@@ -90,7 +90,7 @@ def _is_linear_output(node: Node) -> bool:
         call, rule = found
         return call.operands if rule is None or rule.reshapes or not rule.vanishing else ()
 
-    rules = [found[1] for made in reachable_set([node], made_of) if (found := lookup_rule(made)) is not None]
+    rules = [found[1] for source in reachable_set([node], operands_of) if (found := lookup_rule(source)) is not None]
     return any(rule is not None and rule.is_contraction for rule in rules)
 
 
@@ -111,7 +111,7 @@ def common_inputs(plan: PlacementPlan) -> set[str]:
 
     Values computed from them are combined with shards, row by row.
     """
-    whole = [
+    full = [
         operand
         for node, wants in plan.wants.items()
         if any(isinstance(w, Shard) for w in wants) and (found := lookup_rule(node)) is not None
@@ -119,9 +119,9 @@ def common_inputs(plan: PlacementPlan) -> set[str]:
         if isinstance(plan.of(operand), Replicate)
     ]
 
-    def made_of(node: Node) -> Sequence[Node]:
+    def operands_of(node: Node) -> Sequence[Node]:
         """Return the operands of a node that is not an exchange."""
         exchanged = node_info(node).result is not None or transfer_of(node.target) is not None
         return () if exchanged else node.all_input_nodes
 
-    return {n.name for n in reachable_set(whole, made_of) if n.op in ("placeholder", "get_attr")}
+    return {n.name for n in reachable_set(full, operands_of) if n.op in ("placeholder", "get_attr")}

@@ -45,17 +45,17 @@ class GatherScattered(GatherOperands):
 
     def _gather_upstream(self, source: Node) -> Node:
         """Return the gathered value; the gather moves up through nodes that only move data."""
-        wholes = self.job.gathered
-        if source not in wholes:
+        gathered = self.job.gathered
+        if source not in gathered:
             if _can_gather_operand(source) and isinstance(self.plan.of(OpCall(source).operands[0]), Shard):
                 moved = self._gather_upstream(OpCall(source).operands[0])
                 args, kwargs = OpCall(source).with_operands([moved])
                 with self.insert_after(source):
-                    whole = self.emit(source.target, args, source.meta["val"], source, kwargs)
+                    full = self.emit(source.target, args, source.meta["val"], source, kwargs)
             else:
-                whole = self._gather_cached(source)
-            wholes[source] = whole
-        return wholes[source]
+                full = self._gather_cached(source)
+            gathered[source] = full
+        return gathered[source]
 
     def _gather_cached(self, source: Node) -> Node:
         have = self.plan.of(source)
@@ -63,12 +63,12 @@ class GatherScattered(GatherOperands):
         args = (source, have.dim, self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
         value = source.meta["val"]
         with self.insert_after(source):
-            whole = self.emit(sp.all_gather.default, args, value, source)
+            full = self.emit(sp.all_gather.default, args, value, source)
         if have.outer != 1 or is_same_size(size_product(as_sizes(value.shape)[: have.dim]), 1):
-            return whole  # the gathered dim is outermost, so rows arrive in order
-        with self.insert_after(whole):
+            return full  # the gathered dim is outermost, so rows arrive in order
+        with self.insert_after(full):
             options = {"memory_format": torch.contiguous_format}
-            return self.emit(aten.clone.default, (whole,), value, source, options)
+            return self.emit(aten.clone.default, (full,), value, source, options)
 
 
 def _can_gather_operand(node: Node) -> bool:

@@ -38,7 +38,7 @@ from .bucket_collectives import BucketReductions
 from .choose_layers import choose_scatter_dims, common_inputs, count_row_nodes
 from .gather_scattered import GatherScattered
 from .tidy_layers import DrawFullTensors, DropOverwrites
-from .varying import LinearLayer, MarkVarying, ScatterContext, find_reductions, wait_of
+from .varying import LinearLayer, MarkVarying, ScatterContext, find_reductions, find_wait
 
 sp = torch.ops.sp
 IDLE_REASON = "all its rows are needed at once"
@@ -59,7 +59,7 @@ class ScatterReductions(Pass):
         return len(cut)
 
     def _scatter(self, node: Node, shard: Shard) -> Node:
-        wait, frame = wait_of(node), SizeBuilder(self.graph).list(shard.frame_arg())
+        wait, frame = find_wait(node), SizeBuilder(self.graph).list(shard.frame_arg())
         assert wait is not None
         args = (node.args[0], shard.dim, frame, self.job.ranks.n, self.job.ranks.group)
         return self.replace_call(wait, sp.reduce_scatter.default, args, node)

@@ -43,10 +43,10 @@ class DrawFullTensors(Pass):
         """Apply the pass to a graph and return the number of changes."""
         drawn = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE_OPS, *DROPOUT_OPS)]
         differ = find_varying_nodes(gm, name_axes(gm), job.varying) if drawn else set()
-        alike = [node for node in drawn if node not in differ]
-        for node in alike:
+        replicated = [node for node in drawn if node not in differ]
+        for node in replicated:
             (_draw_full if node.target in LIKE_OPS else _drop_full)(self, node)
-        return len(alike)
+        return len(replicated)
 
 
 def _draw_full(editor: GraphEditor, node: Node) -> None:
@@ -85,19 +85,19 @@ class DropOverwrites(Pass):
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
-        gone: dict[Node, Node] = {}
+        replaced: dict[Node, Node] = {}
         copied = 0
         for node in gm.graph.find_nodes(op="call_function", target=aten.copy.default):
             old, new = node.args[0].meta["val"], node.args[1].meta["val"]
             if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
                 continue
             if old.stride() == new.stride():
-                gone[node] = node.args[1]
+                replaced[node] = node.args[1]
                 node.replace_all_uses_with(node.args[1])
                 gm.graph.erase_node(node)
             elif old.is_contiguous():
                 node.target, node.args = aten.clone.default, (node.args[1],)
                 node.kwargs = {"memory_format": torch.contiguous_format}
                 copied += 1
-        job.facts = job.facts.for_graph(gone)
-        return len(gone) + copied
+        job.facts = job.facts.for_graph(replaced)
+        return len(replaced) + copied

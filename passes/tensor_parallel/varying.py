@@ -89,9 +89,9 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
         return None
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
     read = sum(num_elements(call.operands[i].meta["val"]) for i in shards)
-    made = sum(map(num_elements, call.results()))
+    created = sum(map(num_elements, call.results()))
     lost = any(rule.local_part(rule.operands[i], p)[0] in rule.vanishing for i, p in shards.items())
-    if (2 * made if lost else made) > read:
+    if (2 * created if lost else created) > read:
         return "its operands are smaller to gather than its result would be to " + ("sum" if lost else "gather")
     return None
 
@@ -104,10 +104,10 @@ def num_elements(value: torch.Tensor) -> int:
 def find_reductions(gm: GraphModule, group: str) -> list[Node]:
     """Return every all_reduce(sum) over the group whose only user is a wait."""
     found = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
-    return [n for n in found if exchange_group(n) == group and n.args[1] == "sum" and wait_of(n) is not None]
+    return [n for n in found if exchange_group(n) == group and n.args[1] == "sum" and find_wait(n) is not None]
 
 
-def wait_of(node: Node) -> Node | None:
+def find_wait(node: Node) -> Node | None:
     """Return the wait that is the node's only user, or None."""
     users = list(node.users)
     alone = len(users) == 1 and users[0].target is c10d.wait_tensor.default
@@ -144,11 +144,11 @@ def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None)
         over = exchange_group(node) if namespace_of(node.target) == c10d.name else None
         left: Placement | None = None
         if over is not None:
-            whole = node.target.__name__.partition(".")[0] in REPLICATED_RESULTS
+            is_full = node.target.__name__.partition(".")[0] in REPLICATED_RESULTS
             if over.partition("/")[0] == group:
-                left = REPLICATE if over == group and whole else VARYING
+                left = REPLICATE if over == group and is_full else VARYING
             elif grid is not None:
-                left = grid.placement_after(over, whole)
+                left = grid.placement_after(over, is_full)
         elif node.target is sp.rank.default:
             left = None if grid is not None and node.args[0] in grid.level else VARYING
         if left is not None:

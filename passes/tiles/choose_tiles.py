@@ -67,27 +67,29 @@ def choose_tile_counts(
             -(-inner_bytes(region) // TILE_BYTES) if number and inner_bytes(region) >= LARGE_BYTES else 0
             for region, number in zip(regions, numbers)
         ]
-    kept = [_saved_bytes(view, region, number) for region, number in zip(regions, numbers)]
-    of_all = [nbytes * times(view.source[region.seed_products[0]]) for region, nbytes in zip(regions, kept)]
-    beside = memory.used - sum(nbytes for nbytes, number in zip(of_all, numbers) if number)
-    whole = [2 * nbytes if number else 2 * inner_bytes(one) for one, nbytes, number in zip(regions, kept, numbers)]
-    again = beside + max((w for w, number in zip(whole, numbers) if not number), default=0) > memory.device
-    if again:
-        beside -= sum(nbytes for nbytes, number in zip(of_all, numbers) if not number)
+    kept_bytes = [_saved_bytes(view, region, number) for region, number in zip(regions, numbers)]
+    of_all = [nbytes * times(view.source[region.seed_products[0]]) for region, nbytes in zip(regions, kept_bytes)]
+    other_bytes = memory.used - sum(nbytes for nbytes, number in zip(of_all, numbers) if number)
+    inner = [
+        2 * nbytes if number else 2 * inner_bytes(one) for one, nbytes, number in zip(regions, kept_bytes, numbers)
+    ]
+    recompute = other_bytes + max((w for w, number in zip(inner, numbers) if not number), default=0) > memory.device
+    if recompute:
+        other_bytes -= sum(nbytes for nbytes, number in zip(of_all, numbers) if not number)
 
     def amount(region: TileRegion, nbytes: int, number: bool) -> int:
         """Return the number of tiles of a region with `nbytes` inside; 0 if it is not tiled."""
-        wanted = beside + nbytes > memory.device or nbytes > MEMORY_SHARE * memory.device if number else again
-        room = min(beside, memory.device - beside)
+        wanted = other_bytes + nbytes > memory.device or nbytes > MEMORY_SHARE * memory.device if number else recompute
+        limit = min(other_bytes, memory.device - other_bytes)
         most = -(-inner_bytes(region) // TILE_BYTES)
-        return (min(most, max(2, math.ceil(nbytes / room))) if room > 0 else most) if wanted and most > 1 else 0
+        return (min(most, max(2, math.ceil(nbytes / limit))) if limit > 0 else most) if wanted and most > 1 else 0
 
-    return [amount(*one) for one in zip(regions, whole, numbers)]
+    return [amount(*one) for one in zip(regions, inner, numbers)]
 
 
 def _saved_bytes(view: TokenView, region: TileRegion, number: bool) -> int:
     """Return the bytes of the inside that are saved for the backward: of a loss, its log-probabilities."""
     if number:
         return sum(node_bytes(node, 4) for node in region.seed_products)
-    again = "ac_graph_id" in view.source[region.seed_products[0]].meta
-    return 0 if again else inner_bytes(region) // len(region.seed_products)
+    recompute = "ac_graph_id" in view.source[region.seed_products[0]].meta
+    return 0 if recompute else inner_bytes(region) // len(region.seed_products)

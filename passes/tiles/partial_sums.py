@@ -114,6 +114,6 @@ def _packet_name(node: Node) -> str:
 
 
 def _transpose(gm: GraphModule, x: Node) -> Node:
-    made = gm.graph.call_function(aten.t.default, (x,))
-    made.meta["val"] = x.meta["val"].t()
-    return made
+    emitted = gm.graph.call_function(aten.t.default, (x,))
+    emitted.meta["val"] = x.meta["val"].t()
+    return emitted

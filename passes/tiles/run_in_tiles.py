@@ -93,59 +93,59 @@ class RunInTiles(Pass):
         if not redraws_in_backward(program):
             self.note_refusal(node, "a backward that recomputes it would draw different random numbers")
             return False
-        late, ends = _late_nodes(view, region), node_line(view.source[region.nodes[-1]])
-        made_by_tiles = self._emit_tiles(view, region, program, tiles, late)
-        length, whole = tile_length(total, tiles), inner_bytes(region)
+        late_nodes, ends = _late_nodes(view, region), node_line(view.source[region.nodes[-1]])
+        replacements = self._emit_tiles(view, region, program, tiles, late_nodes)
+        length, nbytes = tile_length(total, tiles), inner_bytes(region)
         recomputed = bool(program.gradients) and not program.at_once
         way = "the backward recomputes it" if recomputed else "its gradients are computed in the same loop"
         back = f"; {way}" if program.gradients else ""
         again = "; results with other readers are computed twice" if region.shared else ""
         self.note(
             node,
-            f"{tiles} tiles of {length} of {total} rows: intermediate values of {_format_size(whole)} become "
-            f"{_format_size(whole * length // total)}{back}{again}",
+            f"{tiles} tiles of {length} of {total} rows: intermediate values of {_format_size(nbytes)} become "
+            f"{_format_size(nbytes * length // total)}{back}{again}",
         )
         if recomputed and any(has_policy(view.source[one]) for one in region.nodes):
             self.note_refusal(node, "its checkpoint policy does not apply to tiles", "checkpoint_policy")
         if region.shared:
             for one in region.nodes:
                 set_node_info(view.source[one], recomputed=True)
-        of_tile = whole * length // total
-        made = TiledRegion(
+        of_tile = nbytes * length // total
+        tiled = TiledRegion(
             node.name,
             node_line(node),
             tiles,
             total,
-            whole,
+            nbytes,
             of_tile,
             node_layer(node),
             ends,
             recomputed,
             bool(region.shared),
         )
-        job.tiled_regions.append(made)
-        view.source.update(made_by_tiles)  # the operands of the next regions
+        job.tiled_regions.append(tiled)
+        view.source.update(replacements)  # the operands of the next regions
         return True
 
     def _emit_tiles(
-        self, view: TokenView, region: TileRegion, program: TileProgram, tiles: int, late: list[Node]
+        self, view: TokenView, region: TileRegion, program: TileProgram, tiles: int, late_nodes: list[Node]
     ) -> dict[Node, Node]:
         """Emit the tiles, and return the nodes that replace the region's results."""
         last, place = view.source[region.nodes[-1]], _insertion_node(view, region)
         assert place is not None
         with self.graph.inserting_before(place.next):
             rows = [self._split_rows(view, x, last) for x in region.rows]
-            whole = [view.source[x] for x in region.replicated]
+            replicated = [view.source[x] for x in region.replicated]
             seed = self._emit_seed(last) if any(is_dropout(n) for n in region.nodes) else None
-            args = (rows, whole, tiles, program.name, seed)
+            args = (rows, replicated, tiles, program.name, seed)
             one = self.compute(sp.tiled.default, args, last)
-            made = [self._merge_rows(view, x, one, i) for i, x in enumerate(region.results)]
-        for node in reversed(late):
-            made[-1].append(node)
-        for x, fresh in zip(region.results, made):
+            merged = [self._merge_rows(view, x, one, i) for i, x in enumerate(region.results)]
+        for node in reversed(late_nodes):
+            merged[-1].append(node)
+        for x, fresh in zip(region.results, merged):
             inside = {view.source[n] for n in region.nodes}
             view.source[x].replace_all_uses_with(fresh, lambda user, inside=inside: user not in inside)
-        return dict(zip(region.results, made))
+        return dict(zip(region.results, merged))
 
     def _emit_seed(self, like: Node) -> Node:
         """Emit a seed that is drawn again in each call."""
@@ -162,8 +162,8 @@ class RunInTiles(Pass):
     def _merge_rows(self, view: TokenView, x: Node, one: Node, index: int) -> Node:
         """Return the result in the shape that its readers expect."""
         values = one.meta["val"]
-        made = self.emit(operator.getitem, (one, index), values[index], view.source[x])
-        return self.reshape(made, as_sizes(x.meta["val"].shape), view.source[x])
+        rows = self.emit(operator.getitem, (one, index), values[index], view.source[x])
+        return self.reshape(rows, as_sizes(x.meta["val"].shape), view.source[x])
 
     def _emit_flags(self, view: TokenView, x: Node, like: Node) -> Node:
         """Emit flags of the rows that a mask fills."""
@@ -192,8 +192,8 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     if has_symbols(view, region) and not SYMBOLIC_GRAPHS:
         return "a size is a symbol, which requires torch 2.13: compile with dynamic=False"
     thin = all(view.is_sum(x) or row_width(view, x) * MAX_THIN_WIDTH <= region.narrow for x in region.results)
-    made, left = (sum(row_width(view, x) for x in nodes) for nodes in (region.seed_products, region.results))
-    if made < MIN_WIDENING * left or not (region.results and region.rows):
+    width, left = (sum(row_width(view, x) for x in nodes) for nodes in (region.seed_products, region.results))
+    if width < MIN_WIDENING * left or not (region.results and region.rows):
         return "its result has other readers"
     if region.shared and not thin:
         return f"{region.shared[0].name}, an intermediate value, has other readers"
@@ -202,13 +202,13 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     mine = {view.source[n] for n in region.nodes}
     if any(not mine.isdisjoint(one) and not one <= mine for one in sort_groups(view)):
         return "values that are sorted with its rows are outside of it"
-    place, late = _insertion_node(view, region), _late_nodes(view, region)
+    place, late_nodes = _insertion_node(view, region), _late_nodes(view, region)
     if place is None:
         return "it starts in grad mode and ends in no_grad mode"
-    cast = next((n for n in late if not has_same_autocast([n, place]) and _is_cast(n)), None)
+    cast = next((n for n in late_nodes if not has_same_autocast([n, place]) and _is_cast(n)), None)
     if cast is not None:
         return f"{cast.name} is between its nodes, in another autocast region than its end"
-    stuck = [n for n in late if not (is_pure(n) or n.target in COMPOSITES)]
+    stuck = [n for n in late_nodes if not (is_pure(n) or n.target in COMPOSITES)]
     return f"{stuck[0].name} is between its nodes and has a side effect" if stuck else None
 
 

@@ -143,7 +143,7 @@ def sort_groups(view: TokenView) -> list[set[Node]]:
 def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
     narrow = _input_width(view, seed)
 
-    def goes_on(node: Node) -> bool:
+    def is_tokenwise(node: Node) -> bool:
         """Return True if the region grows over the users of the node: it is wide, thin or a sum."""
         if not is_tensor(node):  # several results, which are read separately
             return True
@@ -153,13 +153,11 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
 
     def onwards(node: Node) -> Iterable[Node]:
         """Return the neighbors of a node that the region includes."""
-        behind = node.users if goes_on(node) else ()
+        users = node.users if is_tokenwise(node) else ()
         wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * narrow or not is_tensor(x)]
         together = [x for one in sorts if view.source[node] in one for x in one]
         return [
-            x
-            for x in (*behind, *wide, *filter(None, map(view.inner_nodes.get, together)))
-            if _belongs_to(view, x, seed)
+            x for x in (*users, *wide, *filter(None, map(view.inner_nodes.get, together))) if _belongs_to(view, x, seed)
         ]
 
     return _drop_partial_sums(view, reachable_set([seed], onwards))
@@ -188,8 +186,8 @@ def _drop_partial_sums(view: TokenView, nodes: set[Node]) -> set[Node]:
 
 def _belongs_to(view: TokenView, node: Node, seed: Node) -> bool:
     """Return True if the node has the seed's number of rows and checkpoint, so that a tile may have both."""
-    alike = view.is_inside(node) and view.checkpoint(node) == view.checkpoint(seed)
-    return alike and _row_sizes(view, node) <= {_row_size(view, seed)}
+    can_join = view.is_inside(node) and view.checkpoint(node) == view.checkpoint(seed)
+    return can_join and _row_sizes(view, node) <= {_row_size(view, seed)}
 
 
 def _row_sizes(view: TokenView, node: Node) -> set[object]:
@@ -205,14 +203,14 @@ def _row_size(view: TokenView, node: Node) -> object:
 def _drop_unreachable(view: TokenView, nodes: set[Node]) -> set[Node]:
     """Remove nodes that need an outside value which depends on the others: a region runs as one op."""
     inside = {view.source[n]: n for n in nodes}
-    kept, behind = set[Node](), set[Node]()
+    remaining, dropped = set[Node](), set[Node]()
     for node in view.local.nodes:
         before = node.all_input_nodes
-        if node in inside and behind.isdisjoint(before):
-            kept.add(node)
-        elif not kept.isdisjoint(before) or not behind.isdisjoint(before):
-            behind.add(node)
-    return {inside[n] for n in kept}
+        if node in inside and dropped.isdisjoint(before):
+            remaining.add(node)
+        elif not remaining.isdisjoint(before) or not dropped.isdisjoint(before):
+            dropped.add(node)
+    return {inside[n] for n in remaining}
 
 
 def outside_readers(view: TokenView, node: Node, nodes: Iterable[Node]) -> list[Node]:

@@ -32,8 +32,8 @@ def split_row_dim(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
         have: The placement of its rows.
         rows: The size of the new dim.
     """
-    before, behind = ([x] if not is_same_size(x, 1) else [] for x in (have.outer, have.inner))
-    return [*shape[: have.dim], *before, rows, *behind, *shape[have.dim + 1 :]]
+    before, after = ([x] if not is_same_size(x, 1) else [] for x in (have.outer, have.inner))
+    return [*shape[: have.dim], *before, rows, *after, *shape[have.dim + 1 :]]
 
 
 def sizes_without_rows(view: TokenView, x: Node) -> list[Size]:

@@ -106,13 +106,13 @@ def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -
         tiles: The number of tiles.
     """
     off = no_grad_nodes(local.graph)
-    refused: set[Node] = set()
+    declined: set[Node] = set()
     while True:
-        view = _TokenViewBuilder(local, planned, n, refused).view(tiles, off)
+        view = _TokenViewBuilder(local, planned, n, declined).view(tiles, off)
         demanding = {view.source[d.node] for d in view.plan.demands if d.node.op != "output"}
         if not demanding:
             return view
-        refused |= demanding
+        declined |= demanding
 
 
 def is_finite_on_ones(window: Node) -> bool:
@@ -136,12 +136,12 @@ def is_finite_on_ones(window: Node) -> bool:
     return True
 
 
-def _is_finite(node: Node, made: Set[Node], ones: Set[Node]) -> bool:
+def _is_finite(node: Node, finite_nodes: Set[Node], ones: Set[Node]) -> bool:
     """Return True if the call is finite, with derivatives, on rows computed from ones.
 
     A condition on such a row may select another value than for any valid row, so that both must be finite.
 
-    made: operands that depend on a row of ones. ones: operands that are ones.
+    finite_nodes: operands that depend on a row of ones. ones: operands that are ones.
     """
     call = OpCall(node)
     if node.target in DIVISION_OPS:
@@ -150,11 +150,11 @@ def _is_finite(node: Node, made: Set[Node], ones: Set[Node]) -> bool:
         exponent = call["exponent"]
         return isinstance(exponent, (int, float)) and exponent >= 1 and exponent % 1 == 0
     if node.target in EXPONENTIAL_OPS:
-        return any(x in ones or (x in made and x.target in LOGARITHM_OPS) for x in node.all_input_nodes)
+        return any(x in ones or (x in finite_nodes and x.target in LOGARITHM_OPS) for x in node.all_input_nodes)
     if node.target in CHOICE_OPS:
         values = call["self"], call["other"]
-        finite = [x in made if isinstance(x, Node) else math.isfinite(x) for x in values]
-        return call["condition"] not in made or all(finite)
+        finite = [x in finite_nodes if isinstance(x, Node) else math.isfinite(x) for x in values]
+        return call["condition"] not in finite_nodes or all(finite)
     return node.target in FINITE_ON_ONES
 
 
@@ -208,10 +208,10 @@ class _TokenViewBuilder:
         return graph.node_copy(node, self.copies.__getitem__)
 
     def _input(self, graph: Graph, node: Node, value: Any, placement: Placement) -> Node:
-        made = graph.placeholder(node.name)
-        made.meta.update(node.meta, val=value)
-        self.inputs[made] = placement
-        return made
+        created = graph.placeholder(node.name)
+        created.meta.update(node.meta, val=value)
+        self.inputs[created] = placement
+        return created
 
     def _can_be_inside(self, node: Node) -> bool:
         if node.op != "call_function" or node in self.rejected:
@@ -243,6 +243,6 @@ class _TokenViewBuilder:
         flags = self._input(graph, node, x.new_empty(shape, dtype=torch.bool), have)
         self.flags.add(flags)
         self.source[flags] = node
-        made = graph.call_function(aten.masked_fill.Scalar, (self.copies[node.args[0]], flags, call.get("value", 1)))
-        made.meta.update(node.meta)
-        return made
+        created = graph.call_function(aten.masked_fill.Scalar, (self.copies[node.args[0]], flags, call.get("value", 1)))
+        created.meta.update(node.meta)
+        return created

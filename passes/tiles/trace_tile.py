@@ -88,13 +88,13 @@ class TileFunction:
             return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
         return torch.empty(resolve_shape(shape, self.sizes), dtype=x.dtype, device=x.device)
 
-    def results(self, *given: Tensor) -> list[Tensor]:
+    def results(self, *operands: Tensor) -> list[Tensor]:
         """Return the results of one tile for its operands, with rows in a separate dim."""
-        env: dict[Node, Any] = dict(zip((*self.region.rows, *self.region.replicated), given, strict=True))
+        env: dict[Node, Any] = dict(zip((*self.region.rows, *self.region.replicated), operands, strict=True))
         first = self.view.rows(self.region.rows[0])
         assert first is not None
-        length = given[0].shape[row_dim(first)]  # read from the operand, so that the trace records its source
-        of = {symbol: given[i].shape[d] for symbol, (i, d) in self.places.items()}
+        length = operands[0].shape[row_dim(first)]  # read from the operand, so that the trace records its source
+        of = {symbol: operands[i].shape[d] for symbol, (i, d) in self.places.items()}
         env.update({x: env[x].reshape(self.shape(x, length, of)) for x in self.region.rows})
         for node in self.region.nodes:
             env[node] = self._call(node, env, length, of)
@@ -155,19 +155,19 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
             and is_same_size(size_product(as_sizes(only[0].meta["val"].shape)), 1)
         )
         sums = [view.rows(operands[i]) is None for i in wanted]
-        made = {n: _trace_body(tile, wanted, differentiable, at_once, sums) for n, tile in each.items()}
-        alike = [len(set(ways)) == 1 for ways in zip(*(ways for _, ways in made.values()), strict=True)]
-        if not all(alike):
-            sums = [a and b for a, b in zip(sums, alike, strict=True)]
-            made = {n: _trace_body(tile, wanted, differentiable, at_once, sums) for n, tile in each.items()}
-    bodies = {n: body for n, (body, _) in made.items()}
-    ways = next(iter(made.values()))[1]
+        traced = {n: _trace_body(tile, wanted, differentiable, at_once, sums) for n, tile in each.items()}
+        uniform = [len(set(ways)) == 1 for ways in zip(*(ways for _, ways in traced.values()), strict=True)]
+        if not all(uniform):
+            sums = [a and b for a, b in zip(sums, uniform, strict=True)]
+            traced = {n: _trace_body(tile, wanted, differentiable, at_once, sums) for n, tile in each.items()}
+    bodies = {n: body for n, (body, _) in traced.items()}
+    ways = next(iter(traced.values()))[1]
     names = {symbol: sympy.Symbol(f"n{i}", integer=True, positive=True) for i, symbol in enumerate(places)}
     results = tuple(_trace_value(view, x, x.meta["val"].dtype, names) for x in region.results)
-    kept = [_trace_value(view, operands[i], operands[i].meta["val"].dtype, names) for i in wanted]
+    saved = [_trace_value(view, operands[i], operands[i].meta["val"].dtype, names) for i in wanted]
     if at_once:  # a sum over many tokens may exceed the range of float16
-        kept = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in kept]
-    gradients = tuple(replace(x, adds=way) for x, way in zip(kept, ways, strict=True))
+        saved = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in saved]
+    gradients = tuple(replace(x, adds=way) for x, way in zip(saved, ways, strict=True))
     dims = tuple(row_dim(have) for x in region.rows if (have := view.rows(x)))
     known = (dims, results, differentiable, wanted, gradients, at_once, tuple(zip(names.values(), places.values())))
     name = _hash_bodies(bodies, known)
@@ -192,8 +192,8 @@ def _can_require_grad(x: Node) -> bool:
 
 def _trace_value(view: TokenView, x: Node, dtype: torch.dtype, names: Mapping[Any, Any]) -> TileValue:
     have, shape = view.rows(x), as_sizes(x.meta["val"].shape)
-    apart = shape if have is None else split_row_dim(shape, have, ROWS)
-    named = tuple(extent if isinstance(extent, int) else extent.subs(names) for extent in apart)
+    separate = shape if have is None else split_row_dim(shape, have, ROWS)
+    named = tuple(extent if isinstance(extent, int) else extent.subs(names) for extent in separate)
     if have is not None:
         return TileValue(named, dtype, row_dim(have))
     order = order_of_strides(as_sizes(x.meta["val"].stride()))
@@ -207,8 +207,8 @@ def _tracing_mode(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def _fresh_leaves(given: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
-    return [x.detach().requires_grad_(i in wanted) for i, x in enumerate(given)]
+def _fresh_leaves(operands: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
+    return [x.detach().requires_grad_(i in wanted) for i, x in enumerate(operands)]
 
 
 def _differentiable_parts(tile: TileFunction, wanted: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -219,15 +219,15 @@ def _differentiable_parts(tile: TileFunction, wanted: Sequence[int]) -> tuple[tu
     """
     with torch.enable_grad():
         leaves = _fresh_leaves(tile.inputs(), wanted)
-        made = tile.results(*leaves)
-    found = tuple(i for i, x in enumerate(made) if x.requires_grad)
+        outputs = tile.results(*leaves)
+    found = tuple(i for i, x in enumerate(outputs) if x.requires_grad)
     if not found:
         return (), ()
-    through = [made[i] for i in found]
-    given = _compute_gradients(
+    through = [outputs[i] for i in found]
+    operands = _compute_gradients(
         through, [leaves[i] for i in wanted], [torch.ones_like(x) for x in through], allow_unused=True
     )
-    return found, tuple(i for i, x in zip(wanted, given, strict=True) if x is not None)
+    return found, tuple(i for i, x in zip(wanted, operands, strict=True) if x is not None)
 
 
 def _compute_gradients(
@@ -248,35 +248,35 @@ def _trace_body(
     inputs = tile.inputs()
     many = len(inputs)
 
-    def forward(*given: Tensor) -> list[Tensor]:
+    def forward(*operands: Tensor) -> list[Tensor]:
         """Return the results of one tile."""
         with torch.no_grad():
-            return tile.results(*given)
+            return tile.results(*operands)
 
-    def gradients(*given: Tensor) -> list[Tensor]:
+    def gradients(*operands: Tensor) -> list[Tensor]:
         """Return the gradients of one tile; with `at_once`, after its results."""
         with torch.enable_grad():
-            leaves = _fresh_leaves(given[:many], wanted)
-            made = tile.results(*leaves)
-            through = [made[i] for i in differentiable]
-            cotangents = [torch.ones_like(x) for x in through] if at_once else list(given[many:])
+            leaves = _fresh_leaves(operands[:many], wanted)
+            results = tile.results(*leaves)
+            through = [results[i] for i in differentiable]
+            cotangents = [torch.ones_like(x) for x in through] if at_once else list(operands[many:])
         found = _compute_gradients(through, [leaves[i] for i in wanted], cotangents)
-        return [*([x.detach() for x in made] if at_once else ()), *found]
+        return [*([x.detach() for x in results] if at_once else ()), *found]
 
     plain = TilePart(_trace_graph(forward, inputs), inputs)
     if not wanted:
         return TileBody(plain), []
     through = [tile.view.rows(tile.region.results[i]) for i in differentiable]
     results = [plain.graph.graph.output_node().args[0][i].meta["val"] for i in differentiable]
-    given = [*inputs, *([] if at_once else [torch.empty_like(x) for x in results])]
+    operands = [*inputs, *([] if at_once else [torch.empty_like(x) for x in results])]
     assert len(through) == len(results)
-    graph = _trace_graph(gradients, given)
+    graph = _trace_graph(gradients, operands)
     ways = return_parts(graph, sums)
-    return TileBody(plain, TilePart(graph, given)), ways
+    return TileBody(plain, TilePart(graph, operands)), ways
 
 
-def _trace_graph(run: Callable[..., Any], given: Sequence[Tensor]) -> GraphModule:
-    gm = trace_function(run, given)
+def _trace_graph(run: Callable[..., Any], operands: Sequence[Tensor]) -> GraphModule:
+    gm = trace_function(run, operands)
     read_sizes_from_inputs(gm.graph)
     gm.recompile()
     return gm

@@ -149,13 +149,13 @@ class PermuteCall(RankCall):
         n, shape = self.ranks.n, list(self.x.shape)
         size = shape[self.scatter_dim]
         if size % n:
-            whole = [*shape]
-            whole[self.gather_dim] *= n
+            global_shape = [*shape]
+            global_shape[self.gather_dim] *= n
             more = -(-size // n) * n
             yield SpError(
                 "SP543",
                 f"scatter_dim: {n} ranks do not divide the {size} of dim {self.scatter_dim % len(shape)} of x, of "
-                f"shape {shape} on each rank and {whole} over all ranks.",
+                f"shape {shape} on each rank and {global_shape} over all ranks.",
                 f"Pad that dim to {more}, or use a number of ranks that divides it.",
             )
 
@@ -222,9 +222,9 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     return able
 
 
-def _group_device(given: torch.device | None) -> torch.device:
-    if given is not None:
-        return torch.device(given)
+def _group_device(device: torch.device | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -121,8 +121,8 @@ def shard_frame(rows: int, n: int, length: int | None, layout: str) -> list[int]
     Returns:
         The frame argument.
     """
-    held, folds = rows * n, LAYOUTS[layout].folds
-    return [1, held, 0, held if length is None else length, *([folds] if folds > 1 else [])]
+    extent, folds = rows * n, LAYOUTS[layout].folds
+    return [1, extent, 0, extent if length is None else length, *([folds] if folds > 1 else [])]
 
 
 def op_or_body(op: Callable[..., Any], body: Callable[..., Any], *xs: Tensor | None) -> Callable[..., Any]:
@@ -153,46 +153,46 @@ def needs_gradient(x: Tensor | None) -> bool:
     return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
-def check_tensors(**given: object) -> Iterator[SpError]:
+def check_tensors(**values: object) -> Iterator[SpError]:
     """Yield an error for each argument that is not a strided tensor.
 
     Args:
-        **given: The arguments by name.
+        **values: The arguments by name.
 
     Returns:
         Errors SP502.
     """
-    for name, x in given.items():
+    for name, x in values.items():
         if not isinstance(x, Tensor):
             yield SpError("SP502", f"{name}: expected a tensor, got {type(x).__name__}.")
         elif x.layout is not torch.strided:
             yield SpError("SP502", f"{name}: expected a strided tensor, got {x.layout}.")
 
 
-def check_dtypes(**given: object) -> Iterator[SpError]:
+def check_dtypes(**values: object) -> Iterator[SpError]:
     """Yield an error for each argument that is neither a dtype nor None.
 
     Args:
-        **given: The arguments by name.
+        **values: The arguments by name.
 
     Returns:
         Errors SP502.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         if value is not None and not isinstance(value, torch.dtype):
             yield SpError("SP502", f"{name}: expected a torch.dtype, got {value!r}.")
 
 
-def check_flags(**given: object) -> Iterator[SpError]:
+def check_flags(**values: object) -> Iterator[SpError]:
     """Yield an error for each argument that is not a bool.
 
     Args:
-        **given: The arguments by name.
+        **values: The arguments by name.
 
     Returns:
         Errors SP502.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         if not isinstance(value, bool):
             yield SpError("SP502", f"{name}: expected True or False, got {value!r}.")
 
@@ -230,16 +230,16 @@ def check_dim(shape: Sequence[int], dim: int, name: str = "dim") -> Iterator[SpE
         yield SpError("SP503", f"{name}: expected {-ndim} to {ndim - 1} for x of shape {list(shape)}, got {dim}.")
 
 
-def unknown_word(kind: str, word: str, known: Iterable[str]) -> SpError:
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> SpError:
     """Return the error for an unknown name, with a hint at a similar one.
 
     Args:
         kind: The kind of name, such as "op".
-        word: The unknown name.
+        name: The unknown name.
         known: The known names.
 
     Returns:
         An error SP501.
     """
-    guess = did_you_mean(word, known)
-    return SpError("SP501", f"Unknown {kind} {word!r}{guess}, expected one of {', '.join(known)}.")
+    guess = did_you_mean(name, known)
+    return SpError("SP501", f"Unknown {kind} {name!r}{guess}, expected one of {', '.join(known)}.")

@@ -24,7 +24,7 @@ from .rank_call import (
     check_tensors,
     needs_gradient,
     op_or_body,
-    unknown_word,
+    unknown_name,
 )
 from .scan_shards import ScanShardOptions
 
@@ -165,7 +165,7 @@ class ScanCall(ShardCall):
         """
         yield from self._wrong_kinds()
         if self.op not in MONOIDS:
-            yield unknown_word("op", self.op, MONOIDS)
+            yield unknown_name("op", self.op, MONOIDS)
         yield from check_dim(self.x.shape, self.dim)
         if self.indices and not MONOIDS[self.op].has_index:
             yield SpError("SP521", f"indices=True is not supported with op={self.op!r}.")
@@ -185,14 +185,14 @@ class ScanCall(ShardCall):
             yield SpError("SP502", f"op: expected one of {', '.join(MONOIDS)}, got {self.op!r}.")
 
     def _wrong_dtypes(self) -> Iterator[SpError]:
-        given, result = self.x.dtype, self.result
-        for dtype in (given, result):
+        dtype_of_x, result = self.x.dtype, self.result
+        for dtype in (dtype_of_x, result):
             if not is_scannable(dtype) and not dtype.is_complex:
                 yield SpError("SP522", f"x, dtype: {dtype} is not supported.")
-        if given.is_floating_point and not result.is_floating_point and needs_gradient(self.x):
+        if dtype_of_x.is_floating_point and not result.is_floating_point and needs_gradient(self.x):
             yield SpError("SP523", f"dtype: x needs a gradient, which a result in {result} does not have.")
-        if given.is_complex or result.is_complex:
-            yield SpError("SP524", f"x, dtype: {given if given.is_complex else result} is not supported.")
+        if dtype_of_x.is_complex or result.is_complex:
+            yield SpError("SP524", f"x, dtype: {dtype_of_x if dtype_of_x.is_complex else result} is not supported.")
         if MONOIDS[self.op].floating and not result.is_floating_point:
             yield SpError("SP522", f"op={self.op!r} is not supported with {result}.", "Pass dtype=torch.float32.")
         if result is torch.bool and self.op in ("sum", "prod"):
@@ -325,7 +325,7 @@ class LinearCall(ShardCall):
         yield from check_flags(reverse=self.reverse)
 
     def _wrong_initial(self, initial: Tensor, wanted: Sequence[int]) -> Iterator[SpError]:
-        given = list(initial.shape)
-        if len(given) > len(wanted) or any(x not in (1, y) for x, y in zip(given[::-1], wanted[::-1])):
+        found = list(initial.shape)
+        if len(found) > len(wanted) or any(x not in (1, y) for x, y in zip(found[::-1], wanted[::-1])):
             shape = f"{list(wanted)}, the shape of h without dim {self.dim}"
-            yield SpError("SP504", f"initial: expected {shape}, or a shape that broadcasts to it, got {given}.")
+            yield SpError("SP504", f"initial: expected {shape}, or a shape that broadcasts to it, got {found}.")

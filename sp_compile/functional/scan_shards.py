@@ -48,7 +48,7 @@ class ScanShardOptions:
         if not shape:
             yield SpError("SP512", "x: expected at least one dim with group=, got none.")
         rows = shape[dim]
-        whole = rows * self.ranks.n
+        total = rows * self.ranks.n
         yield from check_choice("layout", self.layout, HOLDS_PATTERN)
         yield from check_choice("exchange", self.exchange, SCAN_EXCHANGES)
         if rows % self.folds:
@@ -57,9 +57,9 @@ class ScanShardOptions:
             yield SpError("SP513", f"exchange='steps' is not supported with layout={self.layout!r}.")
         if self.length is not None and not isinstance(self.length, (int, torch.SymInt)):
             yield SpError("SP502", f"length: expected an int, got {type(self.length).__name__}.")
-        if self.length is not None and not 0 <= self.length <= whole:
+        if self.length is not None and not 0 <= self.length <= total:
             rows_of_all = f"the rows of all {self.ranks.n} ranks"
-            yield SpError("SP507", f"length: expected 0 to {whole}, {rows_of_all}, got {self.length}.")
+            yield SpError("SP507", f"length: expected 0 to {total}, {rows_of_all}, got {self.length}.")
 
     def arguments(self, rows: int, nbytes: int, device: torch.device) -> tuple[Any, ...]:
         """Return the arguments of the scan operators that describe the shards.

@@ -127,13 +127,13 @@ class DryRun:
         kwargs = dict[str, Any]()
         for sp, options in self.configs:
             config, kwargs = split_kwargs(self.model, options)
-            given = SPConfig.of(config)
-            given.refuse(self.entry, **self.refused)
+            passed = SPConfig.of(config)
+            passed.refuse(self.entry, **self.refused)
             if sp is not None and (type(sp) is not int or sp < 1):
                 raise SpError("SP711", f"sp: expected a number of ranks, 1 or more, got {sp!r}.")
             step = StepMemory(weights, self.per_weight) if self.per_weight is not None else None
             report = Report(2 if sp is None else sp, step=step)
-            self.results.append(DryRunResult(given, sp, report, [] if self.keeps_steps else None))
+            self.results.append(DryRunResult(passed, sp, report, [] if self.keeps_steps else None))
         return kwargs
 
     def _trace(self, kwargs: Mapping[str, Any]) -> None:
@@ -231,7 +231,7 @@ class DryRun:
             total.step.graphs.append(step)
 
 
-def split_kwargs(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_kwargs(model: Callable[..., Any], passed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate options of the backend from keyword arguments of the model.
 
     A name that is neither a field of `SPConfig` nor in the model's signature belongs to a model that takes any keyword
@@ -239,13 +239,13 @@ def split_kwargs(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[d
 
     Args:
         model: The model.
-        given: Both, by name; `kwargs={...}` holds arguments of the model that are called as a field.
+        passed: Both, by name; `kwargs={...}` holds arguments of the model that are called as a field.
 
     Returns:
         The fields of `SPConfig`, and the keyword arguments of the model.
     """
-    given = dict(given)
-    kwargs, config = dict(given.pop("kwargs", {})), dict[str, Any]()
+    passed = dict(passed)
+    kwargs, config = dict(passed.pop("kwargs", {})), dict[str, Any]()
     known = [one.name for one in fields(SPConfig)]
     try:
         parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
@@ -253,7 +253,7 @@ def split_kwargs(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[d
         parameters = inspect.Signature().parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    for name, value in given.items():
+    for name, value in passed.items():
         of_model = name not in known and (name in names or (takes_any and not did_you_mean(name, known)))
         (kwargs if of_model else config)[name] = value
     return config, kwargs

@@ -31,21 +31,21 @@ def graph_step(lowered: RankProgram, fused: bool, offloads: bool) -> GraphStep:
         offloads: True to add the step with all offloadable values on the host.
     """
     halves = lowered.halves(fused=fused, **({"offload": 1.0} if offloads else {}))
-    first = PartitionedPasses(replace(halves.given, offload="never")) if halves is not None and offloads else halves
+    first = PartitionedPasses(replace(halves.settings, offload="never")) if halves is not None and offloads else halves
     forward, backward = _partition_graph(lowered, fused, first)
 
     def walk() -> GraphStep:
         """Examine the memory and the time of both graphs."""
-        return GraphStep.of(forward.graph, backward.graph if backward is not None else None, fused, lowered.given_bytes)
+        return GraphStep.of(forward.graph, backward.graph if backward is not None else None, fused, lowered.input_bytes)
 
     step = walk()
     if halves is None or first is None:
         return step
     if offloads and backward is not None:
-        OffloadValues().run(forward, replace(halves.given, backward=backward, results=first.given.results))
+        OffloadValues().run(forward, replace(halves.settings, backward=backward, results=first.settings.results))
         step = replace(step, hosted=walk())
-    (step.hosted or step).offloaded = next(iter(halves.given.on_host), None)
-    lowered.report.passes += halves.given.runs
+    (step.hosted or step).offloaded = next(iter(halves.settings.on_host), None)
+    lowered.report.passes += halves.settings.runs
     return step
 
 

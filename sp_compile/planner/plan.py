@@ -168,8 +168,8 @@ class StepPlan:
         lines += [ESTIMATED] if not all(row.is_measured for row in shown) else []
         if any(row.fits for row in self.rows):
             best = self.best
-            beside = f"; change the program: {best.required_changes}" if best.required_changes else ""
-            lines.append(f"the fastest, on {best.ranks} ranks: options={best.options}{beside}")
+            change = f"; change the program: {best.required_changes}" if best.required_changes else ""
+            lines.append(f"the fastest, on {best.ranks} ranks: options={best.options}{change}")
         return "\n".join([*lines, *self.changes.values(), *self.notes])
 
 
@@ -285,22 +285,22 @@ def _tokens(values: Iterable[Any]) -> int:
     return max(ids or [x.shape[:2].numel() for x in tensors], default=0)
 
 
-def _plan_first(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], asked_tiles: int | str | None) -> None:
+def _plan_first(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], user_tiles: int | str | None) -> None:
     """Examine each number of ranks with the fastest attention, until it fits with nothing on the host."""
-    tiles = "auto" if asked_tiles is None else asked_tiles
+    tiles = "auto" if user_tiles is None else user_tiles
     attends = {n: planner.attention_choices(n) for n in wanted if planner.constant(n) < found.memory}
     tiled: dict[int, int] = {}
-    ways: list[tuple[bool, int | str]] = [(False, tiles)]
-    while ways:
-        again, tiles = ways.pop(0)
+    configs: list[tuple[bool, int | str]] = [(False, tiles)]
+    while configs:
+        again, tiles = configs.pop(0)
         left = [n for n, known in attends.items() if known and not _is_settled(found, n)]
-        if tiles == TILE_COUNTS and asked_tiles is None:
+        if tiles == TILE_COUNTS and user_tiles is None:
             left = [n for n in left if tiled.get(n, 0) < TILE_COUNTS]
         state = {n: planner.states(n)[0] for n in left}
         ways_of = [PlanConfig(n, *attends[n][0].key, again, tiles, state[n], planner.offload) for n in left]
-        looked = planner.plan_steps(ways_of) if left else []
-        for step in looked:
-            if tiles == TILE_COUNTS and asked_tiles is None and not step.max_tiles:
+        steps = planner.plan_steps(ways_of) if left else []
+        for step in steps:
+            if tiles == TILE_COUNTS and user_tiles is None and not step.max_tiles:
                 continue
             tiled[step.config.ranks] = step.max_tiles
             found.notes += [note for note in _graph_breaks(step) if note not in found.notes]
@@ -311,23 +311,23 @@ def _plan_first(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], as
         if not again and tiles != TILE_COUNTS and not found.rows:
             return
         if not again and tiles != TILE_COUNTS:
-            more = [TILE_COUNTS] if asked_tiles is None else []
-            own = any(step.dry_run.checkpoints for step in looked)
+            more = [TILE_COUNTS] if user_tiles is None else []
+            own = any(step.dry_run.checkpoints for step in steps)
             again = bool(planner.blocks) and not own
-            ways = [(again, "auto" if asked_tiles is None else asked_tiles)] if again else []
-            ways += [(again, one) for one in more]
+            configs = [(again, "auto" if user_tiles is None else user_tiles)] if again else []
+            configs += [(again, one) for one in more]
             if not all(map(found.fits_on_device, wanted)):
                 found.notes += [OWN_CHECKPOINTS] if own else [NO_BLOCKS] if not again else []
-        elif again and looked and not any(step.dry_run.checkpoints for step in looked):
+        elif again and steps and not any(step.dry_run.checkpoints for step in steps):
             found.rows = [row for row in found.rows if not row.checkpoint]
             found.notes.append(NOT_CALLED)
-            ways = [(False, one) for _, one in ways]
+            configs = [(False, one) for _, one in configs]
 
 
-def _graph_breaks(looked: PlannedStep) -> list[str]:
+def _graph_breaks(step: PlannedStep) -> list[str]:
     """Return the places where the program is split into graphs."""
     return [
-        f"{one.where}: {one.text}; {SEVERAL_GRAPHS}" for one in looked.dry_run.report.find_notes(NoteKind.GRAPH_BREAK)
+        f"{one.where}: {one.text}; {SEVERAL_GRAPHS}" for one in step.dry_run.report.find_notes(NoteKind.GRAPH_BREAK)
     ]
 
 
@@ -345,10 +345,10 @@ NOT_CALLED = (
 )
 
 
-def _make_variant(planner: StepPlanner, way: PlanConfig, **found: Any) -> Variant:
+def _make_variant(planner: StepPlanner, config: PlanConfig, **found: Any) -> Variant:
     return Variant(
-        way.ranks, way.attention, way.layout, way.checkpoint, way.tiles, way.offload, state=way.state,
-        tokens=planner.tokens, given=planner.options, **found,
+        config.ranks, config.attention, config.layout, config.checkpoint, config.tiles, config.offload,
+        state=config.state, tokens=planner.tokens, given=planner.options, **found,
     )  # fmt: skip
 
 
@@ -388,20 +388,20 @@ def _update_rows(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant],
         if (step := seen.get(row.config)) is None:
             continue
         attend = next(one for one in planner.attention_choices(row.ranks) if one.key == row.config.key)
-        made = _make_variant(planner, **planner.plan_row(step, attend, row.state, row.offload))
-        found.rows.append(made)
+        variant = _make_variant(planner, **planner.plan_row(step, attend, row.state, row.offload))
+        found.rows.append(variant)
         if row.offload and planner.shares and step.covers_any_share:
             least = planner.min_offload(step, attend, row.state)
-            found.rows += [_make_variant(planner, **least)] if least and least["way"] != row.config else []
+            found.rows += [_make_variant(planner, **least)] if least and least["config"] != row.config else []
         elif refines and row.offload:
             known = {
                 other.config.offload: other
                 for other in found.rows
                 if replace(other.config, offload=0.0) == _without_offload(row)
             }
-            if (share := _share_that_fits(planner, known, made, found.memory)) is not None:
-                host = made.host * share / made.offload
-                guess = replace(made, offload=share, host=host, is_measured=False, memory=found.memory)
+            if (share := _share_that_fits(planner, known, variant, found.memory)) is not None:
+                host = variant.host * share / variant.offload
+                guess = replace(variant, offload=share, host=host, is_measured=False, memory=found.memory)
                 found.rows += [replace(guess, fits=True)] if host <= planner.host else []
 
 
@@ -411,15 +411,15 @@ def _without_offload(row: Variant) -> PlanConfig:
 
 
 def _share_that_fits(
-    planner: StepPlanner, known: Mapping[float, Variant], made: Variant, memory: float
+    planner: StepPlanner, known: Mapping[float, Variant], variant: Variant, memory: float
 ) -> float | None:
     """Return the least new share with which a variant fits; None if there is none.
 
     Memory is assumed to decrease linearly with the share.
     """
-    if (here := known.get(0.0)) is None or here.memory <= made.memory:
+    if (here := known.get(0.0)) is None or here.memory <= variant.memory:
         return None
-    wanted = made.offload * (here.memory - memory) / (here.memory - made.memory)
+    wanted = variant.offload * (here.memory - memory) / (here.memory - variant.memory)
     share = next((one for one in planner.shares if one >= wanted), None)
     return None if share in known else share
 
@@ -430,19 +430,21 @@ def _required_change(planner: StepPlanner, found: StepPlan, n: int) -> str:
     more = [row.ranks for row in found.rows if row.fits and row.ranks > n]
     elsewhere = f"it fits on {min(more)}" if more else ""
     if (state := planner.constant(n)) >= found.memory:
-        words = [f"{n} ranks: sharded parameters, gradients and optimizer state alone need {found.unit(state)}"]
-        return "; ".join(filter(None, [*words, elsewhere, "use more ranks, or an optimizer with less state"]))
+        reasons = [f"{n} ranks: sharded parameters, gradients and optimizer state alone need {found.unit(state)}"]
+        return "; ".join(filter(None, [*reasons, elsewhere, "use more ranks, or an optimizer with less state"]))
     if not rows:
         return f"{n} ranks: {'; '.join(filter(None, [planner.refusal_reason(n), elsewhere]))}"
     least = min(rows, key=lambda row: row.memory)
-    way = f"{least.attention}, {'each layer checkpointed' if least.checkpoint else 'as written'}, state {least.state}"
-    way += f", tiles {least.tiles}, {least.offload:.0%} of the saved values on the host"
-    words = [f"{n} ranks: the smallest plan needs {found.unit(least.memory)} ({way})"]
+    config = (
+        f"{least.attention}, {'each layer checkpointed' if least.checkpoint else 'as written'}, state {least.state}"
+    )
+    config += f", tiles {least.tiles}, {least.offload:.0%} of the saved values on the host"
+    reasons = [f"{n} ranks: the smallest plan needs {found.unit(least.memory)} ({config})"]
     if (excess := least.memory - found.memory) > 0:
-        words[0] += f", {found.unit(excess)} too much, in its {least.phase}"
-        words.append(f"the largest value there: {planner.largest_value(least.config)}")
+        reasons[0] += f", {found.unit(excess)} too much, in its {least.phase}"
+        reasons.append(f"the largest value there: {planner.largest_value(least.config)}")
     if found.host_memory is not None:
-        words.append(f"{found.unit(least.host)} are offloaded; the host has {found.unit(found.host_memory)} a rank")
-    words.append(elsewhere)
-    words.append("use more ranks or smaller batches, and return only the loss from the model")
-    return "; ".join(filter(None, words))
+        reasons.append(f"{found.unit(least.host)} are offloaded; the host has {found.unit(found.host_memory)} a rank")
+    reasons.append(elsewhere)
+    reasons.append("use more ranks or smaller batches, and return only the loss from the model")
+    return "; ".join(filter(None, reasons))

@@ -73,11 +73,11 @@ class PlanConfig:
     @property
     def options(self) -> dict[str, Any]:
         """Return the options of the backend."""
-        asked = {"attention": self.attention, "layout": self.layout, "tiles": self.tiles}
-        asked |= (
+        requested = {"attention": self.attention, "layout": self.layout, "tiles": self.tiles}
+        requested |= (
             {"state": "sharded", "param_grads": "partial"} if self.state == SHARDED_STATE else {"param_grads": "reduce"}
         )
-        return asked | ({"offload": self.offload} if self.offload else {})
+        return requested | ({"offload": self.offload} if self.offload else {})
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ class _PeakMemory:
         lines = {point.moment.where for point in points if point.moment.attends} - {""}
         most: dict[tuple[bool, bool], LargestMoments] = {}
         for point in points:
-            for whole in (False, True):
-                key = point.moment.where in lines, whole
-                found = point.nbytes if whole else step.held_in_shards(point, n), point.phase
+            for unsharded in (False, True):
+                key = point.moment.where in lines, unsharded
+                found = point.nbytes if unsharded else step.sharded_bytes(point, n), point.phase
                 most[key] = max(most.get(key, found), found)
         nothing = 0.0, "forward"
         near, away = ((most.get((at, False), nothing), most.get((at, True), nothing)) for at in (True, False))
@@ -137,18 +137,18 @@ class _PeakMemory:
     def with_offload(self, other: _PeakMemory, share: float) -> _PeakMemory:
         """Return the peaks with this share of the other step's values on the host."""
         near, away = (
-            tuple((x[0] + share * (y[0] - x[0]), (x if share < 0.5 else y)[1]) for x, y in zip(mine, others))
-            for mine, others in ((self.near_attention, other.near_attention), (self.away, other.away))
+            tuple((x[0] + share * (y[0] - x[0]), (x if share < 0.5 else y)[1]) for x, y in zip(ours, others))
+            for ours, others in ((self.near_attention, other.near_attention), (self.away, other.away))
         )
         return _PeakMemory(self.step, near, away, share * other.host)  # type: ignore[arg-type]
 
     def memory(self, state: str, n: int, more: float = 0.0) -> LargestMoments:
         """Return the peak of a rank and its phase, where attention needs `more` bytes."""
-        whole = state != SHARDED_STATE
-        (near, phase), away = self.near_attention[whole], self.away[whole]
+        unsharded = state != SHARDED_STATE
+        (near, phase), away = self.near_attention[unsharded], self.away[unsharded]
         values, phase = max((near + more, phase), away)
-        if not whole:
-            return self.step.peak_in_shards(int(values), n), phase
+        if not unsharded:
+            return self.step.sharded_peak(int(values), n), phase
         return self.step.state + max(values, self.step.weights.trainable), phase
 
 
@@ -285,29 +285,31 @@ class StepPlanner:
             return (SHARDED_STATE if self.options["state"] == "sharded" else REPLICATED_STATE,)
         return STATES
 
-    def plan_steps(self, ways: Sequence[PlanConfig]) -> list[PlannedStep]:
+    def plan_steps(self, configs: Sequence[PlanConfig]) -> list[PlannedStep]:
         """Examine the possible configurations; those with equal checkpoints are traced once."""
-        new = [way for way in dict.fromkeys(ways) if way not in self._steps]
+        new = [config for config in dict.fromkeys(configs) if config not in self._steps]
         depth = similar_layers(self.model)
         for again in (False, True):
-            asked = [way for way in new if way.checkpoint == again]
-            if not asked:
+            requested = [config for config in new if config.checkpoint == again]
+            if not requested:
                 continue
-            given = [(way.ranks, self._make_dry_run(**way.options)) for way in asked]
+            dry_run_configs = [(config.ranks, self._make_dry_run(**config.options)) for config in requested]
             try:
                 with checkpoint_layers(self.blocks if again else []), _reduce_gc():
-                    looks = explain_configs(self.model, self.args, given, self.per_weight, depth, self._captured[again])
+                    dry_runs = explain_configs(
+                        self.model, self.args, dry_run_configs, self.per_weight, depth, self._captured[again]
+                    )
             except SpError as error:
-                if asked != list(ways) or self._steps:
-                    self._problems |= {way.ranks: str(error) for way in asked}
+                if requested != list(configs) or self._steps:
+                    self._problems |= {config.ranks: str(error) for config in requested}
                     continue
                 raise
-            for way, look in zip(asked, looks, strict=True):
-                if look.problem is None:
-                    self._steps[way] = PlannedStep(way, look, depth is not None)
+            for config, dry_run in zip(requested, dry_runs, strict=True):
+                if dry_run.problem is None:
+                    self._steps[config] = PlannedStep(config, dry_run, depth is not None)
                 else:
-                    self._problems[way.ranks] = str(look.problem)
-        return [self._steps[way] for way in ways if way in self._steps]
+                    self._problems[config.ranks] = str(dry_run.problem)
+        return [self._steps[config] for config in configs if config in self._steps]
 
     def _make_dry_run(self, **options: Any) -> dict[str, Any]:
         return {**merge_options(self.options, options), "kwargs": dict(self.kwargs)}
@@ -316,10 +318,12 @@ class StepPlanner:
     def _shapes(self) -> list[tuple[AttentionShape, float]]:
         """Return each shape of attention and its count, from a strategy that splits all of them."""
         sampled = next(strategy.name for strategy in attention_strategies() if strategy.always)
-        given = self._make_dry_run(attention=sampled, layout="auto", cost={**self.options["cost"], "memory": 1e18})
+        sample_config = self._make_dry_run(
+            attention=sampled, layout="auto", cost={**self.options["cost"], "memory": 1e18}
+        )
         with _reduce_gc():
             found = find_attentions(
-                self.model, self.args, (SAMPLE_SHARE, given), similar_layers(self.model), self._captured[False]
+                self.model, self.args, (SAMPLE_SHARE, sample_config), similar_layers(self.model), self._captured[False]
             )
         count: dict[AttentionShape, float] = {}
         for decision in found:
@@ -337,13 +341,13 @@ class StepPlanner:
         if not self._shapes or n == 1:
             return [self._attention_choice(n, AUTO, CONTIGUOUS.name)]
         kind, layout = (self.options.get(name, "auto") for name in PLAN_OPTIONS)
-        dealt = any(shape.order.is_balanced for shape, _ in self._shapes)
+        balanced = any(shape.order.is_balanced for shape, _ in self._shapes)
         layouts = [
-            order.name for order in LAYOUTS.values() if order.is_balanced == dealt and layout in ("auto", order.name)
+            order.name for order in LAYOUTS.values() if order.is_balanced == balanced and layout in ("auto", order.name)
         ]
         kinds = [one.name for one in attention_strategies() if kind in ("auto", one.name)]
-        alike = [self._attention_choice(n, key, key[1]) for key in product(kinds, layouts)]
-        found = [one for one in alike if any(c.layout == one.key[1] for c, _ in one.found)]
+        candidates = [self._attention_choice(n, key, key[1]) for key in product(kinds, layouts)]
+        found = [one for one in candidates if any(c.layout == one.key[1] for c, _ in one.found)]
         for key in product(
             dict.fromkeys([*kinds, kind]), [layout]
         ):  # such as local attention in addition to global attention
@@ -365,46 +369,42 @@ class StepPlanner:
         """Return the reason why nothing is possible on a number of ranks."""
         if n in self._problems:
             return self._problems[n]
-        asked = {name: self.options[name] for name in PLAN_OPTIONS if self.options.get(name, "auto") != "auto"}
+        requested = {name: self.options[name] for name in PLAN_OPTIONS if self.options.get(name, "auto") != "auto"}
         legal = {
             f"{c.kind}: {c.legal}"
             for shape, _ in self._shapes
             for c in all_candidates(replace(shape, n=n), self.machine)
-            if c.legal and c.kind == asked.get("attention", c.kind)
+            if c.legal and c.kind == requested.get("attention", c.kind)
         }
-        words = " and ".join(f"{name}={value!r}" for name, value in asked.items())
-        return f"{words} is not possible ({'; '.join(sorted(legal)) or 'no candidate'}); omit it"
+        requested_text = " and ".join(f"{name}={value!r}" for name, value in requested.items())
+        return f"{requested_text} is not possible ({'; '.join(sorted(legal)) or 'no candidate'}); omit it"
 
-    def plan_rows(self, looked: PlannedStep, attend: AttentionChoice) -> Iterator[dict[str, Any]]:
+    def plan_rows(self, step: PlannedStep, attend: AttentionChoice) -> Iterator[dict[str, Any]]:
         """Return variants of an attention: with nothing on the host, and with the least share that fits."""
-        n = looked.config.ranks
+        n = step.config.ranks
         for state in self.states(n):
-            here = self.plan_row(looked, attend, state, self.offload)
+            here = self.plan_row(step, attend, state, self.offload)
             yield here
-            if (
-                not here["fits"]
-                and looked.dry_run.steps
-                and (least := self.min_offload(looked, attend, state)) is not None
-            ):
+            if not here["fits"] and step.dry_run.steps and (least := self.min_offload(step, attend, state)) is not None:
                 yield least
 
-    def min_offload(self, looked: PlannedStep, attend: AttentionChoice, state: str) -> dict[str, Any] | None:
+    def min_offload(self, step: PlannedStep, attend: AttentionChoice, state: str) -> dict[str, Any] | None:
         """Return the variant with the least share on the host that fits.
 
         If none fits, return that with the largest share for which the host has memory.
         """
-        shares = self.shares[: bisect_right(self.shares, self.host, key=lambda share: looked.peak_memory(share).host)]
+        shares = self.shares[: bisect_right(self.shares, self.host, key=lambda share: step.peak_memory(share).host)]
         if not shares:
             return None
-        first = bisect_left(shares[:-1], True, key=lambda share: self.plan_row(looked, attend, state, share)["fits"])
-        return self.plan_row(looked, attend, state, shares[first])
+        first = bisect_left(shares[:-1], True, key=lambda share: self.plan_row(step, attend, state, share)["fits"])
+        return self.plan_row(step, attend, state, shares[first])
 
-    def plan_row(self, looked: PlannedStep, attend: AttentionChoice, state: str, share: float) -> dict[str, Any]:
+    def plan_row(self, step: PlannedStep, attend: AttentionChoice, state: str, share: float) -> dict[str, Any]:
         """Return the variant of these options."""
-        held, n, machine, weights = looked.peak_memory(share), looked.config.ranks, self.machine, self.weights
-        other = attend.key != looked.config.key
-        memory, phase = held.memory(state, n, attend.memory - looked.attention if other else 0.0)
-        seconds = looked.seconds(looked.actual_attention(attend), machine)
+        live, n, machine, weights = step.peak_memory(share), step.config.ranks, self.machine, self.weights
+        other = attend.key != step.config.key
+        memory, phase = live.memory(state, n, attend.memory - step.attention if other else 0.0)
+        seconds = step.seconds(step.actual_attention(attend), machine)
         shards = n if state == SHARDED_STATE else 1
         if shards > 1:
             moved = machine.seconds("all_gather", weights.parameters / n, n) * 2
@@ -415,25 +415,26 @@ class StepPlanner:
         trained = weights.parameters + weights.trainable + self.per_weight * weights.trainable
         seconds += machine.copy(2 * trained / shards)
         return {
-            "way": replace(looked.config, attention=attend.key[0], layout=attend.key[1], state=state, offload=share),
-            "host": held.host,
+            "config": replace(step.config, attention=attend.key[0], layout=attend.key[1], state=state, offload=share),
+            "host": live.host,
             "memory": memory,
             "phase": phase,
-            "kept": looked.saved_bytes,
-            "seconds": machine.together(seconds, 2 * copy_seconds(held.host, machine)),
-            "fits": memory <= machine.memory and held.host <= self.host,
-            "is_measured": looked.is_exact(attend, state, share),
-            "most_tiles": looked.max_tiles,
+            "kept": step.saved_bytes,
+            "seconds": machine.together(seconds, 2 * copy_seconds(live.host, machine)),
+            "fits": memory <= machine.memory and live.host <= self.host,
+            "is_measured": step.is_exact(attend, state, share),
+            "most_tiles": step.max_tiles,
         }
 
-    def largest_value(self, way: PlanConfig) -> str:
+    def largest_value(self, config: PlanConfig) -> str:
         """Return the line of the largest value at the peak of the most similar examined step."""
-        alike = [one for one in self._steps.values() if one.config.ranks == way.ranks]
-        looked = max(
-            alike, key=lambda one: sum(a == b for a, b in zip(asdict(one.config).values(), asdict(way).values()))
+        candidates = [one for one in self._steps.values() if one.config.ranks == config.ranks]
+        nearest = max(
+            candidates,
+            key=lambda one: sum(a == b for a, b in zip(asdict(one.config).values(), asdict(config).values())),
         )
-        step = looked.step
-        return step.summary(max(step.points(), key=lambda point: point.nbytes), most=1)[0][1]
+        step = nearest.step
+        return step.summary(max(step.points(), key=lambda point: point.nbytes), limit=1)[0][1]
 
     def constant(self, n: int) -> float:
         """Return the constant bytes of a rank; state is sharded if there are several ranks."""
@@ -443,12 +444,16 @@ class StepPlanner:
 PLAN_OPTIONS = "attention", "layout"
 
 
-def merge_options(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def merge_options(user_options: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a variant, merged with those passed to the plan.
 
     An option for gradients that the program defines is preserved.
     """
-    return {**given, **options, **{name: given[name] for name in ("param_grads",) if name in given}}
+    return {
+        **user_options,
+        **options,
+        **{name: user_options[name] for name in ("param_grads",) if name in user_options},
+    }
 
 
 @contextmanager

@@ -24,7 +24,7 @@
 
 A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. constant:
 bytes throughout the step: parameters and optimizer state in `shards` shards, buffers and inputs. values: all other
-values, with gradients and gathered weights. unit: that of the requested memory. looked: true if predicted with
+values, with gradients and gathered weights. unit: that of the requested memory. measured: true if predicted with
 exactly these options, false if estimated from others. error: the largest relative error; null if it is infinite.
 Options that are not JSON are stored as their text.
 """
@@ -140,7 +140,7 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
             }
             for row in plan.rows
         ],
-        "changes": {str(ranks): words for ranks, words in plan.changes.items()},
+        "changes": {str(ranks): text for ranks, text in plan.changes.items()},
         "notes": plan.notes,
     }
 
@@ -154,7 +154,7 @@ def _option_json(value: Any) -> Any:
 
 def _line_blocks(report: Report) -> list[dict[str, Any]]:
     """Return the user's lines in the order in which they run, as far as it is known."""
-    kept: Counter[str] = Counter()
+    saved: Counter[str] = Counter()
     lines: dict[str, Any] = {}
     begins = {one.ends: one.where for one in report.tiled}
     for graph in report.step.graphs if report.step is not None else []:
@@ -162,20 +162,20 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
             if moment.where in begins:  # a region in tiles runs where it ends
                 lines.setdefault(begins[moment.where])
             lines.setdefault(moment.where)
-        for held in graph.backward.alive(0) if graph.backward is not None else []:
-            kept[held.where] += held.nbytes if held.origin == "saved" and held.where != TANGENTS_LINE else 0
+        for live in graph.backward.alive(0) if graph.backward is not None else []:
+            saved[live.where] += live.nbytes if live.origin == "saved" and live.where != TANGENTS_LINE else 0
     lines |= dict.fromkeys([*(one.where for one in report.exchanges), *(one.where for one in report.notes)])
     sent: Counter[str] = Counter()
     for e in report.exchanges:
         sent[e.where] += assume_large(e.forward) + assume_large(e.backward)
-    done: dict[str, list[str]] = {where: [] for where in lines}
+    result: dict[str, list[str]] = {where: [] for where in lines}
     for note in report.notes:
-        done[note.where].append(note.label)
-    whole, tiled = {note.where for note in report.fallbacks}, {one.where for one in report.tiled}
+        result[note.where].append(note.label)
+    gathered, tiled = {note.where for note in report.fallbacks}, {one.where for one in report.tiled}
 
     def kind(where: str) -> str:
         """Return the kind of a source line: gathered, exchanged, tiled or sharded."""
-        if where in whole:
+        if where in gathered:
             return "gathered"
         return "exchanged" if sent[where] else "tiled" if where in tiled else "sharded"
 
@@ -183,12 +183,12 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
         {
             "where": where,
             "kind": kind(where),
-            "kept_bytes": kept[where],
+            "kept_bytes": saved[where],
             "sent_bytes": sent[where],
-            "done": list(dict.fromkeys(done[where])),
+            "done": list(dict.fromkeys(result[where])),
         }
         for where in lines
-        if where != UNKNOWN_LINE or kept[where]  # tokens that order exchanges belong to no line
+        if where != UNKNOWN_LINE or saved[where]  # tokens that order exchanges belong to no line
     ]
 
 

@@ -78,22 +78,22 @@ class Unroll:
         """
         paths = [path for path, _ in _layer_starts(graph.forward)]
         back = _split_walk(graph.backward, paths) if graph.backward is not None else {}
-        made = (
+        gradient_bytes = (
             {path: _gradient_bytes(graph.backward, part) for path, part in back.items()}
             if graph.backward is not None
             else {}
         )
-        left = {held.name for _, held in (graph.hosted or graph).saved_bytes}
+        remaining = {value.name for _, value in (graph.hosted or graph).saved_bytes}
         layers = list[_RepeatedLayer]()
         for path in paths:
-            kept = [held for one, held in graph.saved_bytes if one == path]
-            may = frozenset(held.name for held in kept) - left
-            layers.append(_RepeatedLayer(path, kept, may, made.get(path, 0)))
+            saved = [value for one, value in graph.saved_bytes if one == path]
+            may = frozenset(value.name for value in saved) - remaining
+            layers.append(_RepeatedLayer(path, saved, may, gradient_bytes.get(path, 0)))
         rest = graph.saved - sum(_total_bytes(layer.saved) for layer in layers)
-        alike = [path for path in order if path in paths]
-        begin = min(map(paths.index, alike), default=len(paths))
-        others = [path for path in paths if path not in alike]
-        numbers = map(paths.index, [*others[:begin], *alike, *others[begin:]])
+        shared = [path for path in order if path in paths]
+        begin = min(map(paths.index, shared), default=len(paths))
+        others = [path for path in paths if path not in shared]
+        numbers = map(paths.index, [*others[:begin], *shared, *others[begin:]])
         return Unroll(graph, tuple(layers), tuple(numbers), machine, rest)
 
     @cached_property
@@ -108,11 +108,11 @@ class Unroll:
         for place, i in enumerate(self.order):
             layer, idle = self.layers[i], len(self.order) - place
             may = [
-                held
-                for held in layer.saved
-                if held.name in layer.can_offload and held.nbytes > MIN_OFFLOAD_BYTES * self.saved_bytes
+                value
+                for value in layer.saved
+                if value.name in layer.can_offload and value.nbytes > MIN_OFFLOAD_BYTES * self.saved_bytes
             ]
-            found += [((layer.path, held.name), held.nbytes, held.nbytes * idle) for held in may]
+            found += [((layer.path, value.name), value.nbytes, value.nbytes * idle) for value in may]
         return [(key, nbytes) for key, nbytes, _ in sorted(found, key=lambda one: -one[2])]
 
     def share(self, share: float) -> OffloadedBytes:
@@ -144,12 +144,12 @@ class Unroll:
         graph, sent = self.graph, OffloadedBytes() if sent is None else sent
         saved = self.rest + sum(map(_total_bytes, self._remaining_per_layer(sent)))
         nbytes = self.saved_bytes - saved
-        backward = None if graph.backward is None else self._walk(graph.backward, sent, behind=True)
+        backward = None if graph.backward is None else self._walk(graph.backward, sent, is_backward=True)
         offloaded = None
         if (all_of_it := graph.hosted.offloaded if graph.hosted is not None else None) is not None:
             waits = all_of_it.waits * nbytes / all_of_it.nbytes if all_of_it.nbytes else 0.0
             offloaded = HostValues(sent.total(), nbytes, saved, copy_seconds(nbytes, self.machine), waits)
-        forward = self._walk(graph.forward, sent, behind=False)
+        forward = self._walk(graph.forward, sent, is_backward=False)
         return replace(graph, forward=forward, backward=backward, saved=saved, offloaded=offloaded, hosted=None)
 
     def _remaining_per_layer(self, sent: OffloadedBytes) -> Iterator[list[LiveValue]]:
@@ -157,58 +157,62 @@ class Unroll:
         before = Counter[int]()
         for i in self.order:
             layer = self.layers[i]
-            yield [held for held in layer.saved if before[i] >= sent[layer.path, held.name]]
+            yield [value for value in layer.saved if before[i] >= sent[layer.path, value.name]]
             before[i] += 1
 
-    def _walk(self, walk: LivenessWalk, sent: OffloadedBytes, behind: bool) -> _Unrolled:
+    def _walk(self, walk: LivenessWalk, sent: OffloadedBytes, is_backward: bool) -> _Unrolled:
         """Return the unrolled walk of a graph.
 
         The backward runs the layers in reverse order and creates gradients.
         """
         parts = _split_walk(walk, [layer.path for layer in self.layers])
-        leave = list(self._remaining_per_layer(sent))
-        kept, counts = [*chain(*leave)], [0, *accumulate(map(len, leave))]
-        more_kept = [0, *accumulate(map(_total_bytes, leave))]  # before each of all layers
-        own_kept = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]  # of the program
-        more_made = _suffix_sums([self.layers[i].gradients for i in self.order])
-        own_made = _suffix_sums([layer.gradients for layer in self.layers])
+        remaining = list(self._remaining_per_layer(sent))
+        saved, counts = [*chain(*remaining)], [0, *accumulate(map(len, remaining))]
+        saved_before = [0, *accumulate(map(_total_bytes, remaining))]  # before each of all layers
+        program_saved_before = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]  # of the program
+        grads_after = _suffix_sums([self.layers[i].gradients for i in self.order])
+        program_grads_after = _suffix_sums([layer.gradients for layer in self.layers])
         found = _Unrolled(walk=walk)
 
         def add(path: str, place: int, i: int, ended: int) -> None:
             """Add a part of layer i of the program at a place of the order; ended is 1 for a layer."""
-            made = more_made[place + ended] - own_made[i + ended] if behind else 0
-            extra = more_kept[place] - own_kept[i]
+            grad_bytes = grads_after[place + ended] - program_grads_after[i + ended] if is_backward else 0
+            extra = saved_before[place] - program_saved_before[i]
             self._add(
                 found,
                 parts[path],
                 extra,
-                made,
-                partial(_extra_values, kept, counts[place], self.layers[:i], made, behind),
+                grad_bytes,
+                partial(_extra_values, saved, counts[place], self.layers[:i], grad_bytes, is_backward),
             )
 
         last = len(self.order), len(self.layers)
-        add(BEFORE_LAYERS, *(last if behind else (0, 0)), 0)
-        for place, i in reversed([*enumerate(self.order)]) if behind else enumerate(self.order):
+        add(BEFORE_LAYERS, *(last if is_backward else (0, 0)), 0)
+        for place, i in reversed([*enumerate(self.order)]) if is_backward else enumerate(self.order):
             if self.layers[i].path in parts:
                 add(self.layers[i].path, place, i, 1)
-        add(AFTER_LAYERS, *((0, 0) if behind else last), 0)
-        of_all = more_kept[-1] - own_kept[-1]
-        found.start = walk.start + (of_all if behind else 0)
-        found.end = walk.end + (more_made[0] - own_made[0] if behind else of_all)
+        add(AFTER_LAYERS, *((0, 0) if is_backward else last), 0)
+        of_all = saved_before[-1] - program_saved_before[-1]
+        found.start = walk.start + (of_all if is_backward else 0)
+        found.end = walk.end + (grads_after[0] - program_grads_after[0] if is_backward else of_all)
         return found
 
     @staticmethod
-    def _add(found: _Unrolled, part: _WalkRange, kept: int, made: int, more: Callable[[], list[LiveValue]]) -> None:
+    def _add(
+        found: _Unrolled, part: _WalkRange, n_saved: int, grad_bytes: int, more: Callable[[], list[LiveValue]]
+    ) -> None:
         """Add the part again, with the saved values and the existing gradients."""
         for i in range(part.begin, part.end):
             one = found.walk.moments[i]
-            found.moments.append(replace(one, nbytes=one.nbytes + kept + made, results=one.results + made))
+            found.moments.append(
+                replace(one, nbytes=one.nbytes + n_saved + grad_bytes, results=one.results + grad_bytes)
+            )
             found.of.append(i)
             found.more.append(more)
 
 
-def _total_bytes(held: Sequence[LiveValue]) -> int:
-    return sum(one.nbytes for one in held)
+def _total_bytes(values: Sequence[LiveValue]) -> int:
+    return sum(one.nbytes for one in values)
 
 
 def _suffix_sums(numbers: Sequence[int]) -> list[int]:
@@ -217,13 +221,13 @@ def _suffix_sums(numbers: Sequence[int]) -> list[int]:
 
 
 def _extra_values(
-    kept: Sequence[LiveValue], count: int, layers: Sequence[_RepeatedLayer], made: int, behind: bool
+    saved: Sequence[LiveValue], count: int, layers: Sequence[_RepeatedLayer], grad_bytes: int, is_backward: bool
 ) -> list[LiveValue]:
     """Return the first `count` saved values and gradients, without those of these layers."""
-    origin = "saved" if behind else "result"
-    own = [replace(held, nbytes=-held.nbytes) for layer in layers for held in layer.saved]
-    found = [replace(held, origin=origin) for held in [*kept[:count], *own]]
-    return [*found, LiveValue("gradients", OTHER_LAYERS_ORIGIN, made, "result")] if made else found
+    origin = "saved" if is_backward else "result"
+    own = [replace(value, nbytes=-value.nbytes) for layer in layers for value in layer.saved]
+    found = [replace(value, origin=origin) for value in [*saved[:count], *own]]
+    return [*found, LiveValue("gradients", OTHER_LAYERS_ORIGIN, grad_bytes, "result")] if grad_bytes else found
 
 
 BEFORE_LAYERS, AFTER_LAYERS = "before the layers", "after the layers"
@@ -253,5 +257,5 @@ def _gradient_bytes(walk: LivenessWalk, part: _WalkRange) -> int:
     """Return the bytes of gradients that a part creates."""
     if part.begin >= part.end:
         return 0
-    behind = walk.moments[part.end] if part.end < len(walk.moments) else walk.moments[-1]
-    return max(0, behind.results - walk.moments[part.begin].results)
+    following = walk.moments[part.end] if part.end < len(walk.moments) else walk.moments[-1]
+    return max(0, following.results - walk.moments[part.begin].results)

@@ -168,7 +168,7 @@ def test_a_replicated_table_with_sharded_inputs(ranks: Ranks) -> None:
     """Rows of a replicated table would be taken for shards."""
     answers = ranks.run(2, whole_table)
     assert all(
-        "SP234" in error and "dim 1 of inputs[0] as in dim 1 of inputs[1]" in error and "got 6 and 20" in error
+        "SP234" in error and "dim 1 of inputs[0] and dim 1 of inputs[1]" in error and "got 6 and 20" in error
         for error, _ in answers
     )
     check([outcome for _, outcome in answers])

@@ -302,8 +302,8 @@ def test_memory_is_a_limit() -> None:
     s = shape(8, 32, 32, causal=False)
     gather = of(all_candidates(s, GPU), "gather")
     allowed = replace(GPU, memory=gather.memory - 1)
-    assert of(all_candidates(s, allowed), "gather").legal == "528.0 MiB, with 528.0 MiB available"
-    with pytest.raises(SpError, match="MiB available"):
+    assert of(all_candidates(s, allowed), "gather").legal == "528.0 MiB, with 528.0 MiB free"
+    with pytest.raises(SpError, match="MiB free"):
         choose_attention(all_candidates(s, replace(GPU, memory=1)))
     masked = replace(s, mask=True)
     assert of(all_candidates(masked, GPU), "gather").memory - gather.memory == s.q_rows * s.kv_len

@@ -30,7 +30,7 @@ def test_table() -> None:
     assert "zigzag, moved" in candidate_table(found, chosen)
     other = next(c for c in found if c != chosen and c.legal is None)
     assert "chosen: requested" in candidate_table(found, other)
-    assert "chosen: requested" in candidate_table(found, chosen, asked=True)  # it may be the fastest, too
+    assert "chosen: requested" in candidate_table(found, chosen, requested=True)  # it may be the fastest, too
     tied = [candidate("ring", 1.0, 4), candidate("ulysses", 1.04)]
     assert (
         "chosen: within 5 % of ring 1 x 4, same number of collectives, and ulysses is preferred to"

@@ -136,11 +136,11 @@ def test_sharded_state_is_drawn_sharded() -> None:
     assert report_json(made)["memory"]["constant_bytes"] == made.step.state
     made.step.shards = 8
     memory = report_json(made)["memory"]
-    assert memory["constant_bytes"] == made.step.in_shards(8) < made.step.state
+    assert memory["constant_bytes"] == made.step.sharded_state(8) < made.step.state
     assert memory["constant_bytes"] + max(p["values_bytes"] for p in memory["curve"]) == made.step.fsdp(8)
     assert memory["peak_with_fsdp_bytes"] == made.step.fsdp(8), "of FSDP's shards, for any number of sequence ranks"
     words = "8 shards of parameters and state of the optimizer, buffers, inputs"
-    assert f"{words}: {format_bytes(made.step.in_shards(8))}" in page(report_json(made))
+    assert f"{words}: {format_bytes(made.step.sharded_state(8))}" in page(report_json(made))
     assert f"peak of a rank {format_bytes(made.step.fsdp(8))}, with" in made.step.text(8)
 
 
@@ -187,7 +187,7 @@ REPORT = {
     "errors": dict.fromkeys(["name", "error"]),
 }
 WAY = """ranks attention layout checkpoint tiles offload host_bytes state memory_bytes phase kept_bytes seconds
-tokens_per_second fits looked most_tiles options""".split()
+tokens_per_second fits measured most_tiles options""".split()
 PLAN = {
     **dict.fromkeys(
         ["format", "version", "memory_bytes", "host_memory_bytes", "unit", "parameters_bytes", "best", "notes"]
@@ -295,7 +295,7 @@ def test_gathered_values_are_marked_and_first() -> None:
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", text.partition("Rewrites and refusals")[2].partition("</table>")[0])
     assert ["gathered" in row for row in rows[1:]] == [True, True, False, False]
     assert "<td>2</td>" in rows[2]
-    assert "heads for positions" in text
+    assert "heads exchanged for positions" in text
 
 
 def test_searchable_rows() -> None:

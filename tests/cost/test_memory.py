@@ -83,7 +83,7 @@ def test_auto_takes_a_fitting_candidate() -> None:
     same = (fast.kind, fast.ulysses, fast.layout)
     refused = next(c for c in found.candidates if (c.kind, c.ulysses, c.layout) == same)
     assert refused.legal is not None
-    assert "MiB available" in refused.legal
+    assert "MiB free" in refused.legal
 
 
 @pytest.mark.sampled(every=4)

@@ -89,7 +89,7 @@ def test_unsharded_bytes_of_fsdp() -> None:
     assert whole == [5, 5 + 5, 5 + 20, 5 + 20 + 5, 5 + 20 + 20, 5 + 20 + 20, 5 + 20 + 27]
     step = StepMemory(ModelBytes(parameters=72, trainable=72, buffers=0, unit=20, rest=12))
     beside = [
-        step.held_in_shards(StepMoment("", moment, nbytes, 0, i, True, nbytes, i < 5, whole[i]), 2)
+        step.sharded_bytes(StepMoment("", moment, nbytes, 0, i, True, nbytes, i < 5, whole[i]), 2)
         for i, (moment, nbytes) in enumerate(zip(moments, made))
     ]
     weights = [12 + 20, *[12 + 2 * 20] * 4, 12 + 20, 12]

@@ -226,17 +226,17 @@ def rows(again: bool = False, memory: float = 1e9, shares: tuple[float, ...] = (
 def test_memory_and_seconds_of_a_row() -> None:
     """Sharded state first; only the needed share is offloaded; a checkpoint repeats the attention forward."""
     sharded, whole = rows()
-    assert (sharded["way"].state, whole["way"].state) == (SHARDED_STATE, REPLICATED_STATE)
+    assert (sharded["config"].state, whole["config"].state) == (SHARDED_STATE, REPLICATED_STATE)
     assert (sharded["memory"], whole["memory"]) == (550 + 400, 1000 + 400)
     assert (sharded["kept"], sharded["host"], sharded["phase"]) == (320, 0, "backward")
     assert [row["is_measured"] for row in (sharded, whole)] == [True, False]
     more = [again["seconds"] - one["seconds"] for again, one in zip(rows(True), rows())]
     assert more == pytest.approx([2.0, 2.0])
     least, half, *_ = rows(memory=sharded["memory"] - 1)
-    assert [row["way"].offload for row in (least, half)] == [0.0, 0.5]
+    assert [row["config"].offload for row in (least, half)] == [0.0, 0.5]
     assert (least["fits"], half["fits"], half["host"], half["kept"]) == (False, True, 150, 320)
-    assert [row["way"].offload for row in rows(memory=10)] == [0.0, 1.0, 0.0, 1.0]
-    assert [row["way"].offload for row in rows(memory=10, shares=())] == [0.0, 0.0]
+    assert [row["config"].offload for row in rows(memory=10)] == [0.0, 1.0, 0.0, 1.0]
+    assert [row["config"].offload for row in rows(memory=10, shares=())] == [0.0, 0.0]
 
 
 def test_offload_is_limited_by_host_memory() -> None:
@@ -246,7 +246,7 @@ def test_offload_is_limited_by_host_memory() -> None:
     def found(host: float, shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0), asked: float = 0.0) -> list[Any]:
         planner = StepPlanner(nn.Linear(2, 2), [], {}, machine, {}, shares, 2.0, 64, [], asked, host)
         made = planner.plan_rows(Looked(4, False), SIZES)  # type: ignore[arg-type]
-        return [(row["way"].offload, row["fits"]) for row in made if row["way"].state == SHARDED_STATE]
+        return [(row["config"].offload, row["fits"]) for row in made if row["config"].state == SHARDED_STATE]
 
     assert found(math.inf) == [(0.0, False), (1.0, True)]
     assert found(299) == [(0.0, False), (0.75, False)]
@@ -296,7 +296,7 @@ def test_the_best_estimate_is_dry_run_until_exact() -> None:
     ]
     holds = {0.5: 130.0, 0.75: 95.0}  # of 200 without a share
     planner.plan_row = lambda step, attend, state, share: {
-        **{"way": step.config, "host": 100 * share, "memory": holds[share], "phase": "loss", "kept": 100.0},
+        **{"config": step.config, "host": 100 * share, "memory": holds[share], "phase": "loss", "kept": 100.0},
         **{"fits": holds[share] <= 100, "is_measured": True, "most_tiles": 0, "seconds": 1.0},
     }
     plan_module._update_rows(planner, plan, plan_module._unplanned_best(plan, 2), refines=True)
@@ -334,7 +334,7 @@ def test_a_dry_run_of_few_layers_gives_the_share() -> None:
             rest = {"phase": "loss", "kept": 100.0, "is_measured": True, "most_tiles": 0, "seconds": 1.0 + share}
             return {
                 **rest,
-                "way": replace(step.config, offload=share),
+                "config": replace(step.config, offload=share),
                 "host": 1,
                 "memory": memory,
                 "fits": memory <= 100,
@@ -399,7 +399,7 @@ def test_checkpoints_are_tried_if_only_an_estimate_fits() -> None:
         }
         return {
             **made,
-            "way": replace(step.config, offload=share),
+            "config": replace(step.config, offload=share),
             "host": share,
             "fits": memory <= 90,
             "is_measured": looked,
@@ -477,7 +477,7 @@ def ways_looked_at(fits: bool, model: nn.Module, own: bool = False, **options: A
 
     def found(self: StepPlanner, looked: Any, attend: AttentionChoice) -> list[dict[str, Any]]:
         row = {"host": 0, "memory": 1e6 if fits else 2e9, "phase": "loss", "kept": 1, "seconds": 1.0, "fits": fits}
-        return [{"way": looked.config, "is_measured": True, "most_tiles": 2, **row}]
+        return [{"config": looked.config, "is_measured": True, "most_tiles": 2, **row}]
 
     stand_ins = {
         "plan_steps": look,

@@ -154,7 +154,7 @@ def test_a_step_of_a_decoder() -> None:
     assert step.values == max(point.nbytes for point in step.peaks().values())
     for point in step.peaks().values():
         assert sum(held.nbytes for held in step.alive(point)) == point.nbytes
-    assert step.in_shards(2) - step.in_shards(4) == 3 * nbytes / 4, "weights and the optimizer's two"
+    assert step.sharded_state(2) - step.sharded_state(4) == 3 * nbytes / 4, "weights and the optimizer's two"
     assert 3 * nbytes / 4 <= step.fsdp(2) - step.fsdp(4) <= nbytes, "and gradients, as far as they are made"
     text = step.text(2)
     assert "saved for the backward" in text

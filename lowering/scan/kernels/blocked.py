@@ -62,10 +62,10 @@ def combine_all(combine: Combine, states: Any, dim: int, lift: Map = identity) -
 
 def _block_totals(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
     """Return the totals of the complete blocks."""
-    whole = num_rows(states, dim) // BLOCK_ROWS * BLOCK_ROWS
-    run = lift(slice_rows(states, dim, 0, whole, BLOCK_ROWS))
+    full_blocks = num_rows(states, dim) // BLOCK_ROWS * BLOCK_ROWS
+    run = lift(slice_rows(states, dim, 0, full_blocks, BLOCK_ROWS))
     for row in range(1, BLOCK_ROWS):
-        run = combine(run, lift(slice_rows(states, dim, row, whole, BLOCK_ROWS)))
+        run = combine(run, lift(slice_rows(states, dim, row, full_blocks, BLOCK_ROWS)))
     return run
 
 

@@ -52,8 +52,8 @@ def up_sweep(combine: Combine, states: Any, dim: int) -> list[Any]:
     while (n := num_rows(levels[-1], dim)) > 1:
         paired = n - n % 2
         left, right = slice_rows(levels[-1], dim, 0, paired, 2), slice_rows(levels[-1], dim, 1, paired, 2)
-        alone = slice_rows(levels[-1], dim, paired, None)
-        levels.append(concat_rows(combine(left, right), alone, dim))
+        last_row = slice_rows(levels[-1], dim, paired, None)
+        levels.append(concat_rows(combine(left, right), last_row, dim))
     return levels
 
 

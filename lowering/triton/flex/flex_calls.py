@@ -102,22 +102,22 @@ def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _forward_program(
-    told: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor
+    pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor
 ) -> tuple[Tensor, ...]:
     found, reads = BlockTables(*xs[3:11]), xs[11:]
     q, k, v = xs[:3]
     fitting = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
-    return flex_forward(q, k, v, told.modify_score, told.attends, found, tile, scale, fitting, reads)
+    return flex_forward(q, k, v, pair.modify_score, pair.attends, found, tile, scale, fitting, reads)
 
 
 def _backward_program(
-    told: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor
+    pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor
 ) -> tuple[Tensor, ...]:
     (q, k, v, grad, out, lse), found, reads = xs[:6], BlockTables(*xs[6:14]), xs[14:]
     fitting = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
-    places = [told.names.index(name) for name in learned]
-    given = told.modify_score, told.attends, found, tile, scale, fitting, reads, places
-    return flex_backward(grad, q, k, v, out, lse, *given)
+    places = [pair.names.index(name) for name in learned]
+    args = pair.modify_score, pair.attends, found, tile, scale, fitting, reads, places
+    return flex_backward(grad, q, k, v, out, lse, *args)
 
 
 def _call_program(
@@ -125,19 +125,19 @@ def _call_program(
 ) -> Sequence[Tensor]:
     q, k, *_ = operands
     queries, keys = q.shape[2], k.shape[2]
-    told, reads = pair_functions(pairs, queries, keys, q.device)
-    ask = told.data is not None and not told.data[1]
-    found, tile = build_tables(pairs.plan, queries, keys, ask, q.device), tile_size(queries, keys)
-    lengths = [_ROWS] * len(operands) + [_COUNTS, _INDICES] * 4 + [_length_dims(name, told) for name in told.names]
-    of = told, tile, scale, learned
+    pair, reads = pair_functions(pairs, queries, keys, q.device)
+    check_data = pair.data is not None and not pair.data[1]
+    found, tile = build_tables(pairs.plan, queries, keys, check_data, q.device), tile_size(queries, keys)
+    lengths = [_ROWS] * len(operands) + [_COUNTS, _INDICES] * 4 + [_length_dims(name, pair) for name in pair.names]
+    of = pair, tile, scale, learned
     return _get_program(partial(fn, *of), (fn, *of), [*operands, *found, *reads], lengths)
 
 
-def _length_dims(name: str, told: PairFunctions) -> tuple[int, ...]:
+def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
     """Return the length dims of a tensor that a text reads."""
     if name == "data":
-        assert told.data is not None
-        return tuple(i for i, axis in enumerate(told.data[0]) if axis in "qk")
+        assert pair.data is not None
+        return tuple(i for i, axis in enumerate(pair.data[0]) if axis in "qk")
     if name.startswith(("row", "col")):
         return (-1,)
     return (0,) if name in ("q", "k") else ()

@@ -48,18 +48,18 @@ def tile_size(queries: int, keys: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def build_tables(plan: BlockPlan, queries: int, keys: int, ask: bool, device: torch.device) -> BlockTables:
+def build_tables(plan: BlockPlan, queries: int, keys: int, check_data: bool, device: torch.device) -> BlockTables:
     """Return the tables of a plan, without synchronizing with the device.
 
     Args:
         plan: Blocks of the pairs that attend.
         queries: Number of local queries.
         keys: Number of local keys.
-        ask: True to evaluate the predicate in every tile.
+        check_data: True to evaluate the predicate in every tile.
         device: Device of the tables.
     """
     states = tile_kinds(plan, queries, keys, tile_size(queries, keys))
-    states = states.clamp(max=PARTIAL_TILE) if ask else states
+    states = states.clamp(max=PARTIAL_TILE) if check_data else states
     states = copy_async(states, device)
     found = [_sort_chosen(side == kind) for side in (states, states.T) for kind in (PARTIAL_TILE, FULL_TILE)]
     return BlockTables(*(table for both in found for table in both))
@@ -87,8 +87,8 @@ def tile_kinds(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tensor:
 def _covered_tiles(offset: int, length: int, of: int, tile: int) -> tuple[slice, slice]:
     """Return the tiles that a range of rows touches, and those that it covers; the last may be partial."""
     end = offset + length
-    first, behind = -(-offset // tile), -(-end // tile) if end == of else end // tile
-    return slice(offset // tile, -(-end // tile)), slice(first, max(first, behind))
+    first, stop = -(-offset // tile), -(-end // tile) if end == of else end // tile
+    return slice(offset // tile, -(-end // tile)), slice(first, max(first, stop))
 
 
 def _touches_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:

@@ -51,47 +51,47 @@ class PairFunctions:
 
     def attends(self, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *reads: Tensor) -> Tensor:
         """Return a bool () that is True if query row m attends to key row n and neither is padding."""
-        given = self._captured_value(reads)
-        q, k = _element_at(given["q"], m), _element_at(given["k"], n)
+        symbols = self._captured_value(reads)
+        q, k = _element_at(symbols["q"], m), _element_at(symbols["k"], n)
         found = (q >= 0) & (k >= 0)
         if self.predicate:
             named = language.predicate_symbols(self.predicate)
             answer = language.evaluate_mask(
-                self.predicate, {name: _predicate_symbol(name, given, b, q, k) for name in named}
+                self.predicate, {name: _predicate_symbol(name, symbols, b, q, k) for name in named}
             )
             found = found & answer
         if self.data and not self.data[1]:
-            found = found & self._read_data(given, b, h, m, k)
+            found = found & self._read_data(symbols, b, h, m, k)
         return found
 
     def modify_score(self, s: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *reads: Tensor) -> Tensor:
         """Return the modified scaled score, in float32, or in float64 for a float64 score."""
-        given = self._captured_value(reads)
+        symbols = self._captured_value(reads)
         s = s if s.dtype == torch.float64 else s.to(torch.float32)
         if self.score:
             # Padding has position -1 and looks up the first element. Its result is not used.
-            q, k = _element_at(given["q"], m).clamp(min=0), _element_at(given["k"], n).clamp(min=0)
-            values = {name: self._read_symbol(name, given, b, h, q, k) for name in scores.score_symbols(self.score)}
+            q, k = _element_at(symbols["q"], m).clamp(min=0), _element_at(symbols["k"], n).clamp(min=0)
+            values = {name: self._read_symbol(name, symbols, b, h, q, k) for name in scores.score_symbols(self.score)}
             s = scores.evaluate_score(self.score, s, values, {"tanh": _fast_tanh}, flex_lookup)
         if self.data and self.data[1]:
-            s = s + self._read_data(given, b, h, m, _element_at(given["k"], n)).to(s.dtype)
+            s = s + self._read_data(symbols, b, h, m, _element_at(symbols["k"], n)).to(s.dtype)
         return s
 
-    def _read_symbol(self, name: str, given: dict[str, Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def _read_symbol(self, name: str, symbols: dict[str, Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return the value of a score symbol for one pair, or a table as one tensor."""
         if name.startswith("head"):
-            return _element_at(given[name], h)
+            return _element_at(symbols[name], h)
         if name.startswith("table"):
-            return given[name]
-        return b if name == "b" else _predicate_symbol(name, given, b, q, k)
+            return symbols[name]
+        return b if name == "b" else _predicate_symbol(name, symbols, b, q, k)
 
     def _captured_value(self, reads: tuple[Tensor, ...]) -> dict[str, Tensor]:
         return dict(zip(self.names, reads, strict=True))
 
-    def _read_data(self, given: dict[str, Tensor], b: Tensor, h: Tensor, m: Tensor, k: Tensor) -> Tensor:
+    def _read_data(self, symbols: dict[str, Tensor], b: Tensor, h: Tensor, m: Tensor, k: Tensor) -> Tensor:
         assert self.data is not None
         place = dict(zip(_AXES, (b, h, m, k)))
-        return _element_at(given["data"], *(place[axis] for axis in self.data[0]))
+        return _element_at(symbols["data"], *(place[axis] for axis in self.data[0]))
 
 
 def pair_functions(
@@ -130,11 +130,11 @@ def pair_functions(
     return PairFunctions(pairs.predicate, pairs.score, tuple(reads), data), list(reads.values())
 
 
-def _predicate_symbol(name: str, given: dict[str, Tensor], b: Tensor, q: Tensor, k: Tensor) -> Any:
+def _predicate_symbol(name: str, symbols: dict[str, Tensor], b: Tensor, q: Tensor, k: Tensor) -> Any:
     """Return the value of a predicate symbol for one pair."""
     if name in ("q", "k"):
         return q if name == "q" else k
-    vector = given[name]
+    vector = symbols[name]
     if vector.ndim == 0:
         return vector
     where = q if is_query_symbol(name) else k

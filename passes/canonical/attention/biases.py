@@ -79,9 +79,9 @@ class BiasReader:
         if not is_tensor(x):
             return BiasElement(_parse_number(x))
         node, at = value_origin(x), tuple(sympy.sympify(c) for c in coords)
-        held, count = constant_value(node), self.positions.sizes[HEAD_INDEX]
-        if held is not None:
-            return BiasElement(_parse_number(held))
+        constant, count = constant_value(node), self.positions.sizes[HEAD_INDEX]
+        if constant is not None:
+            return BiasElement(_parse_number(constant))
         try:
             return self._position_element(node, at)
         except NotSymbolic:
@@ -141,12 +141,12 @@ class BiasReader:
             return self._chosen_element(self._condition(call["mask"], at), operand("value"), operand("self"), node)
         if name not in _BIAS_OPS or call.get("rounding_mode") is not None:
             raise NotSymbolic("is not a sum, product or where of positions and heads", node)
-        given = [operand(n) for n in ("self", "other") if n in call.args]
-        if any(x.allowed != sympy.true for x in given):
+        operands = [operand(n) for n in ("self", "other") if n in call.args]
+        if any(x.allowed != sympy.true for x in operands):
             raise NotSymbolic("computes with fills", node)
-        if name is aten.div and given[1].value.has(*_BIAS_SYMBOLS.values()):
+        if name is aten.div and operands[1].value.has(*_BIAS_SYMBOLS.values()):
             raise NotSymbolic("divides by a position", node)
-        value = _BIAS_OPS[name](*(x.value for x in given))
+        value = _BIAS_OPS[name](*(x.value for x in operands))
         if any(_may_round(term) for each in value.atoms(sympy.Add) for term in each.args):
             raise NotSymbolic("would be rounded differently as text", node)
         return BiasElement(value)

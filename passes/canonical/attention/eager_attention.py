@@ -136,7 +136,7 @@ class FuseEagerAttention(CanonicalPass):
         lead = scores.masked[:-2] if scores.masked is not None else front
         lead = lead if sinks is None else sinks.batch_and_heads
         shape = (*lead, operands[0].shape[-2], operands[1].shape[-2])
-        settled = sinks is not None and sinks.held not in self._filling
+        settled = sinks is not None and sinks.value not in self._filling
         mask, fits = self._mask(scores, shape, operands[0].node.meta["val"].dtype, settled, last)
         if not fits:
             self.drop(mask)
@@ -165,12 +165,12 @@ class FuseEagerAttention(CanonicalPass):
             args: tuple[Any, ...] = (*qkv, mask, dropout)
             return self.compute(aten.scaled_dot_product_attention.default, args, like, {"scale": scores.scale})
         args = (*qkv, [], [], [], "", dropout, scores.scale, False)
-        given: dict[str, Any] = {"attn_mask": mask}
+        kwargs: dict[str, Any] = {"attn_mask": mask}
         if scores.score != SCORE_NAME:
-            given |= {"score": str(scores.score), "heads": []}
+            kwargs |= {"score": str(scores.score), "heads": []}
         if sinks is not None:
-            given["sinks"] = sinks.vector(self, like)
-        return self.compute(sp.masked_attention.default, args, like, given)
+            kwargs["sinks"] = sinks.vector(self, like)
+        return self.compute(sp.masked_attention.default, args, like, kwargs)
 
     def _mask(
         self, scores: ScoreChain, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool, like: Node

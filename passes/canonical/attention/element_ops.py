@@ -122,16 +122,16 @@ def _first_match(found: list[tuple[Any, Element]]) -> Element:
 def _index_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
     """Return an element of x[i, j, ...] for index tensors that broadcast together; None keeps a dim."""
     indices = list(call["indices"]) + [None] * (call.ndim("self") - len(call["indices"]))
-    given = [d for d, i in enumerate(indices) if i is not None]
-    depth = len(at) - (len(indices) - len(given))
+    indexed_dims = [d for d, i in enumerate(indices) if i is not None]
+    depth = len(at) - (len(indices) - len(indexed_dims))
     if any(not is_tensor(i) or i.meta["val"].dtype == torch.bool for i in indices if i is not None):
         raise NotSymbolic("is indexed by a bool mask")
-    together = given == list(range(given[0], given[-1] + 1))
-    first = given[0] if together else 0
-    chosen, kept = at[first : first + depth], iter((*at[:first], *at[first + depth :]))
+    together = indexed_dims == list(range(indexed_dims[0], indexed_dims[-1] + 1))
+    first = indexed_dims[0] if together else 0
+    chosen, remaining = at[first : first + depth], iter((*at[:first], *at[first + depth :]))
     coords = []
     for index, extent in zip(indices, call.shape("self")):
-        coords.append(next(kept) if index is None else p.integer(p.operand(index, chosen)))
+        coords.append(next(remaining) if index is None else p.integer(p.operand(index, chosen)))
         if index is not None and not p.box.is_within(coords[-1], extent):
             raise NotSymbolic(f"is indexed by {coords[-1]}, which may be out of range for its {extent} rows")
     return p.at(call["self"], coords)

@@ -92,8 +92,8 @@ class ElementReader:
         except NotSymbolic as error:  # one lookup may still replace everything that has no expression
             why = error
         try:
-            held = constant_value(node)
-            return self._leaf(node, coords) if held is None else cast_element(as_number(held), node.meta["val"].dtype)
+            const = constant_value(node)
+            return self._leaf(node, coords) if const is None else cast_element(as_number(const), node.meta["val"].dtype)
         except NotSymbolic as error:
             raise (why or error).of(node) from None
         finally:
@@ -200,9 +200,9 @@ def cast_element(value: Element, dtype: torch.dtype) -> Element:
         return as_truth(value)
     found = as_cases(value)
     for _, v in found:
-        constant = v.is_infinite or (v.is_Integer and (dtype.is_floating_point or abs(v) < 128))
+        const = v.is_infinite or (v.is_Integer and (dtype.is_floating_point or abs(v) < 128))
         position = v.is_integer and dtype in POSITION_DTYPES and not (dtype == torch.float32 and v.has(AppliedUndef))
-        if not constant and not position:
+        if not const and not position:
             raise NotSymbolic(f"may round or overflow in {dtype}")
     return found
 

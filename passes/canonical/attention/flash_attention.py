@@ -107,19 +107,23 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
 
     def _attention(self, kernel: Node, placed: Callable[[Node], Any], like: Node) -> Node:
         """Return attention with the kernel's arguments and the kernel's layout of the result."""
-        given = _kernel_arguments(kernel)
-        q, k, v = (placed(given[name]) for name in "qkv")
-        left, right = (given.get(f"window_size_{side}", -1) for side in ("left", "right"))
-        window = left, 0 if given.get("causal") else right
-        scale, dropout_p, cap = given["softmax_scale"], given.get("dropout_p", 0.0), given.get("softcap", 0.0)
+        arguments = _kernel_arguments(kernel)
+        q, k, v = (placed(arguments[name]) for name in "qkv")
+        left, right = (arguments.get(f"window_size_{side}", -1) for side in ("left", "right"))
+        window = left, 0 if arguments.get("causal") else right
+        scale, dropout_p, cap = (
+            arguments["softmax_scale"],
+            arguments.get("dropout_p", 0.0),
+            arguments.get("softcap", 0.0),
+        )
         score = f"{cap}*tanh(s/{cap})" if cap else "s"
         more: dict[str, Any] = {}
-        if given.get("alibi_slopes") is not None:
-            score, more["heads"] = f"{score} - head0*Abs(q - k)", [placed(given["alibi_slopes"])]
+        if arguments.get("alibi_slopes") is not None:
+            score, more["heads"] = f"{score} - head0*Abs(q - k)", [placed(arguments["alibi_slopes"])]
         if score != "s":
             more["score"] = score
-        if _document_ends(given)[0] is not None:
-            ends = placed(given["cu_seqlens_q"]), placed(given["cu_seqlens_k"])
+        if _document_ends(arguments)[0] is not None:
+            ends = placed(arguments["cu_seqlens_q"]), placed(arguments["cu_seqlens_k"])
             return self.emit_attention((q, k, v), ends, window, scale, like, dropout_p, **more)
         queries, keys = node_shape(q)[1], node_shape(k)[1]
         place, sizes = ("q", []) if is_same_size(queries, keys) else ("(n0 + q)", [self.sizes(keys - queries)])
@@ -156,26 +160,26 @@ def _kernel_arguments(kernel: Node) -> Mapping[str, Any]:
     return {a.name: call.get(a.name) for a in schema_of(kernel.target).arguments}
 
 
-def _document_ends(given: Mapping[str, Any]) -> list[Any]:
+def _document_ends(args: Mapping[str, Any]) -> list[Any]:
     """Return the ends of query and key documents, or None; FlashAttention-3 has one kernel for both."""
-    return [given.get(f"cu_seqlens_{x}") for x in "qk"]
+    return [args.get(f"cu_seqlens_{x}") for x in "qk"]
 
 
 def _kernel_refusal(kernel: Node) -> str | None:
     """Return the reason why the kernel is not supported, or None."""
-    given = _kernel_arguments(kernel)
-    if _document_ends(given).count(None) == 1:
+    args = _kernel_arguments(kernel)
+    if _document_ends(args).count(None) == 1:
         return "only one of queries and keys has documents"
-    strange = [
-        name for name, x in given.items() if name not in READ_ARGUMENTS | IGNORED_ARGUMENTS and x not in NEUTRAL_VALUES
+    unsupported = [
+        name for name, x in args.items() if name not in READ_ARGUMENTS | IGNORED_ARGUMENTS and x not in NEUTRAL_VALUES
     ]
-    if strange:
-        return f"its kernel has the arguments {', '.join(strange)}"
-    slopes, ends = given.get("alibi_slopes"), _document_ends(given)
+    if unsupported:
+        return f"its kernel has the arguments {', '.join(unsupported)}"
+    slopes, ends = args.get("alibi_slopes"), _document_ends(args)
     if slopes is not None:
-        q, k = (node_shape(given[name])[1] for name in "qk")
-        alike = ends[0] is ends[1] if ends[0] is not None else is_same_size(q, k)
-        if len(node_shape(slopes)) != 1 or not alike:
+        q, k = (node_shape(args[name])[1] for name in "qk")
+        same_length = ends[0] is ends[1] if ends[0] is not None else is_same_size(q, k)
+        if len(node_shape(slopes)) != 1 or not same_length:
             return "its slopes differ between batch entries, or the numbers of keys and queries differ"
     return None
 
@@ -191,8 +195,8 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
     back = [n for n in backward.graph.nodes if _kernel_name(n) in FLASH_KERNELS.values()]
     if len(kernels) != 1 or [_kernel_name(n) for n in back] != [FLASH_KERNELS[_kernel_name(n)] for n in kernels]:
         return "it is not one forward kernel and one backward kernel"
-    given, again = _kernel_arguments(kernels[0]), _kernel_arguments(back[0])
-    other = [name for name in FLASH_OPTIONS & given.keys() & again.keys() if given[name] != again[name]]
+    args, back_args = _kernel_arguments(kernels[0]), _kernel_arguments(back[0])
+    other = [name for name in FLASH_OPTIONS & args.keys() & back_args.keys() if args[name] != back_args[name]]
     if other:
         return f"its backward has a different {', '.join(sorted(other))}"
     for body, kernel in ((forward, kernels[0]), (backward, back[0])):
@@ -208,15 +212,15 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
     if len(results) != 1 or any(n.args[1] != 0 for n in _ancestors(results[0]) & set(kernels[0].users)):
         return "its log-sum-exp is read"
     gradients = zip(forward.graph.find_nodes(op="placeholder"), backward.graph.output_node().args[0])
-    moved = _ancestors(given["q"]) | _ancestors(given["k"]) | _ancestors(given["v"])
+    moved = _ancestors(args["q"]) | _ancestors(args["k"]) | _ancestors(args["v"])
     if any(x in moved and gradient is None for x, gradient in gradients):
         return "one of them has no gradient"
     return None
 
 
 def _result_at(output: Any, index: int) -> Any:
-    made = output[0]  # torch 2.11 returns all values of the body, the results last
-    return made[index] if isinstance(made, tuple | list) else made
+    output = output[0]  # torch 2.11 returns all values of the body, the results last
+    return output[index] if isinstance(output, tuple | list) else output
 
 
 def _ancestors(node: Node) -> set[Node]:

@@ -233,12 +233,12 @@ def _graph_body(ref: Node) -> GraphModule:
 def _inline_numbers(body: GraphModule) -> None:
     """Replace tensors that a trace created for numbers by numbers: documents[0] looks up row tensor(0)."""
     for node in body.graph.find_nodes(op="get_attr"):
-        held = operator.attrgetter(node.target)(body)
-        if isinstance(held, torch.Tensor) and not held.ndim and not isinstance(held, FakeTensor):
+        constant = operator.attrgetter(node.target)(body)
+        if isinstance(constant, torch.Tensor) and not constant.ndim and not isinstance(constant, FakeTensor):
             editor = GraphEditor().edit(body.graph)
             with body.graph.inserting_before(node):
-                kind = {"dtype": held.dtype, "device": held.device}
-                written = editor.emit(aten.full.default, ([], held.item()), node.meta.get("val"), node, kind)
+                kind = {"dtype": constant.dtype, "device": constant.device}
+                written = editor.emit(aten.full.default, ([], constant.item()), node.meta.get("val"), node, kind)
             node.replace_all_uses_with(written)
             body.graph.erase_node(node)
     body.recompile()

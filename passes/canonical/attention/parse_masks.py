@@ -316,13 +316,13 @@ class RewriteMasks(base.CanonicalPass):
         return mask
 
     def _predicate(self, node: Node, call: OpCall, mask: AttentionMask, scores: dict[str, Any]) -> None:
-        spelling = MaskPrinter()
-        predicate = spelling.to_text(mask.allowed)
+        printer = MaskPrinter()
+        predicate = printer.to_text(mask.allowed)
         if predicate.free_symbols & {BATCH_INDEX, HEAD_INDEX}:
             raise NotSymbolic("its condition on data differs between heads or batches")
-        rows = [self._vector(mask, leaf, QUERY_INDEX, node) for leaf in spelling.rows]
-        cols = [self._vector(mask, leaf, KEY_INDEX, node) for leaf in spelling.cols]
-        extents = self.sizes.list(_print_size(e) for e in spelling.sizes)
+        rows = [self._vector(mask, leaf, QUERY_INDEX, node) for leaf in printer.rows]
+        cols = [self._vector(mask, leaf, KEY_INDEX, node) for leaf in printer.cols]
+        extents = self.sizes.list(_print_size(e) for e in printer.sizes)
         with self.graph.inserting_before(node):
             options = [call[name] for name in ("dropout_p", "scale", "enable_gqa")]
             text = "" if predicate == sympy.true else str(predicate)
@@ -349,14 +349,14 @@ class RewriteMasks(base.CanonicalPass):
                 x = self.compute(aten.slice.Tensor, (x, dim, *span), like)
             elif start is None and coord != BATCH_INDEX:
                 x = self.compute(aten.select.int, (x, dim, self.sizes(_print_size(coord))), like)
-        kept = [BATCH_INDEX if c == BATCH_INDEX else index for c in coords if c.has(BATCH_INDEX, index)]
-        if kept == [index, BATCH_INDEX]:
+        indexed = [BATCH_INDEX if c == BATCH_INDEX else index for c in coords if c.has(BATCH_INDEX, index)]
+        if indexed == [index, BATCH_INDEX]:
             return self.compute(aten.transpose.int, (x, 0, 1), like)
-        if index not in kept:
+        if index not in indexed:
             shape = [self.sizes(extent) for extent in node_shape(x)] or [1]
             x = self.compute(aten.reshape.default, (x, [*shape, 1]), like)
             return self.compute(aten.expand.default, (x, [*shape, self.sizes(length)]), like)
-        return x if len(kept) == 2 else self.compute(aten.unsqueeze.default, (x, 0), like)
+        return x if len(indexed) == 2 else self.compute(aten.unsqueeze.default, (x, 0), like)
 
 
 def has_same_leading_dims(shapes: Sequence[tuple[Size, ...]], grouped: bool) -> bool:

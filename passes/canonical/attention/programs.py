@@ -69,7 +69,7 @@ def program_text(
         text = writer.result(found)
         score.check_score(text)
     except (NotSymbolic, SpError) as why:
-        editor.drop(*writer.made)
+        editor.drop(*writer.emitted)
         raise NotSymbolic(why.cause) from None
     return ScoreText(text, writer.heads, writer.tables)
 
@@ -88,7 +88,7 @@ class _ProgramWriter:
     def __init__(self, editor: GraphEditor, like: Node) -> None:
         self.editor, self.like = editor, like
         self.lines: dict[str, Name] = {}
-        self.made: list[Node] = []
+        self.emitted: list[Node] = []
         self.heads: list[Node] = []
         self.tables: list[Node] = []
         self.indices = [Name("b"), Name("head0"), Name("q"), Name("k")]
@@ -111,13 +111,13 @@ class _ProgramWriter:
         return "; ".join([*lines, last or program.call_text(aten.clone.default, [value], {})])
 
     def _write_computed(self, node: Node, env: Mapping[Node, Any]) -> Any:
-        held = constant_value(node)
-        if held is not None:
-            return self._write(program.typed_constant(held, node.meta["val"].dtype))
+        constant = constant_value(node)
+        if constant is not None:
+            return self._write(program.typed_constant(constant, node.meta["val"].dtype))
         if node.op == "get_attr":
             raise NotSymbolic(f"it creates a tensor, {node.name}")
-        given = [env[x] for x in node.all_input_nodes]
-        if given and all(isinstance(x, Node) for x in given):
+        operands = [env[x] for x in node.all_input_nodes]
+        if operands and all(isinstance(x, Node) for x in operands):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
             return self._outer_op(node.target, args, kwargs)
         if node.target in (aten.index.Tensor, aten.select.int):
@@ -160,11 +160,13 @@ class _ProgramWriter:
             raise NotSymbolic(f"it indexes {call.operands[0].name}, which it computes for each pair")
         open_dims = [d for d, index in enumerate(of.indices) if index is None]
         if node.target is aten.select.int:
-            given: list[Any] = [None] * call.dim() + [self._write(program.typed_constant(call["index"], torch.int64))]
+            operands: list[Any] = [None] * call.dim() + [
+                self._write(program.typed_constant(call["index"], torch.int64))
+            ]
         else:
-            given = [None if x is None else self._read(x, env) for x in call["indices"]]
+            operands = [None if x is None else self._read(x, env) for x in call["indices"]]
         indices = list(of.indices)
-        for dim, index in zip(open_dims, given):
+        for dim, index in zip(open_dims, operands):
             indices[dim] = index
         return _TableElement(of.table, tuple(indices))
 
@@ -186,8 +188,8 @@ class _ProgramWriter:
 
     def _outer_op(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """Emit an op in the outer graph."""
-        self.made.append(self.editor.compute(target, args, self.like, kwargs))
-        return self.made[-1]
+        self.emitted.append(self.editor.compute(target, args, self.like, kwargs))
+        return self.emitted[-1]
 
 
 def split_conditions(body: GraphModule) -> list[GraphModule]:

@@ -66,8 +66,8 @@ class IndexBox:
         if not isinstance(p, (And, Or)):
             return p
         terms = [self.simplify(a) for a in p.args]
-        kept = self._drop_implied(terms, conjunction=isinstance(p, And))
-        return p.func(*kept)
+        needed = self._drop_implied(terms, conjunction=isinstance(p, And))
+        return p.func(*needed)
 
     def _relation(self, p: Relational) -> Boolean:
         if isinstance(p, (Eq, Ne)):
@@ -77,12 +77,12 @@ class IndexBox:
 
     def _drop_implied(self, terms: list[Boolean], conjunction: bool) -> list[Boolean]:
         """Drop terms of a conjunction that others imply, or terms of a disjunction that imply others."""
-        kept = list(dict.fromkeys(terms))
-        for term in list(kept):
-            others = [o for o in kept if o is not term]
+        needed = list(dict.fromkeys(terms))
+        for term in list(needed):
+            others = [o for o in needed if o is not term]
             if any(self._implies(*((o, term) if conjunction else (term, o))) for o in others):
-                kept = others
-        return kept
+                needed = others
+        return needed
 
     def _implies(self, a: Boolean, b: Boolean) -> bool:
         if not all(isinstance(p, Relational) and not isinstance(p, (Eq, Ne)) for p in (a, b)):

@@ -96,9 +96,9 @@ class _ScoreReader:
         return found
 
     def _read_computed(self, node: Node) -> Any:
-        held = constant_value(node)
-        if held is not None:
-            return self.value(held)
+        constant = constant_value(node)
+        if constant is not None:
+            return self.value(constant)
         if node.target is aten.index.Tensor:
             return self._read_lookup(OpCall(node))
         if node.target is aten.item.default:  # of a Python float that may change between calls

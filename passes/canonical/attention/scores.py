@@ -142,7 +142,7 @@ def match_scores(x: Any, keys: int, *users: Node) -> ScoreChain | None:
     if keys >= len(node_shape(x)):  # it broadcasts to its reader
         return None
     call = OpCall(x) if isinstance(x.target, OpOverload) else None
-    product = match_product(x, beside=True)
+    product = match_product(x, with_addend=True)
     if call is None or product is not None:
         seen = [p for p in (product, transpose_product(product)) if p.order[-1] == keys] if product is not None else []
         return _single_rank_models(seen[0], x) if seen else None
@@ -316,13 +316,13 @@ def _can_reach(start: Node, following: Callable[[Node], Sequence[Node]]) -> bool
         return [n for n in following(node) if is_tensor(n) and n.op == "call_function"]
 
     near = islice(iterate_reachable([start], onwards), 1, MAX_STEPS + 1)
-    return any(match_product(node, beside=True) is not None for node in near)
+    return any(match_product(node, with_addend=True) is not None for node in near)
 
 
 def scores_refusal(x: Node) -> str:
     """Return the reason why `match_scores` rejected the input of a softmax that follows a product."""
     node = x
-    while match_product(node, beside=True) is None:
+    while match_product(node, with_addend=True) is None:
         if len(node.users) > 1:
             return f"another op reads the scores ({node.name})"
         inner = [i for i in node.all_input_nodes if is_tensor(i) and i.op == "call_function" and _match_node(i)]
@@ -330,11 +330,11 @@ def scores_refusal(x: Node) -> str:
         if not inner or (node.target not in SCORE_OPS and pointwise):
             break
         node = inner[0]
-    if match_product(node, beside=True) is not None:
+    if match_product(node, with_addend=True) is not None:
         read = len(node.users) > 1
         return f"another op reads the scores ({node.name})" if read else "an unsupported scale, bias or fill"
     return f"{node.name} ({node.target}) is between the product and the softmax"
 
 
 def _match_node(node: Node) -> bool:
-    return match_product(node, beside=True) is not None or _can_reach(node, lambda n: n.all_input_nodes)
+    return match_product(node, with_addend=True) is not None or _can_reach(node, lambda n: n.all_input_nodes)

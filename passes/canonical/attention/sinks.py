@@ -127,7 +127,7 @@ def _reduced_dim(call: OpCall, keys: int) -> bool:
 class SinkValue:
     """Sinks with a number per head, or one for all heads."""
 
-    held: Node  # value with one element per head, or one element
+    value: Node  # value with one element per head, or one element
     leading: tuple[Size, ...]  # (B, H) of the scores
     groups: bool = False  # True if both leading dims are heads of one sequence
 
@@ -138,8 +138,8 @@ class SinkValue:
 
     def vector(self, editor: GraphEditor, like: Node) -> Node:
         """Return the sinks as a vector (H,)."""
-        count, (_, heads) = size_product(node_shape(self.held)), self.batch_and_heads
-        found = editor.reshape(self.held, (count,), like)
+        count, (_, heads) = size_product(node_shape(self.value)), self.batch_and_heads
+        found = editor.reshape(self.value, (count,), like)
         if is_same_size(count, heads):
             return found
         return editor.compute(aten.expand.default, (found, [editor.sizes(heads)]), like)
@@ -151,11 +151,11 @@ def sink_index(sinks: Node, coords: Sequence[Any], lead: tuple[Size, ...]) -> Si
     while at is not None:
         node, coords = at
         shape = node_shape(node)
-        held = [c for c, extent in zip(coords, shape, strict=True) if not is_same_size(extent, 1)]
-        if held in ([], [HEAD_INDEX]) and (not held or is_same_size(size_product(shape), lead[1])):
+        own = [c for c, extent in zip(coords, shape, strict=True) if not is_same_size(extent, 1)]
+        if own in ([], [HEAD_INDEX]) and (not own or is_same_size(size_product(shape), lead[1])):
             return SinkValue(node, lead)
         if (
-            held == [BATCH_INDEX, HEAD_INDEX]
+            own == [BATCH_INDEX, HEAD_INDEX]
             and is_same_size(size_product(shape), size_product(lead))
             and skip_reshapes(node).meta["val"].ndim == 1
         ):

@@ -125,5 +125,5 @@ def _region_between(source: Node, dim: int, result: Node) -> SoftmaxMatch | None
     """Return the ops between the input of a softmax and its result; None if one of them has other readers."""
     between = reachable_set([source], lambda n: () if n is result else n.users) - {source}
     unread = [n for n in between if not n.users and n.target is operator.getitem]  # the indices of the maximum
-    alone = all(n is result or n in unread or (n < result and n.users) for n in between)
-    return SoftmaxMatch(source, dim, tuple(sorted(between))) if alone else None
+    is_isolated = all(n is result or n in unread or (n < result and n.users) for n in between)
+    return SoftmaxMatch(source, dim, tuple(sorted(between))) if is_isolated else None

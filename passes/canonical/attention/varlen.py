@@ -106,8 +106,8 @@ class RewriteVarlenAttention(CanonicalPass):
         if (ends, length) not in self.documents:
             kind = {"dtype": ends.meta["val"].dtype, "device": x.meta["val"].device}
             tokens = self.compute(aten.arange.default, (self.sizes(length),), like, kind)
-            behind = self.compute(aten.slice.Tensor, (ends, 0, 1), like)
-            found = self.compute(aten.bucketize.Tensor, (tokens, behind), like, {"right": True})
+            later_ends = self.compute(aten.slice.Tensor, (ends, 0, 1), like)
+            found = self.compute(aten.bucketize.Tensor, (tokens, later_ends), like, {"right": True})
             self.documents[ends, length] = self.compute(aten.unsqueeze.default, (found, 0), like)
         return self.documents[ends, length]
 

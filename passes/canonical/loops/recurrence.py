@@ -86,12 +86,12 @@ class ScanBuilder(BatchedOps):
         guides = [x for x in (b, a) if isinstance(x, BatchedValue) and x.ndim == value.ndim]
         time = guides[0].time if guides else 0
         shape = as_sizes(value.shape)
-        whole = (*shape[:time], len(affine.state.nodes), *shape[time:])
+        stacked_shape = (*shape[:time], len(affine.state.nodes), *shape[time:])
         state = None if _is_constant(seed, 0) else self.expand_to(seed, shape, like)
 
         def every(x: Value) -> Node:
             """Expand a value to all steps."""
-            return self.expand_to(self.align(x, value.ndim - time), whole, like)
+            return self.expand_to(self.align(x, value.ndim - time), stacked_shape, like)
 
         if _is_constant(a, 1) and not _is_constant(b, 0):
             out = self._fold_constants("sum", every(b), time, reverse, like)

@@ -93,11 +93,11 @@ class LoopBuilder:
     def step(self, node: Node) -> Node:
         """Select the node of one step from its column."""
         column, step = self.loop.owner[node]
-        whole = self.values[column]
-        if not isinstance(whole, BatchedValue):
+        batched = self.values[column]
+        if not isinstance(batched, BatchedValue):
             raise NotALoop("an op outside the loop reads an op with several results")
         index = column.end - 1 - step if self.reverse else step - column.first
-        return self.editor.compute(aten.select.int, (whole.node, whole.time, index), node)
+        return self.editor.compute(aten.select.int, (batched.node, batched.time, index), node)
 
     def _compute_column(self, column: StepColumn) -> bool:
         form = self.forms.get(column)
@@ -159,8 +159,8 @@ class LoopBuilder:
     def _read_column(self, x: IndexRead, first: int, end: int) -> BatchedValue:
         ends = sorted((x.start + x.stride * first, x.start + x.stride * (end - 1)))
         rows = max(x.rows, 1)
-        whole = BatchedValue(x.source, x.dim)
-        found = self.editor.narrow(whole, ends[0] * rows, (ends[1] + 1 - ends[0]) * rows)
+        batched = BatchedValue(x.source, x.dim)
+        found = self.editor.narrow(batched, ends[0] * rows, (ends[1] + 1 - ends[0]) * rows)
         if x.rows:
             found = self.editor.split_rows(found, x.rows)
         return self.editor.flip(found) if (x.stride > 0) == self.reverse else found
@@ -183,7 +183,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
         self.budget = 4 * len(gm.graph.nodes)
-        self.made: list[Node] = []
+        self.emitted: list[Node] = []
         self.rolled: set[Node] = set()  # nodes that replaced loops
         lists = [n for n in self.graph.nodes if n.target in (aten.stack.default, aten.cat.default)]
         lists.sort(key=lambda n: -len(n.args[0]))  # an outer loop before the lists of its body
@@ -191,13 +191,13 @@ class RerollLoops(CanonicalPass, ScanBuilder):
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:
         """Append a node and record it."""
-        self.made.append(super().emit(*args, **kwargs))
-        return self.made[-1]
+        self.emitted.append(super().emit(*args, **kwargs))
+        return self.emitted[-1]
 
     def _roll(self, listed: Node) -> bool:
         values, reasons = _listed_values(listed), []
         for turned in (False, True):
-            loop, self.made = LoopMatcher(self.budget), []
+            loop, self.emitted = LoopMatcher(self.budget), []
             try:
                 loop.read(values[::-1] if turned else values)
                 self._rewrite(listed, loop, turned)
@@ -213,14 +213,14 @@ class RerollLoops(CanonicalPass, ScanBuilder):
 
     def _erase_unused(self) -> None:
         """Erase the emitted nodes that have no users."""
-        for node in reversed(self.made):
+        for node in reversed(self.emitted):
             if not node.users:
                 self.graph.erase_node(node)
 
     def _rewrite(self, listed: Node, loop: LoopMatcher, turned: bool) -> None:
         operands = list(loop.operands())
-        again = any(isinstance(x, IndexRead) and x.source in self.rolled for x in operands)
-        if not again and not any(isinstance(x, ColumnRef) and x.lag for x in operands):
+        reads_rolled = any(isinstance(x, IndexRead) and x.source in self.rolled for x in operands)
+        if not reads_rolled and not any(isinstance(x, ColumnRef) and x.lag for x in operands):
             raise NotALoop("no recurrence")
         roll = LoopBuilder(self, loop)
         steps = [n for c in roll.columns for n in c.nodes]
@@ -229,7 +229,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         anchor = _find_anchor(roll.compute_shared(), owned, [listed, *(u for u, _ in readers)])
         with self.insert_after(anchor), restore_autocast(anchor):
             found = roll.run()
-            if not again and not roll.scans:
+            if not reads_rolled and not roll.scans:
                 raise NotALoop("no recurrence")
             result = self._arrange(found if turned == roll.reverse else self.flip(found), listed)
             fresh = [roll.step(n) for _, n in readers]
@@ -241,12 +241,12 @@ class RerollLoops(CanonicalPass, ScanBuilder):
     def _arrange(self, found: BatchedValue, listed: Node) -> Node:
         """Return the values of all steps in the layout of the list."""
         dim = OpCall(listed)["dim"] % listed.meta["val"].ndim
-        whole = self.move_steps(found, dim).node
+        stacked = self.move_steps(found, dim).node
         if listed.target is aten.stack.default:
-            return whole
-        if whole.target is aten.unsqueeze.default and whole.args[1] == dim + 1:
-            return whole.args[0]
-        return self.compute(aten.flatten.using_ints, (whole, dim, dim + 1), listed)
+            return stacked
+        if stacked.target is aten.unsqueeze.default and stacked.args[1] == dim + 1:
+            return stacked.args[0]
+        return self.compute(aten.flatten.using_ints, (stacked, dim, dim + 1), listed)
 
     def _erase_steps(self, listed: Node, loop: LoopMatcher) -> None:
         """Erase the steps and the nodes that only they read."""
@@ -260,7 +260,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self.drop(*inputs)
         for pieces in cut:
             self._split_pieces(pieces)
-        self.rolled.update(n for n in self.made if n.users)
+        self.rolled.update(n for n in self.emitted if n.users)
 
     def _split_pieces(self, pieces: Node) -> None:
         """Let remaining readers of an unbind or a split select their piece, so that no rank needs all pieces."""

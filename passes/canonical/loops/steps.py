@@ -150,9 +150,9 @@ class LoopMatcher:
         if owner is None:
             return None
         column, step = owner
-        held = column.nodes[step - column.first :][: len(values)]
+        column_values = column.nodes[step - column.first :][: len(values)]
         lag = first - step
-        return ColumnRef(column, lag) if lag in (0, 1) and held == list(values) else None
+        return ColumnRef(column, lag) if lag in (0, 1) and column_values == list(values) else None
 
     def _column(self, values: Sequence[Node], first: int) -> StepColumn:
         self.budget -= len(values)

@@ -82,10 +82,10 @@ class BatchedOps(GraphEditor):
 
     def narrow(self, x: BatchedValue, start: int, length: int) -> BatchedValue:
         """Return `length` steps from `start` on."""
-        whole = x.node.meta["val"].shape[x.time]
-        if start < 0 or start + length > whole:
+        extent = x.node.meta["val"].shape[x.time]
+        if start < 0 or start + length > extent:
             raise NotALoop("steps out of range")
-        if length == whole:
+        if length == extent:
             return x
         return BatchedValue(self.compute(aten.slice.Tensor, (x.node, x.time, start, start + length), x.node), x.time)
 
@@ -114,13 +114,13 @@ class BatchedOps(GraphEditor):
             options = {"dtype": value.dtype, "device": value.device}
             return self.compute(aten.full.default, (wanted, x), like, options)
         found = x.meta["val"]
-        held = as_sizes(found.shape)
+        extents = as_sizes(found.shape)
         rounds = found.ndim and torch.promote_types(found.dtype, value.dtype) != value.dtype
-        grows = all(a == 1 or is_same_size(a, b) for a, b in zip(held[::-1], shape[::-1]))
-        if rounds or not grows or len(held) > len(shape):
+        grows = all(a == 1 or is_same_size(a, b) for a, b in zip(extents[::-1], shape[::-1]))
+        if rounds or not grows or len(extents) > len(shape):
             raise NotALoop("a value of another type")
         x = self.cast(x, value.dtype, x)
-        if is_same_shape(held, shape):
+        if is_same_shape(extents, shape):
             return x
         return self.compute(aten.expand.default, (x, wanted), x)
 
@@ -130,14 +130,14 @@ class BatchedOps(GraphEditor):
             node = self.compute(aten.unsqueeze.default, (node, dim), node)
         return node
 
-    def align(self, x: Value, behind: int) -> Value:
+    def align(self, x: Value, trailing_dims: int) -> Value:
         """Insert dims after the dim of the steps (or its position), so that the operand broadcasts."""
         if isinstance(x, BatchedValue):
-            if x.ndim >= behind:
-                return self.move_steps(x, x.ndim - behind).node
-            return self.unsqueeze(self.move_steps(x, 0).node, 1, behind - x.ndim)
-        if is_tensor(x) and x.meta["val"].ndim > behind:
-            return self.unsqueeze(x, x.meta["val"].ndim - behind)
+            if x.ndim >= trailing_dims:
+                return self.move_steps(x, x.ndim - trailing_dims).node
+            return self.unsqueeze(self.move_steps(x, 0).node, 1, trailing_dims - x.ndim)
+        if is_tensor(x) and x.meta["val"].ndim > trailing_dims:
+            return self.unsqueeze(x, x.meta["val"].ndim - trailing_dims)
         return x
 
     def batch(self, node: Node, leaves: Sequence[Value]) -> Value:
@@ -178,8 +178,8 @@ class BatchedOps(GraphEditor):
         """Apply an op whose operands broadcast except for the last `rows` dims."""
         steps = [x for x in leaves if isinstance(x, BatchedValue)]
         ndim = max(step_ndim(x) for x in leaves)
-        behind = max((x for x in steps if x.trailing_dims >= rows), key=lambda x: x.ndim, default=None)
-        place = ndim if behind is None else behind.trailing_dims
+        trailing = max((x for x in steps if x.trailing_dims >= rows), key=lambda x: x.ndim, default=None)
+        place = ndim if trailing is None else trailing.trailing_dims
         args, kwargs = pytree.tree_unflatten([self.align(x, place) for x in leaves], spec)
         return BatchedValue(self.compute(target, args, like, kwargs), ndim - place)
 
@@ -189,10 +189,10 @@ class BatchedOps(GraphEditor):
         plain = torch.fx.map_arg(operands, lambda n: n.meta["val"])
         spec = _value_spec(node)
 
-        def step(*given: torch.Tensor) -> Any:
+        def step(*values: torch.Tensor) -> Any:
             """Run the node's function on tensors of one step."""
             filled = list(plain)
-            for i, x in zip(tensors, given):
+            for i, x in zip(tensors, values):
                 filled[i] = x
             args, kwargs = pytree.tree_unflatten(filled, spec)
             return node.target(*args, **kwargs)
@@ -242,7 +242,7 @@ def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Ba
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or rule.reshapes or rule.kinds or rule.sizes or len(rule.results) != 1:
         return None
-    if any(isinstance(given, list | tuple) and not any(map(is_tensor, given)) for given in call.args.values()):
+    if any(isinstance(values, list | tuple) and not any(map(is_tensor, values)) for values in call.args.values()):
         return None  # a number per dim, and batching adds a dim
     (result,) = rule.results
     for dims in rule.operands:

@@ -59,37 +59,37 @@ class MergeChooser:
         found = []
         for blocks in _link_partitions(tuple(range(count))):
             if free or all(block[-1] - block[0] == len(block) - 1 for block in blocks):
-                named = {block: name for block in blocks if (name := names[block]) is not None}
-                if len(named) == len(blocks):
-                    found.append(MergeOption(named, self._total_seconds(chain, named)))
+                candidates = {block: name for block in blocks if (name := names[block]) is not None}
+                if len(candidates) == len(blocks):
+                    found.append(MergeOption(candidates, self._total_seconds(chain, candidates)))
         return found
 
-    def _total_seconds(self, chain: CollectiveChain, named: dict[LinkSet, str]) -> float:
+    def _total_seconds(self, chain: CollectiveChain, candidates: dict[LinkSet, str]) -> float:
         """Return the predicted seconds of the blocks, one after the other."""
-        line = self.groups.turns.get(frozenset(named.values()))
-        values = {self._bytes(chain, block) for block in named}
-        if line is not None and len(named) > 1 and len(values) == 1:
-            return self._seconds(chain, line, values.pop(), named.values())
-        return sum(self._time(chain, block, name) for block, name in named.items())
+        line = self.groups.turns.get(frozenset(candidates.values()))
+        values = {self._bytes(chain, block) for block in candidates}
+        if line is not None and len(candidates) > 1 and len(values) == 1:
+            return self._seconds(chain, line, values.pop(), candidates.values())
+        return sum(self._time(chain, block, name) for block, name in candidates.items())
 
-    def best(self, ways: list[MergeOption]) -> MergeOption:
+    def best(self, options: list[MergeOption]) -> MergeOption:
         """Return the option that the policy selects."""
         if self.policy == "auto":
-            fastest = min(way.time for way in ways)
-            ways = [way for way in ways if way.time <= fastest * MERGE_TIE] or [unmerged_option(ways)]
+            fastest = min(one.time for one in options)
+            options = [one for one in options if one.time <= fastest * MERGE_TIE] or [unmerged_option(options)]
         elif self.policy == "intra_node":
             inside = self.groups.is_in_one_node
-            ways = [way for way in ways if all(len(b) == 1 or inside(name) for b, name in way.blocks.items())]
-        return min(ways, key=lambda way: (len(way.blocks), way.time))
+            options = [one for one in options if all(len(b) == 1 or inside(name) for b, name in one.blocks.items())]
+        return min(options, key=lambda one: (len(one.blocks), one.time))
 
-    def unmerged_reason(self, chain: CollectiveChain, ways: list[MergeOption]) -> str:
+    def unmerged_reason(self, chain: CollectiveChain, options: list[MergeOption]) -> str:
         """Return the reason for which the chain is not merged."""
-        merged = [way for way in ways if way is not unmerged_option(ways)]
+        merged = [one for one in options if one is not unmerged_option(options)]
         if merged and self.policy == "intra_node":
             return "the policy is 'intra_node', and the ranks are on several machines"
         if merged:
-            fastest = min(merged, key=lambda way: way.time)
-            return f"predicted to be slower merged: {format_predictions(fastest, unmerged_option(ways))}"
+            fastest = min(merged, key=lambda one: one.time)
+            return f"predicted to be slower merged: {format_predictions(fastest, unmerged_option(options))}"
         block = (len(chain.links) - 2, len(chain.links) - 1)
         parts, kind = self._link_groups(chain, block), chain.links[0].kind
         groups = " and ".join(repr(chain.links[i].group) for i in block)
@@ -140,13 +140,13 @@ class MergeChooser:
     def _bytes(self, chain: CollectiveChain, block: LinkSet) -> float:
         """Return the bytes that a block reduces, or gathers or scatters in total."""
         first, last = chain.links[block[0]], static_value(chain.links[block[-1]].node)
-        whole = static_value(first.source) if first.kind == "reduce_scatter" else last
-        return _num_elements(whole) * last.dtype.itemsize
+        full_size = static_value(first.source) if first.kind == "reduce_scatter" else last
+        return _num_elements(full_size) * last.dtype.itemsize
 
 
-def unmerged_option(ways: list[MergeOption]) -> MergeOption:
+def unmerged_option(options: list[MergeOption]) -> MergeOption:
     """Return the option that merges nothing."""
-    return max(ways, key=lambda way: len(way.blocks))
+    return max(options, key=lambda way: len(way.blocks))
 
 
 def format_predictions(merged: MergeOption, other: MergeOption) -> str:

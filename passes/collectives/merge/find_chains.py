@@ -155,17 +155,17 @@ def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, s
     """
     found: list[CollectiveChain] = []
     broken: list[tuple[Node, str]] = []
-    taken: set[Node] = set()
+    used: set[Node] = set()
     for node in reversed(graph.nodes):
         link = match_link(node)
-        if link is None or node in taken:
+        if link is None or node in used:
             continue
         chain = CollectiveChain([link], [])
         while isinstance(above := _previous_link(chain.links[0]), tuple) and len(chain.links) < MAX_CHAIN:
             upper, steps = above
             chain.links.insert(0, upper)
             chain.steps.insert(0, steps)
-            taken.add(upper.node)
+            used.add(upper.node)
         if isinstance(above, str):
             broken.append((chain.links[0].node, above))
         if len(chain.links) > 1:
@@ -207,8 +207,8 @@ def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
         found = match_chunks_after(wait if wait.target is c10d.wait_tensor.default else call.node)
     if found is None or found.split.target is not aten.split.Tensor:  # its chunk size allows more chunks
         return None
-    beside = found.onto if kind == "reduce_scatter" else found.away
-    return found if beside == 0 and len(found.pieces) == call["group_size"] else None
+    other = found.onto if kind == "reduce_scatter" else found.away
+    return found if other == 0 and len(found.pieces) == call["group_size"] else None
 
 
 def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None:

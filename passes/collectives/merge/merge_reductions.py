@@ -111,10 +111,10 @@ class MergeReductions(CollectivePass):
 
     def _merge_chain(self, chain: CollectiveChain) -> bool:
         """Run a chain as the best option that the policy allows. Returns True if it was merged."""
-        ways = self.chooser.options(chain)
-        best = self.chooser.best(ways)
-        if best is unmerged_option(ways):
-            self.note_refusal(chain.links[-1].node, self.chooser.unmerged_reason(chain, ways))
+        options = self.chooser.options(chain)
+        best = self.chooser.best(options)
+        if best is unmerged_option(options):
+            self.note_refusal(chain.links[-1].node, self.chooser.unmerged_reason(chain, options))
             return False
         for block, name in best.blocks.items():
             if len(block) > 1:
@@ -122,7 +122,7 @@ class MergeReductions(CollectivePass):
                 self._merge(chain, block, name)
                 groups = ", ".join(repr(link.group) for link in links)
                 size = self.groups.size(name)
-                predicted = format_predictions(best, unmerged_option(ways))
+                predicted = format_predictions(best, unmerged_option(options))
                 why = f"over {groups}: one over {size} ranks ({name!r}), {predicted}"
                 self.note(links[-1].node, why)
         return True

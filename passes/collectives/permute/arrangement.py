@@ -79,8 +79,8 @@ class IndexMap:
 
     def equal(self, a: Arrangement, b: Arrangement) -> bool:
         """Return True if both have the same elements at the same positions."""
-        alike = len(a.dims) == len(b.dims) and all(map(self.same_factors, a.dims, b.dims))
-        return alike and not a.fixed and not b.fixed
+        equal = len(a.dims) == len(b.dims) and all(map(self.same_factors, a.dims, b.dims))
+        return equal and not a.fixed and not b.fixed
 
     def take(self, dim: FactorIds, length: Size) -> tuple[FactorIds, FactorIds] | None:
         """Return the leading factor of this size and the rest, and split a larger factor; None if impossible."""

@@ -48,10 +48,10 @@ class PackExchanges(Pass):
 
     def _combine(self, members: Sequence[Node]) -> None:
         _, scatter, gather, n, group = members[0].args
-        whole = [1, n, 0, n]  # n positions, one per rank: equal shares of any size
+        frame = [1, n, 0, n]  # n positions, one per rank: equal shares of any size
         ndim = members[0].meta["val"].ndim
         with self.graph.inserting_before(members[-1]):
-            args = ([m.args[0] for m in members], scatter % ndim, whole, gather % ndim, whole, n, group)
+            args = ([m.args[0] for m in members], scatter % ndim, frame, gather % ndim, frame, n, group)
             both = self.compute(torch.ops.sp.all_to_all.default, args, members[-1])
             fresh = [self.compute(operator.getitem, (both, i), m) for i, m in enumerate(members)]
         self.note(both, f"{len(members)} exchanges in one", "packed")
@@ -97,10 +97,10 @@ def _can_join(members: list[Node], node: Node) -> bool:
 
 def _move_users_after(members: list[Node]) -> None:
     """Move the users of the first members after the last one."""
-    behind = members[-1]
-    for node in _first_dependent(members[:-1], behind) or ():
-        behind.append(node)
-        behind = node
+    last = members[-1]
+    for node in _first_dependent(members[:-1], last) or ():
+        last.append(node)
+        last = node
 
 
 class MergeDimsBeforeExchange(Pass):
@@ -124,17 +124,17 @@ class MergeDimsBeforeExchange(Pass):
 def _merged_dims(node: Node, result: Node) -> list[list[int]] | None:
     """Return the exchange's result dims that form each dim of `result`, if gathered ones lead a merged dim."""
     index = IndexMap()
-    given = index.tensor(as_sizes(node.meta["val"].shape))
-    made = ArrangementTracker(index, {node: given}).tensor(result)
-    if made is None or made.fixed:
+    before = index.tensor(as_sizes(node.meta["val"].shape))
+    after = ArrangementTracker(index, {node: before}).tensor(result)
+    if after is None or after.fixed:
         return None
-    whole = [index.resolve(dim) for dim in given.dims]
-    place = {factors[0]: d for d, factors in enumerate(whole) if len(factors) == 1}
-    groups = [[place.get(factor, -1) for factor in index.resolve(dim)] for dim in made.dims]
-    scatter, gather = (d % len(whole) for d in node.args[1:3])
+    resolved = [index.resolve(dim) for dim in before.dims]
+    place = {factors[0]: d for d, factors in enumerate(resolved) if len(factors) == 1}
+    groups = [[place.get(factor, -1) for factor in index.resolve(dim)] for dim in after.dims]
+    scatter, gather = (d % len(resolved) for d in node.args[1:3])
     leads = {group[0] for group in groups if group}
     merged = any(group[0] == gather and len(group) > 1 for group in groups if group)
-    complete = all(groups) and sorted(d for group in groups for d in group) == list(range(len(whole)))
+    complete = all(groups) and sorted(d for group in groups for d in group) == list(range(len(resolved)))
     return groups if complete and merged and scatter in leads else None
 
 

@@ -114,14 +114,14 @@ class CancelExchanges(Pass):
             how = is_inverse(first, node)
             if how is None:
                 continue
-            home = first.args[0]
+            source = first.args[0]
             with self.graph.inserting_before(node):
-                if is_written(node) or aliases_input(home):  # may be written, and must not be returned
-                    home = self.compute(aten.clone.default, (home,), node)
+                if is_written(node) or aliases_input(source):  # may be written, and must not be returned
+                    source = self.compute(aten.clone.default, (source,), node)
                 if not how:
-                    home = self.reshape(home, as_sizes(node.meta["val"].shape), node)
+                    source = self.reshape(source, as_sizes(node.meta["val"].shape), node)
             self.note(node, f"is the inverse of {first.name}; both are removed", "cancelled")
-            self.replace(node, home)
+            self.replace(node, source)
             return True
         return False
 

@@ -88,10 +88,10 @@ def match_permute(exchange: AllToAllMatch) -> PermuteMatch | None:
             if before is None:
                 continue
             for y in results:
-                behind = exclusive_chain(exchange.wait, y)
-                dims = _exchange_dims(exchange, x, y, exact) if behind is not None else None
-                if dims is not None and behind is not None:
-                    chain = frozenset((*before, exchange.node, *behind)) - {x}
+                after = exclusive_chain(exchange.wait, y)
+                dims = _exchange_dims(exchange, x, y, exact) if after is not None else None
+                if dims is not None and after is not None:
+                    chain = frozenset((*before, exchange.node, *after)) - {x}
                     return PermuteMatch(x, y, *dims, exact, chain)
     return None
 
@@ -139,50 +139,50 @@ def is_unused(node: Node) -> bool:
 def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tuple[int, int] | None:
     """Return the scatter and the gather dim if x -> y is an exchange of these, else None."""
     index = IndexMap()
-    given = index.tensor(as_sizes(x.meta["val"].shape))
-    sent = ArrangementTracker(index, {x: given}).tensor(exchange.sent)
+    before = index.tensor(as_sizes(x.meta["val"].shape))
+    sent = ArrangementTracker(index, {x: before}).tensor(exchange.sent)
     cut = index.take(sent.dims[0], exchange.n) if sent is not None and sent.dims and not sent.fixed else None
     if sent is None or cut is None:
         return None
-    came = (index.factor(exchange.n),)
+    received_factors = (index.factor(exchange.n),)
     # The shape is the same on both sides, so that the factors after the leading one do not move.
-    received = Arrangement((came + cut[1], *sent.dims[1:]))
-    made = ArrangementTracker(index, {exchange.wait: received}).tensor(y)
-    if made is None or made.fixed:
+    received = Arrangement((received_factors + cut[1], *sent.dims[1:]))
+    after = ArrangementTracker(index, {exchange.wait: received}).tensor(y)
+    if after is None or after.fixed:
         return None
-    trivial = index.order(sent) == index.order(given) and index.order(made) == index.order(received)
-    return None if trivial else _canonical_dims(index, given, cut[0], came, made, exact)
+    trivial = index.order(sent) == index.order(before) and index.order(after) == index.order(received)
+    return None if trivial else _canonical_dims(index, before, cut[0], received_factors, after, exact)
 
 
 def _canonical_dims(
-    index: IndexMap, given: Arrangement, sent: FactorIds, came: FactorIds, made: Arrangement, exact: bool
+    index: IndexMap, before: Arrangement, sent: FactorIds, received_factors: FactorIds, after: Arrangement, exact: bool
 ) -> tuple[int, int] | None:
     first = index.resolve(sent)
-    leading = [d for d, dim in enumerate(given.dims) if index.resolve(dim)[: len(first)] == first]
+    leading = [d for d, dim in enumerate(before.dims) if index.resolve(dim)[: len(first)] == first]
     if len(leading) != 1:
         return None
     scatter = leading[0]
-    for gather in range(len(given.dims)):
+    for gather in range(len(before.dims)):
         if gather == scatter:
             continue
-        dims = dims_after(index, given, scatter, gather, sent, came)
-        rows, block = index.resolve(given.dims[gather]), index.resolve(dims[scatter])
-        if exact and (rows or block) and index.equal(Arrangement(dims), made):
+        dims = dims_after(index, before, scatter, gather, sent, received_factors)
+        rows, block = index.resolve(before.dims[gather]), index.resolve(dims[scatter])
+        if exact and (rows or block) and index.equal(Arrangement(dims), after):
             return scatter, gather
         lead = index.resolve(dims[gather])
-        whole = any(index.resolve(dim)[: len(lead)] == lead for dim in made.dims)
-        if not exact and rows and block and whole and index.order(Arrangement(dims)) == index.order(made):
+        is_leading = any(index.resolve(dim)[: len(lead)] == lead for dim in after.dims)
+        if not exact and rows and block and is_leading and index.order(Arrangement(dims)) == index.order(after):
             return scatter, gather
     return None
 
 
 def dims_after(
-    index: IndexMap, given: Arrangement, scatter: int, gather: int, sent: FactorIds, came: FactorIds
+    index: IndexMap, before: Arrangement, scatter: int, gather: int, sent: FactorIds, received_factors: FactorIds
 ) -> tuple[FactorIds, ...]:
     """Return the dims after the exchange, where `sent` leads the scatter dim."""
-    dims = list(given.dims)
+    dims = list(before.dims)
     dims[scatter] = tuple(index.resolve(dims[scatter])[len(index.resolve(sent)) :])
-    dims[gather] = (*came, *dims[gather])
+    dims[gather] = (*received_factors, *dims[gather])
     return tuple(dims)
 
 
@@ -195,24 +195,24 @@ def is_inverse(first: Node, second: Node) -> bool | None:
     if tuple(second.args[3:]) != (n, group):
         return None
     index = IndexMap()
-    given = index.tensor(as_sizes(x.meta["val"].shape))
-    cut = index.take(given.dims[scatter % len(given.dims)], n)
+    before = index.tensor(as_sizes(x.meta["val"].shape))
+    cut = index.take(before.dims[scatter % len(before.dims)], n)
     if cut is None:
         return None
-    ndim, came = len(given.dims), (index.factor(n),)
-    dims = dims_after(index, given, scatter % ndim, gather % ndim, cut[0], came)
+    ndim, received_factors = len(before.dims), (index.factor(n),)
+    dims = dims_after(index, before, scatter % ndim, gather % ndim, cut[0], received_factors)
     there = ArrangementTracker(index, {first: Arrangement(dims)}).tensor(second.args[0])
     if there is None or there.fixed:
         return None
     scatter, gather = (d % len(there.dims) for d in second.args[1:3])
     back = index.take(there.dims[scatter], n)
     # Data from rank r returns to rank r, so that this rank receives its own blocks again.
-    if back is None or not index.same_factors(back[0], came):
+    if back is None or not index.same_factors(back[0], received_factors):
         return None
-    home = Arrangement(dims_after(index, there, scatter, gather, back[0], cut[0]))
-    if index.equal(home, given):
+    returned = Arrangement(dims_after(index, there, scatter, gather, back[0], cut[0]))
+    if index.equal(returned, before):
         return True
-    return False if index.order(home) == index.order(given) else None
+    return False if index.order(returned) == index.order(before) else None
 
 
 def source_exchanges(node: Node) -> Sequence[Node]:

@@ -109,8 +109,8 @@ def match_placed(node: Node) -> SlicePiece | None:
     if pad is not None:
         inside = not pad.fill and all(isinstance(rows, int) and rows >= 0 for rows in (pad.before, pad.after))
         length = _static_shape(pad.source)[pad.dim]
-        whole = inside and isinstance(length, int)
-        return SlicePiece(pad.source, pad.dim, pad.before, length) if whole else None
+        is_complete = inside and isinstance(length, int)
+        return SlicePiece(pad.source, pad.dim, pad.before, length) if is_complete else None
     if op not in (aten.select_backward, aten.slice_backward, aten.select_scatter, aten.slice_scatter):
         return None
     found = _match_slice_write(OpCall(node), op in (aten.select_backward, aten.select_scatter))
@@ -119,19 +119,19 @@ def match_placed(node: Node) -> SlicePiece | None:
     )
 
 
-def _piece_shape(whole: Sequence[Size], leaf: SlicePiece) -> tuple[Size, ...]:
+def _piece_shape(shape: Sequence[Size], leaf: SlicePiece) -> tuple[Size, ...]:
     """Return the shape that the piece must have."""
     own = [leaf.length] if leaf.keeps_dim else []
-    return (*whole[: leaf.dim], *own, *whole[leaf.dim + 1 :])
+    return (*shape[: leaf.dim], *own, *shape[leaf.dim + 1 :])
 
 
 def _match_slice_write(call: OpCall, one: bool) -> SlicePiece | None:
     """Return the piece that is written into zeros, or whose gradient is zeros elsewhere; `one`: a select."""
-    whole, dim = call.result_shapes()[0], call["dim"]
-    start, end = (call["index"], None) if one else (call["start"] or 0, call["end"] or whole[dim])
-    known = all(isinstance(x, int) for x in (start, whole[dim], end or 0))
+    shape, dim = call.result_shapes()[0], call["dim"]
+    start, end = (call["index"], None) if one else (call["start"] or 0, call["end"] or shape[dim])
+    known = all(isinstance(x, int) for x in (start, shape[dim], end or 0))
     if not known or call.get("step", 1) != 1 or ("self" in call.args and constant_value(call["self"]) != 0):
         return None
-    start = start + whole[dim] if start < 0 else start
-    length = 1 if one else min(end, whole[dim]) - start
-    return SlicePiece(call.get("grad_output") or call["src"], dim % len(whole), start, length, keeps_dim=not one)
+    start = start + shape[dim] if start < 0 else start
+    length = 1 if one else min(end, shape[dim]) - start
+    return SlicePiece(call.get("grad_output") or call["src"], dim % len(shape), start, length, keeps_dim=not one)

@@ -44,11 +44,11 @@ class RowKernel:
 
     nodes: list[Node]
     reads: set[PlaceKey]
-    makes: set[PlaceKey]
+    writes: set[PlaceKey]
 
     def join(self, later: RowKernel) -> RowKernel:
         """Return both kernels as one."""
-        return RowKernel([*self.nodes, *later.nodes], self.reads | later.reads, self.makes | later.makes)
+        return RowKernel([*self.nodes, *later.nodes], self.reads | later.reads, self.writes | later.writes)
 
 
 class FusedEvents:
@@ -57,8 +57,8 @@ class FusedEvents:
     def __init__(self, fused: bool) -> None:
         self.fused, self.on_gpu = fused, False
         self.sums: dict[Node, Node] = {}  # sum -> product computed with it
-        self.made: dict[Node, list[PlaceKey]] = {}
-        self.taken: dict[Node, frozenset[PlaceKey]] = {}
+        self.written: dict[Node, list[PlaceKey]] = {}
+        self.read: dict[Node, frozenset[PlaceKey]] = {}
         self.sizes: dict[PlaceKey, int] = {}
         self.results: set[PlaceKey] = set()
         self.often: dict[
@@ -67,7 +67,7 @@ class FusedEvents:
 
     def fuse(self) -> None:
         """Fuse events; on a CPU only sums, as measured."""
-        self.on_gpu = any(map(is_on_gpu, self.made))
+        self.on_gpu = any(map(is_on_gpu, self.written))
         self._fuse_sums()
         if self.on_gpu:
             self._fuse_rows()
@@ -91,13 +91,13 @@ class FusedEvents:
         part, so nodes between the first and last sum that no sum needs run later than in the graph.
         """
         results = (
-            len(node_tensors(node)) for node in self.made
+            len(node_tensors(node)) for node in self.written
         )  # of several, each has a place in Inductor's order, too
-        number = dict(zip(self.made, accumulate((1 if n < 2 else 1 + n for n in results), initial=0)))
-        sums = [node for node in self.made if self._is_last_sum(node)]
+        number = dict(zip(self.written, accumulate((1 if n < 2 else 1 + n for n in results), initial=0)))
+        sums = [node for node in self.written if self._is_last_sum(node)]
         pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._read_in_common(a, b)]
         if any(map(is_on_gpu, sums)):  # those that have the most to read in common come first
-            pairs.sort(key=lambda pair: -sum(self.sizes[key] for key in self.taken[pair[0]] & self.taken[pair[1]]))
+            pairs.sort(key=lambda pair: -sum(self.sizes[key] for key in self.read[pair[0]] & self.read[pair[1]]))
         group_of = {node: [node] for node in sums}
         for a, b in pairs:
             one, other = group_of[a], group_of[b]
@@ -112,24 +112,24 @@ class FusedEvents:
     def _read_in_common(self, a: Node, b: Node) -> bool:
         """Return True if two sums read enough common values; wide rows on GPUs need more than one (observed)."""
         wide = is_on_gpu(a) and size_hint(a.args[0].meta["val"].shape[-1]) > WIDE_ROW  # type: ignore[union-attr]
-        return _is_same_reduction(a, b) and len(self.taken[a] & self.taken[b]) > wide
+        return _is_same_reduction(a, b) and len(self.read[a] & self.read[b]) > wide
 
     def _fuse_rows(self) -> None:
         """Fuse row-wise events with reductions over rows, if all that they read is available.
 
         Examples are a norm or softmax with its users; on a GPU also the gradient of its scale.
         """
-        number = {node: i for i, node in enumerate(self.made)}
+        number = {node: i for i, node in enumerate(self.written)}
         written: dict[PlaceKey, int] = {}  # by the last event that writes it
-        for node, keys in self.made.items():
-            waits = self.taken[node] if node.target in LATE_WRITE_OPS else ()
+        for node, keys in self.written.items():
+            waits = self.read[node] if node.target in LATE_WRITE_OPS else ()
             written.update((key, number[node]) for key in (*keys, *waits))
         units = defaultdict[int, list[RowKernel]](list)  # by number of elements
-        for node in self.made:
+        for node in self.written:
             count = self._elements_by_row(node)
             if not count:
                 continue
-            last, others = RowKernel([node], {*self.taken[node]}, {*self.made[node]}), units[count]
+            last, others = RowKernel([node], {*self.read[node]}, {*self.written[node]}), units[count]
             while (found := self._find_partner(last, others, count, number, written)) is not None:
                 others.remove(found)
                 last = found.join(last)
@@ -150,8 +150,8 @@ class FusedEvents:
         large = {key for key in last.reads if self.sizes[key] >= count}
         for one in others:
             first = number[one.nodes[0]]
-            near = one.reads & large or one.makes & last.reads
-            there = (written.get(key, -1) < first for key in last.reads - one.makes - last.makes)
+            near = one.reads & large or one.writes & last.reads
+            there = (written.get(key, -1) < first for key in last.reads - one.writes - last.writes)
             if first < number[last.nodes[0]] and near and all(there):
                 return one
         return None
@@ -178,21 +178,21 @@ class FusedEvents:
 
     def _sort(self, together: dict[Node, list[Node]]) -> None:
         """Sort events in graph order after their operands, with each fused group as one."""
-        groups = {node: together.get(node, [node]) for node in self.made}
-        number = {node: i for i, node in enumerate(self.made)}
+        groups = {node: together.get(node, [node]) for node in self.written}
+        number = {node: i for i, node in enumerate(self.written)}
         makers = defaultdict[PlaceKey, list[Node]](list)  # and events that must be waited for
-        for node, keys in self.made.items():
-            waits = self.taken[node] if node.target is WAIT_OPS or node.target in ARRIVALS else ()
+        for node, keys in self.written.items():
+            waits = self.read[node] if node.target is WAIT_OPS or node.target in ARRIVALS else ()
             for key in (*keys, *waits):
                 makers[key].append(groups[node][0])
         order = dict[Node, None]()
-        waiting = [groups[node][0] for node in reversed(self.made)]
+        waiting = [groups[node][0] for node in reversed(self.written)]
         while waiting:
             node = waiting[-1]
             read = {
                 before
                 for one in groups[node]
-                for key in self.taken[one]
+                for key in self.read[one]
                 for before in makers[key]
                 if number[before] < number[one]
             }
@@ -202,22 +202,22 @@ class FusedEvents:
                 order[waiting.pop()] = None
         for group in {id(group): group for group in together.values()}.values():
             first, *others = group
-            reads = Counter(key for one in group for key in self.taken[one])
+            reads = Counter(key for one in group for key in self.read[one])
             if self.on_gpu:
                 self.often[first] = frozenset(key for key, count in reads.items() if count > 1)
-            self.made[first] = [key for one in group for key in self.made[one]]
-            self.taken[first] = frozenset().union(*(self.taken[one] for one in group))
+            self.written[first] = [key for one in group for key in self.written[one]]
+            self.read[first] = frozenset().union(*(self.read[one] for one in group))
             for one in others:
-                del self.made[one], self.taken[one]
+                del self.written[one], self.read[one]
             self._keep_inside(first)
-        self.made = {node: self.made[node] for node in order}
+        self.written = {node: self.written[node] for node in order}
 
     def _keep_inside(self, event: Node) -> None:
         """Remove the storages that only the event itself reads."""
-        elsewhere = frozenset().union(*(keys for one, keys in self.taken.items() if one is not event))
-        inside = (self.taken[event] & {*self.made[event]}) - elsewhere - self.results
-        self.made[event] = [key for key in self.made[event] if key not in inside]
-        self.taken[event] -= inside
+        elsewhere = frozenset().union(*(keys for one, keys in self.read.items() if one is not event))
+        inside = (self.read[event] & {*self.written[event]}) - elsewhere - self.results
+        self.written[event] = [key for key in self.written[event] if key not in inside]
+        self.read[event] -= inside
 
 
 def products_in_sums(graph: Graph) -> dict[Node, Node]:
@@ -228,8 +228,8 @@ def products_in_sums(graph: Graph) -> dict[Node, Node]:
     """
     found = dict[Node, Node]()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
-        goes_on = is_on_gpu(node) and all(map(_is_elementwise, node.users))
-        pairs = [] if node.kwargs or goes_on else [node.args[::-1], node.args]  # of two products, the first one
+        fusible = is_on_gpu(node) and all(map(_is_elementwise, node.users))
+        pairs = [] if node.kwargs or fusible else [node.args[::-1], node.args]  # of two products, the first one
         found.update((node, product) for product, other in pairs if _can_fuse_addend(product, other))
     return found
 

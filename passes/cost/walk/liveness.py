@@ -95,7 +95,7 @@ class LivenessWalk:
     start: int = 0  # live bytes before the run, without permanent inputs
     end: int = 0  # live bytes after it
     _places: _StoragePlaces | None = None
-    _given: dict[PlaceKey, LiveValue] = field(default_factory=dict)
+    _inputs: dict[PlaceKey, LiveValue] = field(default_factory=dict)
 
     @property
     def traffic(self) -> int:
@@ -112,12 +112,12 @@ class LivenessWalk:
         assert self._places is not None
         found = {self._places.key(x): one for one in saved for x in node_tensors(one)}
         layers = list(accumulate(self.moments, lambda layer, moment: moment.layer or layer, initial=""))
-        return [(layers[self._places.last.get(key, -1) + 1], self._given[key]) for key in found]
+        return [(layers[self._places.last.get(key, -1) + 1], self._inputs[key]) for key in found]
 
     def alive(self, moment: int) -> list[LiveValue]:
         """Return the live values at a moment, largest first."""
         assert self._places is not None
-        for i, (_, live) in enumerate(self._places.run(self._given)):
+        for i, (_, live) in enumerate(self._places.run(self._inputs)):
             if i == moment:
                 return sorted(live, key=lambda held: -held.nbytes)
         return []
@@ -147,16 +147,16 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
         saved: Inputs that are freed after their last use.
     """
     places = _StoragePlaces(graph, fused)
-    given = {
+    inputs = {
         places.key(x): LiveValue(one.name, _node_line(one), nbytes_of(x), "saved")
         for one in saved
         for x in node_tensors(one)
     }
-    found = LivenessWalk(start=sum(held.nbytes for held in given.values()), _places=places, _given=given)
-    for node, live in places.run(given):
+    found = LivenessWalk(start=sum(value.nbytes for value in inputs.values()), _places=places, _inputs=inputs)
+    for node, live in places.run(inputs):
         ran = places.sums.get(node, node)
-        total, product = sum(held.nbytes for held in live), is_product(ran)
-        results, idle = (sum(held.nbytes for held in live if held.origin == of) for of in ("result", "reuse"))
+        total, product = sum(value.nbytes for value in live), is_product(ran)
+        results, idle = (sum(value.nbytes for value in live if value.origin == of) for of in ("result", "reuse"))
         traffic = 0 if product else places.traffic(node)
         if node.target in TILE_LOOPS:
             one = _TileLoop.of(node)
@@ -166,7 +166,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
         found.moments.append(
             WalkMoment(node.name, _node_line(node), *memory, node_layer(node), traffic, flops, attends)
         )
-    found.end = sum(held.nbytes for held in places.left.values())
+    found.end = sum(value.nbytes for value in places.left.values())
     return found
 
 
@@ -251,13 +251,13 @@ def _workspace_bytes(node: Node, fused: bool) -> int:
     """Return the workspace of an op in bytes."""
     if node.target in TILE_LOOPS:
         return _TileLoop.of(node).inside(fused)
-    given = [one.meta.get("val") if isinstance(one, Node) else one for one in node.args]
-    operands = [x for x in given if isinstance(x, torch.Tensor)]
+    values = [one.meta.get("val") if isinstance(one, Node) else one for one in node.args]
+    operands = [x for x in values if isinstance(x, torch.Tensor)]
     if node.target not in ATTENTIONS:
-        made = [] if fused else node_tensors(node)
-        return conversion_bytes(node.target, operands, made[0]) if made else 0
+        tensors = [] if fused else node_tensors(node)
+        return conversion_bytes(node.target, operands, tensors[0]) if tensors else 0
     workspace = op_workspace(node.target, operands)
-    return INTERNAL_OPS[node.target](workspace, *given) if node.target in INTERNAL_OPS else workspace
+    return INTERNAL_OPS[node.target](workspace, *values) if node.target in INTERNAL_OPS else workspace
 
 
 def _joined_results(graph: Graph) -> set[Node]:
@@ -306,7 +306,7 @@ class _StoragePlaces(FusedEvents):
         self.results = {self.key(x) for node in graph.output_node().all_input_nodes for x in node_tensors(node)}
         if fused:
             self.fuse()
-        self.last = {key: i for i, node in enumerate(self.made) for key in self.taken[node]}
+        self.last = {key: i for i, node in enumerate(self.written) for key in self.read[node]}
         self.joining = {self.key(x) for node in _joined_results(graph) for x in node_tensors(node)}
 
     def key(self, value: torch.Tensor) -> PlaceKey:
@@ -316,39 +316,39 @@ class _StoragePlaces(FusedEvents):
             found = self.same[found]
         return found
 
-    def run(self, given: dict[PlaceKey, LiveValue]) -> Iterator[tuple[Node, list[LiveValue]]]:
+    def run(self, inputs: dict[PlaceKey, LiveValue]) -> Iterator[tuple[Node, list[LiveValue]]]:
         """Yield each event with the live values."""
-        events = [(node, dict(live)) for node, live in self._live(given)]
-        idle = self._idle(given, [live for _, live in events]) if self.fused else [[] for _ in events]
+        events = [(node, dict(live)) for node, live in self._live(inputs)]
+        idle = self._idle(inputs, [live for _, live in events]) if self.fused else [[] for _ in events]
         for (node, live), waiting in zip(events, idle, strict=True):
             inside = _workspace_bytes(node, self.fused)
             work = [LiveValue(node.name, _node_line(node), inside, "workspace")] if inside else []
             yield node, [*live.values(), *waiting, *work]
 
-    def _live(self, given: dict[PlaceKey, LiveValue]) -> Iterator[tuple[Node, dict[PlaceKey, LiveValue]]]:
+    def _live(self, inputs: dict[PlaceKey, LiveValue]) -> Iterator[tuple[Node, dict[PlaceKey, LiveValue]]]:
         """Yield each event with the live values, without retained buffers."""
-        live = {key: held for key, held in given.items() if key in self.last or key in self.results}
+        live = {key: value for key, value in inputs.items() if key in self.last or key in self.results}
         self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in node_tensors(node)}
-        for i, (node, made) in enumerate(self.made.items()):
-            read = self.taken[node] - self.results
+        for i, (node, written) in enumerate(self.written.items()):
+            read = self.read[node] - self.results
             ending = [key for key in reversed(live) if key in read and self.last[key] == i]  # latest definition first
-            for key in made:
-                held = self._live_bytes(key)
+            for key in written:
+                value = self._live_bytes(key)
                 free = [k for k in ending if k not in self._retained_by(node)] if self.is_fused(node) else []
-                over = next((k for k in free if live[k].nbytes == held.nbytes), None)
+                over = next((k for k in free if live[k].nbytes == value.nbytes), None)
                 if over is not None:  # writes over an operand that it reads last
                     ending.remove(over)
                     del live[over]
-                if over in self.unaligned or (self._is_extern_kernel(node) and self.taken[node] & self.unaligned):
+                if over in self.unaligned or (self._is_extern_kernel(node) and self.read[node] & self.unaligned):
                     self.unaligned.add(key)
-                live[key] = held
+                live[key] = value
             yield node, live
-            for key in [*ending, *(key for key in made if key not in self.last and key not in self.results)]:
+            for key in [*ending, *(key for key in written if key not in self.last and key not in self.results)]:
                 del live[key]
         self.left = live
 
     def _idle(
-        self, given: dict[PlaceKey, LiveValue], lives: Sequence[dict[PlaceKey, LiveValue]]
+        self, inputs: dict[PlaceKey, LiveValue], lives: Sequence[dict[PlaceKey, LiveValue]]
     ) -> list[list[LiveValue]]:
         """Return the buffers that Inductor retains for reuse at each event, if that does not raise the peak.
 
@@ -367,17 +367,17 @@ class _StoragePlaces(FusedEvents):
         most, waiting = max(totals, default=0), [[] for _ in lives]  # type: tuple[int, list[list[LiveValue]]]
         free: dict[tuple[int, torch.dtype], list[tuple[int, LiveValue]]] = defaultdict(list)
         before: dict[PlaceKey, LiveValue] = {}
-        for i, (node, live) in enumerate(zip(self.made, lives)):
+        for i, (node, live) in enumerate(zip(self.written, lives)):
             for key in [key for key in live if key not in before]:
                 kind = live[key].nbytes, self.dtypes[key]
                 if not free[kind] or not (self.is_fused(node) or self._is_matrix_product(node)):
                     continue
-                since, held = free[kind][-1]
-                if since == i or max(totals[since:i]) + held.nbytes <= most:
+                since, value = free[kind][-1]
+                if since == i or max(totals[since:i]) + value.nbytes <= most:
                     free[kind].pop()
                     for k in range(since, i):
-                        totals[k] += held.nbytes
-                        waiting[k].append(held)
+                        totals[k] += value.nbytes
+                        waiting[k].append(value)
             after = lives[i + 1] if i + 1 < len(lives) else live
             for key in [key for key in live if key not in after]:
                 if live[key].origin != "saved" and key not in self.unaligned:
@@ -398,7 +398,7 @@ class _StoragePlaces(FusedEvents):
 
         Inductor overwrites only inputs that AOTAutograd donates, which were saved for this graph alone.
         """
-        return {*self.often.get(node, ()), *(key for key in self.taken[node] if is_tangent(self.maker[key]))}
+        return {*self.often.get(node, ()), *(key for key in self.read[node] if is_tangent(self.maker[key]))}
 
     def _live_bytes(self, key: PlaceKey) -> LiveValue:
         node = self.maker[key]
@@ -407,7 +407,7 @@ class _StoragePlaces(FusedEvents):
 
     def traffic(self, node: Node) -> int:
         """Return the bytes that an event reads and writes."""
-        return sum(self.sizes[key] for key in [*self.taken[node], *self.made[node]] if node.target is not WAIT_OPS)
+        return sum(self.sizes[key] for key in [*self.read[node], *self.written[node]] if node.target is not WAIT_OPS)
 
     def _place(self, node: Node) -> None:
         """Record the storage of a node's value, and what its readers read."""
@@ -423,9 +423,9 @@ class _StoragePlaces(FusedEvents):
             self.reads[node] = frozenset(keys)
         elif node.target is WAIT_OPS:  # the operand is alive until the wait
             self.reads[node] = frozenset(keys)
-            self.made[node], self.taken[node] = [], through | self.taken.get(node.args[0], frozenset())
+            self.written[node], self.read[node] = [], through | self.read.get(node.args[0], frozenset())
         elif node.target in ARRIVALS:
-            self.reads[node], self.made[node], self.taken[node] = frozenset(), [], through
+            self.reads[node], self.written[node], self.read[node] = frozenset(), [], through
         elif not new:  # a view
             self.reads[node] = through if not keys or self.inlined & keys.keys() else frozenset(keys)
             self.copied.update((node, self.copied[one]) for one in node.all_input_nodes if one in self.copied)
@@ -434,17 +434,17 @@ class _StoragePlaces(FusedEvents):
             self.reads[node] = through
         else:
             self.reads[node] = frozenset(keys)
-            self.taken[node], self.made[node] = through, []
+            self.read[node], self.written[node] = through, []
             if is_on_gpu(node) and self._is_inlined_but_for(node, through, _copies_operands):
                 self.copied[node] = through
-            self.made[self._writes_first(node)] += new
+            self.written[self._writes_first(node)] += new
 
     def _writes_first(self, node: Node) -> Node:
         """Return the event that first writes a node's storage; for a cat, its first reduction."""
         if not self.fused or node.target is not CAT:
             return node
         of = [self.maker[key] for one in node.all_input_nodes for key in self.reads[one]]
-        return next((one for one in self.made if one in of and one.target in REDUCTIONS), node)
+        return next((one for one in self.written if one in of and one.target in REDUCTIONS), node)
 
     def _join(self, node: Node) -> None:
         """Reuse the storage of operands that are waited for or mutated."""

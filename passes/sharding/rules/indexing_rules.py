@@ -162,9 +162,9 @@ def _gather_rule(call: OpCall) -> BoundRule | None:
         return None
     index, at = factor_names(call.ndim("index")), call.dim()
     pairs = enumerate(zip(call.shape("self"), call.shape("index"), strict=True))
-    apart = [d for d, (a, b) in pairs if not is_same_size(a, b) and d != at]
-    x = replace_dims(index, [at, *apart], "x")
-    return BoundRule((x, index), (index,), {f: "whole" for f in (x[at], *(g[d] for g in (x, index) for d in apart))})
+    separate = [d for d, (a, b) in pairs if not is_same_size(a, b) and d != at]
+    x = replace_dims(index, [at, *separate], "x")
+    return BoundRule((x, index), (index,), {f: "whole" for f in (x[at], *(g[d] for g in (x, index) for d in separate))})
 
 
 @register_rule_function(
@@ -175,8 +175,8 @@ def _scatter_rule(call: OpCall) -> BoundRule:
     dims = factor_names(call.ndim("self"))
     at = wrap_dim(call["dim"], len(dims))
     shapes = [call.shape(i) for i in range(len(call.operands))]
-    alike = [all(len(s) == len(dims) and is_same_size(s[d], shapes[0][d]) for s in shapes) for d in range(len(dims))]
-    shared = {d for d in range(len(dims)) if alike[d] and d != at}
+    same = [all(len(s) == len(dims) and is_same_size(s[d], shapes[0][d]) for s in shapes) for d in range(len(dims))]
+    shared = {d for d in range(len(dims)) if same[d] and d != at}
     rest = tuple(
         tuple(dims[d] if d in shared else f"operand{i}_{d}" for d in range(len(s))) for i, s in enumerate(shapes[1:])
     )

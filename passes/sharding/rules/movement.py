@@ -110,23 +110,23 @@ def _squeeze_rule(call: OpCall) -> BoundRule | None:
     """
     shape = call.shape()
     dims = factor_names(len(shape))
-    asked = range(len(shape)) if "dim" not in call.args else normalize_dims(call["dim"], len(shape))
+    wanted = range(len(shape)) if "dim" not in call.args else normalize_dims(call["dim"], len(shape))
     if call.get("dim") == []:
-        asked = ()
-    gone = {d for d in asked if shape and is_same_size(shape[d], 1)}
-    if len(shape) - len(gone) != len(call.result_shapes()[0]):
+        wanted = ()
+    removed = {d for d in wanted if shape and is_same_size(shape[d], 1)}
+    if len(shape) - len(removed) != len(call.result_shapes()[0]):
         return None
-    kinds = {dims[d]: "whole" for d in asked if d not in gone and shape}
-    result = tuple(f for d, f in enumerate(dims) if d not in gone)
-    return BoundRule((replace_dims(dims, gone, ""),), (result,), kinds, lazy=True)
+    kinds = {dims[d]: "whole" for d in wanted if d not in removed and shape}
+    result = tuple(f for d, f in enumerate(dims) if d not in removed)
+    return BoundRule((replace_dims(dims, removed, ""),), (result,), kinds, lazy=True)
 
 
 @register_rule_function(aten.repeat.default, aten.tile.default)
 def _repeat_rule(call: OpCall) -> BoundRule:
     """Return a rule that passes dims that are repeated once; the others are gathered."""
-    given = call["repeats"] if "repeats" in call.args else call["dims"]
-    ndim = max(call.ndim(), len(given))
-    repeats = [1] * (ndim - len(given)) + list(given)
+    counts = call["repeats"] if "repeats" in call.args else call["dims"]
+    ndim = max(call.ndim(), len(counts))
+    repeats = [1] * (ndim - len(counts)) + list(counts)
     dims = factor_names(ndim)
     operand = dims[ndim - call.ndim() :]
     many = [d for d, times in enumerate(repeats) if not is_same_size(as_size(times), 1) or d < ndim - call.ndim()]

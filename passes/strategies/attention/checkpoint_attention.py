@@ -34,14 +34,17 @@ class SaveAttentionOutputs(Pass):
         if not found:
             return 0
         times = [job.times(node) for node in found]
-        taken, memory = sum(map(operator.mul, map(_output_bytes, found), times)), job.memory[-1] if job.memory else None
-        what = f"results of {sum(times)} attentions in checkpointed regions, {taken / GIB:.2f} GiB"
-        if memory is not None and job.offload == "never" and memory.used_with_tiles + taken > memory.device:
+        nbytes, memory = (
+            sum(map(operator.mul, map(_output_bytes, found), times)),
+            job.memory[-1] if job.memory else None,
+        )
+        what = f"results of {sum(times)} attentions in checkpointed regions, {nbytes / GIB:.2f} GiB"
+        if memory is not None and job.offload == "never" and memory.used_with_tiles + nbytes > memory.device:
             why = f"with all other values they exceed the {memory.device / GIB:.1f} GiB of the device"
             self.notes.append(Note(NoteKind.RECOMPUTED, "attention", why, where=what))
             return 0
         if memory is not None:
-            job.memory[-1] = replace(memory, saved=memory.saved + taken)
+            job.memory[-1] = replace(memory, saved=memory.saved + nbytes)
         for node in found:
             mark_saved(node)
         self.notes.append(Note(NoteKind.SAVED, "attention", "the backward does not recompute them", where=what))

@@ -86,27 +86,27 @@ class ChooseAttention(Pass):
         waits = job.offload == "auto" and job.state == "sharded"  # uses the memory that sharded weights leave
         if nodes or waits:
             machine = job.machine_of_nodes(nodes or gm.graph.nodes)
-            taken = memory_needed(gm, plan, job, trained, machine.memory)
-            job.memory.append(taken)
-            machines = {n: replace(machine, memory=taken.available) for n, machine in machines.items()}
+            memory = memory_needed(gm, plan, job, trained, machine.memory)
+            job.memory.append(memory)
+            machines = {n: replace(machine, memory=memory.available) for n, machine in machines.items()}
         tried = candidate_orders(list(shapes.values()), plan, job)
-        made = {order: _decide_all(shapes, machines, order, plan, job) for order in tried}
-        seconds = {order: sum(d.nodes * d.chosen.seconds for d in found) for order, found in made.items()}
-        for order, found in made.items():
+        decisions = {order: _decide_all(shapes, machines, order, plan, job) for order in tried}
+        seconds = {order: sum(d.nodes * d.chosen.seconds for d in found) for order, found in decisions.items()}
+        for order, found in decisions.items():
             if order.is_balanced and found:
                 seconds[order] += balancing_seconds(d.shape for d in found)
-        order = min(made, key=lambda order: seconds[order])
+        order = min(decisions, key=lambda order: seconds[order])
         folds = order.folds
-        if order.is_balanced and not balanced_inputs(job) and all(d.chosen.ring == 1 for d in made[order]):
+        if order.is_balanced and not balanced_inputs(job) and all(d.chosen.ring == 1 for d in decisions[order]):
             why = "attention is not sharded along the sequence, so there is no work to balance"
             self._reject_balanced(why)
             folds = job.folds
         elif order.is_balanced:
-            order = self._accept_balanced(order, made[order], seconds, gm, plan, job)
+            order = self._accept_balanced(order, decisions[order], seconds, gm, plan, job)
             folds = order.folds
-        for decision in made[order]:
+        for decision in decisions[order]:
             set_node_info(decision.node, choice=decision.chosen)
-        job.decisions += made[order]
+        job.decisions += decisions[order]
         if folds != job.folds:
             job.folds = folds
             job.invalidate()
@@ -114,7 +114,7 @@ class ChooseAttention(Pass):
 
     def _accept_balanced(
         self,
-        dealt: RowOrder,
+        balanced: RowOrder,
         found: Iterable[AttentionDecision],
         seconds: Mapping[RowOrder, float],
         gm: GraphModule,
@@ -126,25 +126,25 @@ class ChooseAttention(Pass):
         Raises:
             SpError: The option names the order. If inputs arrive in it, sets the job's refusal instead.
         """
-        given = bool(balanced_inputs(job))
+        arrived = bool(balanced_inputs(job))
         apart = {d.node for d in found if d.chosen.ring == 1}  # in the program's order between its exchanges
         refusal = balanced_layout_refusal([n for n in attention_nodes(gm) if n not in apart], plan, job)
-        if given or job.layout != "auto":
+        if arrived or job.layout != "auto":
             if refusal is not None and not job.inputs:
                 raise refusal.error()
             job.refusal = refusal
-            return dealt
+            return balanced
         why = refusal.text if refusal is not None else ""
         best = min((order for order in seconds if not order.is_balanced), key=lambda order: seconds[order])
         lost, of_what = (0.0, "") if why else unpermute_seconds(gm, plan, job)
-        saved = seconds[best] - seconds[dealt]
+        saved = seconds[best] - seconds[balanced]
         if lost > saved:
             why = (
                 f"{of_what}, would take {lost * 1e3:.3f} ms to reorder where the next graph does not use its "
                 f"order, and balancing saves {saved * 1e3:.3f} ms"
             )
         if not why:
-            return dealt
+            return balanced
         self._reject_balanced(why)
         return best
 
@@ -184,19 +184,19 @@ def _choose_candidate(
     """Return the best candidate that config and sizes allow; None leaves the refusal to the passes."""
     even = all(_has_even_chunks(plan.of(o), job.ranks.n) for o in OpCall(node).operands[:2])
     allowed = [c for c in found if _is_allowed(c, job) and (even or not c.relayout)]
-    asked = STRATEGIES.get(_requested_strategy(job))
+    requested = STRATEGIES.get(_requested_strategy(job))
     if has_fills(OpCall(node)):
         allowed = [c for c in allowed if not STRATEGIES[c.kind].rewrite.merges_blocks]
-        if asked is not None and asked.rewrite.merges_blocks:
+        if requested is not None and requested.rewrite.merges_blocks:
             return None
     legal = [c for c in allowed if c.legal is None]
     if legal:
         return choose_attention(legal)
     if large := [c for c in allowed if not c.fits]:
         return min(large, key=lambda c: (c.memory, c.seconds))
-    if asked is None or asked.rewrite.is_explained:
+    if requested is None or requested.rewrite.is_explained:
         return None
-    if job.inputs and any(c.legal is None and c.kind == asked.name for c in found):
+    if job.inputs and any(c.legal is None and c.kind == requested.name for c in found):
         raise SpError(
             "SP403",
             f"layout={job.layout!r}: attention={job.attention!r} uses the layout of an earlier graph, which is "
@@ -224,10 +224,10 @@ def _is_allowed(c: Candidate, job: PassSettings) -> bool:
         return False
     if 1 < c.ulysses < job.ranks.n and job.ranks.ulysses not in (None, c.ulysses):
         return False
-    asked = LAYOUTS.get(job.layout)
-    if asked is not None and not asked.is_in_order:
+    requested = LAYOUTS.get(job.layout)
+    if requested is not None and not requested.is_in_order:
         return not c.relayout
-    return asked is None or LAYOUTS[c.layout].is_in_order
+    return requested is None or LAYOUTS[c.layout].is_in_order
 
 
 def _requested_strategy(job: PassSettings) -> str:

@@ -52,8 +52,8 @@ class HybridAttention(ShardedAttention):
         if self._ulysses(call) is not None:
             return None
         n, (_, heads) = self.job.ranks.n, head_counts(call)
-        given = self.job.ranks.ulysses
-        which = f"{given}, of the mesh's 'ulysses' axis, does not divide" if given else f"no U with 1 < U < {n} divides"
+        own = self.job.ranks.ulysses
+        which = f"{own}, of the mesh's 'ulysses' axis, does not divide" if own else f"no U with 1 < U < {n} divides"
         cause = f"attention='hybrid': {which} both the {n} ranks and the {heads} query heads"
         raise SpError("SP401", f"{cause} of {describe_node(call.node)}.")
 

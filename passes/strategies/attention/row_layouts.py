@@ -21,7 +21,7 @@ from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.mutation import is_pure
 from sp_compile.passes.graph.sizes import as_size, current_bytes
-from sp_compile.passes.localize.balance_layout import KEPT_END_POSITIONS, balanced_inputs
+from sp_compile.passes.localize.balance_layout import FIXED_END_POSITIONS, balanced_inputs
 from sp_compile.passes.sharding.output_rules import gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Replicate, Shard
 
@@ -43,28 +43,26 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
     Returns:
         The orders.
     """
-    asked = LAYOUTS.get(job.layout)
+    requested = LAYOUTS.get(job.layout)
     if job.ranks.n == 1:
         return [CONTIGUOUS]
     if balanced_inputs(job):
         return [BALANCED]
-    if asked is not None and asked.is_balanced and shapes:
-        return [asked]
-    for order in (asked, row_order(job.folds)):
+    if requested is not None and requested.is_balanced and shapes:
+        return [requested]
+    for order in (requested, row_order(job.folds)):
         if order is not None and order.chunks > 1:
             return [order]
-    if asked is not None:
+    if requested is not None:
         return [CONTIGUOUS]
-    may = {"dealt": any(shape.documents for shape in shapes), "permuted": _is_permutable(plan, job)}
-    return [
-        order for order in LAYOUTS.values() if order.is_in_order or may["dealt" if order.is_balanced else "permuted"]
-    ]
+    supported = {True: any(shape.documents for shape in shapes), False: _is_permutable(plan, job)}
+    return [order for order in LAYOUTS.values() if order.is_in_order or supported[order.is_balanced]]
 
 
 def _is_permutable(plan: PlacementPlan, job: PassSettings) -> bool:
     """Return True if the program may keep its sequence in another order."""
-    given = not job.inputs and not _has_sharded_outputs(job)
-    return given and not any(d.kind in ORDERED_ROWS and d.node.op != "output" for d in plan.demands)
+    has_no_order = not job.inputs and not _has_sharded_outputs(job)
+    return has_no_order and not any(d.kind in ORDERED_ROWS and d.node.op != "output" for d in plan.demands)
 
 
 def _has_sharded_outputs(job: PassSettings) -> bool:
@@ -114,8 +112,8 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
         several = " and of ".join(map(str, lengths))
         return refuse("SP411", f"the program has sequences of {several} positions")
     ends = {as_size(end) for frame in frames for end in (frame.start, frame.size - frame.start - frame.length)}
-    if given and not all(isinstance(end, int) and end <= KEPT_END_POSITIONS for end in ends):
-        return refuse("SP411", f"more than {KEPT_END_POSITIONS} positions at an end of the sequence are removed")
+    if given and not all(isinstance(end, int) and end <= FIXED_END_POSITIONS for end in ends):
+        return refuse("SP411", f"more than {FIXED_END_POSITIONS} positions at an end of the sequence are removed")
     return None
 
 

@@ -81,16 +81,16 @@ class UlyssesAttention(AttentionPass):
         if chunks == 1:
             self.note(node, self._exchange_around(node, placed)[1])
             return
-        done = [self._exchange_around(part, lies) for part, lies in self._attend_in_chunks(node, chunks, placed)]
+        done = [self._exchange_around(part, places) for part, places in self._attend_in_chunks(node, chunks, placed)]
         self.note(node, f"{done[0][1]}, for each of {chunks} groups of heads")
         with self.graph.inserting_before(node):
-            whole = self.compute(aten.cat.default, ([back for back, _ in done], HEADS_FROM_END), node)
-        self.replace(node, whole)
+            joined = self.compute(aten.cat.default, ([back for back, _ in done], HEADS_FROM_END), node)
+        self.replace(node, joined)
 
     def _chunk_count(self, node: Node) -> int:
         """Return the requested or chosen number of groups of heads; 1 if anything else differs between heads."""
-        asked, choice, call = self.job.ulysses_chunks, node_info(node).choice, OpCall(node)
-        chunks = asked if isinstance(asked, int) else choice.chunks if choice is not None else 1
+        requested, choice, call = self.job.ulysses_chunks, node_info(node).choice, OpCall(node)
+        chunks = requested if isinstance(requested, int) else choice.chunks if choice is not None else 1
         heads = [call.shape(i)[HEADS_FROM_END] for i in range(3)]
         mask = call.get("attn_mask")
         of_heads = mask is not None and not is_same_size((1, *as_sizes(mask.meta["val"].shape))[HEADS_FROM_END], 1)
@@ -131,18 +131,18 @@ class UlyssesAttention(AttentionPass):
         moved = {o: have for o in call.operands[:3] if isinstance(have := placed[o], Shard)}
         groups = _group_by_frame(moved)
         heads = min((call.shape(i)[HEADS_FROM_END] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
-        whole = (HEADS_FROM_END, (1, heads, 0, heads))
+        heads_dim = (HEADS_FROM_END, (1, heads, 0, heads))
         fresh: dict[Node, Node] = {}
         with self.graph.inserting_before(node):
             for group in groups:
                 rows = (SEQUENCE_FROM_END, moved[group[0]].frame_arg())
-                fresh.update(zip(group, self._exchange(group, whole, rows, node)))
+                fresh.update(zip(group, self._exchange(group, heads_dim, rows, node)))
         operands = [fresh.get(o, o) for o in call.operands[:3]] + call.operands[3:]
         node.args, node.kwargs = call.with_operands(operands)
         queries, back = moved.get(call.operands[0]), node
         if queries is not None:
             with self.insert_after(node):
-                (back,) = self._exchange([node], (SEQUENCE_FROM_END, queries.frame_arg()), whole, node)
+                (back,) = self._exchange([node], (SEQUENCE_FROM_END, queries.frame_arg()), heads_dim, node)
             self.insert_between(node, back)
         return back, f"{len(moved)} operands in {len(groups)} all-to-all, the result in 1"
 

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from sp_compile.lowering.comm.simulate import run_ranks
 from sp_compile.passes.graph.edit import GraphEditor
-from sp_compile.passes.tensor_parallel.varying import find_reductions, wait_of
+from sp_compile.passes.tensor_parallel.varying import find_reductions, find_wait
 
 GROUP = "tp"
 WIDTH, HIDDEN, HEADS = 12, 24, 12
@@ -113,7 +113,7 @@ def simulate_reductions(gm: GraphModule, n: int, group: str = GROUP) -> GraphMod
     """Replace all_reduces by those of simulated ranks."""
     editor = GraphEditor().edit(gm.graph)
     for node in find_reductions(gm, group):
-        editor.replace_call(wait_of(node), torch.ops.sp.all_reduce.default, (node.args[0], n, group), node)
+        editor.replace_call(find_wait(node), torch.ops.sp.all_reduce.default, (node.args[0], n, group), node)
     gm.recompile()
     return gm
 

@@ -52,7 +52,7 @@ def _time_at(place, length, REVERSE: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _leaf_states(  # type: ignore[no-untyped-def]
-    x, second, source, at, taken, kept, inside, time, LEAF: tl.constexpr, NEUTRAL: tl.constexpr,
+    x, second, source, at, valid, kept, inside, time, LEAF: tl.constexpr, NEUTRAL: tl.constexpr,
     ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """Return the states of single elements, neutral where not kept.
@@ -61,7 +61,7 @@ def _leaf_states(  # type: ignore[no-untyped-def]
     values, or the factors of a recurrence. The summands of a recurrence are read from ``second`` at ``at``, where
     inside. The index of an indexed state is its time, or the value of ``second`` if GIVEN.
     """
-    p = tl.where(kept, tl.load(x + source, mask=taken, other=0).to(ACC), NEUTRAL)
+    p = tl.where(kept, tl.load(x + source, mask=valid, other=0).to(ACC), NEUTRAL)
     q = p
     if LEAF == "linear":
         p = tl.load(second + at, mask=inside, other=0).to(ACC)
@@ -69,7 +69,7 @@ def _leaf_states(  # type: ignore[no-untyped-def]
         q = tl.where(kept, 1.0, 0.0).to(ACC)
     if LEAF == "indexed":
         if GIVEN:
-            q = tl.load(second + source, mask=taken, other=0)
+            q = tl.load(second + source, mask=valid, other=0)
         else:
             q = tl.broadcast_to(time, p.shape).to(INDEX)
     return p, q

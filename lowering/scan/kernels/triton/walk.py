@@ -118,8 +118,8 @@ def scan_single_pass(sweep: Sweep, tile: Tile, initial: State | None, out: State
 
     Without out, only the total is computed.
     """
-    whole = triton.cdiv(sweep.length, tile.steps) * tile.steps
-    return _run_parts(sweep if out else sweep.totals(), tile, whole, initial, out, total)
+    padded_length = triton.cdiv(sweep.length, tile.steps) * tile.steps
+    return _run_parts(sweep if out else sweep.totals(), tile, padded_length, initial, out, total)
 
 
 def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, out: State | None) -> State | None:
