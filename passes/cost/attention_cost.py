@@ -18,32 +18,8 @@ from sp_compile.passes.cost.walk.workspace import flash_workspace
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.sizes import Size
 
+from .collective_time import HeadBytes
 from .machine import Machine
-
-
-@dataclass(frozen=True)
-class HeadBytes:
-    """Bytes of one attention on one rank."""
-
-    queries: Size
-    results: Size
-    keys: Size  # keys and values
-    key_heads: Size  # number of key heads
-    element_size: int  # bytes of an element of keys
-
-    @property
-    def widening(self) -> int:
-        """Return the ratio of bytes per element of accumulators (float32, float64 for float64) and operands."""
-        return max(4, self.element_size) // self.element_size
-
-    def repeat_keys(self, ranks: int) -> Size:
-        """Return the bytes of keys and values, repeated so that `ranks` divides their heads."""
-        heads = self.key_heads
-        return self.keys * (math.lcm(heads, ranks) // heads) if isinstance(heads, int) else self.keys
-
-    def exchange_bytes(self, ranks: int) -> Size:
-        """Return the bytes that an exchange of heads for rows moves, with repeated keys."""
-        return self.queries + self.results + self.repeat_keys(ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +122,6 @@ class AttentionShape:
             )
 
         def distant(by: float) -> float:  # pairs with the key at least `by` before the query
-            """Return the number of pairs whose key is at least `by` positions before the query."""
             return _integrate_clamped(stop - by, self.kv_len) - _integrate_clamped(start - by, self.kv_len)
 
         later = (stop - start) * self.kv_len - distant(0)
@@ -331,9 +306,7 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
     if not shape.training:
         c = replace(c, backward=0.0, rounds=(c.rounds[0], 0), ring_grads="")
     if c.legal is None and c.memory > machine.memory:
-        return replace(
-            c, legal=f"{c.memory / 2**20:.1f} MiB, with {machine.memory / 2**20:.1f} MiB available", fits=False
-        )
+        return replace(c, legal=f"{c.memory / 2**20:.1f} MiB, with {machine.memory / 2**20:.1f} MiB left", fits=False)
     return c
 
 
