@@ -122,6 +122,7 @@ class AttentionShape:
             )
 
         def distant(by: float) -> float:  # pairs with the key at least `by` before the query
+            """Return the number of pairs whose key is at least `by` positions before the query."""
             return _integrate_clamped(stop - by, self.kv_len) - _integrate_clamped(start - by, self.kv_len)
 
         later = (stop - start) * self.kv_len - distant(0)
@@ -306,7 +307,9 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
     if not shape.training:
         c = replace(c, backward=0.0, rounds=(c.rounds[0], 0), ring_grads="")
     if c.legal is None and c.memory > machine.memory:
-        return replace(c, legal=f"{c.memory / 2**20:.1f} MiB, with {machine.memory / 2**20:.1f} MiB left", fits=False)
+        return replace(
+            c, legal=f"{c.memory / 2**20:.1f} MiB, with {machine.memory / 2**20:.1f} MiB available", fits=False
+        )
     return c
 
 
