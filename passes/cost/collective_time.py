@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sp_compile.passes.graph.sizes import Size
+
 _SENT_SHARE: dict[str, Callable[[int], tuple[int, int]]] = {
     "all_to_all": lambda n: (n - 1, n),
     "all_gather": lambda n: (n - 1, 1),
@@ -34,6 +36,31 @@ def collective_bytes(collective: str, nbytes: Any, n: int) -> Any:
     """
     times, over = _SENT_SHARE[collective](n)
     return nbytes * times // over if isinstance(nbytes, int) else nbytes * times / over
+
+
+@dataclass(frozen=True)
+class HeadBytes:
+    """Bytes of one attention on one rank."""
+
+    queries: Size
+    results: Size
+    keys: Size  # keys and values
+    key_heads: Size  # number of key heads
+    element_size: int  # bytes of an element of keys
+
+    @property
+    def widening(self) -> int:
+        """Return the ratio of bytes per element of accumulators (float32, float64 for float64) and operands."""
+        return max(4, self.element_size) // self.element_size
+
+    def repeat_keys(self, ranks: int) -> Size:
+        """Return the bytes of keys and values, repeated so that `ranks` divides their heads."""
+        heads = self.key_heads
+        return self.keys * (math.lcm(heads, ranks) // heads) if isinstance(heads, int) else self.keys
+
+    def exchange_bytes(self, ranks: int) -> Size:
+        """Return the bytes that an exchange of heads for rows moves, with repeated keys."""
+        return self.queries + self.results + self.repeat_keys(ranks)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_size,
 from sp_compile.passes.sharding.attention_axes import op_strategy
 from sp_compile.passes.sharding.window_rules import SHARD_WINDOWS, window_shift_sizes
 
-from .attention_cost import HeadBytes
-from .collective_time import collective_bytes
+from .collective_time import HeadBytes, collective_bytes
 from .scan_cost import COSTED_SCAN_OPS, bytes_to_send, message_bytes, step_offsets
 
 sp = torch.ops.sp

@@ -15,7 +15,8 @@ this folder import from `.base` and from the modules of `sp_compile.passes.cost`
 """
 
 from sp_compile.passes.base import import_submodules
-from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, HeadBytes, Strategy
+from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Strategy
+from sp_compile.passes.cost.collective_time import HeadBytes
 from sp_compile.passes.cost.exchange_cost import head_bytes
 from sp_compile.passes.cost.machine import Machine
 
