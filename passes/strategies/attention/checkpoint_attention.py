@@ -36,7 +36,7 @@ class SaveAttentionOutputs(Pass):
         times = [job.times(node) for node in found]
         taken, memory = sum(map(operator.mul, map(_output_bytes, found), times)), job.memory[-1] if job.memory else None
         what = f"results of {sum(times)} attentions in checkpointed regions, {taken / GIB:.2f} GiB"
-        if memory is not None and job.offload == "never" and memory.used_with_tiles + taken > memory.device:
+        if memory is not None and job.options.offload == "never" and memory.used_with_tiles + taken > memory.device:
             why = f"with all other values they exceed the {memory.device / GIB:.1f} GiB of the device"
             self.notes.append(Note(NoteKind.RECOMPUTED, "attention", why, where=what))
             return 0
