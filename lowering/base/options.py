@@ -133,7 +133,8 @@ class SPConfig:
             "gather" gathers keys and values, "auto" selects the fastest predicted strategy for each attention. Others
             are registered, see `sp_compile.passes.strategies.attention`.
         layout: Order of the sequence over the ranks. "zigzag" balances causal attention, "balanced" assigns chunks by
-            the documents of each batch, so that all ranks attend to about as many pairs. "auto" selects one of them
+            the documents of each batch, so that all ranks attend to about the same number of
+            pairs. "auto" selects one of them
             where it is faster and the program permits it.
         ulysses_chunks: Number of head groups that Ulysses exchanges separately, each while another group is computed. A
             number applies if it divides the heads of a rank; "auto" follows the cost model.
