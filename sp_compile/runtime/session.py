@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sp_compile.config import can_split_sequence, parse_unchecked
 from sp_compile.lowering.base.errors import RankMismatchError, SpError
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
 from sp_compile.lowering.base.progress import show_in_thread, show_progress
-from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks, resolve
+from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks, can_split_sequence, resolve
 from sp_compile.lowering.torch_compat import argument_name, on_recompile_limit, wrap_late_backward
 from sp_compile.passes.boundary.graph_boundary import GraphBoundary
 from sp_compile.passes.cost import measure
@@ -103,8 +102,9 @@ class CompileSession:
     ) -> None:
         given = vars(options) if isinstance(options, SPConfig) else options
         self.given, self.mode = given if isinstance(given, Mapping) else {}, mode
-        mesh, mesh_dim, self.named = parse_unchecked(self.given)
+        mesh, mesh_dim = self.given.get("mesh"), self.given.get("mesh_dim")
         self.has_mesh = mesh is not None
+        self.named = self.has_mesh or self.given.get("seq_dims", "auto") != "auto"
         self.options = _parse_or_default(self.given)
         self.groups = program_groups(gm, inputs) if gm is not None else []
         self.splits = not self.groups or can_split_sequence(mesh, mesh_dim, self.groups)
