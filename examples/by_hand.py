@@ -14,7 +14,7 @@ import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.context import analyze, make_settings
+from sp_compile.passes.context import PassContext
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.validate_shapes import validate
 from sp_compile.passes.strategies.attention.ulysses_strategy import UlyssesAttention
@@ -46,7 +46,7 @@ def main() -> None:
     ranks = Ranks(2, SIMULATED_GROUP)
 
     graph = sp_compile.capture_export(torch.export.export(model, (x,)))
-    for demand in analyze(graph, make_settings(ranks))[1].demands:
+    for demand in PassContext.of(ranks).plan(graph).demands:
         print(f"demand: {demand.node.name} operand {demand.operand} is {demand.have}: {demand.why}")
     for rewrite in (
         Canonicalize(),
@@ -62,7 +62,7 @@ def main() -> None:
             graph.graph.print_tabular()
 
     local = Localize(ranks)(graph).graph_module
-    validate(local, analyze(graph, make_settings(ranks))[1], ranks.n)
+    validate(local, PassContext.of(ranks).plan(graph), ranks.n)
     print("\n== Localize: the program of each rank\n" + local.print_readable(print_output=False))
 
     expected = model(x)

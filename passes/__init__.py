@@ -11,7 +11,6 @@ from typing import Any
 
 _PASS_MODULES = {
     **{name: f"base:{name}" for name in ("PASSES", "check_pass_order", "iterate_passes", "register_pass")},
-    **{name: f"context:{name}" for name in ("analyze", "make_settings")},
     "validate": "localize.validate_shapes:validate",
 }
 """Functions and modules that are exported by name."""
@@ -19,7 +18,7 @@ _PASS_MODULES = {
 
 @cache
 def _pass_classes() -> dict[str, type]:
-    """Return the classes of passes, notes, runs and settings, by name."""
+    """Return the classes of passes, notes, runs and contexts, by name."""
     from . import base
 
     own = [
@@ -28,7 +27,7 @@ def _pass_classes() -> dict[str, type]:
     return {
         x.__name__: x
         for x in own
-        if issubclass(x, (base.Pass, base.PassSettings, base.Note, base.NoteKind, base.PassRun))
+        if issubclass(x, (base.Pass, base.PassContext, base.Note, base.NoteKind, base.PassRun))
     }
 
 

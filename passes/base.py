@@ -21,7 +21,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pkgutil import walk_packages
@@ -39,14 +39,12 @@ from sp_compile.lowering.base.registry import Table
 from sp_compile.lowering.torch_compat import is_tracing_enabled, trace_graph
 from sp_compile.passes.graph.edit import GraphEditor
 
-from .context import Note, NoteKind, PassContext, PassRun, PassSettings, make_settings
+from .context import Note, NoteKind, PassContext, PassRun
 
 log = logging.getLogger(__name__)
 
 CAPTURED_PROPERTIES = frozenset({"captured"})
 """Properties of a graph before the first pass."""
-SINGLE_RANK_SETTINGS = PassSettings(Ranks(1, ""))
-"""Default settings of passes that are run directly without ranks."""
 
 
 class Pass(PassBase, GraphEditor):
@@ -54,7 +52,12 @@ class Pass(PassBase, GraphEditor):
 
     The name is the class's name in snake case, unless the class defines another one.
 
+    Args:
+        ranks: The ranks, their number, or the context of the pass.
+        **given: Fields of the context, and options by name, as in `PassContext.of`.
+
     Attributes:
+        job: The context of the last run.
         gm: The rewritten graph, after a run. Most passes edit in place.
         notes: The notes of the run.
         changes: The number of changes of the run.
@@ -69,10 +72,10 @@ class Pass(PassBase, GraphEditor):
         if "name" not in vars(cls):
             cls.name = re.sub(r"\B(?=[A-Z])", "_", cls.__name__).lower()
 
-    def __init__(self, ranks: Ranks | int | PassSettings = SINGLE_RANK_SETTINGS, **options: Any) -> None:
+    def __init__(self, ranks: Ranks | int | PassContext = 1, **given: Any) -> None:
         super().__init__()
-        self.settings = make_settings(ranks, **options)
-        self.job: PassSettings = self.settings
+        self._make_job = partial(PassContext.of, ranks, **given)
+        self.job: PassContext = self._make_job()
         self.notes: list[Note] = []
         self.changes = 0
 
@@ -134,7 +137,7 @@ class Pass(PassBase, GraphEditor):
         return self.call(graph_module)
 
     def call(self, graph_module: GraphModule) -> PassResult:
-        """Run with the settings of the pass.
+        """Run in a new context with the fields of the pass, or in the context of the pass.
 
         Args:
             graph_module: The graph.
@@ -145,7 +148,7 @@ class Pass(PassBase, GraphEditor):
         Raises:
             SpError: The pass refuses the graph.
         """
-        job = PassContext.start(self.settings)
+        job = self._make_job()
         self.run(graph_module, job)
         if job.refusal is not None:
             raise job.refusal.error()

@@ -1,8 +1,8 @@
-"""Provide the settings, the analysis and the results of passes over one graph."""
+"""Define the context of passes over one graph: their options, analysis and results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import BALANCED, LAYOUTS
-from sp_compile.lowering.base.options import IOOptions, SPConfig
+from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes.cost.attention_memory import RankMemory
 from sp_compile.passes.cost.decision import Decision
@@ -24,133 +24,6 @@ from sp_compile.passes.sharding.rule import cache_lookups
 from sp_compile.passes.sharding.window_starts import align_window_starts
 
 from .propagate import propagate
-
-
-@dataclass
-class PassSettings:
-    """The settings of passes, which are equal on every rank."""
-
-    ranks: Ranks
-    user_io: IOOptions = field(default_factory=IOOptions)
-    seq_dims: Mapping[str, int] | None = None
-    inputs: Mapping[str, Placement] = field(default_factory=dict)
-    outputs: str | Sequence[str] = "gather"  # the option, or one for each output
-    attention: str = "auto"
-    layout: str = "auto"
-    machine: Machine | None = None  # measured constants of the cost model; None for the device's defaults
-    cost: Mapping[str, Any] | None = None  # constants that replace the device's defaults
-    folds: int = 1  # number of chunks of the sequence per rank, as in `RowOrder`
-    state: str = "replicated"
-    fallback: str = "gather"
-    tiles: str | int = "auto"
-    ulysses_chunks: str | int = "auto"
-    aligned: frozenset[str] | None = None  # groups of the program whose ranks have the same rows; None for all
-    sequence_parallel_linear: str = "auto"
-    merge_reductions: str = "auto"
-    offload: str | float = "never"
-    param_grads: str = "reduce"
-    activation_memory_budget: float | None = None
-    check_every: int = SPConfig.check_every
-    compiler: str | Callable[..., Any] = "inductor"
-    has_place: bool = True  # the compiler supports passes on collectives
-    fused: bool = False  # Inductor compiles the result
-    repeats: FewLayers | None = None  # a program of a few layers that represents one of many
-
-    @staticmethod
-    def of(config: SPConfig, ranks: Ranks, **found: Any) -> PassSettings:
-        """Convert the user's options to settings.
-
-        Args:
-            config: The user's options.
-            ranks: The ranks that shard the sequence.
-            found: Settings that follow from the graph and the ranks. seq_dims are those of the options, by the names of
-                the graph; machine is the one that was measured on these ranks.
-
-        Returns:
-            The settings.
-
-        Raises:
-            SpError: `cost` has an unknown constant, or one out of range.
-        """
-        Machine.of("cpu", config.cost)
-        own = {name: getattr(config, name) for name in PASS_OPTIONS}
-        place = {"has_place": config.has_place, "fused": config.compiler == "inductor"}
-        return PassSettings(ranks, config.io_options, **{**own, **place, **found})
-
-    def times(self, node: Node) -> int:
-        """Return the number of nodes that the node represents.
-
-        Args:
-            node: A node of a program with a few layers of many.
-        """
-        return 1 if self.repeats is None else self.repeats.of(node)
-
-    @property
-    def is_balanced(self) -> bool:
-        """Return True if the rows are balanced over the ranks, or will be."""
-        given = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in self.inputs.values())
-        order = LAYOUTS.get(self.layout)
-        return given or self.folds == BALANCED.folds or (order is not None and order.is_balanced)
-
-    def machine_of(self, node: Node) -> Machine:
-        """Return the cost model's machine for the device of the node."""
-        return Machine.of(node_tensors(node)[0].device.type, self.cost, self.machine)
-
-    def machine_of_nodes(self, nodes: Iterable[Node]) -> Machine:
-        """Return the cost model's machine for the device of the first tensor, or a CPU if there is none."""
-        return next((self.machine_of(node) for node in nodes if is_tensor(node)), Machine.of("cpu", self.cost))
-
-
-PASS_OPTIONS = {f.name for f in fields(SPConfig)} & {f.name for f in fields(PassSettings)} - set(
-    IOOptions.__dataclass_fields__
-)
-"""Options that are settings without conversion; `IOOptions` are resolved for each graph."""
-
-
-def make_settings(ranks: Ranks | int | PassSettings, **options: Any) -> PassSettings:
-    """Create settings.
-
-    Args:
-        ranks: A number of ranks (without a process group), Ranks, or other settings.
-        options: Fields of the settings.
-
-    Returns:
-        The settings.
-    """
-    if isinstance(ranks, PassSettings):
-        return replace(ranks, **options) if options else ranks
-    return PassSettings(Ranks(ranks, "") if isinstance(ranks, int) else ranks, **options)
-
-
-@cache_lookups()
-def analyze(gm: GraphModule, job: PassSettings) -> tuple[Axes, PlacementPlan]:
-    """Name the axes, find the sequence, and propagate placements.
-
-    Args:
-        gm: The graph.
-        job: The settings.
-
-    Returns:
-        The axes and the plan.
-
-    Raises:
-        SpError: `seq_dims` contains the name of no input.
-    """
-    axes = name_axes(gm)
-    axes.folds = job.folds
-    nodes = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
-    missing = sorted(set(job.seq_dims or ()) - set(nodes))
-    if missing:
-        raise SpError("SP236", f"seq_dims: expected names of inputs out of {sorted(nodes)}, got {missing}.")
-    named = None if job.seq_dims is None else {nodes[name]: dim for name, dim in job.seq_dims.items()}
-    find_sequences(gm, axes, named, picks=not job.is_balanced)
-    inputs = {nodes[name]: placement for name, placement in job.inputs.items()}
-    for node, placement in inputs.items():  # also where the graph only returns it
-        if isinstance(placement, Shard):
-            axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][placement.dim])
-    return axes, align_window_starts(
-        lambda begins: propagate(gm, axes, job.ranks.n, inputs, job.outputs, begins=begins)
-    )
 
 
 class NoteKind(Enum):
@@ -283,11 +156,23 @@ def runs_by_pass(laps: Iterable[PassRun]) -> list[PassRun]:
 
 
 @dataclass
-class PassContext(PassSettings):
-    """The settings of one graph, its analysis, and the results of passes for later ones and for the report."""
+class PassContext:
+    """The options, the analysis and the results of passes over one graph, equal on every rank."""
 
+    ranks: Ranks
+    options: SPConfig = field(default_factory=SPConfig)
+    # The options of the same names, resolved for the graph.
+    seq_dims: Mapping[str, int] | None = None  # by the names of the graph's inputs; None if the user names none
+    inputs: Mapping[str, Placement] = field(default_factory=dict)  # the placements of sharded inputs
+    outputs: str | Sequence[str] = "gather"  # for all outputs, or one for each
+    # Facts about the graph and the ranks.
+    machine: Machine | None = None  # measured constants of the cost model; None for the device's defaults
+    folds: int = 1  # number of chunks of the sequence per rank, as in `RowOrder`
+    aligned: frozenset[str] | None = None  # groups of the program whose ranks have the same rows; None for all
+    repeats: FewLayers | None = None  # a program of a few layers that represents one of many
     fragment: bool = False  # a piece of a model (graph break), which need not contain a sequence
     has_outer_job: bool = False  # another program of these ranks has sharded outputs: need not contain a sequence
+    # Results of passes, for later passes and for the report.
     input_placements: PlacementPlan | None = None  # the plan of the local graph; its nodes are of the global graph
     refusal: Refusal | None = None  # why the graph cannot be split with its inputs; no pass runs after it
     notes: list[Note] = field(default_factory=list)
@@ -299,10 +184,50 @@ class PassContext(PassSettings):
     tiled_regions: list[TiledRegion] = field(default_factory=list)
     _analyzed: tuple[Axes, PlacementPlan] | None = None
 
-    @classmethod
-    def start(cls, given: PassSettings) -> PassContext:
-        """Return a job with these settings; a job is returned unchanged."""
-        return given if isinstance(given, PassContext) else cls(**vars(given))
+    def __post_init__(self) -> None:
+        Machine.of("cpu", self.options.cost)  # raises for an unknown constant, or one out of range
+
+    @staticmethod
+    def of(ranks: Ranks | int | PassContext, **given: Any) -> PassContext:
+        """Create the context of a pass that runs directly.
+
+        Args:
+            ranks: A number of ranks (without a process group), Ranks, or a context.
+            **given: Fields of the context, and options by name.
+
+        Returns:
+            The context. A context without further arguments is returned unchanged.
+
+        Raises:
+            SpError: An option is unknown or has an invalid value.
+        """
+        if isinstance(ranks, PassContext):
+            return replace(ranks, **given) if given else ranks
+        own = {one.name: given.pop(one.name) for one in fields(PassContext) if one.name in given}
+        return PassContext(Ranks(ranks, "") if isinstance(ranks, int) else ranks, SPConfig.of(given), **own)
+
+    @property
+    def is_balanced(self) -> bool:
+        """Return True if the rows are balanced over the ranks, or will be."""
+        given = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in self.inputs.values())
+        order = LAYOUTS.get(self.options.layout)
+        return given or self.folds == BALANCED.folds or (order is not None and order.is_balanced)
+
+    def times(self, node: Node) -> int:
+        """Return the number of nodes that the node represents.
+
+        Args:
+            node: A node of a program with a few layers of many.
+        """
+        return 1 if self.repeats is None else self.repeats.of(node)
+
+    def machine_of(self, node: Node) -> Machine:
+        """Return the cost model's machine for the device of the node."""
+        return Machine.of(node_tensors(node)[0].device.type, self.options.cost, self.machine)
+
+    def machine_of_nodes(self, nodes: Iterable[Node]) -> Machine:
+        """Return the cost model's machine for the device of the first tensor, or a CPU if there is none."""
+        return next((self.machine_of(node) for node in nodes if is_tensor(node)), Machine.of("cpu", self.options.cost))
 
     def axes(self, gm: GraphModule) -> Axes:
         """Return the names of the graph's axes; analyzed again after a change."""
@@ -312,9 +237,34 @@ class PassContext(PassSettings):
         """Return the placement of every value of the graph; analyzed again after a change."""
         return self._analysis(gm)[1]
 
+    @cache_lookups()
     def analyze(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
-        """Analyze the graph again, and return its axes and plan."""
-        return analyze(gm, self)
+        """Name the axes of a graph, find the sequence, and propagate placements.
+
+        Args:
+            gm: The graph.
+
+        Returns:
+            The axes and the plan.
+
+        Raises:
+            SpError: `seq_dims` contains the name of no input.
+        """
+        axes = name_axes(gm)
+        axes.folds = self.folds
+        nodes = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
+        missing = sorted(set(self.seq_dims or ()) - set(nodes))
+        if missing:
+            raise SpError("SP236", f"seq_dims: expected names of inputs out of {sorted(nodes)}, got {missing}.")
+        named = None if self.seq_dims is None else {nodes[name]: dim for name, dim in self.seq_dims.items()}
+        find_sequences(gm, axes, named, picks=not self.is_balanced)
+        inputs = {nodes[name]: placement for name, placement in self.inputs.items()}
+        for node, placement in inputs.items():  # also where the graph only returns it
+            if isinstance(placement, Shard):
+                axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][placement.dim])
+        return axes, align_window_starts(
+            lambda begins: propagate(gm, axes, self.ranks.n, inputs, self.outputs, begins=begins)
+        )
 
     def _analysis(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
         if self._analyzed is None:
@@ -322,5 +272,5 @@ class PassContext(PassSettings):
         return self._analyzed
 
     def invalidate(self) -> None:
-        """Drop the analysis, after a change of the graph or of its settings."""
+        """Drop the analysis, after a change of the graph or of the context."""
         self._analyzed = None

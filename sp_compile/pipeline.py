@@ -20,7 +20,7 @@ from sp_compile.passes.base import Pass, Passes, check_pass_order, iterate_passe
 from sp_compile.passes.canonical.associative_scan import ExpandAssociativeScans
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.capture.capture import capture_export
-from sp_compile.passes.context import Note, NoteKind, PassContext, PassSettings, Refusal
+from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal
 from sp_compile.passes.cost.decision import merge_decisions
 from sp_compile.passes.cost.exchange_cost import find_exchanges
 from sp_compile.passes.localize.balance_layout import BalanceLayout
@@ -109,16 +109,12 @@ def strategy_passes() -> tuple[type[DemandPass], ...]:
     )
 
 
-def run_pipeline(
-    gm: GraphModule, job: PassSettings, fragment: bool = False, follows: bool = False
-) -> tuple[GraphModule, Report] | Refusal:
+def run_pipeline(gm: GraphModule, job: PassContext) -> tuple[GraphModule, Report] | Refusal:
     """Lower a captured graph in the global view to the graph of one rank.
 
     Args:
         gm: The captured graph, which is changed.
-        job: The settings.
-        fragment: True if the graph is a part of a model, see `PassContext`.
-        follows: True if an earlier program returned sharded results.
+        job: The context of the passes.
 
     Returns:
         The graph and the report; a Refusal if the graph may be lowered with other placements of its inputs.
@@ -126,34 +122,34 @@ def run_pipeline(
     Raises:
         SpError: The graph does not support an option; see the passes.
     """
-    state = replace(PassContext.start(job), fragment=fragment, has_outer_job=follows)
     if job.ranks.n == 1:
-        state = replace(state, attention="auto", layout="auto", notes=list(_check_several_ranks(job)))
-    pipeline = Pipeline(state)
+        job.notes += _check_several_ranks(job)
+        job.options = replace(job.options, attention="auto", layout="auto")
+    pipeline = Pipeline(job)
     check_pass_order(iterate_passes(Pipeline))
-    pipeline.run(gm, state)
-    if state.refusal is not None:
-        return state.refusal
-    assert state.input_placements is not None
+    pipeline.run(gm, job)
+    if job.refusal is not None:
+        return job.refusal
+    assert job.input_placements is not None
     results = gm.graph.output_node().all_input_nodes
-    pipeline.gm.meta[OUTPUT_RULES] = output_infos(gm, state.input_placements)
+    pipeline.gm.meta[OUTPUT_RULES] = output_infos(gm, job.input_placements)
     return pipeline.gm, Report(
         job.ranks.n,
-        notes=state.notes,
+        notes=job.notes,
         exchanges=find_exchanges(pipeline.gm, job.ranks.n),
-        attention=merge_decisions(state.decisions),
-        memory=state.memory,
-        tiled=state.tiled_regions,
-        inputs=state.sequence_inputs,
-        sharded_outputs=[n.name for n in results if isinstance(state.input_placements.of(n), Shard)],
-        constraints=state.constraints,
-        passes=state.runs,
+        attention=merge_decisions(job.decisions),
+        memory=job.memory,
+        tiled=job.tiled_regions,
+        inputs=job.sequence_inputs,
+        sharded_outputs=[n.name for n in results if isinstance(job.input_placements.of(n), Shard)],
+        constraints=job.constraints,
+        passes=job.runs,
     )
 
 
-def _check_several_ranks(job: PassSettings) -> Iterator[Note]:
+def _check_several_ranks(job: PassContext) -> Iterator[Note]:
     """Yield a note for each option that has no effect on one rank, so that a script also runs without other ranks."""
-    for option, requested in (("attention", job.attention), ("layout", job.layout)):
+    for option, requested in (("attention", job.options.attention), ("layout", job.options.layout)):
         if requested != "auto":
             yield Note(NoteKind.DECLINED, requested, f"{option}={requested!r} has no effect on one rank")
 
@@ -179,13 +175,13 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     options.refuse("parallelize", WHEN_COMPILED, **CALL_OPTIONS)
     if sp is not None:
         options.refuse(f"sp={sp}", mesh="already sets the number of ranks", mesh_dim="has no mesh")
-    job = PassSettings.of(options, options.ranks() if sp is None else Ranks(sp, SIMULATED_GROUP))
-    seq_dims, outputs = job.user_io.seq_dims, job.user_io.outputs
+    ranks = options.ranks() if sp is None else Ranks(sp, SIMULATED_GROUP)
+    seq_dims, outputs = options.seq_dims, options.outputs
     if outputs not in ("gather", "local"):
         raise SpError("SP103", f"outputs: expected 'gather' or 'local' for parallelize, got {outputs!r}.")
     gm = capture_export(program)
-    job = replace(job, seq_dims=None if isinstance(seq_dims, str) else seq_dims, outputs=outputs)
-    found = run_pipeline(gm, job)
+    named = None if isinstance(seq_dims, str) else seq_dims
+    found = run_pipeline(gm, PassContext(ranks, options, named, outputs=outputs))
     if isinstance(found, Refusal):
         raise found.error()
     local, report = found

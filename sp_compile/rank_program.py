@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from torch.fx import GraphModule
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError, did_you_mean
 from sp_compile.lowering.base.library import sources_digest
+from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.progress import set_step
 from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks
 from sp_compile.passes.boundary.add_tokens import BoundaryPasses
 from sp_compile.passes.boundary.boundary_context import BoundaryContext
 from sp_compile.passes.boundary.graph_boundary import GraphBoundary
-from sp_compile.passes.context import PassSettings
+from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.walk.liveness import nbytes_of
 from sp_compile.passes.graph.call import node_tensors
 from sp_compile.passes.graph.node_info import node_info
@@ -47,23 +48,20 @@ class RankProgram:
     """A Dynamo graph as it is lowered for one rank."""
 
     graph: GraphModule
-    settings: PassSettings
+    options: SPConfig
     report: Report
     inputs: Sequence[Any]  # example inputs of the compiler
     joint: JointPasses = field(default_factory=JointPasses)  # passes over the joint graph of AOTAutograd
+    ranks: Ranks = SINGLE_RANK  # the ranks that shard the sequence; one rank if the graph is unsplit
+    machine: Machine | None = None  # measured constants of the cost model
     boundary: GraphBoundary = field(default_factory=GraphBoundary)  # sharded inputs and outputs
     unsplit_reason: str = ""  # the reason why every rank runs the graph as it was written; "" if it is split
     eager: bool = False  # eager code runs the graph
 
     @property
-    def ranks(self) -> Ranks:
-        """The ranks that shard the sequence; one rank if the graph is unsplit."""
-        return self.settings.ranks
-
-    @property
     def exchanges(self) -> bool:
         """True if the program contains its own collectives."""
-        return bool(self.joint.settings.session.groups)
+        return bool(self.joint.job.session.groups)
 
     @property
     def input_bytes(self) -> int:
@@ -73,33 +71,40 @@ class RankProgram:
 
     def return_edges(self) -> None:
         """Add the outputs that sharded results need: gradient tokens, inputs of deferred results, row orders."""
-        own = vars(self.settings)
         job = BoundaryContext(
-            **own, edges=self.boundary, trains=torch.is_grad_enabled(), is_split_only=not self.exchanges
+            self.ranks,
+            self.options,
+            machine=self.machine,
+            edges=self.boundary,
+            trains=torch.is_grad_enabled(),
+            is_split_only=not self.exchanges,
         )
         BoundaryPasses(job)(self.graph)
         self.boundary = job.edges
         self.report.passes += job.runs
 
-    def halves(self, **changed: Any) -> PartitionedPasses | None:
+    def halves(self, options: SPConfig | None = None) -> PartitionedPasses | None:
         """Return the passes over the forward and the backward, or None without one.
 
         Args:
-            **changed: Settings that replace those of the program.
+            options: Options that replace those of the program.
 
         Returns:
             The passes, or None if there is nothing to do after the partition.
         """
-        given = {**vars(self.settings), **changed}
-        job = PartitionContext(**given, memory=list(self.report.memory), input_bytes=self.input_bytes)
-        return PartitionedPasses(job) if job.has_place and (job.offload != "never" or job.ranks.n > 1) else None
+        options = options or self.options
+        if not options.has_place or (options.offload == "never" and self.ranks.n == 1):
+            return None
+        memory, nbytes = list(self.report.memory), self.input_bytes
+        return PartitionedPasses(
+            PartitionContext(self.ranks, options, machine=self.machine, memory=memory, input_bytes=nbytes)
+        )
 
 
-def make_joint_passes(example_inputs: Sequence[Any], settings: PassSettings, session: CompileSession) -> JointPasses:
+def make_joint_passes(example_inputs: Sequence[Any], options: SPConfig, session: CompileSession) -> JointPasses:
     """Return the passes over the joint graph of a program."""
     shapes = [tuple(x.shape) for x in local_tensors(example_inputs)]
-    own = vars(replace(settings, ranks=SINGLE_RANK, machine=None))  # the measured links are those of other ranks
-    return JointPasses(JointContext(**own, session=session, shapes=shapes))
+    return JointPasses(JointContext(options=options, session=session, shapes=shapes))
 
 
 def compile_rank_program(lowered: RankProgram, mode: str | None) -> Callable[..., Any]:
@@ -114,18 +119,18 @@ def compile_rank_program(lowered: RankProgram, mode: str | None) -> Callable[...
 
 def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[..., Any]:
     """Compile the local graph with Inductor, or with the compiler that the options name."""
-    settings, joint, local = lowered.settings, lowered.joint, lowered.graph
-    patches, name = _mode_options(mode, settings.compiler), settings.compiler
+    options, joint, local = lowered.options, lowered.joint, lowered.graph
+    patches, name = _mode_options(mode, options.compiler), options.compiler
     compiler = torch_compat.get_compiler(name, patches)
     policies: AbstractContextManager[Any] = nullcontext()
     halves = lowered.halves()
-    if settings.has_place and (lowered.exchanges or halves is not None or torch_compat.has_checkpoint_regions(local)):
+    if options.has_place and (lowered.exchanges or halves is not None or torch_compat.has_checkpoint_regions(local)):
         compiler = torch_compat.joint_compiler(name, joint, joint.key(), patches, halves)
         policies = apply_checkpoint_policies(local)
     elif lowered.exchanges:
         log.warning("%s", NO_COLLECTIVE_PASSES.format(name))
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
-    budget = torch_compat.memory_budget(settings.activation_memory_budget)
+    budget = torch_compat.memory_budget(options.activation_memory_budget)
     with budget, torch.compiler.config.patch(cache_key_tag=tag), policies:
         set_step(f"compiler {name}" if isinstance(name, str) else "compiler")
         inner, key = torch_compat.nested_compiler(torch_compat.get_compiler(name, patches)), (name, str(patches))

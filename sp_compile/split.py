@@ -20,7 +20,7 @@ from sp_compile.passes.capture.capture import fix_lengths
 from sp_compile.passes.capture.graph_inputs import GlobalView, global_view, local_inputs
 from sp_compile.passes.capture.uncaptured import wrap_failures
 from sp_compile.passes.capture.user_program import UserProgram
-from sp_compile.passes.context import Note, NoteKind, PassSettings, Refusal, RefusalKind
+from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
 from sp_compile.passes.cost.exchange_cost import declare_routes
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.passes.cost.machine import Machine
@@ -69,7 +69,7 @@ class SplitProgram:
 
     @staticmethod
     def _view(program: UserProgram, config: SPConfig, session: CompileSession, balanced: bool) -> GlobalView:
-        return global_view(program.graph, program.inputs, config.io_options, session.ranks, balanced)
+        return global_view(program.graph, program.inputs, config, session.ranks, balanced)
 
     def lower(self) -> RankProgram:
         """Run the passes, and determine what the program of one rank takes and returns in shards."""
@@ -97,17 +97,17 @@ class SplitProgram:
         self.view = self._view(self.program, self.config, self.session, balanced)
         return True
 
-    def _run_passes(self) -> tuple[list[Any], PassSettings, GraphModule, Report] | Refusal:
+    def _run_passes(self) -> tuple[list[Any], GraphModule, Report] | Refusal:
         """Run the passes over the captured graph.
 
         Returns:
-            The example inputs, the settings, the graph of one rank and the report; or the refusal of a pass.
+            The example inputs, the graph of one rank and the report; or the refusal of a pass.
         """
         view, ranks = self.view, self.session.ranks
         inputs = local_inputs(self.program.inputs, view.layouts, view.graph)
-        settings = PassSettings.of(
-            self.config,
+        job = PassContext(
             ranks,
+            self.config,
             seq_dims=view.seq_dims,
             inputs=view.inputs,
             outputs=view.outputs,
@@ -115,17 +115,17 @@ class SplitProgram:
             machine=self.machine,
             aligned=self.session.aligned,
             repeats=self.repeats,
+            fragment=view.fragment,
+            has_outer_job=has_sharded_outputs(ranks),
         )
-        found = run_pipeline(view.graph, settings, view.fragment, has_sharded_outputs(ranks))
+        found = run_pipeline(view.graph, job)
         if isinstance(found, Refusal):
             return found
         local, report = found
         inputs += [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")[len(inputs) :]]  # row order
-        return inputs, settings, local, report
+        return inputs, local, report
 
-    def _rank_program(
-        self, symbols: Symbols, inputs: list[Any], settings: PassSettings, local: GraphModule, report: Report
-    ) -> RankProgram:
+    def _rank_program(self, symbols: Symbols, inputs: list[Any], local: GraphModule, report: Report) -> RankProgram:
         """Return the program of one rank, with its boundary and its report."""
         ranks = self.session.ranks
         report.add(self._input_notes())
@@ -137,8 +137,8 @@ class SplitProgram:
             register_sharded_outputs(ranks)
             written = boundary.writes.values()
             report.sharded_outputs = [result.name for i, result in boundary.results.items() if i not in written]
-        joint = make_joint_passes(inputs, settings, self.session)
-        return RankProgram(local, settings, report, inputs, joint, boundary)
+        joint = make_joint_passes(inputs, self.config, self.session)
+        return RankProgram(local, self.config, report, inputs, joint, ranks, self.machine, boundary)
 
     def _input_notes(self) -> Iterator[Note]:
         """Yield a note for each input that arrives sharded."""

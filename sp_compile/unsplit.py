@@ -5,10 +5,9 @@ from __future__ import annotations
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError, node_line
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
-from sp_compile.lowering.base.ranks import SINGLE_RANK
 from sp_compile.passes.capture.graph_inputs import local_inputs
 from sp_compile.passes.capture.user_program import UserProgram
-from sp_compile.passes.context import Note, NoteKind, PassSettings
+from sp_compile.passes.context import Note, NoteKind
 from sp_compile.passes.report import Report
 from sp_compile.runtime.fingerprint import program_subject
 from sp_compile.runtime.session import CompileSession
@@ -45,29 +44,24 @@ def lower_unsplit(program: UserProgram, options: AnyOptions, session: CompileSes
     config = SPConfig.of(options)
     if not torch_compat.is_fragment(program.graph):  # other fragments of the model may have a sequence
         config.refuse("a program with its own collectives", NAME_RANKS, **SEQUENCE_OPTIONS)
-    settings, inputs = PassSettings.of(config, SINGLE_RANK), local_inputs(program.inputs)
-    report = Report(1, list(notes))
-    return RankProgram(program.graph, settings, report, inputs, make_joint_passes(inputs, settings, session))
+    report, inputs = Report(1, list(notes)), local_inputs(program.inputs)
+    return RankProgram(program.graph, config, report, inputs, make_joint_passes(inputs, config, session))
 
 
 def keep_unsplit(program: UserProgram, options: AnyOptions, session: CompileSession, why: str) -> RankProgram:
     """Return the graph as it was written, which every rank runs completely."""
-    gm, settings, inputs = (
-        program.graph,
-        PassSettings.of(SPConfig.of(options), SINGLE_RANK),
-        local_inputs(program.inputs),
-    )
+    gm, config, inputs = program.graph, SPConfig.of(options), local_inputs(program.inputs)
     where = next((node_line(node) for node in gm.graph.nodes if node.op == "call_function"), program_subject(gm))
     report = Report(session.ranks.n, [Note(NoteKind.REPLICATED, "capture", f"{CANNOT_SPLIT}: {why}", where=where)])
-    joint = make_joint_passes(inputs, settings, CompileSession())
-    return RankProgram(gm, settings, report, inputs, joint, unsplit_reason=why)
+    joint = make_joint_passes(inputs, config, CompileSession())
+    return RankProgram(gm, config, report, inputs, joint, unsplit_reason=why)
 
 
 def must_split(program: UserProgram, options: AnyOptions) -> bool:
     """Return True if the graph may not run unsplit: options forbid it, or its inputs or results are rank-local."""
-    job = PassSettings.of(SPConfig.of(options), SINGLE_RANK)
-    local = "local" in (job.user_io.inputs, job.user_io.outputs)
-    return job.fallback == "error" or local or program.has_dtensors
+    config = SPConfig.of(options)
+    local = "local" in (config.inputs, config.outputs)
+    return config.fallback == "error" or local or program.has_dtensors
 
 
 def explain_failure(failure: Exception, program: UserProgram) -> Exception:

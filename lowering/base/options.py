@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,93 +16,154 @@ from .errors import SpError, did_you_mean
 from .frames import LAYOUTS
 from .ranks import STRATEGIES, Ranks, resolve
 
-TILES = ("auto", "never")  # values of `tiles`, next to a number of tiles
+OUTPUTS = ("auto", "lazy", "gather", "local")
+"""Values of the option `outputs`, from the weakest to the strongest."""
 
 
-OFFLOAD = ("never", "auto")  # values of `offload`, next to a number from 0 to 1
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
-OUTPUTS = ("auto", "lazy", "gather", "local")  # values of `outputs`, from the weakest to the strongest
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
 
 
-# Values of the options that take one of a fixed set.
-CHOICES = {
-    "layout": ("auto", *LAYOUTS),
-    "inputs": ("global", "local"),
-    "param_grads": ("reduce", "partial"),
-    "fallback": ("gather", "error"),
-    "state": ("replicated", "sharded"),
-    "sequence_parallel_linear": ("auto", "never"),
-    "merge_reductions": ("auto", "always", "intra_node", "never"),
-}
+def _maps_to(is_valid: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(is_valid, value.values()))
 
 
 @dataclass(frozen=True)
-class IOOptions:
-    """Options on a program's inputs and results, by name; see `SPConfig`.
+class OptionRule:
+    """The valid values of one option.
 
     Args:
-        seq_dims: "auto", or the sequence dim of each named input.
-        inputs: "global" or "local".
-        outputs: A value of `OUTPUTS`, or one for each named result.
+        words: The valid strings.
+        expected: Description of the valid values in error messages. Defaults to a list of the strings.
+        accepts: Predicate of other valid values.
+        registered: Function that returns further valid strings, which programs may add.
+        code: Code of the error for other values.
     """
 
-    seq_dims: str | Mapping[str, int] = "auto"
-    inputs: str = "global"
-    outputs: str | Mapping[str | int, str] = "auto"
+    words: Sequence[str] = ()
+    expected: str = ""
+    accepts: Callable[[Any], bool] = lambda value: False
+    registered: Callable[[], Iterable[str]] = tuple
+    code: str = "SP103"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Return all valid strings."""
+        return (*self.words, *self.registered())
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise SpError for an invalid value.
+
+        Args:
+            name: Name of the option.
+            value: Value of the option.
+
+        Raises:
+            SpError: The value is invalid. The message suggests a valid string close to it, or to a value of a mapping.
+        """
+        if value in self.words or self.accepts(value) or value in self.choices:
+            return
+        expected = self.expected or f"one of {', '.join(map(repr, self.choices))}"
+        given = value.values() if isinstance(value, Mapping) else [value]
+        hint = "".join(did_you_mean(x, self.choices) for x in given if x not in self.choices)
+        raise SpError(self.code, f"{name}: expected {expected}, got {value!r}{hint}.")
+
+
+OPTION_RULES = {
+    "seq_dims": OptionRule(
+        ("auto",), "'auto' or a mapping from names of inputs to ints", partial(_maps_to, lambda dim: type(dim) is int)
+    ),
+    "attention": OptionRule(("auto",), registered=partial(sorted, STRATEGIES)),
+    "layout": OptionRule(("auto", *LAYOUTS)),
+    "ulysses_chunks": OptionRule(("auto",), "'auto' or a number of groups of heads", _is_count),
+    "cost": OptionRule(
+        expected="a mapping from constants of the cost model to numbers",
+        accepts=lambda value: isinstance(value, Mapping | None),
+    ),
+    "inputs": OptionRule(("global", "local")),
+    "outputs": OptionRule(
+        OUTPUTS,
+        f"one of {', '.join(map(repr, OUTPUTS))}, or a mapping from results to these",
+        partial(_maps_to, OUTPUTS.__contains__),
+    ),
+    "param_grads": OptionRule(("reduce", "partial")),
+    "state": OptionRule(("replicated", "sharded")),
+    "fallback": OptionRule(("gather", "error")),
+    "sequence_parallel_linear": OptionRule(("auto", "never")),
+    "merge_reductions": OptionRule(("auto", "always", "intra_node", "never")),
+    "tiles": OptionRule(("auto", "never"), "'auto', 'never' or a number of tiles", _is_count),
+    "offload": OptionRule(("never", "auto"), "'never', 'auto' or a number from 0 to 1", _is_fraction),
+    "activation_memory_budget": OptionRule(
+        expected="a number from 0 to 1", accepts=lambda value: value is None or _is_fraction(value)
+    ),
+    "check_every": OptionRule(
+        expected="a number of calls, 0 for never", accepts=lambda value: type(value) is int and value >= 0
+    ),
+    "compiler": OptionRule(
+        JOINT_COMPILERS,
+        "a backend of torch.compile",
+        lambda value: not isinstance(value, str),
+        partial(torch.compiler.list_backends, exclude_tags=()),
+        "SP104",
+    ),
+}
+"""The valid values of each option. `resolve` validates `mesh` and `mesh_dim`."""
+
+JOINT_GRAPH_OPTIONS = {
+    "merge_reductions": (("auto", "never"), "passes on collectives"),
+    "offload": (("never",), "copies between forward and backward"),
+}
+"""Options that change joint graphs: the values that every compiler supports, and the purpose of others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SPConfig:
-    """Options of the backend. Every field has a working default.
+    """Options of the backend. Every field has a working default; `docs/options.md` describes each in detail.
 
     Args:
-        mesh: The DeviceMesh whose ranks share the sequence. None selects the default process group, or a single rank
+        mesh: DeviceMesh whose ranks share the sequence. None selects the default process group, or a single rank
             without one.
-        mesh_dim: The axis that splits the sequence, for a mesh of several axes. None selects "sp", or "ring" and
-            "ulysses".
+        mesh_dim: Axis of the mesh that splits the sequence. None selects "sp", or "ring" and "ulysses".
         seq_dims: "auto", or {input name: dim} with the sequence dims of the model's inputs.
-        attention: "ulysses" exchanges heads for sequence. "ring" circulates keys and values. "hybrid" does both, on a
-            mesh with axes ("ring", "ulysses") or on any number of ranks that factors. "gather" gathers keys and values.
-            "auto" selects the fastest predicted strategy for each attention. Others are registered, see
-            `sp_compile.passes.strategies.attention`.
-        layout: The order of the sequence over the ranks. "zigzag" balances causal rings and gathers: rank r of n stores
-            chunks r and 2n - 1 - r of 2n. "balanced" assigns chunks by the documents of each batch, so that all ranks
-            attend to about the same number of pairs. "auto" selects "zigzag" where it pays and nothing else depends on
-            the order, and "balanced" for document masks if no other graph consumes the sharded results.
+        attention: "ulysses" exchanges heads for sequence, "ring" circulates keys and values, "hybrid" does both,
+            "gather" gathers keys and values, "auto" selects the fastest predicted strategy for each attention. Others
+            are registered, see `sp_compile.passes.strategies.attention`.
+        layout: Order of the sequence over the ranks. "zigzag" balances causal attention, "balanced" assigns chunks by
+            the documents of each batch, so that all ranks attend to about the same number of
+            pairs. "auto" selects one of them
+            where it is faster and the program permits it.
         ulysses_chunks: Number of head groups that Ulysses exchanges separately, each while another group is computed. A
             number applies if it divides the heads of a rank; "auto" follows the cost model.
-        cost: Constants of the cost model, such as {"flops": 6e14}, see sp_compile.passes.cost.machine.Machine. They
-            replace those of the device's defaults, and the model is not measured on these ranks. {"memory": 8e10}, the
-            bytes of a device, alone keeps the measured constants.
+        cost: Constants of the cost model that replace those of the device, such as {"flops": 6e14}, see
+            `sp_compile.passes.cost.machine.Machine`. The links are not measured then, except with
+            {"memory": <bytes of a device>} alone.
         inputs: "global": every rank passes the full sequence. "local": each rank passes its equal, contiguous shard of
-            the inputs in seq_dims (or of those found), which requires a dynamic sequence length.
-        outputs: "auto": sharded results of at least `LARGE_OUTPUT` bytes stay sharded, and are gathered on every rank
-            when eager code reads them. "lazy": smaller ones, too. "gather": every rank returns full results. "local":
-            each rank returns its own rows. Or {result: one of these}, by the result's name in the model's code or by
-            its index among the graph's results; other results keep the default.
+            the inputs in `seq_dims`, which requires a dynamic sequence length.
+        outputs: "auto": large sharded results stay sharded, and are gathered when eager code reads them. "lazy": small
+            ones, too. "gather": every rank returns full results. "local": each rank returns its own rows.
+            Or {result: one of these}, by the result's name in the model's code or its index.
         param_grads: "reduce": the backward sums parameter gradients over the ranks. "partial": they stay partial,
             scaled by the number of ranks, for a DDP or FSDP that averages over an axis that includes these ranks.
         state: Placement that "auto" of other options assumes for training state. "sharded": FSDP shards parameters,
-            gradients and an optimizer state as large as AdamW's over these ranks; a device stores its shards and one
-            gathered layer. "replicated": every device stores parameters and gradients, and no optimizer state is
-            counted.
+            gradients and an optimizer state as large as AdamW's over these ranks. "replicated": every device stores
+            parameters and gradients, and no optimizer state is counted.
         fallback: "gather": an operation that cannot be sharded runs on gathered operands and is reported. "error":
             raise.
         sequence_parallel_linear: "auto": linears and all_reduces of a tensor-parallel program run scattered where that
             is exact. "never": they run as written.
-        merge_reductions: Merging of reductions of a value over several mesh axes. "auto": where the cost model predicts
-            a gain. "always": wherever it is exact. "intra_node": over ranks of one machine. "never". The axes must be
-            declared with `sp_compile.declare_groups(mesh)`.
+        merge_reductions: Reductions of a value over several mesh axes to merge: "auto": those with a predicted gain.
+            "always": all where it is exact. "intra_node": those over ranks of one machine. "never": none. The axes must
+            be declared with `sp_compile.declare_groups(mesh)`.
         tiles: Number of sequential tiles of token-wise work with wide intermediates, such as a head with its loss or an
-            MLP. "auto" tiles work that ends in a scalar, whose gradients are computed in the same loop, if the step
-            does not fit the device otherwise or the work is an eighth of the device. It then tiles work that the
-            backward recomputes, if the step still does not fit. If the memory of the device is unknown, it tiles work
-            that ends in a scalar and has intermediates of at least 1 GiB. A number tiles all of it. "never" tiles
-            nothing.
-        offload: Activations that wait in host memory for the backward. A number: this share of their bytes, as far as
-            their sizes allow. "auto": the smallest share for which the step of each graph, with weights and gradients,
-            fits the device (cost={"memory": ...} sets its size). "never". See `explain(memory=True)`.
+            MLP. A number tiles all of it, "never" nothing. "auto" tiles as much as the memory of the device requires,
+            first the work that ends in a scalar.
+        offload: Activations that wait in host memory for the backward. A number: this share of their bytes. "auto": the
+            smallest share for which the step of each graph fits the device (cost={"memory": ...} sets its size).
+            "never": none.
         activation_memory_budget: Budget of AOTAutograd's partitioner, from 0 to 1. None keeps its setting.
         check_every: Number of calls between comparisons of checksums of all weights and buffers across ranks; the first
             call always compares. 0: never. Tokens, modes, sizes and options are compared on every call.
@@ -133,68 +195,34 @@ class SPConfig:
     compiler: str | Callable[..., Any] = "inductor"
 
     def __post_init__(self) -> None:
-        for name, allowed in {"attention": ("auto", *sorted(STRATEGIES)), **CHOICES}.items():
+        for name, rule in OPTION_RULES.items():
+            rule.check(name, getattr(self, name))
+        for name, (supported, purpose) in JOINT_GRAPH_OPTIONS.items():
             value = getattr(self, name)
-            if value not in allowed:
-                raise _wrong(name, value, f"one of {', '.join(map(repr, allowed))}", allowed)
-        for value in self.outputs.values() if isinstance(self.outputs, Mapping) else [self.outputs]:
-            if value not in OUTPUTS:
-                known = f"one of {', '.join(map(repr, OUTPUTS))}, or a mapping from results to these"
-                raise _wrong("outputs", self.outputs, known, OUTPUTS, value)
-        if self.seq_dims != "auto" and not isinstance(self.seq_dims, Mapping):
-            raise _wrong("seq_dims", self.seq_dims, "'auto' or a mapping from input name to dim")
-        for name, dim in self.seq_dims.items() if isinstance(self.seq_dims, Mapping) else ():
-            if type(dim) is not int:
-                raise _wrong("seq_dims", self.seq_dims, f"an int as the dim of {name!r}")
-        if self.cost is not None and not isinstance(self.cost, Mapping):
-            raise _wrong("cost", self.cost, "a mapping from constants of the cost model to numbers")
-        if isinstance(self.compiler, str):
-            known = torch.compiler.list_backends(exclude_tags=())
-            if self.compiler not in known:
-                close = did_you_mean(self.compiler, known)
-                raise SpError("SP104", f"compiler: expected a backend of torch.compile, got {self.compiler!r}{close}.")
-        if self.merge_reductions in ("always", "intra_node") and not self.has_place:
-            raise SpError(
-                "SP105",
-                f"merge_reductions={self.merge_reductions!r} is not supported with compiler={self.compiler!r}, which "
-                "has no place for passes on collectives.",
-            )
-        if self.tiles not in TILES and (type(self.tiles) is not int or self.tiles < 1):
-            raise _wrong("tiles", self.tiles, "'auto', 'never' or a number of tiles", TILES)
-        chunks = self.ulysses_chunks
-        if chunks != "auto" and (type(chunks) is not int or chunks < 1):
-            raise _wrong("ulysses_chunks", chunks, "'auto' or a number of groups of heads")
-        for strategy in STRATEGIES.values():
-            for name in strategy.options if self.attention not in ("auto", strategy.name) else ():
-                if getattr(self, name) != "auto":
-                    raise SpError(
-                        "SP106",
-                        f"{name}={getattr(self, name)!r} is not supported with attention={self.attention!r}, only with "
-                        f"{strategy.name!r}.",
-                    )
-        if self.offload not in OFFLOAD and not _is_fraction(self.offload):
-            raise _wrong("offload", self.offload, "'never', 'auto' or a number from 0 to 1", OFFLOAD)
-        if self.offload != "never" and not self.has_place:
-            raise SpError(
-                "SP105",
-                f"offload={self.offload!r} is not supported with compiler={self.compiler!r}, which has no place for "
-                "copies between forward and backward.",
-            )
-        if type(self.check_every) is not int or self.check_every < 0:
-            raise _wrong("check_every", self.check_every, "a number of calls, 0 for never")
-        budget = self.activation_memory_budget
-        if budget is not None and not _is_fraction(budget):
-            raise _wrong("activation_memory_budget", budget, "a number from 0 to 1")
+            if value not in supported and not self.has_place:
+                raise SpError(
+                    "SP105",
+                    f"{name}={value!r} is not supported with compiler={self.compiler!r}, which has no place for "
+                    f"{purpose}.",
+                )
+        others = [one for one in STRATEGIES.values() if self.attention not in ("auto", one.name)]
+        for name, strategy in ((name, one.name) for one in others for name in one.options):
+            value = getattr(self, name)
+            if value != "auto":
+                raise SpError(
+                    "SP106",
+                    f"{name}={value!r} is not supported with attention={self.attention!r}, only with {strategy!r}.",
+                )
 
     @property
     def has_place(self) -> bool:
-        """Return True if the compiler runs passes on collectives."""
+        """Return True if the compiler runs passes on joint graphs."""
         return self.compiler in JOINT_COMPILERS
 
     @property
-    def io_options(self) -> IOOptions:
-        """Return the options on the program's inputs and results."""
-        return IOOptions(self.seq_dims, self.inputs, self.outputs)
+    def is_fused(self) -> bool:
+        """Return True if Inductor compiles the graphs."""
+        return self.compiler == "inductor"
 
     def ranks(self) -> Ranks:
         """Return the ranks that share the sequence; see `resolve`.
@@ -239,7 +267,8 @@ class SPConfig:
         if isinstance(options, SPConfig):
             return options
         if not isinstance(options, Mapping | None):
-            raise _wrong("options", options, "a mapping from the names of options to values, or an SPConfig")
+            expected = "a mapping from the names of options to values, or an SPConfig"
+            raise SpError("SP103", f"options: expected {expected}, got {options!r}.")
         known = [f.name for f in fields(SPConfig)]
         for name in options or {}:
             if name in COMPILE_OPTIONS:
@@ -269,13 +298,3 @@ def stronger_output(a: str, b: str) -> str:
         The value that satisfies both requests.
     """
     return max(a, b, key=OUTPUTS.index)
-
-
-def _is_fraction(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-
-
-def _wrong(name: str, value: Any, expected: str, known: Sequence[str] = (), word: Any = None) -> SpError:
-    """Return the error for an option's value, with a hint at a known value close to it or to `word`."""
-    hint = did_you_mean(value if word is None else word, known)
-    return SpError("SP103", f"{name}: expected {expected}, got {value!r}{hint}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -114,6 +115,24 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
         raise SpError("SP112", f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}.")
     group = mesh.get_group()
     return Ranks(dist.get_world_size(group), group.group_name, ulysses)
+
+
+def can_split_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, groups: Sequence[Ranks]) -> bool:
+    """Return True if a mesh has an axis for the sequence that the program's own collectives do not use.
+
+    Args:
+        mesh: The mesh of the options, which may be of a wrong type.
+        mesh_dim: The axis that the options name.
+        groups: The groups of the program's own collectives.
+
+    Returns:
+        False without a mesh, if the groups use its only axis, or if it has several and none is for the sequence.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        return mesh is not None
+    if mesh.ndim == 1:
+        return mesh.get_group().group_name not in {ranks.group for ranks in groups}
+    return mesh_dim is not None or "sp" in (mesh.mesh_dim_names or ()) or find_axis_pair(mesh) is not None
 
 
 def find_axis_pair(mesh: DeviceMesh) -> tuple[str, str] | None:

@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, node_line
-from sp_compile.lowering.base.options import IOOptions, stronger_output
+from sp_compile.lowering.base.options import SPConfig, stronger_output
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.shard_storage import Layout
 from sp_compile.lowering.collectives.sharded import Sharded
@@ -187,14 +187,14 @@ class GlobalView:
 
 
 def global_view(
-    gm: GraphModule, example_inputs: Sequence[Any], user_io: IOOptions, ranks: Ranks, accept_balanced: bool = False
+    gm: GraphModule, example_inputs: Sequence[Any], options: SPConfig, ranks: Ranks, accept_balanced: bool = False
 ) -> GlobalView:
     """Capture the graph for the passes, with facts about its inputs and results.
 
     Args:
         gm: Dynamo graph.
         example_inputs: Inputs of the graph.
-        user_io: Options on inputs, outputs and sequence dims.
+        options: Options of the backend.
         ranks: Ranks that shard the sequence.
         accept_balanced: Accept load-balanced rows of an earlier graph in their order.
 
@@ -205,13 +205,13 @@ def global_view(
         SpError: If an option does not match the inputs or results, or is not supported for the program.
     """
     fragment = is_fragment(gm)
-    if fragment and "local" in (user_io.inputs, user_io.outputs):
+    if fragment and "local" in (options.inputs, options.outputs):
         raise SpError("SP231", "inputs='local' and outputs='local' are not supported with graph breaks.")
     _mark_inputs(gm, example_inputs)
-    seq_dims = None if isinstance(user_io.seq_dims, str) else _placeholder_names(gm, user_io.seq_dims, fragment)
+    seq_dims = None if isinstance(options.seq_dims, str) else _placeholder_names(gm, options.seq_dims, fragment)
     inputs: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
-    if user_io.inputs == "local" and ranks.n > 1:
+    if options.inputs == "local" and ranks.n > 1:
         refuse_eager_fallback()
         graph, inputs = capture_shards(gm, example_inputs, ranks.n, seq_dims)
     else:
@@ -221,8 +221,8 @@ def global_view(
     arguments = [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
     results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
     names, result_names = _result_names(gm, results), ["" if node is None else node.name for node in results]
-    outputs, written = _result_options(names, result_names, user_io.outputs, fragment), tuple(_written_inputs(graph))
-    views, hidden = _omitted_views(graph, example_inputs, user_io.inputs, outputs)
+    outputs, written = _result_options(names, result_names, options.outputs, fragment), tuple(_written_inputs(graph))
+    views, hidden = _omitted_views(graph, example_inputs, options.inputs, outputs)
     names += [f"a tensor of which {names[one.number]} is a view" for one in hidden]
     writes = _return_writes(graph, example_inputs)
     names += [arguments[i] for i in writes]

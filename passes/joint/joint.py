@@ -58,7 +58,7 @@ class ScatterLayers(Passes):
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
-        ranks, session, scatter = job.ranks, job.session, job.sequence_parallel_linear != "never"
+        ranks, session, scatter = job.ranks, job.session, job.options.sequence_parallel_linear != "never"
         local = copy_graph(gm)
         facts = map_facts(local, session.facts[ranks.group], job.shapes)
         why = REGROUPED_WHY if facts is None else "" if scatter else NEVER_RUNS
@@ -94,7 +94,7 @@ class LowerExchanges(Pass):
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
-        return lower_exchanges(gm, torch_compat.inductor_decompositions() if job.fused else None)
+        return lower_exchanges(gm, torch_compat.inductor_decompositions() if job.options.is_fused else None)
 
 
 class ScatterEachGroup(Passes):
@@ -181,7 +181,7 @@ class JointPasses(Passes):
 
     name = "joint"
     steps = (AnnotateBackwardSources, SaveAttentionInCheckpoints, OptimizeUserExchanges, SeparateResultStorage)
-    settings: JointContext
+    job: JointContext
 
     def __init__(self, job: JointContext | None = None) -> None:
         check_pass_order(iterate_passes(JointPasses), JOINT_PROPERTIES)
@@ -196,7 +196,7 @@ class JointPasses(Passes):
     @property
     def report(self) -> Report:
         """Return the report of the passes."""
-        job = self.settings
+        job = self.job
         parallel = sorted({ranks.n for ranks in job.session.groups})
         report = Report(1, passes=job.runs, layers=job.layers, parallel=parallel)
         report.add(job.notes)
@@ -204,7 +204,7 @@ class JointPasses(Passes):
 
     def key(self) -> str | None:
         """Return the key for caches of compiled code, or None if the passes exchange messages between ranks."""
-        job, version = self.settings, sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
+        job, version = self.job, sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
         return None if job.session.groups else f"sp_compile joint {version}"
 
 

@@ -64,15 +64,16 @@ class OffloadValues(Pass):
     @classmethod
     def of(cls, job: PartitionContext) -> Pass | None:
         """Create the pass for a job, or return None if it does not apply."""
-        return cls() if job.offload != "never" and job.backward is not None else None
+        return cls() if job.options.offload != "never" and job.backward is not None else None
 
     def apply(self, gm: GraphModule, job: PartitionContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
         forward, backward = gm, job.backward
         assert backward is not None
         self.machine = job.machine_of_nodes(gm.graph.nodes)
-        self.requested, self.fused = job.offload, job.fused
-        self.shards, self.n = job.memory[-1].state if job.memory and job.state == "sharded" else None, job.ranks.n
+        options, self.n = job.options, job.ranks.n
+        self.requested, self.fused = options.offload, options.is_fused
+        self.shards = job.memory[-1].state if job.memory and options.state == "sharded" else None
         self.input_bytes = job.input_bytes
         saved = _SavedValues.of(forward.graph, backward.graph, job.results)
         at = _node_times(forward.graph, self.machine), _node_times(backward.graph, self.machine)

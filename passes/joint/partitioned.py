@@ -36,7 +36,7 @@ class PartitionedPasses(Passes):
     """All passes over a forward and its backward, if there is one, in place."""
 
     steps = (PartitionPasses, OffloadValues)
-    settings: PartitionContext
+    job: PartitionContext
 
     def __init__(self, job: PartitionContext | None = None) -> None:
         check_pass_order(iterate_passes(PartitionedPasses))
@@ -45,9 +45,9 @@ class PartitionedPasses(Passes):
     @property
     def key(self) -> str:
         """Return the key for caches of compiled code."""
-        job = self.settings
-        memory = f"{job.state} {job.memory} {job.input_bytes}" if job.offload == "auto" else ""
-        return f"{sources_digest(*passes.__path__)} {job.offload} {job.cost} {memory}"
+        job, options = self.job, self.job.options
+        memory = f"{options.state} {job.memory} {job.input_bytes}" if options.offload == "auto" else ""
+        return f"{sources_digest(*passes.__path__)} {options.offload} {options.cost} {memory}"
 
     def run_training(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
         """Run the passes on both graphs.
@@ -57,14 +57,14 @@ class PartitionedPasses(Passes):
             backward: The backward graph.
             results: The number of the forward's outputs that are returned to its caller.
         """
-        self.settings.backward, self.settings.results = backward, results
+        self.job.backward, self.job.results = backward, results
         _mark_recomputed_draws(backward)
-        self.run(forward, self.settings)
+        self.run(forward, self.job)
 
     def run_inference(self, forward: GraphModule) -> None:
         """Run the passes on a forward without a backward."""
-        self.settings.backward = None
-        self.run(forward, self.settings)
+        self.job.backward = None
+        self.run(forward, self.job)
 
 
 def _mark_recomputed_draws(gm: GraphModule) -> None:

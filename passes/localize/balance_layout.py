@@ -31,7 +31,7 @@ from sp_compile.lowering.masks.balance_rows import balance_rows, fake_orders
 from sp_compile.lowering.masks.predicate import parse_predicate, position_conditions, predicate_symbols
 from sp_compile.lowering.torch_compat import namespace_of, size_hint
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Note, NoteKind, PassContext, PassSettings
+from sp_compile.passes.context import Note, NoteKind, PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape, node_tensors
 from sp_compile.passes.graph.fakes import fake_mode_of
 from sp_compile.passes.graph.node_info import node_info, set_node_info
@@ -270,7 +270,7 @@ class BalanceLayout(Pass):
         return fresh
 
 
-def balanced_inputs(job: PassSettings) -> list[Shard]:
+def balanced_inputs(job: PassContext) -> list[Shard]:
     """Return the placements of the inputs that are balanced."""
     return [p for p in job.inputs.values() if isinstance(p, Shard) and p.frame.order.is_balanced]
 

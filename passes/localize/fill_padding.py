@@ -129,18 +129,22 @@ class PaddingProof:
     def check(self, node: Node) -> None:
         """Raise SpError if the node may depend on padded rows that differ from the nearest valid row."""
         if node.op == "output":
-            for x in node.all_input_nodes:
-                origin = node_info(x).origin
-                if x in self.loose and origin is not None and isinstance(self.plan.of(origin), Shard):
-                    raise _reads_padding("the output", x)
-            return
-        if node.op != "call_function":
-            return
-        if node.target is operator.getitem:
+            self._check_output(node)
+        elif node.target is operator.getitem:
             for known in (self.loose, self.cut):
                 if node.args[0] in known:
                     known.add(node)
-            return
+        elif node.op == "call_function":
+            self._check_call(node)
+
+    def _check_output(self, output: Node) -> None:
+        for x in output.all_input_nodes:
+            origin = node_info(x).origin
+            if x in self.loose and origin is not None and isinstance(self.plan.of(origin), Shard):
+                raise _reads_padding("the output", x)
+
+    def _check_call(self, node: Node) -> None:
+        """Raise SpError if the call may depend on loose rows, and record if its own padded rows are loose."""
         source = node_info(node).origin
         results = () if source is None else self.plan.placements.get(source, ())
         sharded = any(isinstance(p, Shard) for p in results)

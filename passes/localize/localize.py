@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.torch_compat import graph_module, keep_calling_convention
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import PassContext, PassSettings
+from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, is_tensor, read_results
 from sp_compile.passes.graph.edit import INHERITED_META, GraphEditor, erase_dead
 from sp_compile.passes.graph.mutation import is_written
@@ -54,8 +54,8 @@ class Localize(Pass):
 
 
 class _Localizer(GraphEditor):
-    def __init__(self, gm: GraphModule, plan: PlacementPlan, job: PassSettings) -> None:
-        self.old, self.plan, self.ranks, self.param_grads = gm, plan, job.ranks, job.param_grads
+    def __init__(self, gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
+        self.old, self.plan, self.ranks, self.param_grads = gm, plan, job.ranks, job.options.param_grads
         self.graph = Graph()
         keep_calling_convention(self.graph, gm.graph)
         self.env: dict[Node, Node] = {}

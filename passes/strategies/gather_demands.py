@@ -41,7 +41,7 @@ class GatherOperands(DemandPass):
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
-        if node.op == "output" or self.job.fallback == "gather" or all(d.kind == "invariant" for d in demands):
+        if node.op == "output" or self.job.options.fallback == "gather" or all(d.kind == "invariant" for d in demands):
             return None
         reasons = "; ".join(self._gather_reason(d) for d in demands)
         raise SpError("SP305", f"fallback='error': {describe_node(node)} would be gathered: {reasons}.")

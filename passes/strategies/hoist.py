@@ -171,7 +171,7 @@ class HoistSlices(DemandPass):
             return False
         mine = {*chain.nodes, cut}
         alone = all(user in mine or (user in self.demanding and user.target in SLICE_OPS) for user in node.users)
-        return alone or self.job.ranks.n > 1 or isinstance(self.job.tiles, int)
+        return alone or self.job.ranks.n > 1 or isinstance(self.job.options.tiles, int)
 
     def _rebuild_chain(self, chain: RowChain, source: Node, piece: RowRequest, like: Node) -> Node:
         """Emit a slice of the source from slices of the inputs of the chain."""

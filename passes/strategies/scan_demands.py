@@ -161,7 +161,7 @@ class ShardScans(DemandPass):
     def call(self, graph_module: GraphModule) -> PassResult:
         """Run the pass on a graph module, then replace the remaining slow scans."""
         claimed = super().call(graph_module).modified
-        return PassResult(graph_module, UseFastScans(self.settings)(graph_module).modified or claimed)
+        return PassResult(graph_module, UseFastScans(self.job)(graph_module).modified or claimed)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""

@@ -70,7 +70,7 @@ class FindSequences(Pass):
         job.sequence_inputs = {argument_name(node): dims for node, dims in found.items() if dims}
         if job.ranks.n == 1:
             return fixed
-        if job.user_io.inputs == "local" and job.seq_dims is None and axes.sequences:
+        if job.options.inputs == "local" and job.seq_dims is None and axes.sequences:
             _refuse_local(found, job)
         if not axes.sequences:
             self._no_sequence_error(gm, list(found), job)
@@ -82,7 +82,7 @@ class FindSequences(Pass):
         """Set the refusal of a model without a sequence; note that a part of a model runs replicated."""
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         name_it = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
-        if not job.fragment and (not job.has_outer_job or job.fallback == "error"):
+        if not job.fragment and (not job.has_outer_job or job.options.fallback == "error"):
             text = f"the model has no attention or scan whose dim could be traced to an input{_describe_candidates(gm)}"
             job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, name_it)
             return
@@ -98,7 +98,7 @@ class FindSequences(Pass):
         if job.seq_dims:
             named = {argument_name(node): job.seq_dims[node.name] for node in inputs if node.name in job.seq_dims}
             why += f". seq_dims={named} may name several sequences"
-        if job.fallback == "error":
+        if job.options.fallback == "error":
             raise SpError("SP304", f"fallback='error': {why}.")
         self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
 

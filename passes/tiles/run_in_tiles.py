@@ -50,17 +50,16 @@ class RunInTiles(Pass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
-        if job.tiles == "never" or (
-            job.tiles == "auto" and not any(node_bytes(n) > TILE_BYTES for n in gm.graph.nodes)
-        ):
+        asked = job.options.tiles
+        if asked == "never" or (asked == "auto" and not any(node_bytes(n) > TILE_BYTES for n in gm.graph.nodes)):
             _materialize_deferred(gm)
             return 0
         assert job.input_placements is not None
         settle_dtypes(gm.graph)
-        view = token_view(gm, job.input_placements, job.ranks.n, max(2, job.tiles) if isinstance(job.tiles, int) else 2)
+        view = token_view(gm, job.input_placements, job.ranks.n, max(2, asked) if isinstance(asked, int) else 2)
         regions = [region for region in find_regions(view) if self._can_tile(view, region)]
-        if isinstance(job.tiles, int):
-            found = [job.tiles] * len(regions)
+        if isinstance(asked, int):
+            found = [asked] * len(regions)
         else:
             found = choose_tile_counts(view, regions, job.memory[-1] if job.memory else None, job.times)
         done = [region for region, tiles in zip(regions, found) if self._tile_region(view, region, tiles, job)]
@@ -68,7 +67,7 @@ class RunInTiles(Pass):
             erase_dead(gm.graph)
             return len(done)
         _materialize_deferred(gm)
-        if isinstance(job.tiles, int) and not self.notes:
+        if isinstance(asked, int) and not self.notes:
             why = "no matmul of a rank's rows with a weight doubles their width"
             self.notes.append(Note(NoteKind.DECLINED, self.name, why))
         return 0

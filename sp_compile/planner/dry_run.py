@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from sp_compile.backend import lower_or_keep
 from sp_compile.lowering.base.errors import SpError, did_you_mean, user_line
 from sp_compile.lowering.base.options import SPConfig
-from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.lowering.torch_compat import (
     TorchRuntimeError,
@@ -33,7 +33,7 @@ from sp_compile.lowering.torch_compat import (
 from sp_compile.passes.capture.capture import cache_captures
 from sp_compile.passes.capture.is_traced import CapturedGraphs
 from sp_compile.passes.capture.user_program import UserProgram
-from sp_compile.passes.context import Note, NoteKind, PassSettings
+from sp_compile.passes.context import Note, NoteKind
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.passes.cost.step_memory import StepMemory
 from sp_compile.passes.cost.weight_memory import ModelBytes
@@ -67,15 +67,10 @@ class DryRunResult:
     checkpoints: bool = False  # the backward recomputes a part of the program
     problem: SpError | None = None  # the reason why the configuration is not possible
 
-    @cached_property
-    def settings(self) -> PassSettings:
-        """The settings that follow from the options."""
-        return PassSettings.of(self.call_options, SINGLE_RANK)
-
     @property
     def options(self) -> SPConfig:
         """The options of the lowering, which compiles nothing."""
-        return replace(self.call_options, compiler="aot_eager") if self.settings.has_place else self.call_options
+        return replace(self.call_options, compiler="aot_eager") if self.call_options.has_place else self.call_options
 
 
 @dataclass
@@ -196,7 +191,7 @@ class DryRun:
         if session.splits:
             total.n = _simulate_ranks(session, one.sp, simulate=self.compare is not None)
             options = replace(options, outputs="gather") if self.compare is not None else options
-        if total.step is not None and one.settings.state == "sharded":
+        if total.step is not None and options.state == "sharded":
             total.step.shards = total.n
         lowered, _ = lower_or_keep(program, options, session, partial(self._examine, one=one), self.repeats)
         return session, lowered
@@ -205,26 +200,26 @@ class DryRun:
         """Run the passes over forward and backward, or check that torch can partition the program."""
         if lowered.eager:
             return
-        total, settings = one.report, one.settings
+        total, options = one.report, one.call_options
         walks = self.partitions or total.step is not None
-        if lowered.exchanges and self.compare is None and not settings.has_place:
-            text = NO_COLLECTIVE_PASSES.format(settings.compiler)
+        if lowered.exchanges and self.compare is None and not options.has_place:
+            text = NO_COLLECTIVE_PASSES.format(options.compiler)
             lowered.report.add([Note(NoteKind.DECLINED, SequenceParallelLinear.name, text)])
         elif self.entry == "explain" and not lowered.exchanges and not walks:
-            one.call_options.refuse(self.entry, compiler="compiles nothing of a program without exchanges")
-        if walks or (self.compare is None and lowered.exchanges and settings.has_place):
+            options.refuse(self.entry, compiler="compiles nothing of a program without exchanges")
+        if walks or (self.compare is None and lowered.exchanges and options.has_place):
             self._add_step(lowered, one)
         elif self.entry != "plan" and torch.is_grad_enabled() and not lowered.unsplit_reason:
             partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False)
 
     def _add_step(self, lowered: RankProgram, one: DryRunResult) -> None:
         """Add the training step of a graph to the report."""
-        total, settings = one.report, one.settings
+        total, options = one.report, one.call_options
         if not lowered.unsplit_reason:
             lowered.return_edges()
         one.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
-        offloads = self.keeps_steps if settings.offload == "never" else self.repeats is not None
-        step = graph_step(lowered, settings.fused, offloads and settings.has_place)
+        offloads = self.keeps_steps if options.offload == "never" else self.repeats is not None
+        step = graph_step(lowered, options, offloads and options.has_place)
         if self.repeats is not None or one.steps is not None:
             step = unroll_step(step, lowered, self.repeats, one.steps)
         if total.step is not None:

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from torch.fx import GraphModule
 
+from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.torch_compat import memory_budget, partition_joint_graph
+from sp_compile.passes.context import PassContext
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
 from sp_compile.passes.cost.weight_memory import ADAMW_STATE
@@ -20,32 +22,34 @@ from .fused import fuse_on_meta
 from .unroll import Unroll
 
 
-def graph_step(lowered: RankProgram, fused: bool, offloads: bool) -> GraphStep:
+def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> GraphStep:
     """Return the memory and the time of one graph over a training step.
 
     The notes and runs of the passes over the joint graph are added to the report of the program.
 
     Args:
         lowered: The program of one rank.
-        fused: True if Inductor would compile it.
+        options: The options with which it would be compiled.
         offloads: True to add the step with all offloadable values on the host.
     """
-    halves = lowered.halves(fused=fused, **({"offload": 1.0} if offloads else {}))
-    first = PartitionedPasses(replace(halves.settings, offload="never")) if halves is not None and offloads else halves
-    forward, backward = _partition_graph(lowered, fused, first)
+    halves = first = lowered.halves(replace(options, offload=1.0) if offloads else options)
+    if halves is not None and offloads:
+        first = PartitionedPasses(replace(halves.job, options=replace(options, offload="never")))
+    forward, backward = _partition_graph(lowered, options.is_fused, first)
 
     def walk() -> GraphStep:
         """Examine the memory and the time of both graphs."""
-        return GraphStep.of(forward.graph, backward.graph if backward is not None else None, fused, lowered.input_bytes)
+        graphs = forward.graph, backward.graph if backward is not None else None
+        return GraphStep.of(*graphs, options.is_fused, lowered.input_bytes)
 
     step = walk()
     if halves is None or first is None:
         return step
     if offloads and backward is not None:
-        OffloadValues().run(forward, replace(halves.settings, backward=backward, results=first.settings.results))
+        OffloadValues().run(forward, replace(halves.job, backward=backward, results=first.job.results))
         step = replace(step, hosted=walk())
-    (step.hosted or step).offloaded = next(iter(halves.settings.on_host), None)
-    lowered.report.passes += halves.settings.runs
+    (step.hosted or step).offloaded = next(iter(halves.job.on_host), None)
+    lowered.report.passes += halves.job.runs
     return step
 
 
@@ -60,31 +64,32 @@ def unroll_step(
         repeats: The layers that the program represents.
         steps: A list to which the step for any share is appended.
     """
-    settings, n = lowered.settings, lowered.ranks.n
-    machine = settings.machine_of_nodes(lowered.graph.graph.find_nodes(op="placeholder"))
+    options, n = lowered.options, lowered.ranks.n
+    job = PassContext(lowered.ranks, options, machine=lowered.machine)
+    machine = job.machine_of_nodes(lowered.graph.graph.find_nodes(op="placeholder"))
     full = Unroll.of(step, () if repeats is None else repeats.order, machine)
     if steps is not None:
         steps.append(full)
-    if repeats is None or settings.offload == "never" or step.hosted is None:
+    if repeats is None or options.offload == "never" or step.hosted is None:
         return full.step() if repeats is not None else replace(step, hosted=None)
     weights = repeats.weights
 
     def fits(one: GraphStep) -> bool:
         """Return True if a step of this graph fits the device with the program's state."""
-        total = StepMemory(weights, ADAMW_STATE if settings.state == "sharded" else 0.0, [one])
-        return (total.fsdp(n) if settings.state == "sharded" else total.peak) <= machine.memory
+        total = StepMemory(weights, ADAMW_STATE if options.state == "sharded" else 0.0, [one])
+        return (total.fsdp(n) if options.state == "sharded" else total.peak) <= machine.memory
 
-    return full.step(full.min_offload(fits) if settings.offload == "auto" else full.share(float(settings.offload)))
+    return full.step(full.min_offload(fits) if options.offload == "auto" else full.share(float(options.offload)))
 
 
 def _partition_graph(
     lowered: RankProgram, fused: bool, halves: PartitionedPasses | None
 ) -> tuple[GraphModule, GraphModule | None]:
     """Return the forward and the backward of a copy, after all passes."""
-    local, settings = copy_graph(lowered.graph), lowered.settings
+    local, options = copy_graph(lowered.graph), lowered.options
     fuse_on_meta(local)
-    joint = lowered.joint if settings.has_place else None
-    with memory_budget(settings.activation_memory_budget), apply_checkpoint_policies(local):
+    joint = lowered.joint if options.has_place else None
+    with memory_budget(options.activation_memory_budget), apply_checkpoint_policies(local):
         found = partition_joint_graph(local, lowered.inputs, joint, fused, halves)
     lowered.report.merge(lowered.joint.report)
     return found

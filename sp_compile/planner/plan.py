@@ -21,7 +21,7 @@ from tabulate import tabulate
 from torch import nn
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.options import OFFLOAD, SPConfig
+from sp_compile.lowering.base.options import SPConfig
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.cost.few_layers import checkpoint_blocks
 from sp_compile.passes.cost.machine import Machine
@@ -254,7 +254,7 @@ def plan(
         state_per_weight(optimizer),
         _tokens([*args, *found_kwargs.values()]),
         checkpoint_blocks(model),
-        0.0 if sent in OFFLOAD else float(sent),
+        0.0 if isinstance(sent, str) else float(sent),
         math.inf if host is None else host,
     )
     found = StepPlan(device, ModelBytes.of(model), unit=parse_unit(memory), host_memory=host)

@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sp_compile.config import can_split_sequence, parse_unchecked
 from sp_compile.lowering.base.errors import RankMismatchError, SpError
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
 from sp_compile.lowering.base.progress import show_in_thread, show_progress
-from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks, resolve
+from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks, can_split_sequence, resolve
 from sp_compile.lowering.torch_compat import argument_name, on_recompile_limit, wrap_late_backward
 from sp_compile.passes.boundary.graph_boundary import GraphBoundary
-from sp_compile.passes.context import PassSettings
 from sp_compile.passes.cost import measure
 from sp_compile.passes.cost.group_names import (
     GroupGrid,
@@ -74,8 +72,14 @@ JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options that
 class CompileSession:
     """Ranks and exchanges of one compilation, created from Dynamo's graph and its inputs.
 
-    There is no communication before `start` or `exchange_facts`. `options` are those of the user, unchecked; `mode` is
-    that of `torch.compile`.
+    There is no communication before `start` or `exchange_facts`.
+
+    Args:
+        gm: Dynamo's graph.
+        inputs: Example inputs of the graph.
+        options: The options of the backend, as the user passed them.
+        measures: True to time the links of the ranks for the cost model.
+        mode: The mode of `torch.compile`.
 
     Attributes:
         groups: Groups of the program's own collectives, in the order of their appearance.
@@ -84,7 +88,8 @@ class CompileSession:
         facts: Known facts of the inputs on each group, by name of the group.
         grids: Relation of the groups to each other, by name.
         aligned: Groups whose ranks all have the same rows of the sequence; None for all.
-        measures: True to time the links of the ranks for the cost model.
+        given: The options by name, as the user passed them; they may be invalid.
+        options: The options, or the defaults if an option is invalid.
     """
 
     def __init__(
@@ -97,9 +102,10 @@ class CompileSession:
     ) -> None:
         given = vars(options) if isinstance(options, SPConfig) else options
         self.given, self.mode = given if isinstance(given, Mapping) else {}, mode
-        mesh, mesh_dim, self.named = parse_unchecked(self.given)
+        mesh, mesh_dim = self.given.get("mesh"), self.given.get("mesh_dim")
         self.has_mesh = mesh is not None
-        self.options = str({name: self.given[name] for name in JOINT_OPTIONS if name in self.given})
+        self.named = self.has_mesh or self.given.get("seq_dims", "auto") != "auto"
+        self.options = _parse_or_default(self.given)
         self.groups = program_groups(gm, inputs) if gm is not None else []
         self.splits = not self.groups or can_split_sequence(mesh, mesh_dim, self.groups)
         asked = self.splits or not self.has_mesh  # an axis without a mesh is an error in every program
@@ -111,14 +117,6 @@ class CompileSession:
         self.grids: dict[str, GroupGrid] = {}
         self.aligned: frozenset[str] | None = None
         self.measures, self.split = measures, False
-
-    @cached_property
-    def _settings(self) -> PassSettings:
-        """Return the pass settings of the options, or the defaults if the options are invalid."""
-        try:
-            return PassSettings.of(SPConfig.of(self.given), SINGLE_RANK)
-        except Exception:
-            return PassSettings(SINGLE_RANK)
 
     @cached_property
     def _protocol(self) -> CompileProtocol:
@@ -153,7 +151,8 @@ class CompileSession:
         self._check_axis()
         if not self.groups:
             return
-        mine = input_digests(gm, inputs, self.options)
+        options = str({name: getattr(self.options, name) for name in JOINT_OPTIONS})
+        mine = input_digests(gm, inputs, options)
         for ranks in self.groups:
             everyone = self._protocol.exchange(ranks, "inputs", mine)
             check_options(everyone)
@@ -332,9 +331,9 @@ class CompileSession:
             whole: Why the program runs unsplit on every rank; "" if it is split.
             eager: True for eager code, where inputs that share memory need no check.
         """
-        job, edges = self._settings, edges or GraphBoundary()
+        asked, edges = self.options, edges or GraphBoundary()
         subject, options = program_subject(gm), settings_fields({"mode": self.mode, **self.given})
-        asked, partial_sums = job.user_io, job.param_grads == "partial"
+        partial_sums = asked.param_grads == "partial"
         exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
         places = exchange_sources(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")})
         lines = node_lines(local.graph) if local is not None else {}
@@ -357,7 +356,7 @@ class CompileSession:
                 backward=True,
                 whole=asked.outputs != "local",
                 leaves_partial=partial_sums,
-                check_every=job.check_every,
+                check_every=asked.check_every,
                 arguments=arguments,
                 layouts=edges.layouts,
                 sharded=edges.rows,
@@ -391,7 +390,7 @@ class CompileSession:
                 options=options,
                 backward=ranks.group in backward,
                 leaves_partial=partial_sums,
-                check_every=job.check_every,
+                check_every=asked.check_every,
                 shared=always | weights,
                 wanted=trained_inputs(gm, example_inputs, weights=False),  # ranks may have different ones
                 exchange_sources=places,
@@ -402,6 +401,14 @@ class CompileSession:
         if edges.results or edges.writes or edges.views:
             run = ShardedProgram(run, self.ranks, subject, edges)
         return run if self.groups else InProcesses(run)
+
+
+def _parse_or_default(options: Mapping[str, Any]) -> SPConfig:
+    """Return the options, or the defaults if an option is invalid; lowering raises that error."""
+    try:
+        return SPConfig.of(options)
+    except Exception:
+        return SPConfig()
 
 
 def _resolve_or_single(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:

@@ -15,7 +15,6 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.lowering.masks.predicate import evaluate_over, predicate_symbols
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.context import PassSettings
 from sp_compile.passes.strategies.attention import ring_strategy as ring
 from sp_compile.passes.strategies.attention.gather_strategy import GatherKeys
 from sp_compile.passes.strategies.attention.hybrid_strategy import HybridAttention
@@ -107,7 +106,7 @@ return (ring_attention_default,)""",
 
     def test_zigzag(self):
         gm = captured(causal, torch.randn(1, 13, 16))
-        RingAttention(PassSettings(FOUR, folds=2))(gm)
+        RingAttention(FOUR, folds=2)(gm)
         self.assertExpectedInline(
             show(gm),
             """\

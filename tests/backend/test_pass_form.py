@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import sp_compile
 from sp_compile import passes
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.passes import PASSES, Pass, PassContext, check_pass_order, iterate_passes, make_settings, register_pass
+from sp_compile.passes import PASSES, Pass, PassContext, check_pass_order, iterate_passes, register_pass
 from sp_compile.passes.base import CAPTURED_PROPERTIES, CanonicalPass, CollectivePass, order_passes, registered_passes
 from sp_compile.passes.boundary.add_tokens import VALIDATED, BoundaryPasses
 from sp_compile.passes.context import NoteKind, runs_by_pass
@@ -225,7 +225,7 @@ def test_a_record_is_not_shared_by_copies() -> None:
 
 def test_a_context_repeats_the_analysis_after_a_change() -> None:
     gm = captured(Sums(), torch.randn(1, 8, 4))
-    job = PassContext.start(make_settings(2, seq_dims={"x": 1}))
+    job = PassContext.of(2, seq_dims={"x": 1})
     assert job.plan(gm) is job.plan(gm)
     before = job.plan(gm)
     passes.GatherOperands().run(gm, job)

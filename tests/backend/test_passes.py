@@ -10,7 +10,7 @@ import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.context import analyze, make_settings
+from sp_compile.passes.context import PassContext
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.validate_shapes import validate
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
@@ -71,7 +71,7 @@ return (add,)""",
         gm = captured(attention, torch.randn(1, 4, 8, 4), torch.randn(1, 2, 8, 4), torch.ones(8, 8).bool())
         for rewrite in (Canonicalize(), UlyssesAttention(TWO), ExpandHeads(TWO, except_on=()), GatherOperands(TWO)):
             rewrite(gm)
-        assert not analyze(gm, make_settings(TWO))[1].demands
+        assert not PassContext.of(TWO).plan(gm).demands
         self.assertExpectedInline(
             show(gm),
             """\
@@ -242,7 +242,7 @@ return (mul,)""",
         gm = captured(lambda x, y: (x @ y).sum(), torch.randn(1, 7, 4), torch.randn(4, 6))
         ReducePartials(TWO, **SEQUENCE)(gm)
         local = Localize(TWO, **SEQUENCE)(gm).graph_module
-        validate(local, analyze(gm, make_settings(TWO, **SEQUENCE))[1], 2)
+        validate(local, PassContext.of(TWO, **SEQUENCE).plan(gm), 2)
         self.assertExpectedInline(
             show(local),
             """\

@@ -14,7 +14,7 @@ from torch import Tensor
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
-from sp_compile.passes.context import PassSettings
+from sp_compile.passes.context import PassContext
 from sp_compile.passes.cost.collective_time import collective_bytes
 from sp_compile.passes.cost.machine import CPU, Machine
 from sp_compile.passes.cost.scan_cost import CarryExchangeCost, choose_exchange
@@ -33,7 +33,7 @@ BYTES = Machine.of("cpu", {**FREE, **ONE, **NONE})
 
 def report_of(fn: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> Report:
     gm = captured(fn, x.requires_grad_())
-    return run_pipeline(gm, PassSettings(Ranks(N, SIMULATED_GROUP), machine=BYTES, **options))[1]
+    return run_pipeline(gm, PassContext.of(Ranks(N, SIMULATED_GROUP), machine=BYTES, **options))[1]
 
 
 def attending(heads: int, kv_heads: int, window: int | None) -> Callable[[Tensor], Tensor]:

@@ -9,7 +9,6 @@ from support.golden import captured, show
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
-from sp_compile.passes.context import PassSettings
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.strategies.gather_demands import GatherOperands
@@ -108,7 +107,7 @@ return (scan_default,)""",
 
     def test_zigzag(self):
         gm = captured(lambda x: (x * 2).cumsum(1), x)
-        ShardScans(PassSettings(TWO, folds=2))(gm)
+        ShardScans(TWO, folds=2)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -139,7 +138,7 @@ return (scan,)""",
     def test_large_carries_go_in_steps(self):
         gm = captured(lambda x: (x * 2).cumsum(1), torch.randn(1, 32, 4))
         slow = Machine.of("cpu", {"all_gather_bandwidth": 1.0})
-        ShardScans(PassSettings(Ranks(8, SIMULATED_GROUP), machine=slow))(gm)
+        ShardScans(Ranks(8, SIMULATED_GROUP), machine=slow)(gm)
         self.assertExpectedInline(
             show(gm),
             """\

@@ -14,7 +14,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
-from sp_compile.passes.context import NoteKind, PassSettings, analyze, make_settings
+from sp_compile.passes.context import NoteKind, PassContext
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.scan_cost import choose_exchange
 from sp_compile.passes.strategies.scan_demands import ShardScans
@@ -102,7 +102,7 @@ def test_the_sequence_is_the_largest_scanned_dim():
         return one_hot.cumsum(0) + offsets
 
     gm = captured(routing, torch.randn(2, 16, 4))
-    axes, _ = analyze(gm, make_settings(TWO))
+    axes = PassContext.of(TWO).axes(gm)
     (given,) = gm.graph.find_nodes(op="placeholder")
     assert axes.sequence_dims(given) == [1]
 
@@ -111,6 +111,6 @@ def test_steps_declare_their_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     known: list[str] = []
     monkeypatch.setattr(routes, "ensure_route", known.append)
     gm = captured(lambda x: (x * 2).cumsum(1), torch.randn(1, 32, 4))
-    ShardScans(PassSettings(Ranks(8, SIMULATED_GROUP), machine=Machine.of("cpu", {"all_gather_bandwidth": 1.0})))(gm)
+    ShardScans(Ranks(8, SIMULATED_GROUP), machine=Machine.of("cpu", {"all_gather_bandwidth": 1.0}))(gm)
     sp_compile.passes.cost.exchange_cost.declare_routes(gm, Ranks(8, SIMULATED_GROUP))
     assert known == [f"sim/shift:{offset}:1" for offset in (1, -1, 2, -2, 4, -4)]

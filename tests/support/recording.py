@@ -74,7 +74,7 @@ def checked_as_users_run(fn: Callable[..., Any], *args: Any) -> Any:
     """Return fn(*args); check that it compiles a program with Inductor, for a length that the ranks do not divide."""
     with lowered_programs() as programs:
         result = fn(*args)
-    compilers = {str(program.settings.compiler) for program in programs}
+    compilers = {str(program.options.compiler) for program in programs}
     assert compilers == {"inductor"}, f"not as users run: compiled by {compilers}"
     assert any(map(is_undivided, programs)), "not as users run: the ranks divide every length"
     return result

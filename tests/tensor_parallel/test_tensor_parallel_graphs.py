@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.passes import PassContext, make_settings
+from sp_compile.passes import PassContext
 from sp_compile.passes.tensor_parallel.scatter_layers import LinearLayer, SequenceParallelLinear
 
 c10d = torch.ops._c10d_functional
@@ -166,7 +166,7 @@ def test_every_stage_is_a_lap() -> None:
     stages = "drop_overwrites mark_varying draw_full_tensors scatter_reductions revert_idle_scatters".split()
     rounds = "mean reduce_partials full localize bucket_reductions validate_shapes keep_dim_order".split()
     for program, expected in ((mlp, stages + rounds), (wanted_full, stages)):
-        job = PassContext.start(make_settings(Ranks(2, GROUP)))
+        job = PassContext.of(Ranks(2, GROUP))
         gm = captured(program, torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3))
         SequenceParallelLinear(job.ranks).run(gm, job)
         assert [lap.name for lap in job.runs] == expected

@@ -16,8 +16,7 @@ from support.docs.pages import DOCS, PAGES, RECIPES, ROOT, TUTORIALS, anchors, b
 
 import sp_compile
 from sp_compile import SPConfig, data
-from sp_compile.lowering.base.options import CHOICES, OUTPUTS
-from sp_compile.lowering.base.ranks import STRATEGIES
+from sp_compile.lowering.base.options import OPTION_RULES, OptionRule
 
 WRITTEN = [
     *PAGES,
@@ -122,7 +121,8 @@ def test_option(field: Field[Any]) -> None:
     (default,), (values,) = (re.findall(rf"^- {word}: (.*)", text, re.MULTILINE) for word in ("Default", "Values"))
     stated = default.strip("`").partition("`")[0] if "`" in default else default
     assert ast.literal_eval(stated) == field.default
-    known = {**CHOICES, "outputs": OUTPUTS, "attention": ("auto", *STRATEGIES)}.get(field.name)
+    rule = OPTION_RULES.get(field.name, OptionRule())
+    known = rule.words if field.name == "compiler" else rule.choices  # programs may register more compilers
     if known:
         assert set(re.findall(r'"(\w+)"', values)) == set(known)
     (example,) = re.findall(r"^```python\ntorch\.compile\(model, .*, options=(\{.*\})\)\n```$", text, re.MULTILINE)

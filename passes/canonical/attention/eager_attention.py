@@ -61,6 +61,19 @@ class WeightChain:
     last: Node | None = None
 
 
+@dataclass
+class EagerAttention:
+    """An eager attention that may be replaced."""
+
+    scores: ScoreChain
+    values: ProductMatch  # the product of the probabilities with the values
+    operands: list[ProductOperand]  # queries, keys, values
+    sinks: SinkValue | None
+    dropout: float
+    last: Node  # the result
+    chain: list[Node]  # all other nodes
+
+
 @register_pass
 class FuseEagerAttention(CanonicalPass):
     """Replacement of every eager attention around a softmax."""
@@ -78,61 +91,25 @@ class FuseEagerAttention(CanonicalPass):
                 self.note_refusal(node, why)
         return sum(why is None for why in refusals.values())
 
-    def _rewrite(self, found: SoftmaxMatch) -> str | None:
+    def _rewrite(self, softmax: SoftmaxMatch) -> str | None:
         """Replace one attention and return None, or return the reason why it is not replaced."""
-        softmax, x, keys = found.result, found.source, found.dim
-        if found.refusal is not None:
-            return found.refusal
-        if x.meta["val"].ndim < 3:
-            return f"a softmax of {x.meta['val'].ndim} dims"
-        if len(softmax.users) != 1:
-            return "another op reads the probabilities"
-        lse = _match_lse(x, softmax) if keys == x.meta["val"].ndim - 1 else None
-        reading = match_readers(x, keys, *([lse] if lse is not None else []), *found.readers)
-        scores = match_scores(reading.scores, keys, *reading.readers)
-        if scores is None:
-            return scores_refusal(reading.scores)
-        if (reading.sinks is not None or lse is not None) and not is_identity(scores.order):
-            return "sinks are concatenated to scores whose last dims are not queries and keys"
-        weights = _match_weights(softmax, reading, scores.order)
-        if weights.product is None or weights.last is None:
-            return _values_refusal(weights.last, scores.order[-1])
-        sinks, last = reading.head_sinks(), weights.last
-        chain = [*scores.chain, *reading.chain, *found.chain, *weights.chain]
-        if lse is not None:
-            sunk = match_lse_sinks(last, lse) if not reading.chain else None
-            if sunk is None:
-                return f"its log-sum-exp ({lse.name}) is read, and not only as out * sigmoid(lse - sinks)"
-            chain, sinks, last = sorted({*chain, last, *sunk.chain} - {sunk.result}), sunk.sinks, sunk.result
-        operands = _attention_operands(scores.product, weights.product, chain)
-        if operands is None:
-            return "softmax in less precision than the values, or operands that broadcast"
-        if not _has_sink_per_head(sinks, reading, scores):
-            return "its sinks are not one number per head"
-        if not _can_scale_query(scores, operands[0]):
-            return "the scores are scaled in another dtype"
-        if operands[0].node.meta["val"].dtype not in HALF and not has_same_autocast([*chain, last]):
-            return "its parts are in different autocast regions"
-        with self.graph.inserting_before(last), restore_autocast(last):
-            out = self._attention(scores, weights, operands, sinks, last)
+        found = _softmax_refusal(softmax) or _match_attention(softmax)
+        if isinstance(found, str):
+            return found
+        with self.graph.inserting_before(found.last), restore_autocast(found.last):
+            out = self._attention(found)
         if out is None:
-            if scores.gate is not None:
+            if found.scores.gate is not None:
                 return "it is multiplied by a value that is no mask, or not filled: use masked_fill(mask, -inf)"
             return "a mask of finite fills under which a query may attend to nothing, or a bias that may contain fills"
-        last.replace_all_uses_with(out)
-        self.erase([*chain, last])
+        found.last.replace_all_uses_with(out)
+        self.erase([*found.chain, found.last])
         return None
 
-    def _attention(
-        self,
-        scores: ScoreChain,
-        weights: WeightChain,
-        operands: list[ProductOperand],
-        sinks: SinkValue | None,
-        last: Node,
-    ) -> Node | None:
-        assert weights.product is not None
-        front, order = operands[2].shape[:-2], weights.product.order
+    def _attention(self, found: EagerAttention) -> Node | None:
+        """Return the result of the fused attention, or None if its mask is not equivalent."""
+        scores, sinks, last, operands = found.scores, found.sinks, found.last, found.operands
+        front, order = operands[2].shape[:-2], found.values.order
         lead = scores.masked[:-2] if scores.masked is not None else front
         lead = lead if sinks is None else sinks.batch_and_heads
         shape = (*lead, operands[0].shape[-2], operands[1].shape[-2])
@@ -146,21 +123,14 @@ class FuseEagerAttention(CanonicalPass):
             q = self.compute(
                 aten.div.Tensor if dividing else aten.mul.Tensor, (q, factor.materialize(self, last)), last
             )
-        out = self._op((q, k, v), mask, sinks, weights.dropout, scores, last)
+        out = self._op(found, (q, k, v), mask)
         out = self.reshape(out, (*front, *node_shape(out)[-2:]), last)
         return (
             out if is_identity(order) else self.compute(aten.permute.default, (out, inverse_permutation(order)), last)
         )
 
-    def _op(
-        self,
-        qkv: Sequence[Node],
-        mask: Node | None,
-        sinks: SinkValue | None,
-        dropout: float,
-        scores: ScoreChain,
-        like: Node,
-    ) -> Node:
+    def _op(self, found: EagerAttention, qkv: Sequence[Node], mask: Node | None) -> Node:
+        scores, sinks, dropout, like = found.scores, found.sinks, found.dropout, found.last
         if sinks is None and scores.score == SCORE_NAME:
             args: tuple[Any, ...] = (*qkv, mask, dropout)
             return self.compute(aten.scaled_dot_product_attention.default, args, like, {"scale": scores.scale})
@@ -230,6 +200,48 @@ class FuseEagerAttention(CanonicalPass):
         if condition.meta["val"].dtype != torch.bool:
             condition = self.compute(aten.ne.Scalar, (condition, 0), like)
         return self.compute(aten.logical_not.default, (condition,), like) if filled else condition
+
+
+def _softmax_refusal(found: SoftmaxMatch) -> str | None:
+    """Return the reason why a softmax is not one of an attention, or None."""
+    ndim = found.source.meta["val"].ndim
+    if found.refusal is not None:
+        return found.refusal
+    if ndim < 3:
+        return f"a softmax of {ndim} dims"
+    return None if len(found.result.users) == 1 else "another op reads the probabilities"
+
+
+def _match_attention(found: SoftmaxMatch) -> EagerAttention | str:
+    """Return the attention around a softmax, or the reason why it is not replaced."""
+    x, keys = found.source, found.dim
+    lse = _match_lse(x, found.result) if keys == x.meta["val"].ndim - 1 else None
+    reading = match_readers(x, keys, *([lse] if lse is not None else []), *found.readers)
+    scores = match_scores(reading.scores, keys, *reading.readers)
+    if scores is None:
+        return scores_refusal(reading.scores)
+    if (reading.sinks is not None or lse is not None) and not is_identity(scores.order):
+        return "sinks are concatenated to scores whose last dims are not queries and keys"
+    weights = _match_weights(found.result, reading, scores.order)
+    if weights.product is None or weights.last is None:
+        return _values_refusal(weights.last, scores.order[-1])
+    sinks, last = reading.head_sinks(), weights.last
+    chain = [*scores.chain, *reading.chain, *found.chain, *weights.chain]
+    if lse is not None:
+        sunk = match_lse_sinks(last, lse) if not reading.chain else None
+        if sunk is None:
+            return f"its log-sum-exp ({lse.name}) is read, and not only as out * sigmoid(lse - sinks)"
+        chain, sinks, last = sorted({*chain, last, *sunk.chain} - {sunk.result}), sunk.sinks, sunk.result
+    operands = _attention_operands(scores.product, weights.product, chain)
+    if operands is None:
+        return "softmax in less precision than the values, or operands that broadcast"
+    if not _has_sink_per_head(sinks, reading, scores):
+        return "its sinks are not one number per head"
+    if not _can_scale_query(scores, operands[0]):
+        return "the scores are scaled in another dtype"
+    if operands[0].node.meta["val"].dtype not in HALF and not has_same_autocast([*chain, last]):
+        return "its parts are in different autocast regions"
+    return EagerAttention(scores, weights.product, operands, sinks, weights.dropout, last, chain)
 
 
 def _match_weights(softmax: Node, reading: SoftmaxSource, order: tuple[int, ...]) -> WeightChain:

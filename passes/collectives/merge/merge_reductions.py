@@ -37,7 +37,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
-from sp_compile.lowering.base.options import CHOICES
+from sp_compile.lowering.base.options import OPTION_RULES
 from sp_compile.passes.base import CollectivePass, Pass, register_pass
 from sp_compile.passes.collectives.collective_context import CollectiveJob
 from sp_compile.passes.context import PassContext
@@ -78,14 +78,14 @@ class MergeReductions(CollectivePass):
     @classmethod
     def of(cls, job: CollectiveJob) -> Pass | None:
         """Create the pass for a job, or return None if it does not apply."""
-        known, policy = declared_groups(), job.merge_reductions
-        return cls(known, policy, job.cost, strict=False) if policy != "never" and known.members else None
+        known, policy = declared_groups(), job.options.merge_reductions
+        return cls(known, policy, job.options.cost, strict=False) if policy != "never" and known.members else None
 
     def __init__(
         self, groups: KnownGroups, policy: str = "auto", cost: Mapping[str, Any] | None = None, strict: bool = True
     ) -> None:
         super().__init__(cost=cost)
-        allowed = CHOICES["merge_reductions"]
+        allowed = OPTION_RULES["merge_reductions"].words
         if policy not in allowed:
             raise SpError("SP905", f"policy: expected one of {', '.join(map(repr, allowed))}, got {policy!r}.")
         self.groups, self.policy, self.strict = groups, policy, strict

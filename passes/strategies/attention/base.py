@@ -49,7 +49,7 @@ class AttentionPass(DemandPass):
     def is_chosen(self, node: Node) -> bool:
         """Return True if the cost model or the user chose this pass for the node, or the pass runs directly."""
         choice = node_info(node).choice
-        asked = choice.kind if choice is not None else self.job.attention
+        asked = choice.kind if choice is not None else self.job.options.attention
         return self.is_default or asked in ("auto", self.name)
 
 
@@ -92,7 +92,7 @@ class ShardedAttention(AttentionPass):
         if not self.is_chosen(node):
             return ""
         why = self._refusal(OpCall(node))
-        return why if why is None or self.job.attention == self.name else ""
+        return why if why is None or self.job.options.attention == self.name else ""
 
     def _refusal(self, call: OpCall) -> str | None:
         query, key, value = (sequence_shard(self.plan, call, i) for i in range(3))

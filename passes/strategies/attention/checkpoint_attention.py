@@ -39,7 +39,7 @@ class SaveAttentionOutputs(Pass):
             job.memory[-1] if job.memory else None,
         )
         what = f"results of {sum(times)} attentions in checkpointed regions, {nbytes / GIB:.2f} GiB"
-        if memory is not None and job.offload == "never" and memory.used_with_tiles + nbytes > memory.device:
+        if memory is not None and job.options.offload == "never" and memory.used_with_tiles + nbytes > memory.device:
             why = f"with all other values they exceed the {memory.device / GIB:.1f} GiB of the device"
             self.notes.append(Note(NoteKind.RECOMPUTED, "attention", why, where=what))
             return 0

@@ -26,7 +26,7 @@ from sp_compile.lowering.masks.blocks import FULL_WINDOW, Kind, Window
 from sp_compile.lowering.masks.predicate import evaluate_over, is_within_documents, predicate_symbols
 from sp_compile.lowering.torch_compat import size_hint
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Note, NoteKind, PassContext, PassSettings
+from sp_compile.passes.context import Note, NoteKind, PassContext
 from sp_compile.passes.cost.attention_cost import (
     AttentionShape,
     Candidate,
@@ -83,7 +83,8 @@ class ChooseAttention(Pass):
         nodes = [n for n in attention_nodes(gm) if _is_shardable(n, plan)]
         shapes = {n: _attention_shape(n, job.ranks.n, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
-        waits = job.offload == "auto" and job.state == "sharded"  # uses the memory that sharded weights leave
+        # Offloading uses the memory that sharded weights leave.
+        waits = job.options.offload == "auto" and job.options.state == "sharded"
         if nodes or waits:
             machine = job.machine_of_nodes(nodes or gm.graph.nodes)
             memory = memory_needed(gm, plan, job, trained, machine.memory)
@@ -129,7 +130,7 @@ class ChooseAttention(Pass):
         arrived = bool(balanced_inputs(job))
         apart = {d.node for d in found if d.chosen.ring == 1}  # in the program's order between its exchanges
         refusal = balanced_layout_refusal([n for n in attention_nodes(gm) if n not in apart], plan, job)
-        if arrived or job.layout != "auto":
+        if arrived or job.options.layout != "auto":
             if refusal is not None and not job.inputs:
                 raise refusal.error()
             job.refusal = refusal
@@ -157,7 +158,7 @@ def _decide_all(
     machines: dict[Node, Machine],
     order: RowOrder,
     plan: PlacementPlan,
-    job: PassSettings,
+    job: PassContext,
 ) -> list[AttentionDecision]:
     """Return the best candidate of every attention if the program keeps its sequence in this order."""
     out = []
@@ -179,7 +180,7 @@ def _is_shardable(node: Node, plan: PlacementPlan) -> bool:
 
 
 def _choose_candidate(
-    found: Iterable[Candidate], node: Node, plan: PlacementPlan, job: PassSettings
+    found: Iterable[Candidate], node: Node, plan: PlacementPlan, job: PassContext
 ) -> Candidate | None:
     """Return the best candidate that config and sizes allow; None leaves the refusal to the passes."""
     even = all(_has_even_chunks(plan.of(o), job.ranks.n) for o in OpCall(node).operands[:2])
@@ -197,19 +198,20 @@ def _choose_candidate(
     if requested is None or requested.rewrite.is_explained:
         return None
     if job.inputs and any(c.legal is None and c.kind == requested.name for c in found):
+        options = job.options
         raise SpError(
             "SP403",
-            f"layout={job.layout!r}: attention={job.attention!r} uses the layout of an earlier graph, which is "
+            f"layout={options.layout!r}: attention={options.attention!r} uses the layout of an earlier graph, which is "
             f"different, in {describe_node(node)}.",
         )
     raise _unsupported_reasons(node, job, allowed, {c.kind for c in found if c.legal is None})
 
 
-def _unsupported_reasons(node: Node, job: PassSettings, allowed: Iterable[Candidate], legal: set[str]) -> SpError:
-    n, (key_heads, heads) = job.ranks.n, head_counts(OpCall(node))
+def _unsupported_reasons(node: Node, job: PassContext, allowed: Iterable[Candidate], legal: set[str]) -> SpError:
+    n, (key_heads, heads), asked = job.ranks.n, head_counts(OpCall(node)), job.options.attention
     why = "; ".join(f"{c.kind} {c.ulysses} x {c.ring}: {c.legal}" for c in allowed)
     cause = (
-        f"attention={job.attention!r} does not support {heads} query heads and {key_heads} key heads on {n} ranks"
+        f"attention={asked!r} does not support {heads} query heads and {key_heads} key heads on {n} ranks"
         + (f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis" if job.ranks.ulysses else "")
         + f", in {describe_node(node)}: "
         + (why or f"no U with 1 < U < {n} divides both {n} and the query heads")
@@ -219,21 +221,21 @@ def _unsupported_reasons(node: Node, job: PassSettings, allowed: Iterable[Candid
     )
 
 
-def _is_allowed(c: Candidate, job: PassSettings) -> bool:
+def _is_allowed(c: Candidate, job: PassContext) -> bool:
     if _requested_strategy(job) not in ("auto", c.kind):
         return False
     if 1 < c.ulysses < job.ranks.n and job.ranks.ulysses not in (None, c.ulysses):
         return False
-    requested = LAYOUTS.get(job.layout)
+    requested = LAYOUTS.get(job.options.layout)
     if requested is not None and not requested.is_in_order:
         return not c.relayout
     return requested is None or LAYOUTS[c.layout].is_in_order
 
 
-def _requested_strategy(job: PassSettings) -> str:
+def _requested_strategy(job: PassContext) -> str:
     """Return the strategy that the user requested by name or by the mesh, or "auto"."""
     on_mesh = [s.name for s in attention_strategies() if s.rewrite.on_mesh(job.ranks)]
-    return on_mesh[0] if on_mesh and job.attention == "auto" else job.attention
+    return on_mesh[0] if on_mesh and job.options.attention == "auto" else job.options.attention
 
 
 def _has_even_chunks(have: object, n: int) -> bool:

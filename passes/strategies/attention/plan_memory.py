@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.layers import node_layer
-from sp_compile.passes.context import PassSettings
+from sp_compile.passes.context import PassContext
 from sp_compile.passes.cost.attention_memory import RankMemory
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.graph.call import is_tensor
@@ -36,32 +36,32 @@ LOSS_OPS = frozenset({aten.cross_entropy_loss.default})
 
 
 def memory_needed(
-    gm: GraphModule, plan: PlacementPlan, job: PassSettings, trained: set[Node], device: float
+    gm: GraphModule, plan: PlacementPlan, job: PassContext, trained: set[Node], device: float
 ) -> RankMemory:
     """Return the memory that one rank needs outside of attention, for a graph in the global view.
 
     Args:
         gm: The graph.
         plan: The placements.
-        job: The settings.
+        job: The context.
         trained: The nodes that gradients reach.
         device: The memory of a device, in bytes.
 
     Returns:
         The bytes of weights, gradients, saved values and tiled values.
     """
-    n = job.ranks.n
+    n, options = job.ranks.n, job.options
     inputs = [node for op in ("placeholder", "get_attr") for node in gm.graph.find_nodes(op=op) if is_tensor(node)]
     state = _state_bytes(inputs, plan, n) if job.repeats is None else job.repeats.weights
-    weights, gradients = state.sharded_bytes(n) if job.state == "sharded" else (state.parameters, state.trainable)
+    weights, gradients = state.sharded_bytes(n) if options.state == "sharded" else (state.parameters, state.trainable)
     kept = Counter[Node]()
     for value, times in _saved_values(trained, job):
         kept[value] = max(times, kept[value])
     losses = [node for node in trained if node.target in LOSS_OPS]
     nbytes = {node: _rank_bytes(node.args[0], plan, n, 4) for node in losses}
-    tiled = sum(nbytes[node] for node in losses if job.tiles != "never" and _is_loss_of_product(node, trained))
+    tiled = sum(nbytes[node] for node in losses if options.tiles != "never" and _is_loss_of_product(node, trained))
     known = sum(_rank_bytes(node, plan, n) * kept[node] for node in kept.keys() - inputs) + sum(nbytes.values())
-    may = isinstance(job.tiles, str)  # or tiles are used in any case
+    may = isinstance(options.tiles, str)  # or tiles are used in any case
     return RankMemory(
         device=device,
         state=state,
@@ -101,7 +101,7 @@ def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
             return True
 
 
-def _saved_values(trained: Iterable[Node], job: PassSettings) -> Iterator[tuple[Node, int]]:
+def _saved_values(trained: Iterable[Node], job: PassContext) -> Iterator[tuple[Node, int]]:
     """Yield each saved value and its count: shared values of a layer once per reader, all others once."""
     for node in trained:
         region = node.meta.get("ac_graph_id")

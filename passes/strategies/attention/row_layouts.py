@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import describe_node, node_line
 from sp_compile.lowering.base.frames import BALANCED, CONTIGUOUS, LAYOUTS, RowOrder, row_order
-from sp_compile.passes.context import PassContext, PassSettings, Refusal, RefusalKind
+from sp_compile.passes.context import PassContext, Refusal, RefusalKind
 from sp_compile.passes.cost.attention_cost import AttentionShape
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.closure import iterate_reachable
@@ -32,18 +32,18 @@ BALANCE_SECONDS, BALANCE_SECONDS_PER_ROW = 3e-3, 5e-8
 """CPU seconds to balance a sequence, and per position: `benchmarks/plans.py`."""
 
 
-def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job: PassSettings) -> list[RowOrder]:
+def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job: PassContext) -> list[RowOrder]:
     """Return the orders to evaluate, in order of preference between equally fast ones.
 
     Args:
         shapes: The sizes of each attention.
         plan: The placements.
-        job: The settings.
+        job: The context.
 
     Returns:
         The orders.
     """
-    requested = LAYOUTS.get(job.layout)
+    requested = LAYOUTS.get(job.options.layout)
     if job.ranks.n == 1:
         return [CONTIGUOUS]
     if balanced_inputs(job):
@@ -59,13 +59,13 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
     return [order for order in LAYOUTS.values() if order.is_in_order or supported[order.is_balanced]]
 
 
-def _is_permutable(plan: PlacementPlan, job: PassSettings) -> bool:
+def _is_permutable(plan: PlacementPlan, job: PassContext) -> bool:
     """Return True if the program may keep its sequence in another order."""
     has_no_order = not job.inputs and not _has_sharded_outputs(job)
     return has_no_order and not any(d.kind in ORDERED_ROWS and d.node.op != "output" for d in plan.demands)
 
 
-def _has_sharded_outputs(job: PassSettings) -> bool:
+def _has_sharded_outputs(job: PassContext) -> bool:
     return "local" in ([job.outputs] if isinstance(job.outputs, str) else job.outputs)
 
 
@@ -74,13 +74,13 @@ def balancing_seconds(shapes: Iterable[AttentionShape]) -> float:
     return BALANCE_SECONDS + BALANCE_SECONDS_PER_ROW * max(shape.q_len for shape in shapes)
 
 
-def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: PassSettings) -> Refusal | None:
+def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: PassContext) -> Refusal | None:
     """Return a reason against the load-balanced order.
 
     Args:
         nodes: The attention that would run in it.
         plan: The placements.
-        job: The settings.
+        job: The context.
 
     Returns:
         The reason, or None if the order is possible.
@@ -89,9 +89,9 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
 
     def refuse(code: str, text: str) -> Refusal:
         """Return the refusal of the layout."""
-        return Refusal(RefusalKind.ROW_ORDER, code, f"layout={job.layout!r}", text)
+        return Refusal(RefusalKind.ROW_ORDER, code, f"layout={job.options.layout!r}", text)
 
-    if given and job.layout not in KEEP_BALANCED_ORDER:
+    if given and job.options.layout not in KEEP_BALANCED_ORDER:
         return refuse("SP414", "an earlier graph returned the rows in another order")
     if job.inputs and not given:
         return refuse("SP412", "inputs are sharded in another order")
@@ -100,7 +100,7 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
     for vector in (v for node in nodes for name in ("rows", "cols") for v in OpCall(node).get(name) or []):
         if not all(_is_available(n, plan) for n in iterate_reachable([vector], lambda n: n.all_input_nodes)):
             return refuse("SP411", f"{describe_node(vector)}, which a mask indexes, is computed from shards")
-    kinds = ORDERED_ROWS if job.layout == "auto" and not given else ("halo", "align")
+    kinds = ORDERED_ROWS if job.options.layout == "auto" and not given else ("halo", "align")
     for demand in plan.demands:
         if demand.kind in ("scan", *kinds) and demand.node.op != "output":
             node = describe_node(demand.node)

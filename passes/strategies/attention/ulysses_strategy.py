@@ -54,7 +54,7 @@ class UlyssesAttention(AttentionPass):
         if node.target not in ATTENTION or not self.is_chosen(node):
             return ""
         why = self._unsupported_reason(OpCall(node))
-        if why is not None and self.job.attention == self.name:
+        if why is not None and self.job.options.attention == self.name:
             raise SpError("SP402", f"attention='ulysses' does not support {describe_node(node)}: {why}.")
         return why
 
@@ -89,7 +89,7 @@ class UlyssesAttention(AttentionPass):
 
     def _chunk_count(self, node: Node) -> int:
         """Return the requested or chosen number of groups of heads; 1 if anything else differs between heads."""
-        requested, choice, call = self.job.ulysses_chunks, node_info(node).choice, OpCall(node)
+        requested, choice, call = self.job.options.ulysses_chunks, node_info(node).choice, OpCall(node)
         chunks = requested if isinstance(requested, int) else choice.chunks if choice is not None else 1
         heads = [call.shape(i)[HEADS_FROM_END] for i in range(3)]
         mask = call.get("attn_mask")

@@ -11,7 +11,6 @@ from support.golden import captured, notes_of, show
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.passes.context import make_settings
 from sp_compile.passes.strategies.combine_partials import MarkPartialSums
 from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials
 
@@ -141,9 +140,9 @@ class Goldens(TestCase):
             return F.cross_entropy(h.mT, y) + 0.1 * h.logsumexp(-1).square().mean()
 
         gm = captured(program, torch.randn(2, 1, 8, 4), torch.randint(4, (2, 8)))
-        DecomposeMeans(make_settings(2))(gm)
-        notes = notes_of(MarkPartialSums(make_settings(2)), gm)
-        ReducePartials(make_settings(2))(gm)
+        DecomposeMeans(2)(gm)
+        notes = notes_of(MarkPartialSums(2), gm)
+        ReducePartials(2)(gm)
         self.assertExpectedInline(
             show(gm),
             """\

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 import sp_compile
 from sp_compile.lowering.collectives.sharded import Sharded
-from sp_compile.passes.context import NoteKind, make_settings
+from sp_compile.passes.context import NoteKind
 from sp_compile.passes.strategies.hoist import HoistSlices
 from sp_compile.passes.tiles.run_in_tiles import programs_of
 
@@ -235,7 +235,7 @@ class Goldens(TestCase):
             return torch.tanh(F.linear(h, y) / 3)[:, 6:].logsumexp(-1).sum()
 
         gm = captured(program, torch.randn(2, 1, 8, 4), torch.randn(32, 4))
-        notes = notes_of(HoistSlices(make_settings(2)), gm)
+        notes = notes_of(HoistSlices(2), gm)
         self.assertExpectedInline(
             show(gm),
             """\

@@ -14,7 +14,7 @@ from tree.test_layers import LAYERS, ROOT
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.context import analyze, make_settings
+from sp_compile.passes.context import PassContext
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.validate_shapes import validate
 from sp_compile.passes.strategies.reduce_demands import ReducePartials
@@ -38,7 +38,7 @@ def example() -> str:
     canonical, placed = show(gm), _placed(gm)
     for rewrite in (ShardScans(TWO), ReducePartials(TWO)):
         rewrite(gm)
-    rewritten, plan = show(gm), analyze(gm, make_settings(TWO))[1]
+    rewritten, plan = show(gm), PassContext.of(TWO).plan(gm)
     local = Localize(TWO)(gm).graph_module
     validate(local, plan, TWO.n)
     made = {
@@ -58,7 +58,7 @@ def _changed(before: str, after: str) -> str:
 
 
 def _placed(gm: GraphModule) -> str:
-    plan = analyze(gm, make_settings(TWO))[1]
+    plan = PassContext.of(TWO).plan(gm)
     values = [node for node in gm.graph.nodes if node.op != "output"]
     runs = itertools.groupby(values, lambda node: str(plan.of(node)))
     lines = [f"{placement:>5}  {', '.join(node.name for node in nodes)}" for placement, nodes in runs]

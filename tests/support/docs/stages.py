@@ -10,7 +10,7 @@ from support.docs.pages import DOCS
 from support.golden import captured, show
 
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.context import analyze, make_settings
+from sp_compile.passes.context import PassContext
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.validate_shapes import validate
 from sp_compile.passes.strategies.attention.ulysses_strategy import UlyssesAttention
@@ -37,7 +37,7 @@ def graphs() -> dict[str, str]:
     for rewrite in (UlyssesAttention(TWO), ReducePartials(TWO)):
         rewrite(gm)
     texts["strategies"] = _changed(canonical, show(gm))
-    plan = analyze(gm, make_settings(TWO))[1]
+    plan = PassContext.of(TWO).plan(gm)
     local = Localize(TWO)(gm).graph_module
     validate(local, plan, TWO.n)
     return {**texts, "localize": show(local)}
