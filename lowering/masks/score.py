@@ -151,6 +151,7 @@ def score_vjp(
         of = {id(x): name for name, x in leaves.items()}
 
         def lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
+            """Look up a table, and record the lookup for the gradient of the table."""
             found = aten.index.Tensor(table.detach(), indices)
             if id(table) in of:
                 looked_up.append((of[id(table)], indices, found.requires_grad_()))
