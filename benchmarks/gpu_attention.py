@@ -30,6 +30,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -54,13 +55,14 @@ from sp_compile.lowering.masks.block_plan import plan_blocks
 from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.masks.spans import full_span, span_rows
 from sp_compile.lowering.triton.flex.flex_texts import PairTexts
+from sp_compile.passes.canonical.attention.score_functions import SCORE, register_expression
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = {"ulysses": "contiguous", "ring": "zigzag", "gathered": "zigzag"}
 TARGETS = {"ulysses": (0.97, 0.97), "ring": (0.85, 0.90), "gathered": (0.95, 0.95)}
 MERGE_TARGETS = {"share of copy": 0.85, "over eager": 4.0}
-SOFT_CAP = "50.0*tanh(s/50.0)"
-"""Score of the kernel that is compiled from a predicate."""
+SOFT_CAP = register_expression(50 * sympy.tanh(SCORE / 50))
+"""Score function of the kernel that is compiled for it."""
 BIASED_SCALE, BIASED_ERROR = 0.1, {torch.bfloat16: 2e-2, torch.float32: 2e-4}
 """Scale of kernels with a bias, and their largest error over the largest value, by dtype."""
 ALLOWED, EXACT = 2.0, {torch.bfloat16: 0.0, torch.float32: 1e-5}

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.library import opaque
-from sp_compile.lowering.masks import score as score_text
 from sp_compile.lowering.masks.blocks import FULL_WINDOW, Block, Kind, PackedCall, Window
-from sp_compile.lowering.masks.score_program import may_have_fills
+from sp_compile.lowering.masks.score import may_have_fills, num_saved_tensors
 from sp_compile.lowering.torch_compat import size_hint
 from sp_compile.lowering.triton.flex.flex_calls import CannotCompileError
 
@@ -197,7 +196,7 @@ def _max_strip_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block,
     else:
         return block.q_len
     scores = CPU_SCORES if q.device.type == "cpu" else GPU_SCORES if kernel.dense else GPU_BIAS
-    scores //= score_text.num_saved_tensors(masking.score)
+    scores //= num_saved_tensors(masking.score)
     return max(1, min(block.q_len, scores // (tensors * block.k_len)))
 
 
@@ -258,7 +257,7 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
     if not expected_kernel(need).dense:
         return 0
     most, heads = CPU_SCORES if device.type == "cpu" else GPU_SCORES, size_hint(q.shape[:2].numel())
-    tensors += score_text.num_saved_tensors(args.score) > 1  # the intermediate scores of a smaller strip
+    tensors += num_saved_tensors(args.score) > 1  # the intermediate scores of a smaller strip
     return tensors * min(most, heads * queries * keys) * accumulation_dtype(q.dtype).itemsize
 
 

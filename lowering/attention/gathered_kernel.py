@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sp_compile.lowering.base.frames import FrameArg, frame_folds, pad_to_frame, to_rank_order, to_sequence_order, trim
 from sp_compile.lowering.comm.communicator import current_communicator
-from sp_compile.lowering.masks.score_program import may_have_fills
+from sp_compile.lowering.masks.score import may_have_fills
 from sp_compile.lowering.masks.spans import Span, full_span, shard_spans
 
 from .merge_blocks import merge
@@ -96,8 +96,8 @@ class GatheredKeys(NamedTuple):
     def _keeps_rank_order(self, args: LocalArgs) -> bool:
         """Return True if queries attend to keys in rank order, including padding.
 
-        False for a tensor mask, which has a column for each key in sequence order. Tensor masks and score programs may
-        also hold large finite numbers, whose log-sum-exps cannot be merged.
+        False for a tensor mask, which has a column for each key in sequence order. Tensor masks and score functions
+        may also hold large finite numbers, whose log-sum-exps cannot be merged.
         """
         frame, n = self.frame, self.n
         return not (frame is None or n == 1 or self.orders or args.mask is not None or may_have_fills(args.score))

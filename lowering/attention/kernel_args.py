@@ -24,13 +24,13 @@ from sp_compile.lowering.triton.flex.flex_texts import PairTexts
 from .packed import PackedSequences
 
 
-class ScoreProgram(NamedTuple):
-    """The text of a score function (``masks/score.py``) and its inputs, which broadcast to (B, Hq, Q, K)."""
+class ScoreCall(NamedTuple):
+    """The name of a score function (``masks/score.py``) and its inputs, which broadcast to (B, Hq, Q, K)."""
 
-    text: str
-    """Text of the score function."""
+    name: str
+    """Name of the score function."""
     values: dict[str, Tensor]
-    """Value of each symbol that the text reads."""
+    """Value of each input, except the score."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class KernelArgs:
     """float (B | 1, Hq | 1, Q | 1, K | 1), added to the scaled scores."""
     keep_mask: Tensor | None = None
     """bool (B, Hq, Q, K): True for weights that dropout keeps."""
-    score: ScoreProgram | None = None
+    score: ScoreCall | None = None
     """Function of the scaled scores, applied before the bias."""
     keep_prob: float = 1.0
     """Probability that dropout keeps a weight."""
@@ -63,7 +63,7 @@ class KernelArgs:
     sequences: PackedSequences | None = None
     """Queries and keys of a PACKED call."""
     pairs: PairTexts | None = None
-    """Mask and score texts of all queries and keys. Only for a fused kernel, which supports no other mask argument."""
+    """Mask text and score function of all queries and keys. Only a fused kernel has it, and no other mask argument."""
 
 
 class KernelKey(NamedTuple):
@@ -131,7 +131,7 @@ class Kernel:
     dense: bool = False
     """Whether it stores all scores of its block. Such a kernel supports masks only as ``allowed``."""
     fused: bool = False
-    """Whether it reads mask and score texts. Such a kernel runs all queries and keys of a call at once."""
+    """Whether it reads mask texts and score functions. Such a kernel runs all queries and keys of a call at once."""
     device: str | None = None
     """Type of the device."""
     dtypes: frozenset[torch.dtype] | None = None

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.base.dtypes import HALF, MIN_FILL, accumulation_dtype
-from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.blocks import Kind
-from sp_compile.lowering.masks.score_program import may_have_fills
+from sp_compile.lowering.masks.score import evaluate_score, may_have_fills, score_vjp
 from sp_compile.lowering.triton import AVAILABLE
 from sp_compile.lowering.triton.flex import flex_calls as fused
 
@@ -61,7 +60,7 @@ def _cpu_backward(
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], None
 
 
-# CUDA, compiled from mask and score texts. The head dim is at least the minimum size of a matrix product.
+# CUDA, compiled from mask texts and score functions. The head dim is at least the minimum size of a matrix product.
 
 _MIN_WIDTH = 16
 
@@ -110,7 +109,7 @@ def _masked_scores(scaled: Tensor, case: KernelArgs) -> Tensor:
     """Apply the score function, the bias and the mask; masked scores are -inf."""
     scores, dtype = scaled, scaled.dtype
     if case.score is not None:
-        scores = score.evaluate_score(case.score.text, scores, case.score.values)
+        scores = evaluate_score(case.score.name, scores, case.score.values)
     if case.bias is not None:
         scores = scores + case.bias.to(dtype)
     return scores if case.allowed is None else scores.masked_fill(~case.allowed, -torch.inf)
@@ -128,7 +127,7 @@ def _softmax_weights(scores: Tensor, lse: Tensor, case: KernelArgs) -> Tensor:
 
     If scores may hold fills, the block must contain all keys of its queries.
     """
-    if case.score is not None and may_have_fills(case.score.text):
+    if case.score is not None and may_have_fills(case.score.name):
         return scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
     if case.bias is None or case.bias_grad:
         return torch.exp(scores - finite_lse(lse).unsqueeze(-1))
@@ -157,9 +156,10 @@ def _math_backward(
     dweights = _apply_dropout((rows @ v.to(dtype).mT).view(weights.shape), case)
     delta = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     dscores = weights * (dweights - delta)
+    del weights, dweights  # a score function saves tensors of the same size
     dbias = dscores.sum_to_size(case.bias.shape) if case.bias is not None and case.bias_grad else None
     if case.score is not None:
-        dscores = score.score_vjp(case.score.text, scaled, case.score.values, dscores, case.table_grads)
+        dscores = score_vjp(case.score.name, scaled, case.score.values, dscores, case.table_grads)
     products = _group_heads(dscores, heads, dtype) * case.scale
     dq = (products @ k.to(dtype)).view(q.shape)
     return dq, products.mT @ _group_heads(q, heads, dtype), dv, dbias

@@ -36,7 +36,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
             sizes, predicate: The sizes that the predicate reads, and its text.
             dropout_p, scale, enable_gqa: As for ``scaled_dot_product_attention``.
             pieces: Tables of rows and cols (``sp::pieces``), if they exist already.
-            score: Score modification (``masks/score.py``).
+            score: Name of the score modification (``masks/score.py``).
             heads: Vectors (H,) that the score modification reads.
             attn_mask: An additional bool or additive mask that broadcasts to (..., Sq, Sk).
             sinks: (H,), one additional logit per head that takes a share of the weights and has no value.

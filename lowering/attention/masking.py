@@ -23,7 +23,7 @@ from sp_compile.lowering.masks.predicate import is_query_symbol
 from sp_compile.lowering.masks.spans import Rows, index_intervals, local_valid_rows, row_indices, take_rows
 from sp_compile.lowering.triton.flex.flex_texts import PairTexts
 
-from .kernel_args import Kernel, KernelArgs, ScoreProgram
+from .kernel_args import Kernel, KernelArgs, ScoreCall
 from .op_args import LocalArgs
 from .packed import PackedSequences
 
@@ -101,7 +101,7 @@ class CallMask:
     dropout: Dropout | None
     """Dropout of the call, None without."""
     score: str
-    """Text of the score function, "" for none."""
+    """Name of the score function, "" for none."""
     heads: list[Tensor]
     """Vectors (H,) that the score function reads."""
     tables: list[Tensor]
@@ -172,21 +172,21 @@ class CallMask:
                 *(row_indices(*rows, self.device) for rows in (self._query_rows(block), self._key_rows(block)))
             )
         rate = 1 if self.dropout is None else 1 - self.dropout.p
-        return KernelArgs(scale, causal, allowed, bias, keep_mask, self._score_program(block), rate)
+        return KernelArgs(scale, causal, allowed, bias, keep_mask, self._score_call(block), rate)
 
     def _masked_pairs(self) -> PairTexts:
         """Return the texts and values for a fused kernel."""
         rows, texts = (self.q_rows, self.k_rows), (self.predicate, self.score)
         return PairTexts(self.plan, *rows, *texts, self.vectors, self.sizes, self.heads, self.tables, self.mask)
 
-    def _score_program(self, block: Block) -> ScoreProgram | None:
-        """Return the score program of a block with the values that it reads."""
+    def _score_call(self, block: Block) -> ScoreCall | None:
+        """Return the score function of a block with the values that it reads."""
         if not self.score:
             return None
         of_heads = {f"head{i}": x[:, None, None] for i, x in enumerate(self.heads)}
         vectors = of_heads | {f"table{i}": x for i, x in enumerate(self.tables)}
         places = {name: self._symbol_value(name, block) for name in scores.score_symbols(self.score) - vectors.keys()}
-        return ScoreProgram(self.score, places | vectors)
+        return ScoreCall(self.score, places | vectors)
 
     def evaluate_predicate(self, block: Block) -> Tensor | None:
         """Evaluate the block's remaining conditions for each pair: bool (B | 1, 1, Q | 1, K | 1), or None."""

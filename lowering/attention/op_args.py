@@ -54,11 +54,11 @@ class AttentionArgs:
     scale: float | None
     """Factor of the scores."""
     score: str
-    """Text of the score function, applied before masks (see ``masks/score.py``), "" for none."""
+    """Name of the score function, applied before masks (see ``masks/score.py``), "" for none."""
     heads: list[Tensor]
     """Constant vectors (H,) that the score function reads, one number per query head."""
     tables: list[Tensor]
-    """Tables of a score program (``masks/score_program.py``), replicated; not together with a mask."""
+    """Tables that the score function indexes, replicated; not together with a mask."""
 
     @classmethod
     def schema(cls) -> str:

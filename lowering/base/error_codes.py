@@ -250,15 +250,6 @@ ERRORS: dict[str, ErrorInfo] = {
         "Use comparisons, and, or, not, sums, products, Mod, Min, Max, Abs and floor.",
     ),
     "SP443": ErrorInfo("A symbol of a mask predicate without a value", "Pass the vector or the size that it names."),
-    "SP444": ErrorInfo(
-        "A malformed score text", "Compile the program again if a saved program has it, or correct the text."
-    ),
-    "SP445": ErrorInfo(
-        "A score text without a derivative", "Use sums, products, powers, tanh, exp and Abs, which have derivatives."
-    ),
-    "SP446": ErrorInfo(
-        "An unsupported function in a score text", "Use sums, products, powers, tanh, exp, Abs and sign."
-    ),
     "SP451": ErrorInfo(
         "Key heads that do not divide the query heads",
         "Pass a number of query heads that is a multiple of the number of key heads.",
@@ -594,6 +585,10 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP905": ErrorInfo("An unknown policy of a pass on reductions", "Use one of the policies that the message lists."),
     "SP906": ErrorInfo("A graph without shapes", "Run torch.fx.passes.fake_tensor_prop.FakeTensorProp on it first."),
     "SP907": ErrorInfo("A pass with another number of ranks than its group has", "Pass the size of the group."),
+    "SP908": ErrorInfo(
+        "A graph with the name of a program that the process does not have",
+        "Compile the model in this process: a saved graph has the names of score functions and tiles, not their code.",
+    ),
     "SP912": ErrorInfo(
         "A demand that no strategy claims",
         "Report this with the program, or correct your own pass that records the demand: explain(passes=True) shows "

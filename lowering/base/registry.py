@@ -1,10 +1,16 @@
-"""Provide registries of implementations, of which the first that fits runs and tests can force one."""
+"""Provide registries of implementations, of which the first that fits runs and tests can force one.
+
+A registry of programs is for code that a graph contains by name.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
+
+from torch.fx import GraphModule
 
 from .errors import SpError
 
@@ -103,3 +109,41 @@ class Table(dict[Any, TableRow]):
         if not rows[name].fits(problem):
             raise SpError("SP903", f"{self.title}: {name!r} does not support {problem}.")
         return name
+
+
+class ProgramTable(dict[str, T]):
+    """Registry of programs by name, a digest of their code.
+
+    Each process registers a program before it runs a graph that contains its name, so code from a compiler's cache
+    finds the same program.
+
+    Args:
+        title: Name of the registry in error messages.
+    """
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self.title = title
+
+    def __getitem__(self, name: str) -> T:
+        """Return the program. Raises SpError if this process has not registered it."""
+        if name not in self:
+            raise SpError("SP908", f"{self.title}: no program {name!r} is registered in this process.")
+        return super().__getitem__(name)
+
+    def register(self, code: Any, make: Callable[[str], T]) -> str:
+        """Register a program unless its name is known, and return the name.
+
+        Args:
+            code: Everything that determines the program's results; its `repr` is the same in every process.
+            make: Function of the name that creates the program.
+        """
+        name = hashlib.sha256(repr(code).encode()).hexdigest()[:16]
+        if name not in self:
+            self[name] = make(name)
+        return name
+
+
+def graph_code(gm: GraphModule) -> tuple[Any, ...]:
+    """Return the code of a graph and the values of its buffers."""
+    return gm.code, *((name, x.dtype, x.tolist()) for name, x in sorted(gm.named_buffers()))

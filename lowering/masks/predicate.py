@@ -28,8 +28,6 @@ from torch import Tensor
 
 from sp_compile.lowering.base.errors import SpError
 
-from .mask_text import ARITHMETIC_NODES, SHOWN_CHARACTERS, Language, bounded_power, read_text
-
 Bounds = tuple[Any, Any]
 """Minimum and maximum value, both inclusive."""
 Verdict = bool | None
@@ -235,13 +233,17 @@ _PREDICATE_SYMBOL = re.compile(r"q|k|(row|col|n)\d+")
 _STRICT = (sympy.StrictLessThan, sympy.StrictGreaterThan)
 _WEAK = (sympy.LessThan, sympy.GreaterThan)
 _LINEAR = {(*_STRICT, *_WEAK): "<=", (sympy.Eq,): "==", (sympy.Ne,): "!="}
+_PARSE_ERRORS = SyntaxError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError
+SHOWN_CHARACTERS = 1000  # characters of a text, in an error message
 _FACTOR_NODES, _CONSTANT_NODE = 16, 1 << 58  # limits, so that int64 sums do not overflow
 
 
 def _power(base: Any, exponent: Any) -> Any:
     if not exponent.is_Integer or not 0 <= exponent <= 8:
         raise ValueError("powers are from 0 to 8")
-    return bounded_power(base, exponent)
+    if base.is_Rational and max(abs(base.p), base.q) >= 1 << 64:  # large numbers could fill the memory
+        raise ValueError("no such power")
+    return base**exponent
 
 
 def _symbol(name: str) -> sympy.Symbol:
@@ -258,8 +260,12 @@ def _predicate_constant(value: Any) -> Any:
     return sympy.Integer(value)
 
 
-_OPERATIONS = {
-    **ARITHMETIC_NODES,
+_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
     ast.Pow: _power,
     ast.FloorDiv: lambda a, b: sympy.floor(a / b),
     ast.Mod: sympy.Mod,
@@ -279,7 +285,24 @@ _PREDICATE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "PythonMod": sympy.Mod,
     "FloorDiv": _OPERATIONS[ast.FloorDiv],
 }
-_PREDICATE_LANGUAGE = Language(_symbol, _predicate_constant, _OPERATIONS, _PREDICATE_FUNCTIONS)
+
+
+def _read_node(node: ast.AST) -> Any:
+    """Convert a node of the grammar to an expression. The text may come from a file, so it is never executed."""
+    match node:
+        case ast.Constant(value=value):
+            return _predicate_constant(value)
+        case ast.Name(id=name):
+            return _symbol(name)
+        case ast.UnaryOp(op=op, operand=one) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_read_node(one))
+        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]) if (
+            type(op) in _OPERATIONS
+        ):
+            return _OPERATIONS[type(op)](_read_node(left), _read_node(right))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _PREDICATE_FUNCTIONS:
+            return _PREDICATE_FUNCTIONS[name](*map(_read_node, args))
+    raise ValueError(f"no {type(node).__name__} is in the language")
 
 
 @lru_cache(maxsize=1024)
@@ -292,8 +315,8 @@ def parse_predicate(text: str) -> Any:
     if not text:
         return sympy.true
     try:
-        expr = read_text(text, _PREDICATE_LANGUAGE)
-    except ValueError as error:
+        expr = _read_node(ast.parse(text.strip(), mode="eval").body)
+    except _PARSE_ERRORS as error:
         raise _syntax_error(text, error) from error
     compared = [side for relation in expr.atoms(sympy.core.relational.Relational) for side in relation.args]
     if not _is_condition(expr) or any(map(_is_condition, compared)):

@@ -1,190 +1,171 @@
-"""Evaluate and differentiate score functions, which modify scaled scores before the softmax.
+"""Register, run and differentiate score functions, which modify scaled scores before the softmax.
 
-    30.0*tanh(s/30.0)             the soft-cap of Gemma 2
-    s + head0*(k - q)             ALiBi: head0 is a slope per query head
+    def forward(self, s, q, k, head0):            ALiBi: head0 is a slope per query head
+        sub = torch.ops.aten.sub.Tensor(k, q)
+        mul = torch.ops.aten.mul.Tensor(head0, sub)
+        return torch.ops.aten.add.Tensor(s, mul)
 
-A text is the ``str`` of a sympy expression over ``s``, the score; ``q`` and ``k``, the indices of the query and the
-key; ``head0, head1, ...``, a vector's value at the query head; ``row<i>`` and ``col<i>``, a vector's value at the query
-and at the key. ``""`` does not change scores. Functions without such an expression are programs (`score_program.py`),
-which the functions here accept as well.
+A score function is a graph. Operators take its name, a digest of its code; "" does not change scores. The names of its
+inputs are their values: ``s``, the score; ``b``, ``q`` and ``k``, the indices of the batch entry, the query and the
+key; ``head<i>``, ``row<i>`` and ``col<i>``, a vector's value at the query head, the query and the key; ``table<i>``, a
+tensor that is indexed by any of these, or one number. Values are elements of all pairs at once, or of one pair; every
+operation is pointwise or indexes a table, and rounds as on a single device.
+
+Results may be fills, large and finite in place of -inf (`sharding/attention_axes.py`). The log-sum-exp of a row of
+fills does not encode the number of its keys, so each row of such a function is computed with all keys at once.
 """
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache, reduce
+from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.registry import ProgramTable, graph_code
+from sp_compile.lowering.torch_compat import enable_autograd
 
-from . import score_program as program
-from .mask_text import ARITHMETIC_NODES, SHOWN_CHARACTERS, Language, read_text
-
-SCORE_NAME = sympy.Symbol("s", real=True)
-"""Symbol of the score."""
-_SCORE_SYMBOL = re.compile(r"s|q|k|(head|row|col)\d+")
-_SCORE_FUNCTIONS: dict[str, tuple[type, Callable[[Any], Tensor]]] = {
-    "tanh": (sympy.tanh, torch.tanh),
-    "exp": (sympy.exp, torch.exp),
-    "Abs": (sympy.Abs, torch.abs),
-    "sign": (sympy.sign, torch.sign),
-}
-FUNCTIONS: dict[str, type] = {name: function for name, (function, _) in _SCORE_FUNCTIONS.items()}
-"""Functions that a text may call."""
+aten = torch.ops.aten
 
 
-def score_symbol(name: str) -> sympy.Symbol:
-    """Return the real symbol of a name.
+@dataclass(frozen=True, eq=False)
+class ScoreFunction:
+    """A score function."""
 
-    Raises:
-        ValueError: If no text may use the name.
+    graph: GraphModule
+    """Graph from the named inputs to the modified score."""
+    fills: bool
+    """Whether results may be fills."""
+
+
+SCORES: ProgramTable[ScoreFunction] = ProgramTable("score functions")
+"""Score functions by name."""
+
+
+def register_score(graph: Graph, fills: bool = False, names: Mapping[str, str] = {}) -> str:
+    """Register a copy of the graph as a score function and return its name.
+
+    Args:
+        graph: Graph from the named inputs to the modified score.
+        fills: Whether results may be fills.
+        names: New names of inputs.
     """
-    if not _SCORE_SYMBOL.fullmatch(name):
-        raise ValueError(f"unknown symbol {name}; known are s, q, k, head<i>, row<i> and col<i>")
-    return sympy.Symbol(name, real=True)
+    graph.eliminate_dead_code()
+    fresh, copies = Graph(), dict[Node, Node]()
+    for node in sorted(graph.nodes, key=lambda node: node.op != "placeholder"):
+        if node.op != "placeholder":
+            copies[node] = fresh.node_copy(node, copies.__getitem__)
+        elif node.users:
+            copies[node] = fresh.placeholder(names.get(node.target, node.target))
+    module = GraphModule(torch.nn.Module(), fresh)
+    return SCORES.register((graph_code(module), fills), lambda name: ScoreFunction(module, fills))
 
 
-def _score_constant(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{value!r} is no number")
-    return sympy.sympify(value)
+def score_symbols(name: str) -> frozenset[str]:
+    """Return the names of the inputs, except the score."""
+    return frozenset(str(node.target) for node in _score_inputs(name)) - {"s"} if name else frozenset()
 
 
-_SCORE_LANGUAGE = Language(score_symbol, _score_constant, ARITHMETIC_NODES, FUNCTIONS)
+def _score_inputs(name: str) -> list[Node]:
+    return SCORES[name].graph.graph.find_nodes(op="placeholder")
 
 
-@lru_cache(maxsize=1024)
-def parse_score(text: str) -> Any:
-    """Parse a text to a sympy expression without executing it.
-
-    Raises:
-        SpError: If the text is malformed.
-    """
-    try:
-        return read_text(text, _SCORE_LANGUAGE)
-    except ValueError as error:
-        raise SpError("SP444", f"score text: {text[:SHOWN_CHARACTERS]!r} is malformed: {error}.") from error
+def may_have_fills(name: str) -> bool:
+    """Return True if results may be fills, large and finite."""
+    return bool(name) and SCORES[name].fills
 
 
-@lru_cache(maxsize=1024)
-def score_symbols(text: str) -> frozenset[str]:
-    """Return the names of the symbols that a text reads, except the score."""
-    if program.is_program(text):
-        return program.program_names(text)
-    return frozenset(str(one) for one in parse_score(text).free_symbols - {SCORE_NAME}) if text else frozenset()
+def num_saved_tensors(name: str) -> int:
+    """Return the factor by which a function multiplies the score tensors that a backward saves."""
+    if not name:
+        return 1
+    calls = [node for node in SCORES[name].graph.graph.nodes if node.op == "call_function"]
+    return max(1, sum(node.target is not aten.type_as.default for node in calls) // 4)
 
 
-def num_saved_tensors(text: str) -> int:
-    """Return the factor by which a text multiplies the score tensors that a backward saves."""
-    return max(1, len(program.parse_program(text)) // 4) if program.is_program(text) else 1
+def rename_score(name: str, names: Mapping[str, str]) -> str:
+    """Rename inputs, and return the name of the function that has them."""
+    if names.keys().isdisjoint(score_symbols(name)):
+        return name
+    return register_score(SCORES[name].graph.graph, SCORES[name].fills, names)
 
 
-def rename_score(text: str, names: Mapping[str, str]) -> str:
-    """Rename the symbols of a text."""
-    if program.is_program(text):
-        return program.rename_program(text, names)
-    return (
-        str(parse_score(text).xreplace({score_symbol(old): score_symbol(new) for old, new in names.items()}))
-        if text
-        else ""
-    )
+class _ScoreInterpreter(Interpreter):
+    """Interpreter of a score function for scores of one shape."""
+
+    def __init__(self, name: str, score: Tensor, replacements: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__(SCORES[name].graph)
+        self.score, self.replacements = score, replacements
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator or its replacement."""
+        if target is aten.full.default:
+            ones = (1,) * self.score.ndim
+            return torch.full(ones, args[1], dtype=kwargs["dtype"], device=self.score.device)
+        return self.replacements.get(target, target)(*args, **kwargs)
 
 
 def evaluate_score(
-    text: str,
-    score: Tensor,
-    values: Mapping[str, Tensor],
-    functions: Mapping[str, Callable[[Tensor], Tensor]] = {},
-    lookup: program.TableLookup = torch.ops.aten.index.Tensor,
+    name: str, score: Tensor, values: Mapping[str, Tensor], replacements: Mapping[Any, Callable[..., Any]] = {}
 ) -> Tensor:
     """Evaluate a score function.
 
     Args:
-        text: The score function.
+        name: The score function.
         score: The scaled scores, any floating dtype.
-        values: Values of the other symbols, which broadcast to the scores.
-        functions: Replacements of torch's implementations of `FUNCTIONS`.
-        lookup: A replacement of the table lookup.
+        values: Values of the other inputs, which broadcast to the scores.
+        replacements: Functions that run in place of operators.
 
     Returns:
-        The modified scores.
+        The modified scores, in the dtype and shape of ``score``.
+
+    Raises:
+        SpError: This process has not registered the function.
     """
-    if program.is_program(text):
-        return program.run_program(text, score, values, lookup)
-    return _evaluate_expr(parse_score(text), {**values, "s": score}, score, functions)
+    # A 0-dim tensor would not promote larger tensors, although it promotes a single score.
+    ones = (1,) * score.ndim
+    given = {key: x if x.ndim or not ones else x.reshape(ones) for key, x in values.items()} | {"s": score}
+    operands = [given[str(node.target)] for node in _score_inputs(name)]
+    found: Tensor = _ScoreInterpreter(name, score, replacements).run(*operands)
+    return found.to(score.dtype).expand(score.shape)
 
 
 def score_vjp(
-    text: str, score: Tensor, values: Mapping[str, Tensor], grad: Tensor, totals: Mapping[str, Tensor]
+    name: str, score: Tensor, values: Mapping[str, Tensor], grad: Tensor, totals: Mapping[str, Tensor]
 ) -> Tensor:
     """Return the gradient of the scaled scores, and add the gradients of tables to ``totals``.
 
     Args:
-        text: The score function.
+        name: The score function.
         score: The scaled scores, any floating dtype.
-        values: Values of the other symbols.
+        values: Values of the other inputs.
         grad: The gradient of the modified scores.
         totals: Tensors to which the gradients of tables are added, by name.
     """
-    if program.is_program(text):
-        return program.program_vjp(text, score, values, grad, totals)
-    return grad * score_slope(text, score, values)
+    looked_up: list[tuple[str, list[Tensor], Tensor]] = []
+    with enable_autograd():
+        leaves = {name: values[name].detach().requires_grad_() for name in totals}
+        of = {id(x): name for name, x in leaves.items()}
 
+        def lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
+            """Look up a table, and record the lookup for the gradient of the table."""
+            found = aten.index.Tensor(table.detach(), indices)
+            if id(table) in of:
+                looked_up.append((of[id(table)], indices, found.requires_grad_()))
+            return found
 
-def score_slope(text: str, score: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-    """Return the derivative of the modified scores by the scaled ones, which broadcasts to the scores.
-
-    Args:
-        text: The score function, an expression.
-        score: The scaled scores, any floating dtype.
-        values: Values of the other symbols.
-    """
-    return _evaluate_expr(_derivative(text), {**values, "s": score}, score)
-
-
-@lru_cache(maxsize=1024)
-def _derivative(text: str) -> Any:
-    """Return the derivative as an expression; raise SpError if it cannot be computed."""
-    found = parse_score(text).diff(SCORE_NAME)
-    known = (sympy.Add, sympy.Mul, sympy.Pow, *FUNCTIONS.values())
-    strange = [one for one in sympy.preorder_traversal(found) if one.args and not isinstance(one, known)]
-    if strange:
-        raise SpError("SP445", f"score text: the derivative of {text!r} has {strange[0]}, which cannot be computed.")
-    return found
-
-
-def check_score(text: str) -> None:
-    """Raise SpError if a text is malformed or has no derivative."""
-    if not program.is_program(text):
-        _derivative(text)
-        return
-    try:
-        program.parse_program(text)
-    except ValueError as error:
-        raise SpError("SP444", f"score text: {error}.") from error
-
-
-def _evaluate_expr(
-    expr: Any, values: Mapping[str, Tensor], like: Tensor, functions: Mapping[str, Callable[[Tensor], Tensor]] = {}
-) -> Tensor:
-    if expr.is_Symbol:
-        found = values[str(expr)]
-        return found.to(like.dtype) if found.is_floating_point() else found
-    if expr.is_number:
-        return torch.full((), float(expr), dtype=like.dtype, device=like.device)
-    if isinstance(expr, sympy.Add | sympy.Mul):
-        join = operator.add if isinstance(expr, sympy.Add) else operator.mul
-        return reduce(join, [_evaluate_expr(arg, values, like, functions) for arg in expr.args])
-    if isinstance(expr, sympy.Pow) and expr.exp.is_number:
-        return _evaluate_expr(expr.base, values, like, functions) ** float(expr.exp)
-    name = next((name for name, (kind, _) in _SCORE_FUNCTIONS.items() if isinstance(expr, kind)), None)
-    if name is None:
-        raise SpError("SP446", f"score text: {type(expr).__name__} is not supported: {expr}.")
-    function = functions.get(name, _SCORE_FUNCTIONS[name][1])
-    return function(_evaluate_expr(expr.args[0], values, like, functions))
+        scaled = score.detach().requires_grad_()
+        out = evaluate_score(name, scaled, {**values, **leaves}, {aten.index.Tensor: lookup})
+        wanted = [scaled, *(found for *_, found in looked_up), *leaves.values()]
+        grads = torch.autograd.grad(out, wanted, grad, allow_unused=True) if out.requires_grad else [None] * len(wanted)
+    first, *others = grads
+    for (table, indices, _), found in zip(looked_up, others):
+        if found is not None:
+            totals[table].index_put_(indices, found.to(totals[table].dtype), accumulate=True)
+    for table, found in zip(leaves, others[len(looked_up) :]):
+        if found is not None:
+            totals[table].add_(found)
+    return torch.zeros_like(score) if first is None else first

@@ -1,7 +1,6 @@
 """Store programs of one tile by name, as traced and as compiled, for the loops of ``tile_ops.py``.
 
-A graph contains the name of a program, which is a digest of its text. Each process traces a program before it runs
-the graph, so code from a compiler's cache finds the same program.
+A graph contains the name of a program (`base/registry.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from sp_compile.lowering.base.dtypes import accumulation_dtype
+from sp_compile.lowering.base.registry import ProgramTable
 from sp_compile.lowering.torch_compat import check_guards, evaluate_expr, is_symbolic
 
 from .tile_sums import TILE_SUMS
@@ -165,5 +165,5 @@ class TileProgram:
 ANY_LENGTH = 0
 """The length of tiles whose number of rows is a symbol."""
 
-PROGRAMS: dict[str, TileProgram] = {}
+PROGRAMS: ProgramTable[TileProgram] = ProgramTable("tiles")
 """Programs by name."""

@@ -26,9 +26,9 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.base.frames import BALANCED, row_order
-from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.balance_rows import balance_rows, fake_orders
 from sp_compile.lowering.masks.predicate import parse_predicate, position_conditions, predicate_symbols
+from sp_compile.lowering.masks.score import rename_score, score_symbols
 from sp_compile.lowering.torch_compat import namespace_of, size_hint
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import Note, NoteKind, PassContext
@@ -215,7 +215,7 @@ class BalanceLayout(Pass):
                 vectors = list(call[f"{kind}s"])
                 if frame in moved_frames:
                     moved = [self._reorder_vector(v, frames[frame], node) for v in vectors]
-                    if index in predicate_symbols(call["predicate"]) | score.score_symbols(call["score"]):
+                    if index in predicate_symbols(call["predicate"]) | score_symbols(call["score"]):
                         names[index] = f"{kind}{len(vectors)}"
                         moved.append(self._positions(frames[frame], node))
                     vectors, known = [v for v, _ in moved], [table for _, table in moved]
@@ -229,7 +229,7 @@ class BalanceLayout(Pass):
                     mask = self._emit_reorder(mask, dim, moved_frames[frame], node)
         more = {"pieces": tables} if None not in tables else {}  # `HoistMaskTables` adds missing tables
         if names:
-            changed["score"] = score.rename_score(call["score"], names)
+            changed["score"] = rename_score(call["score"], names)
         predicate = _rename_symbols(call["predicate"], names)
         node.args, node.kwargs = call.with_operands(call.operands, predicate=predicate, mask=mask, **changed, **more)
 

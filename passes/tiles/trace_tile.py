@@ -9,7 +9,6 @@ weight.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from sp_compile.lowering.base.registry import graph_code
 from sp_compile.lowering.tiles.tile_ops import tile_length
 from sp_compile.lowering.tiles.tile_program import (
     ANY_LENGTH,
@@ -170,8 +170,8 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
     gradients = tuple(replace(x, adds=way) for x, way in zip(saved, ways, strict=True))
     dims = tuple(row_dim(have) for x in region.rows if (have := view.rows(x)))
     known = (dims, results, differentiable, wanted, gradients, at_once, tuple(zip(names.values(), places.values())))
-    name = _hash_bodies(bodies, known)
-    return PROGRAMS.setdefault(name, TileProgram(name, bodies, *known))
+    code = known, {n: _body_code(body) for n, body in bodies.items()}
+    return PROGRAMS[PROGRAMS.register(code, lambda name: TileProgram(name, bodies, *known))]
 
 
 def redraws_in_backward(program: TileProgram) -> bool:
@@ -282,13 +282,9 @@ def _trace_graph(run: Callable[..., Any], operands: Sequence[Tensor]) -> GraphMo
     return gm
 
 
-def _hash_bodies(bodies: dict[int, TileBody], known: Any) -> str:
-    """Return the name of a program: a hash of its computation."""
-    text = hashlib.sha256(repr(known).encode())
-    for length, body in bodies.items():
-        for part in body.parts:
-            shapes = [(x.shape, strides, x.dtype, x.device) for x, strides in zip(part.inputs, part.strides)]
-            text.update(repr((length, part.graph.code, shapes)).encode())
-            for name, value in sorted(part.graph.named_buffers()):
-                text.update(repr((name, value.dtype, value.tolist())).encode())
-    return text.hexdigest()[:16]
+def _body_code(body: TileBody) -> list[Any]:
+    """Return the code of the parts, and the shapes of their operands."""
+    return [
+        (graph_code(part.graph), part.strides, [(x.shape, x.dtype, x.device) for x in part.inputs])
+        for part in body.parts
+    ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.attention.score_texts import score_of
 from support.capturing import Backend
 from torch import Tensor
 
@@ -141,6 +142,6 @@ def test_soft_capped_scores() -> None:
     (gm,) = backend.graphs
     Canonicalize()(gm)
     found = [OpCall(n) for n in gm.graph.nodes if n.target in ATTENTION]
-    assert [call["score"] for call in found] == ["50*tanh(s)"] * 2
+    assert [call["score"] for call in found] == [score_of("50*tanh(s)")] * 2
     assert [call["predicate"] for call in found] == SLIDES["gemma2"]
     assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.softmax.int)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attention.score_texts import score_of
 from support.golden import captured
 from support.parallel.tensor_parallel import all_reduce
 from support.spellings.between import BETWEEN, Between, plain
@@ -201,7 +202,8 @@ PATTERNS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "numbers": (numbers, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=1.0)"),
     "biased": (
         biased,
-        "sp.masked_attention(*, *, *, [], [], [], , 0.0, 1.0, False, score=head0*(k - q) + s, heads=[reshape_default])",
+        "sp.masked_attention(*, *, *, [], [], [], , 0.0, 1.0, False, "
+        f"score={score_of('head0*(k - q) + s')}, heads=[reshape_default])",
     ),
     "multiplied with a mask": (multiplied, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, True, scale=1.0)"),
     "repeated heads": (grouped, "aten.scaled_dot_product_attention(*, *, *, enable_gqa=True)"),

@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from support.attention.attending import packed
+from support.attention.score_texts import score_of
 from support.cuda.borrowed import Watch, borrow
 from support.cuda.worker import AbsentGpu
 
@@ -51,13 +52,15 @@ def pairs_by_kernel(predicate: str, score: str, head_dim: int) -> Counter[str]:
     heads = [borrow(torch.ones(4))] if "head0" in score else []
     spans = [[RANKS, 2, 1, shift, 0, TOKENS] for shift in range(RANKS)]
 
+    name = score_of(score)
+
     def on(rank: int) -> Counter[str]:
         found: Counter[str] = Counter()
         for span in spans:
             q, k = (
                 borrow(torch.zeros((), dtype=torch.bfloat16).expand(2, n, TOKENS // RANKS, head_dim)) for n in (4, 2)
             )
-            given = [None, there[:2], there[2:], tables, [700], predicate, None, 0.0, 1.0, score, heads, []]
+            given = [None, there[:2], there[2:], tables, [700], predicate, None, 0.0, 1.0, name, heads, []]
             args, _ = LocalArgs.of([*given, spans[0], span, 1, SIMULATED_GROUP])
             with Watch(), torch.no_grad():
                 for strip in _query_strips(q, k, CallMask.of(q, k, args), mask_grad=False):

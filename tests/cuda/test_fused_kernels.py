@@ -13,8 +13,8 @@ from torch import Tensor
 
 SOFT_CAP, SLOPES = "50.0*tanh(s/50.0)", "30.0*tanh((s + head0*(k - q))/30.0)"
 CAUSAL, DOCUMENTS, PREFIX = "k <= q", "(k <= q) & Eq(row0, col0)", "(k <= q) | (k < n0)"
-LEARNED = "t0 = aten.sub.Tensor(q, k); t1 = aten.index.Tensor(table0, [t0, head0]); aten.add.Tensor(s, t1)"
-"""A bias of a distance and a head, whose table is learned: `lowering/masks/score_program.py`."""
+LEARNED = "learned"
+"""A bias of a distance and a head, whose table is learned."""
 ROWS = 4096
 SHARED = 227 << 10
 """Bytes of shared memory that a program may have on sm_90."""
@@ -22,6 +22,8 @@ slow = pytest.mark.slow
 
 
 def pairs_of(predicate: str, score: str, rows: int) -> Any:
+    from support.attention.score_texts import score_of, traced_score
+
     from sp_compile.lowering.masks.block_plan import plan_blocks
     from sp_compile.lowering.masks.pieces import Pieces
     from sp_compile.lowering.masks.spans import full_span, span_rows
@@ -33,8 +35,14 @@ def pairs_of(predicate: str, score: str, rows: int) -> Any:
     here = span_rows(full_span(rows), rows, 0)
     found = plan_blocks(predicate, here, here, tuple(sizes.values()), pieces[:1], pieces[1:])
     tables = [torch.ones(rows, 8)] if score == LEARNED else []
-    heads = [torch.arange(8) if tables else torch.ones(8)] if "head0" in score else []
-    return PairTexts(found, here, here, predicate, score, vectors, sizes, heads, tables, None)
+    heads = [torch.arange(8) if tables else torch.ones(8)] if tables or "head0" in score else []
+    name = traced_score(_learned_bias) if tables else score_of(score)
+    return PairTexts(found, here, here, predicate, name, vectors, sizes, heads, tables, None)
+
+
+def _learned_bias(s: Any, q: Any, k: Any, head0: Any, table0: Any) -> Any:
+    aten = torch.ops.aten
+    return aten.add.Tensor(s, aten.index.Tensor(table0, [aten.sub.Tensor(q, k), head0]))
 
 
 def compiled(

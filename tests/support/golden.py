@@ -1,9 +1,12 @@
-"""Graphs as text, one line per node, for the golden tests of passes."""
+"""Graphs as text, one line per node and score functions as expressions, for the golden tests of passes."""
 
 import torch
 from torch import nn
 
 import sp_compile
+from sp_compile.lowering.masks.score import SCORES
+
+from .attention.score_texts import show_score
 
 
 def captured(fn, *args):
@@ -24,7 +27,7 @@ def show(gm):
     """Return one line per node: name: shape = target(arguments)."""
 
     def word(value):
-        return str(value).replace("torch.", "")
+        return show_score(value) if value in [*SCORES] else str(value).replace("torch.", "")
 
     lines = []
     for node in gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""Convert predicate and score texts to functions of a pair, with all inputs as captured tensors.
+"""Convert mask texts and score functions to functions of a pair, with all inputs as captured tensors.
 
 A kernel contains nothing that depends on a rank, a step of a ring or a batch. Row positions, documents, sizes and
 slopes are inputs, so that one kernel serves all of them.
@@ -6,6 +6,7 @@ slopes are inputs, so that one kernel serves all of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from sp_compile.lowering.masks.predicate import is_query_symbol
 from sp_compile.lowering.masks.spans import Rows
 from sp_compile.lowering.torch_compat import flex_lookup
 
+aten = torch.ops.aten
 SMALL_INDEX = 1 << 24
 """Bound below which sums of a few indices and sizes are 32-bit integers."""
 _AXES = "bhqk"
@@ -32,7 +34,7 @@ class PairTexts(NamedTuple):
     q_rows: Rows  # positions of the local queries
     k_rows: Rows  # positions of the local keys
     predicate: str  # text of the mask
-    score: str  # text of the score
+    score: str  # name of the score function
     vectors: dict[str, Tensor]  # row<i> and col<i>, unsharded: (B | 1, S), int or bool
     sizes: dict[str, int]  # n<i>
     heads: list[Tensor]  # vectors of the score, (H,)
@@ -45,7 +47,7 @@ class PairFunctions:
     """Texts as functions of one pair, which flex_attention captures."""
 
     predicate: str  # text of the mask
-    score: str  # text of the score
+    score: str  # name of the score function
     names: tuple[str, ...]  # names of the captured tensors, in order
     data: tuple[str, bool] | None  # dims of the data that are not 1 ("bhqk"), and whether it is additive
 
@@ -72,13 +74,13 @@ class PairFunctions:
             # Padding has position -1 and looks up the first element. Its result is not used.
             q, k = _element_at(symbols["q"], m).clamp(min=0), _element_at(symbols["k"], n).clamp(min=0)
             values = {name: self._read_symbol(name, symbols, b, h, q, k) for name in scores.score_symbols(self.score)}
-            s = scores.evaluate_score(self.score, s, values, {"tanh": _fast_tanh}, flex_lookup)
+            s = scores.evaluate_score(self.score, s, values, _REPLACEMENTS)
         if self.data and self.data[1]:
             s = s + self._read_data(symbols, b, h, m, _element_at(symbols["k"], n)).to(s.dtype)
         return s
 
     def _read_symbol(self, name: str, symbols: dict[str, Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return the value of a score symbol for one pair, or a table as one tensor."""
+        """Return the value of a score function's input for one pair, or a table as one tensor."""
         if name.startswith("head"):
             return _element_at(symbols[name], h)
         if name.startswith("table"):
@@ -147,9 +149,12 @@ def _fast_tanh(x: Tensor) -> Tensor:
     return 2 * torch.sigmoid(2 * x) - 1
 
 
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {aten.tanh.default: _fast_tanh, aten.index.Tensor: flex_lookup}
+
+
 def _element_at(x: Tensor, *places: Tensor) -> Tensor:
     """Return one element at traced indices. Index -1, of padding, selects the last element."""
-    return torch.ops.aten.index(x, list(places)) if places else x
+    return aten.index(x, list(places)) if places else x
 
 
 @lru_cache(maxsize=64)

@@ -1,11 +1,11 @@
-"""Parse biases of positions and heads into text about scores and a mask, without an S x S tensor.
+"""Parse biases of positions and heads into an expression and a mask, without an S x S tensor.
 
     slopes[:, None, None] * (i - i[:, None])                    s + head0*(k - q), and slopes
     where(i[:, None] >= i, slopes * (i - i[:, None]), -inf)     the same, k <= q
     slopes * i + additive mask of fills                         s + head0*k, and the predicate of the mask
 
 A per-head number may be computed from anything. Unchanged: learned biases, whose gradient is not implemented; lookups
-by query, key or batch entry; biases rounded to another dtype than that of q, or that text rounds differently
+by query, key or batch entry; biases rounded to another dtype than that of q, or that sympy rounds differently
 ((k - q) / 7 becomes k / 7 - q / 7); and biases no larger than a row.
 """
 
@@ -23,7 +23,6 @@ from sympy.core.function import AppliedUndef
 from torch.fx import Node
 
 from sp_compile.lowering.base.dtypes import HALF
-from sp_compile.lowering.masks import score
 from sp_compile.lowering.torch_compat import OpOverload
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_packet, node_shape
 from sp_compile.passes.graph.sizes import is_same_size
@@ -31,9 +30,9 @@ from sp_compile.passes.sharding.matchers import carries_gradient, constant_value
 
 from .elements import Coords, ElementReader, NotSymbolic, as_cases, as_truth
 from .proofs import HEAD_INDEX, KEY_INDEX, QUERY_INDEX, Boolean
+from .score_functions import head_symbol
 
 aten = torch.ops.aten
-_BIAS_SYMBOLS = {QUERY_INDEX: score.score_symbol("q"), KEY_INDEX: score.score_symbol("k")}
 _BIAS_OPS: dict[Any, Callable[..., Any]] = {
     aten.mul: operator.mul,
     aten.div: operator.truediv,
@@ -56,7 +55,7 @@ class BiasElement:
 class BiasReader:
     """Reader of the elements of one bias of scores (B, H, Q, K).
 
-    `heads` lists the values that texts name head0, head1, ...
+    `heads` lists the values that expressions name head0, head1, ...
     """
 
     def __init__(self, positions: ElementReader, dtype: torch.dtype, least: float) -> None:
@@ -74,7 +73,7 @@ class BiasReader:
             The term and its condition.
 
         Raises:
-            NotSymbolic: No text describes the element.
+            NotSymbolic: No expression describes the element.
         """
         if not is_tensor(x):
             return BiasElement(_parse_number(x))
@@ -97,9 +96,9 @@ class BiasReader:
         found = as_cases(self.positions.at(node, at))
         if len(found) == 1 and found[0][1].is_integer:
             value = found[0][1]
-            if value.has(AppliedUndef) or value.free_symbols - set(_BIAS_SYMBOLS):
+            if value.has(AppliedUndef) or value.free_symbols - {QUERY_INDEX, KEY_INDEX}:
                 raise NotSymbolic("reads more than the positions of a query and a key", node)
-            return BiasElement(value.xreplace(_BIAS_SYMBOLS))
+            return BiasElement(value)
         if not all(v == 0 or (v.is_number and v <= self.least) for _, v in found):
             raise NotSymbolic("has cases other than zeros and fills", node)
         allowed = Or(*(c for c, v in found if v == 0))
@@ -107,10 +106,10 @@ class BiasReader:
 
     def _head_element(self, node: Node) -> sympy.Expr:
         if carries_gradient(node):
-            raise NotSymbolic("may need a gradient, which a score text does not support", node)
+            raise NotSymbolic("may need a gradient, which an expression does not support", node)
         if node not in self.heads:
             self.heads.append(node)
-        return score.score_symbol(f"head{self.heads.index(node)}")
+        return head_symbol(self.heads.index(node))
 
     def _computed_element(self, node: Node, at: Coords) -> BiasElement:
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -144,11 +143,11 @@ class BiasReader:
         operands = [operand(n) for n in ("self", "other") if n in call.args]
         if any(x.allowed != sympy.true for x in operands):
             raise NotSymbolic("computes with fills", node)
-        if name is aten.div and operands[1].value.has(*_BIAS_SYMBOLS.values()):
+        if name is aten.div and operands[1].value.has(QUERY_INDEX, KEY_INDEX):
             raise NotSymbolic("divides by a position", node)
         value = _BIAS_OPS[name](*(x.value for x in operands))
         if any(_may_round(term) for each in value.atoms(sympy.Add) for term in each.args):
-            raise NotSymbolic("would be rounded differently as text", node)
+            raise NotSymbolic("would be rounded differently as an expression", node)
         return BiasElement(value)
 
     def _condition(self, x: Node, at: Coords) -> Boolean:
@@ -170,7 +169,7 @@ class BiasReader:
 def _may_round(term: sympy.Expr) -> bool:
     """Return True if a position is scaled by a fraction whose denominator is not a power of two."""
     factor, rest = term.as_coeff_Mul()
-    return rest in _BIAS_SYMBOLS.values() and bool(int(factor.q) & (int(factor.q) - 1))
+    return rest in (QUERY_INDEX, KEY_INDEX) and bool(int(factor.q) & (int(factor.q) - 1))
 
 
 def _parse_number(x: Any) -> sympy.Expr:

@@ -1,7 +1,7 @@
 """Replace eager attention by scaled_dot_product_attention where the two are equivalent.
 
     s = matmul(q, k.mT) * scale + bias            also einsum, bmm, baddbmm (and its bias); scale as mul or div
-    s = tanh(s / cap) * cap                       before the mask; -> sp.masked_attention(..., score="cap*tanh(s)")
+    s = tanh(s / cap) * cap                       before the mask; -> sp.masked_attention(..., score=cap*tanh(s))
     s = s.masked_fill(~allowed, -inf)             also where, and s * allowed - 1e9 * (1 - allowed)
     p = dropout(softmax(s.float(), -1).to(bf16))  also softmax from exponentials (`softmaxes.py`), and nan_to_num
     o = matmul(p, v)                              ->  scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
@@ -30,7 +30,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.dtypes import HALF
-from sp_compile.lowering.masks.score import SCORE_NAME
 from sp_compile.lowering.torch_compat import OpOverload
 from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
@@ -44,6 +43,7 @@ from sp_compile.passes.sharding.products import ProductMatch, ProductOperand, ma
 
 from .lse_sinks import match_lse_sinks
 from .parse_masks import has_key_per_query, keeps_a_key, parse_bias, try_parse_mask
+from .score_functions import SCORE, register_expression
 from .scores import ScoreChain, is_between_products, is_neutral_op, match_scores, order_before, scores_refusal
 from .sinks import SinkValue, SoftmaxSource, match_readers
 from .softmaxes import SoftmaxMatch, match_softmax
@@ -131,13 +131,13 @@ class FuseEagerAttention(CanonicalPass):
 
     def _op(self, found: EagerAttention, qkv: Sequence[Node], mask: Node | None) -> Node:
         scores, sinks, dropout, like = found.scores, found.sinks, found.dropout, found.last
-        if sinks is None and scores.score == SCORE_NAME:
+        if sinks is None and scores.score == SCORE:
             args: tuple[Any, ...] = (*qkv, mask, dropout)
             return self.compute(aten.scaled_dot_product_attention.default, args, like, {"scale": scores.scale})
         args = (*qkv, [], [], [], "", dropout, scores.scale, False)
         kwargs: dict[str, Any] = {"attn_mask": mask}
-        if scores.score != SCORE_NAME:
-            kwargs |= {"score": str(scores.score), "heads": []}
+        if scores.score != SCORE:
+            kwargs |= {"score": register_expression(scores.score), "heads": []}
         if sinks is not None:
             kwargs["sinks"] = sinks.vector(self, like)
         return self.compute(sp.masked_attention.default, args, like, kwargs)

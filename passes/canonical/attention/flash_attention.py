@@ -1,7 +1,7 @@
 """Replace functions of the flash_attn package, an autograd.Function around one kernel, by attention.
 
     flash_attn_func(q, k, v, causal=True, window_size=(31, 0), softcap=30.0)             q: (B, S, H, D)
-        ->  sp.masked_attention(q, k, v, predicate="(k <= q) & (q - k <= 31)", score="30.0*tanh(s/30.0)")
+        ->  sp.masked_attention(q, k, v, predicate="(k <= q) & (q - k <= 31)", score=30*tanh(s/30))
 
 The replacement transposes to (B, H, S, D). Varlen functions are rewritten as torch's `varlen_attn`. Kernels are matched
 by name, `_flash_attn_forward` and `_flash_attn_varlen_forward` in any namespace, as the package and its builds on hubs
@@ -19,6 +19,7 @@ import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -30,6 +31,8 @@ from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.edit import interpret_graph
 from sp_compile.passes.graph.sizes import is_same_size
 
+from .proofs import KEY_INDEX, QUERY_INDEX
+from .score_functions import SCORE, head_symbol, register_expression
 from .varlen import RewriteVarlenAttention, window_predicate
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -116,12 +119,13 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
             arguments.get("dropout_p", 0.0),
             arguments.get("softcap", 0.0),
         )
-        score = f"{cap}*tanh(s/{cap})" if cap else "s"
+        score = cap * sympy.tanh(SCORE / cap) if cap else SCORE
         more: dict[str, Any] = {}
         if arguments.get("alibi_slopes") is not None:
-            score, more["heads"] = f"{score} - head0*Abs(q - k)", [placed(arguments["alibi_slopes"])]
-        if score != "s":
-            more["score"] = score
+            score -= head_symbol(0) * sympy.Abs(QUERY_INDEX - KEY_INDEX)
+            more["heads"] = [placed(arguments["alibi_slopes"])]
+        if score != SCORE:
+            more["score"] = register_expression(score)
         if _document_ends(arguments)[0] is not None:
             ends = placed(arguments["cu_seqlens_q"]), placed(arguments["cu_seqlens_k"])
             return self.emit_attention((q, k, v), ends, window, scale, like, dropout_p, **more)

@@ -6,8 +6,8 @@
 
 The mask_mod is inlined over all indices at once, as vmap would run it, and parsed as any other computed mask. The
 tables of a BlockMask follow from its mask_mod, so unused tables are never built. kernel_options only select torch
-kernels and are ignored. A score_mod becomes text about scores (`score_mods.py`). Other functions, and masks without a
-predicate (per-head masks, tables of pairs), become a program of scores (`programs.py`). Bytes moved: none.
+kernels and are ignored. A score_mod, and masks without a predicate (per-head masks, tables of pairs), become a score
+function (`score_functions.py`). Bytes moved: none.
 
 Unchanged, with torch's op on gathered q, k and v: functions that read more than one pair, readers of the maximum score,
 and block tables without a mask_mod. Readers of the log-sum-exp may be sinks (`lse_sinks.py`); else it is appended to
@@ -25,7 +25,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.masks import score_program as program
 from sp_compile.lowering.torch_compat import FakeTensor, flex_attention_op
 from sp_compile.passes.base import register_pass
 from sp_compile.passes.context import PassContext
@@ -46,8 +45,7 @@ from .parse_masks import (
     parse_mask,
     require_all_heads,
 )
-from .programs import ScoreText, program_text, split_conditions
-from .score_mods import score_text
+from .score_functions import ScoreOperands, split_conditions, write_score
 
 aten = torch.ops.aten
 WHOLE_BLOCK = 1 << 30
@@ -110,24 +108,18 @@ class RewriteFlexAttention(RewriteMasks):
                 others.append(one)
         return intersect_masks(found, _scores_shape(node)), others
 
-    def _score(self, node: Node, conditions: list[GraphModule]) -> ScoreText:
+    def _score(self, node: Node, conditions: list[GraphModule]) -> ScoreOperands:
         """Return the score modification, -inf where a condition fails. Raises NotSymbolic or SpError."""
-        body, reads = _graph_body(node.args[3]), node.args[7]
-        if not conditions:
-            try:
-                return ScoreText(*score_text(body, reads))
-            except NotSymbolic:
-                pass
-        found = program_text(body, reads, conditions, node.args[8], self, node)
-        fills = program.adds_fills(found.text) or any(map(self._may_hold_fills, found.tables))
         # Sinks take their share of a row's weights; fills take none.
-        return replace(found, text=program.mark_fills(found.text)) if fills and _match_sinks(node) is None else found
+        is_fill = self._may_hold_fills if _match_sinks(node) is None else None
+        body = _graph_body(node.args[3])
+        return write_score(body, node.args[7], conditions, node.args[8], self, node, is_fill)
 
-    def _may_hold_fills(self, table: Node) -> bool:
-        """Return True if a table of the program may contain fills."""
+    def _may_hold_fills(self, value: Node) -> bool:
+        """Return True if a value that a score function reads may contain fills."""
         if self._filling is None:
             self._filling = fill_nodes(self.graph.owning_module)
-        return table.meta["val"].is_floating_point() and table in self._filling
+        return value.meta["val"].is_floating_point() and value in self._filling
 
     def _attention(self, node: Node, mask: AttentionMask, conditions: list[GraphModule]) -> None:
         """Replace the call. Raises NotSymbolic or SpError and leaves the graph unchanged."""
@@ -137,10 +129,6 @@ class RewriteFlexAttention(RewriteMasks):
         options = {"scale": node.args[5], "enable_gqa": not is_same_size(queries, keys)}
         with self.graph.inserting_before(node):
             score = self._score(node, conditions)
-            every = [self.sizes(queries)]
-            heads = [
-                x if x.meta["val"].ndim else self.compute(aten.expand.default, (x, every), node) for x in score.heads
-            ]
         masked = torch.ops.sp.masked_attention.default, (q, k, v, [], [], [], "", 0.0, *options.values())
         with self.graph.inserting_before(node if sunk is None else sunk.result):
             if sunk is not None:
@@ -156,13 +144,13 @@ class RewriteFlexAttention(RewriteMasks):
             found.meta["val"] = out.meta["val"]
             out.replace_all_uses_with(found)
         try:
-            self.set_mask(fresh, mask, score.text, heads, score.tables)
+            self.set_mask(fresh, mask, score)
         except (NotSymbolic, SpError):
             for out, found in read.items():
                 found.replace_all_uses_with(out)
             self.drop(*(x for x in read.values() if x is not fresh))
             self.erase([fresh])
-            self.drop(*heads, *score.tables)
+            self.drop(*score.heads, *score.tables)
             raise
         self.erase([node, *results.values(), *([] if sunk is None else sunk.chain[1:])])
 

@@ -4,7 +4,7 @@
     mask = padding[:, None, None] & (i - j < 4) & (j <= i)  sdpa(q, k, v, mask)  ->  sp.masked_attention(q, k, v,
         rows=[], cols=[padding], sizes=[], predicate="(k <= q) & (-k + q < 4) & Ne(col0, 0)")
     bias = slopes * (j - i)                  sdpa(q, k, v, bias)  ->  sp.masked_attention(q, k, v, ...,
-        score="s + head0*(k - q)", heads=[slopes])
+        score=s + head0*(k - q), heads=[slopes])
 
 Part of canonicalize. Vectors have shape (B or 1, Q) and (B or 1, K). Bytes moved: none. Unchanged (masks remain data):
 biases other than those of `biases.py`, masks that differ between heads, and masks with data for pairs of query and key.
@@ -15,7 +15,7 @@ key: a row of fills attends to all keys equally.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import sympy
@@ -25,7 +25,6 @@ from sympy.core.function import AppliedUndef
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.masks.score import SCORE_NAME, check_score
 from sp_compile.passes import base
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape
@@ -36,6 +35,7 @@ from . import element_ops  # noqa: F401  (registers the handlers of element ops)
 from .biases import BiasReader
 from .elements import Element, ElementReader, NotSymbolic
 from .proofs import BATCH_INDEX, HEAD_INDEX, INDICES, KEY_INDEX, QUERY_INDEX, Boolean, IndexBox
+from .score_functions import SCORE, ScoreOperands, register_expression
 
 aten, sp = torch.ops.aten, torch.ops.sp
 MAX_FILL = -1e9  # fills up to this value remove all of a key's weight, unless all keys are filled
@@ -78,17 +78,10 @@ def parse_mask(node: Node, shape: tuple[Size, ...], settled: bool = False) -> At
     return _checked_mask(positions, *_allowed_condition(positions.at(node, coords)), settled)
 
 
-@dataclass(frozen=True)
-class BiasText:
-    """Bias as text about scores, see `lowering/masks/score.py`."""
-
-    text: str  # what becomes of a score
-    heads: list[Node]  # per-head vectors that the text reads
-    mask: AttentionMask  # where the bias allows attention
-
-
-def parse_bias(node: Node, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool = False) -> BiasText | None:
-    """Parse a bias of queries and keys, or return None if no text describes it.
+def parse_bias(
+    node: Node, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool = False
+) -> tuple[AttentionMask, ScoreOperands] | None:
+    """Parse a bias of queries and keys, or return None if no score function describes it.
 
     Args:
         node: The bias, broadcastable to `shape`.
@@ -97,7 +90,7 @@ def parse_bias(node: Node, shape: tuple[Size, ...], dtype: torch.dtype, settled:
         settled: As in `parse_mask`.
 
     Returns:
-        The text, the per-head vectors and the mask, or None.
+        The mask, and the score function with its per-head vectors; or None.
     """
     if len(shape) != 4 or len(node_shape(node)) < 2 or any(s == 1 for s in node_shape(node)[-2:]):
         return None
@@ -105,9 +98,8 @@ def parse_bias(node: Node, shape: tuple[Size, ...], dtype: torch.dtype, settled:
         positions, coords = _mask_coordinates(node, shape)
         biases = BiasReader(positions, dtype, MAX_FILL)
         found = biases.at(node, coords)
-        text = str(SCORE_NAME + found.value)
-        check_score(text)
-        return BiasText(text, biases.heads, _checked_mask(positions, found.allowed, found.finite, settled))
+        mask = _checked_mask(positions, found.allowed, found.finite, settled)
+        return mask, ScoreOperands(register_expression(SCORE + found.value), biases.heads)
     except (NotSymbolic, SpError):
         return None
 
@@ -217,7 +209,7 @@ class RewriteMasks(base.CanonicalPass):
         """Start to edit a graph with empty caches."""
         self.vectors: dict[tuple[Any, ...], Node] = {}
         self.masks: dict[tuple[Any, ...], AttentionMask | str] = {}  # per form: the mask, or why there is none
-        self.texts: dict[tuple[Any, ...], BiasText | None] = {}
+        self.biases: dict[tuple[Any, ...], tuple[AttentionMask, ScoreOperands] | None] = {}
         return super().edit(graph)
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
@@ -246,20 +238,21 @@ class RewriteMasks(base.CanonicalPass):
         try:
             self.set_mask(node, self.share_form((data, shape, settled), lambda: parse_mask(data, shape, settled)))
         except NotSymbolic as why:
-            if not self._bias_as_text(data, shape, settled, node, call):
+            if not self._rewrite_bias(data, shape, settled, node, call):
                 raise why from None
 
-    def _bias_as_text(self, data: Node, shape: tuple[Size, ...], settled: bool, node: Node, call: OpCall) -> bool:
-        """Replace a bias of positions and heads by text, and return True if that is possible."""
+    def _rewrite_bias(self, data: Node, shape: tuple[Size, ...], settled: bool, node: Node, call: OpCall) -> bool:
+        """Replace a bias of positions and heads by a score function, and return True if that is possible."""
         dtype, key = node.meta["val"].dtype, (data, shape, settled)
-        if key not in self.texts:
-            self.texts[key] = parse_bias(data, shape, dtype, settled)
-        found = self.texts[key]
+        if key not in self.biases:
+            self.biases[key] = parse_bias(data, shape, dtype, settled)
+        found = self.biases[key]
         if found is None or call.get("score"):
             return False
+        mask, score = found
         with self.graph.inserting_before(node):
-            heads = [self._per_head_vector(self.cast(x, dtype, node), shape[1], node) for x in found.heads]
-        self.set_mask(node, found.mask, found.text, heads)
+            heads = [self._per_head_vector(self.cast(x, dtype, node), shape[1], node) for x in score.heads]
+        self.set_mask(node, mask, replace(score, heads=heads))
         return True
 
     def _per_head_vector(self, x: Node, count: Size, like: Node) -> Node:
@@ -269,27 +262,24 @@ class RewriteMasks(base.CanonicalPass):
             return flat
         return self.compute(aten.expand.default, (flat, [self.sizes(count)]), like)
 
-    def set_mask(
-        self, node: Node, mask: AttentionMask, score: str = "", heads: Sequence[Node] = (), tables: Sequence[Node] = ()
-    ) -> None:
+    def set_mask(self, node: Node, mask: AttentionMask, score: ScoreOperands | None = None) -> None:
         """Replace the mask of an attention by a predicate.
 
         Args:
             node: The attention.
             mask: The mask.
-            score: The new text or program of scores; by default that of the call.
-            heads: Per-head vectors that `score` reads; by default those of the call.
-            tables: Tables that `score` reads; by default those of the call.
+            score: The new score function and its values; by default those of the call.
 
         Raises:
             NotSymbolic: No predicate describes the mask.
             SpError: The graph cannot compute a size from its inputs.
         """
         call = OpCall(node)
-        score, heads = score or call.get("score") or "", heads or call.get("heads") or []
-        scores: dict[str, Any] = {"score": score, "heads": list(heads)} if score else {}
-        if tables:
-            scores["tables"] = list(tables)
+        if score is None:
+            score = ScoreOperands(call.get("score") or "", call.get("heads") or [], call.get("tables") or [])
+        scores: dict[str, Any] = {"score": score.name, "heads": list(score.heads)} if score.name else {}
+        if score.tables:
+            scores["tables"] = list(score.tables)
         if call.get("sinks") is not None:
             scores["sinks"] = call["sinks"]
         if call.get("lse"):

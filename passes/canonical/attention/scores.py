@@ -19,7 +19,6 @@ import sympy
 import torch
 from torch.fx import Node
 
-from sp_compile.lowering.masks.score import SCORE_NAME
 from sp_compile.lowering.torch_compat import OpOverload
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, parse_overloads
 from sp_compile.passes.graph.closure import iterate_reachable
@@ -38,6 +37,7 @@ from sp_compile.passes.sharding.matchers import (
 from sp_compile.passes.sharding.products import ProductMatch, match_product, product_addend, transpose_product
 
 from .parse_masks import MAX_FILL
+from .score_functions import SCORE
 
 aten = torch.ops.aten
 MASK_OPS = parse_overloads("masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.self")
@@ -122,8 +122,7 @@ class ScoreChain:
     fills: tuple[tuple[ScoreOperand, bool, float], ...] = ()  # (condition, filled value, fill)
     gate: ScoreOperand | None = None  # factor that is not per head
     masked: tuple[Size, ...] | None = None  # shape, in order, at which scores were masked
-    # function of the scaled product before biases and fills, see `lowering/masks/score.py`
-    score: sympy.Expr = SCORE_NAME
+    score: sympy.Expr = SCORE  # function of the scaled product before biases and fills
 
 
 def match_scores(x: Any, keys: int, *users: Node) -> ScoreChain | None:
@@ -221,15 +220,15 @@ def _match_scale(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
         if inner is None or inner.biases or any(math.isfinite(number) for *_, number in inner.fills):
             continue
         number = scalar_value(factor, dtype)
-        if number and inner.score != SCORE_NAME and not inner.fills:
+        if number and inner.score != SCORE and not inner.fills:
             times = sympy.Rational(repr(float(number)))
             return replace(inner, score=inner.score / times if dividing else inner.score * times)
-        if inner.score == SCORE_NAME and number is not None and number > 0:
+        if inner.score == SCORE and number is not None and number > 0:
             return replace(inner, scale=inner.scale / number if dividing else inner.scale * number)
         if not is_tensor(factor) or inner.fills:
             continue
         other = ScoreOperand(factor, inner.order)
-        if inner.score == SCORE_NAME and set(other.shape[-2:]) <= {1}:
+        if inner.score == SCORE and set(other.shape[-2:]) <= {1}:
             return _add_mask(inner, x, factor, factors=((other, dividing),))
         if inner.gate is None and not dividing:
             return _add_mask(inner, x, factor, gate=other)

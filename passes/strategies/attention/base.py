@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import STRATEGIES, Ranks
-from sp_compile.lowering.masks.score_program import may_have_fills
+from sp_compile.lowering.masks.score import may_have_fills
 from sp_compile.passes.cost.attention_cost import Strategy, attention_strategies
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
@@ -209,14 +209,13 @@ def has_broadcast_heads(call: OpCall) -> bool:
 
 
 def has_fills(call: OpCall) -> bool:
-    """Return True if a float mask or a program of scores may add large finite numbers."""
-    mask, score = call.get("attn_mask"), call.get("score") or ""
-    added = [x for x in (mask, *(call.get("tables") or ())) if x is not None and x.meta["val"].is_floating_point()]
-    if may_have_fills(score):
+    """Return True if a float mask or a score function may add large finite numbers."""
+    mask = call.get("attn_mask")
+    if may_have_fills(call.get("score") or ""):
         return True
-    if masks_all_weight(call):
+    if mask is None or not mask.meta["val"].is_floating_point() or masks_all_weight(call):
         return False
-    return bool(added) and not fill_nodes(call.node.graph.owning_module).isdisjoint(added)
+    return mask in fill_nodes(call.node.graph.owning_module)
 
 
 def sequence_shard(plan: PlacementPlan, call: OpCall, operand: int) -> Shard | None:

@@ -12,6 +12,7 @@ import torch
 from support.attention import flash_package
 from support.attention.flash_package import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from support.attention.flexible import canonical
+from support.attention.score_texts import score_of
 from support.golden import show
 from support.models import check
 from torch import Tensor, nn
@@ -145,7 +146,7 @@ def test_slopes_of_documents() -> None:
     graph, _ = canonical(lambda x, ends: _with_slopes(x, ends, ends), floats(3, LENGTH, 4, 8), ENDS)
     (node,) = attention_nodes(graph)
     assert OpCall(node)["predicate"] == "Eq(row0, col0) & (k <= q)"
-    assert OpCall(node)["score"] == "s - head0*Abs(q - k)"
+    assert OpCall(node)["score"] == score_of("s - head0*Abs(q - k)")
     graph, (note,) = canonical(_with_slopes, floats(3, LENGTH, 4, 8), ENDS, FEWER)
     assert not attention_nodes(graph)
     assert note.label == "not replace_flash_functions"
@@ -218,7 +219,7 @@ pad_default_2: [2, 13, 2, 8] = aten.pad(l_qkv_2_, [0, 2])
 transpose_int: [2, 4, 13, 8] = aten.transpose.int(pad_default, 1, 2)
 transpose_int_1: [2, 2, 13, 8] = aten.transpose.int(pad_default_1, 1, 2)
 transpose_int_2: [2, 2, 13, 8] = aten.transpose.int(pad_default_2, 1, 2)
-masked_attention_default: [2, 4, 13, 8] = sp.masked_attention(transpose_int, transpose_int_1, transpose_int_2, [], [], [], (k <= q) & (q - k <= 3), 0.0, 0.408248290463863, True, score=30.0*tanh(s/30.0))
+masked_attention_default: [2, 4, 13, 8] = sp.masked_attention(transpose_int, transpose_int_1, transpose_int_2, [], [], [], (k <= q) & (q - k <= 3), 0.0, 0.408248290463863, True, score=(tanh((s * 0.03333333333333333)) * 30.0))
 transpose_int_3: [2, 13, 4, 8] = aten.transpose.int(masked_attention_default, 1, 2)
 slice_tensor: [2, 13, 4, 6] = aten.slice.Tensor(transpose_int_3, 3, 0, 6)
 return (slice_tensor,)""",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.attention.flexible import DOCUMENTS, LENGTH, WAYS, backward_on_a_cpu, canonical, causal, qkv  # noqa: F401
 from support.attention.fused import fused_here
+from support.attention.score_texts import show_score
 from support.capturing import simulating
 from support.golden import show
 from support.models import Decoder, check, floats, rotated, seeded, tokens
@@ -105,22 +106,25 @@ def test_a_block_mask_is_an_argument(dynamic: bool) -> None:
 # name: (score_mod, what it becomes)
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
 SCORES: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "soft-cap": (lambda s, b, h, q, k: 5.0 * torch.tanh(s / 5.0), "5*tanh(s/5)"),
-    "ALiBi": (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), "head0*(k - q) + s"),
-    "both": (lambda s, b, h, q, k: 5 * torch.tanh((s - SLOPES[h] * (q - k)) / 5), "-5*tanh(head0*(-k + q)/5 - s/5)"),
+    "soft-cap": (lambda s, b, h, q, k: 5.0 * torch.tanh(s / 5.0), "(tanh((s / 5.0)) * 5.0)"),
+    "ALiBi": (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), "(s + (head0 * (k - q)))"),
+    "both": (
+        lambda s, b, h, q, k: 5 * torch.tanh((s - SLOPES[h] * (q - k)) / 5),
+        "(tanh(((s - (head0 * (q - k))) / 5)) * 5)",
+    ),
     # On one device torch rounds 0.1 * an int to float32.
-    "distance": (lambda s, b, h, q, k: s - 0.125 * (q - k).abs(), "s - Abs(k - q)/8"),
+    "distance": (lambda s, b, h, q, k: s - 0.125 * (q - k).abs(), "(s - (abs((q - k)) * 0.125))"),
 }
 
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", SCORES)
-def test_a_score_mod_is_a_text(name: str) -> None:
+def test_score_functions(name: str) -> None:
     score_mod, wanted = SCORES[name]
     mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
     graph, notes = canonical(lambda x: flex_attention(*x, score_mod=score_mod, block_mask=mask), qkv())
     (node,) = attention_nodes(graph)
-    assert OpCall(node)["score"] == wanted
+    assert show_score(OpCall(node)["score"]) == wanted
     assert OpCall(node)["predicate"] == CAUSAL
     assert not notes
 

@@ -1,4 +1,4 @@
-"""Functions of flex_attention that no score text and no predicate expresses: they run unchanged on shards.
+"""Functions of flex_attention that no predicate expresses: they run unchanged on shards.
 
 Learned biases, masks by head, tables of pairs; loss and every gradient equal those of a single device.
 """
@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.attention.flexible import DOCUMENTS, LENGTH, WAYS, backward_on_a_cpu, canonical, causal, qkv  # noqa: F401
 from support.attention.fused import fused_here
+from support.attention.score_texts import show_score, traced_score
 from support.capturing import simulating
 from support.golden import show
 from support.models import Decoder, check, floats, rotated, seeded, tokens
@@ -25,6 +26,7 @@ from sp_compile.passes.context import NoteKind
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.sharding.attention_axes import attention_nodes, mask_predicate
 
+aten = torch.ops.aten
 HEADS = 4
 
 
@@ -137,20 +139,16 @@ def test_rewritten_op(name: str) -> None:
     (node,) = attention_nodes(graph)
     assert not notes
     assert mask_predicate(OpCall(node)) == ("" if name == "pairs" else PREDICATES.get(name, "k <= q"))
-    assert OpCall(node)["score"] == "fills; " + TEXTS[name]  # the values that it looks up need no gradient
-    assert len(OpCall(node)["tables"]) == (2 if name == "documents" else 1)
+    assert show_score(OpCall(node)["score"]) == "fills: " + TEXTS[name]
+    assert len(OpCall(node)["tables"]) == {"documents": 2, "a mask by head": 0}.get(name, 1)
 
 
 PREDICATES = {"documents": "(k <= q) & (col0 < 3)"}
 TEXTS = {
-    "distances": "t0 = aten.sub.Tensor(k, q); t1 = aten.add.Tensor(t0, 13); t2 = aten.sub.Tensor(t1, 1); "
-    "t3 = aten.index.Tensor(table0, [head0, t2]); aten.add.Tensor(s, t3)",
-    "pairs": "t0 = aten.index.Tensor(table0, [head0, q, k]); aten.add.Tensor(s, t0)",
-    "a mask by head": "t0 = aten.index.Tensor(table0, [head0]); t1 = aten.mul.Tensor(s, t0); "
-    "t2 = aten.remainder.Scalar(head0, 2); t3 = aten.eq.Scalar(t2, 0); t4 = aten.sub.Tensor(q, k); "
-    "t5 = aten.lt.Scalar(t4, 3); t6 = aten.__or__.Tensor(t3, t5); aten.where.ScalarOther(t6, t1, -inf)",
-    "documents": "t0 = aten.index.Tensor(table0, [b, q]); t1 = aten.index.Tensor(table0, [b, k]); "
-    "t2 = aten.index.Tensor(table1, [t0, t1]); aten.add.Tensor(s, t2)",
+    "distances": "(s + index(table0, [head0, (((k - q) + 13) - 1)]))",
+    "pairs": "(s + index(table0, [head0, q, k]))",
+    "a mask by head": "where(__or__(eq(remainder(head1, 2), 0), lt((q - k), 3)), (s * head0), -inf)",
+    "documents": "(s + index(table1, [index(table0, [b, q]), index(table0, [b, k])]))",
 }
 
 
@@ -211,8 +209,11 @@ def test_rows_of_fills_are_averages(strategy: str, layout: str, table: bool) -> 
 
 def test_gradients_of_rows_of_fills() -> None:
     q, k, v = (torch.randn(2, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    text = "fills; t0 = aten.remainder.Scalar(q, 2); t1 = aten.eq.Scalar(t0, 0); aten.where.ScalarOther(t1, s, -1e18)"
-    given = [], [], [], "k <= q", 0.0, None, False, None, text
+
+    def filled(s: Tensor, q: Tensor) -> Tensor:
+        return aten.where.ScalarOther(aten.eq.Scalar(aten.remainder.Scalar(q, 2), 0), s, -1e18)
+
+    given = [], [], [], "k <= q", 0.0, None, False, None, traced_score(filled, fills=True)
     place = torch.arange(LENGTH)
     scores = torch.where(place[:, None] % 2 == 0, q @ k.mT * 8**-0.5, -1e18)
     wanted = scores.masked_fill(place[:, None] < place, -torch.inf).softmax(-1) @ v
@@ -228,8 +229,11 @@ def test_no_pairs_are_made() -> None:
     length = 2048
     q, k, v = (torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3))
     table = torch.randn(1, 2 * length, requires_grad=True)
-    text = TEXTS["distances"].replace("13", str(length))
     most = 0
+
+    def distances(s: Tensor, q: Tensor, k: Tensor, head0: Tensor, table0: Tensor) -> Tensor:
+        distance = aten.add.Tensor(aten.sub.Tensor(k, q), length - 1)
+        return aten.add.Tensor(s, aten.index.Tensor(table0, [head0, distance]))
 
     class Largest(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -241,7 +245,9 @@ def test_no_pairs_are_made() -> None:
 
     heads, rest = [torch.arange(1)], ("k <= q", 0.0, None, False, None)
     with Largest():
-        out = torch.ops.sp.masked_attention(q, k, v, [], [], [], *rest, text, heads, None, None, [table])
+        out = torch.ops.sp.masked_attention(
+            q, k, v, [], [], [], *rest, traced_score(distances), heads, None, None, [table]
+        )
         out.sum().backward()
     assert most <= 1 << 20
     assert table.grad is not None
@@ -309,4 +315,4 @@ def test_one_graph_for_all_lengths(strategy: str) -> None:
             x, documents = floats(1, length, 16), torch.arange(length)[None] // 5
             torch.testing.assert_close(compiled(x, documents), model(x, documents), rtol=1e-9, atol=1e-9)
     assert len(graphs) == 1
-    assert "aten.index.Tensor(table" in show(graphs[0])
+    assert "index(table" in show(graphs[0])

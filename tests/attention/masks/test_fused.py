@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.attention.attending import PREDICATES, SIZES, Problem, dense, leaves, randn, row_indices, shard
 from support.attention.fused import fused_here
+from support.attention.score_texts import score_of
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
@@ -101,7 +102,7 @@ def reference(p: Problem, text: str, bias: Tensor | None = None) -> list[Tensor]
     values = places | {"head0": torch.tensor(SLOPES, dtype=torch.float64)[:, None, None]}
     keys, values_ = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scaled = q @ keys.mT * 0.3
-    scored = scores.evaluate_score(text, scaled, values) if text else scaled
+    scored = scores.evaluate_score(score_of(text), scaled, values) if text else scaled
     if bias is not None and bias.dtype != torch.bool:
         scored = scored + bias
     allowed = p.allowed() if bias is None or bias.dtype != torch.bool else p.allowed() & bias
@@ -117,7 +118,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 def options(text: str) -> dict[str, object]:
-    return {"score": text, "heads": [torch.tensor(SLOPES, dtype=torch.float64)] if "head" in text else []}
+    return {"score": score_of(text), "heads": [torch.tensor(SLOPES, dtype=torch.float64)] if "head" in text else []}
 
 
 @pytest.mark.sampled(every=82)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers.integrations.moe  # noqa: F401  (a grouped product that knows float64)
+from support.attention.score_texts import score_of, traced_score
 from support.samples.sample_values import b, c, f, i, one, unit
 from torch import Tensor
 
@@ -38,9 +39,11 @@ def attention() -> None:
         False,
     )
     one(masked, f(2, 8, 6, 4), f(2, 4, 6, 4), f(2, 4, 6, 4), [], [], [], "k <= q", 0.0, None, True)
-    one(masked, queries, keys, keys, [], [], [], "", 0.0, None, False, score="tanh(s) + head0/2", heads=[f(6)])
-    program = "t0 = aten.index.Tensor(table0, [head0, k]); aten.add.Tensor(s, t0)"
-    reads = {"score": program, "heads": [torch.arange(6)], "tables": [f(6, 12)]}
+    one(
+        masked, queries, keys, keys, [], [], [], "", 0.0, None, False, score=score_of("tanh(s) + head0/2"), heads=[f(6)]
+    )
+    biased = traced_score(lambda s, k, head0, table0: aten.add.Tensor(s, aten.index.Tensor(table0, [head0, k])))
+    reads = {"score": biased, "heads": [torch.arange(6)], "tables": [f(6, 12)]}
     one(masked, queries, keys, keys, [], [], [], "", 0.0, None, False, **reads)
     one(masked, queries, keys, keys, [], [], [], "", 0.0, None, False, lse=True)
     one(masked, queries, keys, keys, [], [], [], "k <= q", 0.0, None, False, sinks=f(6))
