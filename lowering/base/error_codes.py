@@ -371,10 +371,6 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP613": ErrorInfo("Names that are not one for each axis", "Pass one name for each axis of the mesh."),
     "SP614": ErrorInfo("declare_groups without process groups", "Call torch.distributed.init_process_group() first."),
     "SP615": ErrorInfo("A mesh that declare_groups does not take", "Pass a DeviceMesh, or a list of process groups."),
-    "SP616": ErrorInfo(
-        "Unions of axes that do not form a grid",
-        "Pass lists of names of axes whose groups form a full grid, such as [('dp', 'sp')].",
-    ),
     "SP617": ErrorInfo("Arguments of declare_groups that differ between ranks", "Pass the same on every rank."),
     "SP618": ErrorInfo(
         "Groups that do not form an axis",

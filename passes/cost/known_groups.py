@@ -32,9 +32,6 @@ class KnownGroups:
     )  # group name in this rank's graphs -> groups of this kind on all ranks
     nodes: Mapping[int, int] = field(default_factory=dict)  # rank -> machine number, 0 by default
     lines: Mapping[str, LatencyBandwidth] = field(default_factory=dict)  # group name -> measured all_reduce time
-    turns: Mapping[frozenset[str], LatencyBandwidth] = field(
-        default_factory=dict
-    )  # group names -> measured time of consecutive all_reduces
 
     @staticmethod
     def of(mesh_shape: Sequence[int], names: Sequence[str], ranks_per_node: int | None = None) -> KnownGroups:

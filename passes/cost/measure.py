@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,6 +35,7 @@ from sp_compile.lowering.masks.spans import full_span
 from sp_compile.lowering.torch_compat import process_group
 
 from .collective_time import LatencyBandwidth, collective_bytes, fit_line
+from .known_groups import Partition
 from .machine import Machine
 
 FILE_VERSION = 2  # of the cache files
@@ -68,8 +68,8 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
     known = _measured.setdefault(group, {})
     if device.type not in known:
         where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-        everyone = [(ranks.group, (tuple(range(ranks.n)),))]
-        jobs = [_run_collective_once(kind, everyone, where) for kind in ("all_to_all", "all_gather")]
+        everyone = (tuple(range(ranks.n)),)
+        jobs = [_run_collective(kind, ranks.group, everyone, where) for kind in ("all_to_all", "all_gather")]
         lines = measure_lines([*jobs, _measure_attention(device)], group, device, where, MACHINE_REPEATS, meet)
         node, base = _ranks_per_node(ranks, where), _base_constants(group, device, where)
         known[device.type] = fit_constants(lines, ranks.n, node, base, _measured_kernel(device).rate)
@@ -107,32 +107,24 @@ def fit_constants(
     )
 
 
-NamedLines: TypeAlias = Sequence[tuple[str | None, tuple[tuple[int, ...], ...]]]
-"""Communicator of this rank (None if it has none), and the ranks of all communicators of that kind."""
-
-
 def measure_reductions(
-    groups: NamedLines, turns: Sequence[Sequence[int]], device: torch.device, where: torch.device, meet: MeetFunction
-) -> tuple[dict[str, LatencyBandwidth], dict[frozenset[str], LatencyBandwidth]]:
-    """Measure all_reduces over this rank's communicators, and over several in turn; equal on all ranks.
+    groups: Sequence[tuple[str | None, Partition]], where: torch.device, meet: MeetFunction
+) -> dict[str, LatencyBandwidth]:
+    """Measure all_reduces over this rank's communicators; equal on all ranks.
 
     All ranks of the program must call it together.
 
     Args:
-        groups: Groups.
-        turns: Indices of groups that are reduced consecutively, measured together because the second collective starts
-            with ranks in another state.
-        device: Device of the model.
+        groups: Communicator of this rank (None if it has none), and the ranks of all communicators of that kind.
         where: Device of the reduced tensors.
         meet: Barrier for errors; its exceptions propagate.
+
+    Returns:
+        The line of each communicator of this rank.
     """
-    named = [[group] for group in groups] + [[groups[i] for i in turn] for turn in turns]
-    jobs = [_run_collective_once("all_reduce", several, where) for several in named]
-    lines = measure_lines(jobs, dist.group.WORLD, device, where, REDUCTION_REPEATS, meet)
-    mine = zip([[name for name, _ in several] for several in named], lines)
-    known = [(list(map(str, names)), line) for names, line in mine if None not in names]
-    alone = {names[0]: line for names, line in known if len(names) == 1}
-    return alone, {frozenset(names): line for names, line in known if len(names) > 1}
+    jobs = [_run_collective("all_reduce", *group, where) for group in groups]
+    lines = measure_lines(jobs, dist.group.WORLD, where, where, REDUCTION_REPEATS, meet)
+    return {name: line for (name, _), line in zip(groups, lines) if name is not None}
 
 
 @dataclass(frozen=True)
@@ -150,27 +142,25 @@ class Measurement:
     ]  # (size, seconds) -> point on the line, by bytes that one rank sends
 
 
-def _run_collective_once(kind: str, named: NamedLines, where: torch.device) -> Measurement:
-    """Return the job of collectives over consecutive groups, with `size` bytes per rank (all_gather: total)."""
-    names, parts = zip(*named)
-    n = max(map(len, parts[0]))
+def _run_collective(kind: str, name: str | None, groups: Partition, where: torch.device) -> Measurement:
+    """Return the job of a collective over one of the groups, with `size` bytes per rank (all_gather: total)."""
+    n = max(map(len, groups))
 
     def shape(size: int) -> tuple[int, int]:
         return 1 if kind == "all_gather" else n, max(1, size // n // 4)
 
     def call(size: int) -> Callable[[], object] | None:
-        over = [(name, dist.get_world_size(process_group(name))) for name in names if name is not None]
-        if len(over) < len(names) or all(k == 1 for _, k in over):
+        own = 1 if name is None else dist.get_world_size(process_group(name))
+        if own == 1:
             return None
         x = torch.ones(shape(size), device=where)
-        return lambda: reduce(lambda y, group: getattr(current_communicator(), kind)(y, group[1], group[0]), over, x)
+        return lambda: getattr(current_communicator(), kind)(x, own, name)
 
     def point(size: int, seconds: float) -> tuple[float, float]:
-        nbytes = 4 * math.prod(shape(size))
-        return sum(collective_bytes(kind, nbytes, max(map(len, groups))) for groups in parts), seconds
+        return collective_bytes(kind, 4 * math.prod(shape(size)), n), seconds
 
     sizes = CPU_SIZES if where.type == "cpu" else GPU_SIZES
-    return Measurement((kind, where.type, parts), where, sizes, call, point)
+    return Measurement((kind, where.type, groups), where, sizes, call, point)
 
 
 def _attention_sizes(device: torch.device) -> tuple[int, int, torch.dtype]:

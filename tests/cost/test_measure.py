@@ -24,7 +24,7 @@ from sp_compile.runtime.agreement import make_error_barrier
 from sp_compile.runtime.control.message import MEASURE_VERB
 
 DEVICE = torch.device("cpu")
-EVERYONE = (((0, 1),),)
+EVERYONE = ((0, 1),)
 KEYS = [repr(("all_to_all", "cpu", EVERYONE)), repr(("all_gather", "cpu", EVERYONE)), repr(("attention", "cpu"))]
 MARK = [[0.5, 2e3], [0.25, 3e3], [1 / 128, math.inf]]  # what no measurement gives
 MARKED = replace(
