@@ -69,9 +69,8 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
         return session.guard(None, error, gm, example_inputs)
     if lowered.unsplit_reason:
         warn_unsplit(program_subject(gm), lowered.unsplit_reason)
-    groups = lowered.joint.given.common_inputs, lowered.joint.given.backward
-    kept = lowered.unsplit_reason, lowered.eager
-    return session.guard(run, error, gm, example_inputs, lowered.graph, *groups, lowered.boundary, *kept)
+    known = lowered.graph, lowered.joint.given, lowered.boundary, lowered.unsplit_reason, lowered.eager
+    return session.guard(run, error, gm, example_inputs, *known)
 
 
 torch_compat.on_eager(sp, warn_eager_fallback, warn_fsdp_submodules)

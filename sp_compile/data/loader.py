@@ -256,7 +256,7 @@ def _all_fields(everyone: Sequence[Message]) -> dict[str, str]:
 def _unlike(everyone: Sequence[Message]) -> SpError | None:
     if failed := _failure(everyone):
         return failed
-    different = describe_field_mismatch(everyone, "the ranks of this group read different data")
+    different = describe_field_mismatch([one.fields for one in everyone], "the ranks of this group read different data")
     return SpError("SP807", different) if different else None
 
 

@@ -111,7 +111,7 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
         while isinstance(checked, InProcesses | ShardedProgram):
             seen.append(type(checked).__name__)
             checked = checked.run
-        seen.append(checked.check_every)
+        seen.append(checked.info.check_every)
         return run
 
     compiler = "aot_eager" if isinstance(model, TensorParallel) else keep

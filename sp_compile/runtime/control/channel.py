@@ -44,7 +44,7 @@ from sp_compile.lowering.torch_compat import (
     use_real_tensors,
 )
 
-from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, Field, Message, StopNotice
+from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, Message, StopNotice
 from .store import package_store, query_store
 
 WAIT_SLICE = timedelta(seconds=1)  # of a wait, during which Python handles no signal
@@ -98,7 +98,8 @@ class ControlChannel:
     raised: tuple[int, str] | None = None  # this rank and its exception since the last exchange
     thread: int = 0  # the thread that calls programs
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)  # calls of each program and model
-    later: list[tuple[list[Field], PendingChecksums]] = field(default_factory=list)  # compared at the next call
+    # checksums by name that are compared at the next call
+    later: list[tuple[list[str], PendingChecksums]] = field(default_factory=list)
     known: int = 0  # number of models so far
     exchanges: int = 0  # number of exchanges so far
     heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)  # start of the last wait, heartbeats, time of the last one
@@ -291,6 +292,13 @@ class ControlChannel:
         known = any(map(self._is_since, _own_stop))  # this rank has raised as well, and continues
         return last if last.raised and others and self._is_since(last) and not known else None
 
+    def count_call(self, program: str, parameters: Sequence[torch.nn.Parameter]) -> tuple[int, int]:
+        """Count a call of a program, and return the number of its model and of the call."""
+        self.check_thread()  # before the call counts
+        key = program, self.model(parameters)
+        self.calls[key] += 1
+        return key[1], self.calls[key]
+
     def model(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Return the number of the model with these parameters, by first call; 0 without parameters."""
         if not parameters:
@@ -308,8 +316,8 @@ class ControlChannel:
             counted.clear()
         self.known = max(self.known, *(one.model for one in everyone))
 
-    def earlier_fields(self) -> dict[Any, str]:
-        """Return the checksums of earlier calls that are not yet compared."""
+    def take_earlier(self) -> dict[str, str]:
+        """Return the checksums of earlier calls that are not yet compared, by name."""
         waiting, self.later = self.later, []
         return {name: value for names, one in waiting for name, value in zip(names, one.read(), strict=True)}
 
@@ -356,7 +364,7 @@ def _forget_model(models: dict[tuple[int, ...], Any], key: tuple[int, ...], gone
 
 def _read_line(saying: Message) -> tuple[str, str]:
     """Return the operation of a rank, and the line of a read."""
-    return str(saying), saying.fields.get("", "") if saying.verb == READ_VERB else ""
+    return str(saying), saying.note if saying.verb == READ_VERB else ""
 
 
 def _is_done(work: Any) -> bool:
