@@ -368,7 +368,6 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP612": ErrorInfo(
         "A process group that this rank does not have", "Make the group on every rank with torch.distributed.new_group."
     ),
-    "SP613": ErrorInfo("Names that are not one for each axis", "Pass one name for each axis of the mesh."),
     "SP614": ErrorInfo("declare_groups without process groups", "Call torch.distributed.init_process_group() first."),
     "SP615": ErrorInfo("A mesh that declare_groups does not take", "Pass a DeviceMesh, or a list of process groups."),
     "SP617": ErrorInfo("Arguments of declare_groups that differ between ranks", "Pass the same on every rank."),

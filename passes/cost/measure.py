@@ -45,8 +45,9 @@ HOPPER = 9
 """First GPU generation on which cuDNN attention runs in place of FlashAttention-2."""
 MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
 
-MeetFunction: TypeAlias = Callable[[Exception | None], None]
-"""Barrier for errors: if any rank passes an exception, it raises the same SpError on every rank."""
+MeetFunction: TypeAlias = Callable[[Exception | None, Any], list[Any]]
+"""Exchange of all ranks: it returns the value of every rank, in order, or [] if all pass None. If any rank passes an
+exception, it raises the same SpError on every rank."""
 
 _measured: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
@@ -60,7 +61,7 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
     Args:
         ranks: Ranks of the sequence.
         device: Device of the model.
-        meet: Barrier for errors; its exceptions propagate.
+        meet: Exchange of these ranks; its exceptions propagate.
     """
     group = ranks.process_group
     if not ranks.exchanges:
@@ -70,8 +71,8 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
         where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         everyone = (tuple(range(ranks.n)),)
         jobs = [_run_collective(kind, ranks.group, everyone, where) for kind in ("all_to_all", "all_gather")]
-        lines = measure_lines([*jobs, _measure_attention(device)], group, device, where, MACHINE_REPEATS, meet)
-        node, base = _ranks_per_node(ranks, where), _base_constants(group, device, where)
+        lines = measure_lines([*jobs, _measure_attention(device)], group, device, MACHINE_REPEATS, meet)
+        node, base = min(Counter(meet(None, platform.node())).values()), _base_constants(device, meet)
         known[device.type] = fit_constants(lines, ranks.n, node, base, _measured_kernel(device).rate)
     return known[device.type]
 
@@ -117,13 +118,13 @@ def measure_reductions(
     Args:
         groups: Communicator of this rank (None if it has none), and the ranks of all communicators of that kind.
         where: Device of the reduced tensors.
-        meet: Barrier for errors; its exceptions propagate.
+        meet: Exchange of these ranks; its exceptions propagate.
 
     Returns:
         The line of each communicator of this rank.
     """
     jobs = [_run_collective("all_reduce", *group, where) for group in groups]
-    lines = measure_lines(jobs, dist.group.WORLD, where, where, REDUCTION_REPEATS, meet)
+    lines = measure_lines(jobs, dist.group.WORLD, where, REDUCTION_REPEATS, meet)
     return {name: line for (name, _), line in zip(groups, lines) if name is not None}
 
 
@@ -191,7 +192,7 @@ def _measure_attention(device: torch.device) -> Measurement:
 
 
 def measure_lines(
-    jobs: Sequence[Measurement], group: Any, device: torch.device, where: torch.device, repeats: int, meet: MeetFunction
+    jobs: Sequence[Measurement], group: Any, device: torch.device, repeats: int, meet: MeetFunction
 ) -> list[LatencyBandwidth]:
     """Return the lines of the jobs, equal on all ranks of the group, which must call it together.
 
@@ -202,9 +203,8 @@ def measure_lines(
         jobs: Timing jobs.
         group: Process group.
         device: Device of the model.
-        where: Device of tensors in collectives of the group.
         repeats: Measured rounds.
-        meet: Barrier for errors.
+        meet: Exchange of the group.
     """
     known = _measured.setdefault(group, {})
     new = list({job.key: job for job in jobs if job.key not in known}.values())
@@ -213,19 +213,17 @@ def measure_lines(
         with _raised_on_all(meet):
             path = _cache_path(group, device)
             kept = _read_cache(path) if first else {}
-        found = _broadcast_found([kept.get(repr(job.key)) for job in new], group, where)
+        found = meet(None, [kept.get(repr(job.key)) for job in new])[0]
         missing = [job for job, line in zip(new, found) if line is None]
         known.update((job.key, line) for job, line in zip(new, found) if line is not None)
         if missing:
-            known.update(zip([job.key for job in missing], _measure_and_fit(missing, group, where, repeats, meet)))
+            known.update(zip([job.key for job in missing], _measure_and_fit(missing, repeats, meet)))
         if missing and first:
             _write_cache(path, kept | {repr(job.key): known[job.key] for job in missing})
     return [known[job.key] for job in jobs]
 
 
-def _measure_and_fit(
-    jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: int, meet: MeetFunction
-) -> list[LatencyBandwidth]:
+def _measure_and_fit(jobs: Sequence[Measurement], repeats: int, meet: MeetFunction) -> list[LatencyBandwidth]:
     """Measure the jobs and fit lines; the slowest rank of a round counts, because others wait for it.
 
     Jobs alternate, so that disturbances affect all of them. Sizes do not, because a small message after a large one
@@ -238,8 +236,7 @@ def _measure_and_fit(
             with _raised_on_all(meet):
                 calls = [(job.call(job.sizes[k]), job.device) for job in turn]
             rounds = [[_time_call(call, device, meet) for call, device in calls] for _ in range(repeats + 1)]
-        slowest = torch.tensor(rounds[1:], dtype=torch.float64, device=where)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        slowest = torch.tensor(meet(None, rounds[1:]), dtype=torch.float64).amax(0)
         for job, seconds in zip(turn, mean_of_middle(slowest).tolist()):
             points[job.key].append(job.point(job.sizes[k], seconds))
     return [fit_line(*zip(*points[job.key])) for job in jobs]
@@ -269,7 +266,7 @@ def _raised_on_all(meet: MeetFunction) -> Iterator[None]:
         yield
     except Exception as error:
         problem = error
-    meet(problem)
+    meet(problem, None)
 
 
 def mean_of_middle(rounds: Tensor) -> Tensor:
@@ -287,14 +284,7 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _ranks_per_node(ranks: Ranks, where: torch.device) -> int:
-    """Return the minimum number of ranks of the group on a host."""
-    mine = torch.tensor([int(_hash(platform.node())[:15], 16)], device=where)
-    hosts = current_communicator().all_gather(mine, ranks.n, ranks.group)
-    return min(Counter(hosts.tolist()).values())
-
-
-def _base_constants(group: Any, device: torch.device, where: torch.device) -> Machine:
+def _base_constants(device: torch.device, meet: MeetFunction) -> Machine:
     """Return the defaults for the smallest memory and the oldest generation of the ranks' devices.
 
     CPU memory is unlimited, because it is shared.
@@ -302,21 +292,9 @@ def _base_constants(group: Any, device: torch.device, where: torch.device) -> Ma
     mine = [math.inf, math.inf]
     if device.type == "cuda":
         mine = [torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_capability(device)[0]]
-    least = torch.tensor(mine, dtype=torch.float64, device=where)
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    memory, generation = least.tolist()
+    memory, generation = map(min, zip(*meet(None, mine)))
     base = replace(Machine.of(device.type), memory=memory)
     return base if generation >= HOPPER else replace(base, cudnn_efficiency=base.flash_efficiency)
-
-
-def _broadcast_found(
-    found: Sequence[LatencyBandwidth | None], group: Any, where: torch.device
-) -> list[LatencyBandwidth | None]:
-    """Broadcast the lines of rank 0."""
-    values = [(math.nan, math.nan) if line is None else (line.latency, line.bandwidth) for line in found]
-    tensor = torch.tensor(values, dtype=torch.float64, device=where)
-    dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
-    return [None if math.isnan(latency) else LatencyBandwidth(latency, beta) for latency, beta in tensor.tolist()]
 
 
 def _cache_path(group: Any, device: torch.device) -> Path:

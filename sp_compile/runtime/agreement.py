@@ -97,11 +97,14 @@ def publish_failure() -> Iterator[None]:
         raise
 
 
-def make_error_barrier(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]:
-    """Return a barrier that raises the same SpError on all ranks if one has failed."""
+def make_exchange(ranks: Ranks, saying: Message) -> Callable[[Exception | None, Any], list[Any]]:
+    """Return a function that exchanges values, and raises the same SpError on all ranks if one has failed."""
 
-    def meet(error: Exception | None) -> None:
-        if problem := find_mismatch(all_gather_messages(ranks, replace(saying, error=wrap_error(error))) or ()):
+    def meet(error: Exception | None, value: Any) -> list[Any]:
+        mine = replace(saying, error=wrap_error(error), expects_answer=value is not None, answer=value)
+        try:
+            return [one.answer for one in require_agreement(ranks, mine)]
+        except SpError as problem:
             raise problem from error
 
     return meet

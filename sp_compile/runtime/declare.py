@@ -23,7 +23,7 @@ from sp_compile.passes.cost.known_groups import KnownGroups, Partition, add_decl
 from sp_compile.passes.cost.measure import measure_reductions
 from sp_compile.runtime.control.message import MEASURE_VERB, register_sendable
 
-from .agreement import all_gather_object, failure, make_error_barrier, wrap_error
+from .agreement import all_gather_object, failure, make_exchange, wrap_error
 
 GroupEntry: TypeAlias = tuple[str, tuple[int, ...], str]
 """Name of a process group, its global ranks, and its backends, such as "cpu:gloo,cuda:nccl"."""
@@ -65,7 +65,7 @@ def declare_groups(mesh: DeviceMesh | Sequence[dist.ProcessGroup | None], measur
     table = KnownGroups(members, {rank: hosts.index(host) for rank, host in enumerate(hosts)})
     where = _device_of_messages()
     if measure and all(f"{where.type}:" in entry[2] for one in every for entry in one.axes.values() if entry):
-        lines = measure_reductions(groups, where, make_error_barrier(ranks, MEASURE_VERB))
+        lines = measure_reductions(groups, where, make_exchange(ranks, MEASURE_VERB))
         table = replace(table, lines=lines)
     add_declared(table)
     return table

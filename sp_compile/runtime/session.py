@@ -27,6 +27,7 @@ from sp_compile.lowering.torch_compat import argument_name, on_recompile_limit, 
 from sp_compile.passes.boundary.graph_boundary import GraphBoundary
 from sp_compile.passes.context import PassSettings
 from sp_compile.passes.cost import measure
+from sp_compile.passes.cost.collective_time import LatencyBandwidth
 from sp_compile.passes.cost.group_names import (
     GroupGrid,
     check_groups,
@@ -49,7 +50,7 @@ from sp_compile.runtime.control.channel import (
 from sp_compile.runtime.control.message import MEASURE_VERB, hash_text, register_sendable
 from sp_compile.runtime.control.store import STORE_TIMEOUT
 
-from .agreement import make_error_barrier, wrap_error
+from .agreement import make_exchange, wrap_error
 from .compile_protocol import CompileProtocol
 from .fingerprint import ProgramDigest, exchange_digest, graph_digest, input_names, program_subject
 from .guard import GuardedProgram, InProcesses, ProgramInfo
@@ -58,6 +59,7 @@ from .settings_digest import settings_fields
 from .sharded_values import GatheredProgram, ShardedProgram, any_sharded
 
 register_sendable(Machine)
+register_sendable(LatencyBandwidth)
 on_recompile_limit(partial(publish_stop, goes_on=True))
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options that affect collectives
 
@@ -180,7 +182,7 @@ class CompileSession:
         self.split = True
         if not self.measures or self.ranks.process_group is None:
             return None
-        found = measure.machine(self.ranks, device, make_error_barrier(self.ranks, MEASURE_VERB))
+        found = measure.machine(self.ranks, device, make_exchange(self.ranks, MEASURE_VERB))
         for ranks in self.everyone:  # over the axes of a grid this gives the minimum of all ranks
             answers = self._protocol.exchange(ranks, "machine", found)
             found = min((one for one in answers if one is not None), key=astuple)

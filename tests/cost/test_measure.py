@@ -20,7 +20,7 @@ from sp_compile.lowering.base.ranks import resolve
 from sp_compile.passes.cost import measure
 from sp_compile.passes.cost.collective_time import LatencyBandwidth, collective_bytes, fit_line
 from sp_compile.passes.cost.machine import CPU, GPU, Machine
-from sp_compile.runtime.agreement import make_error_barrier
+from sp_compile.runtime.agreement import make_exchange
 from sp_compile.runtime.control.message import MEASURE_VERB
 
 DEVICE = torch.device("cpu")
@@ -50,12 +50,12 @@ def asked(folders: list[str]) -> tuple[Machine, int, list[str]]:
         mock.patch.object(measure, "_measure_and_fit", wraps=measure._measure_and_fit) as fit,
     ):
         ranks = resolve(worker.mesh(), None)
-        found = measure.machine(ranks, DEVICE, make_error_barrier(ranks, MEASURE_VERB))
-        assert measure.machine(ranks, DEVICE, make_error_barrier(ranks, MEASURE_VERB)) == found
+        found = measure.machine(ranks, DEVICE, make_exchange(ranks, MEASURE_VERB))
+        assert measure.machine(ranks, DEVICE, make_exchange(ranks, MEASURE_VERB)) == found
     return found, fit.call_count, sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
-def _nobody(error: Exception | None) -> None:
+def _nobody(error: Exception | None, value: object) -> list:
     raise AssertionError("there is nobody to meet")
 
 
@@ -67,7 +67,7 @@ def fails(where: str, folder: str) -> str:
         mock.patch.object(measure, where, side_effect=MemoryError("no room")) if dist.get_rank() == 1 else nullcontext()
     )
     with odd, mock.patch.dict(os.environ, {"SP_COMPILE_CACHE_DIR": folder}):
-        return error_text(lambda: measure.machine(ranks, DEVICE, make_error_barrier(ranks, MEASURE_VERB)))
+        return error_text(lambda: measure.machine(ranks, DEVICE, make_exchange(ranks, MEASURE_VERB)))
 
 
 @pytest.mark.parametrize("where", ["_cache_path", "full_span"])
