@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice, repeat
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.ranks import Mesh
+from sp_compile.lowering.base.ranks import Mesh, process_rank
 from sp_compile.runtime.agreement import describe_field_mismatch, describe_operation_mismatch
 from sp_compile.runtime.control.channel import publish_stop
 from sp_compile.runtime.control.message import Message
@@ -236,8 +235,7 @@ def _words(error: Exception) -> str:
 def _failure_of(error: Exception) -> SpError:
     """Return the error that the ranks report together."""
     found = error if isinstance(error, SpError) else SpError("SP806", f"{type(error).__name__}: {error}."[:500])
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return found.with_context(f"rank {rank} could not read: ")
+    return found.with_context(f"rank {process_rank()} could not read: ")
 
 
 def _failure(everyone: Sequence[Message]) -> SpError | None:

@@ -20,7 +20,7 @@ import torch
 from sp_compile.lowering.base.errors import RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import SUMMARY_PREFIX
-from sp_compile.runtime.control.channel import STOPPED_CAUSE, channel_of, gather_integers, publish_stop
+from sp_compile.runtime.control.channel import channel_of, gather_integers, publish_stop
 from sp_compile.runtime.control.message import COMPILE_VERB, READ_VERB, STOP_VERB, Message
 
 TOLERANCE_RATIO = 3e-3  # relative to the first value, the magnitude; accounts for half precision
@@ -93,7 +93,7 @@ def publish_failure() -> Iterator[None]:
     try:
         yield
     except SpError as error:
-        publish_stop(str(error)[:STOPPED_CAUSE])
+        publish_stop(str(error))
         raise
 
 

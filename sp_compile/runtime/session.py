@@ -40,13 +40,7 @@ from sp_compile.passes.cost.input_facts import InputFacts
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.provenance import exchange_sources, node_lines
 from sp_compile.passes.joint.joint_context import JointContext
-from sp_compile.runtime.control.channel import (
-    HEARTBEAT_INTERVAL,
-    STOPPED_CAUSE,
-    broken_context,
-    channel_of,
-    publish_stop,
-)
+from sp_compile.runtime.control.channel import HEARTBEAT_INTERVAL, broken_context, channel_of, publish_stop
 from sp_compile.runtime.control.message import MEASURE_VERB, hash_text, register_sendable
 from sp_compile.runtime.control.store import STORE_TIMEOUT
 
@@ -269,9 +263,8 @@ class CompileSession:
         if meets or error is None:
             return error
         if self._protocol.opened:  # ranks of another group wait there for this rank's call
-            publish_stop(
-                str(error).replace("\n", " ")[:STOPPED_CAUSE], subject=program_subject(gm), within=broken_context()
-            )
+            words = str(error).replace("\n", " ")
+            publish_stop(words, subject=program_subject(gm), within=broken_context())
         found = wrap_error(error)
         assert found is not None
         raise RankMismatchError(found.code, found.cause, found.fix) from error

@@ -54,7 +54,7 @@ RETRY_HINT = 5.0  # seconds within which a rank that has raised in a call makes 
 CONNECT_CAUSE = timedelta(seconds=60)  # timeout of connecting after all ranks have arrived
 FEW_INTEGERS = 8  # largest exchange whose buffers are reused, in integers
 POLL_INTERVAL = 0.005  # seconds between checks for ranks that have not connected
-STOPPED_CAUSE = 1000  # characters of the reason of a stop
+STOPPED_CAUSE = 1000  # characters of the published reason of a stop
 HEARTBEAT_INTERVAL = 2.0  # seconds between heartbeats of a rank that compiles
 TWO_THREADS = "two threads of this process call programs over one process group, so their exchanges have no order."
 
@@ -260,9 +260,8 @@ class ControlChannel:
         why = [f"rank {stopped.rank} stopped: {stopped.text}"] if stopped.text else []
         self.broken = "\n".join([f"rank {me} {what}", *others, f"  {why[0]}" if why else LIKELY_CAUSE])
         told = "; ".join([f"it {what}", *why]).replace("\n", " ")
-        publish_stop(
-            told[:STOPPED_CAUSE], of={self.name: self.exchanges}, within=self.name
-        )  # it may take part in exchanges of other groups
+        # It may take part in exchanges of other groups.
+        publish_stop(told, of={self.name: self.exchanges}, within=self.name)
         return SpError("SP622", self.broken) if saying.verb == READ_VERB else SpError("SP621", self.broken)
 
     def break_group(self, found: StopNotice, saying: str) -> SpError:
@@ -402,7 +401,8 @@ def publish_stop(
     if not (dist.is_available() and dist.is_initialized()):
         return
     talks = {name: 0 for name, *_ in process_groups()} | {wire.name: wire.exchanges for wire in _channels.values()}
-    _store_notice(StopNotice(dist.get_rank(), words, goes_on, talks if of is None else of, subject, within, raised))
+    exchanges = talks if of is None else of
+    _store_notice(StopNotice(dist.get_rank(), words[:STOPPED_CAUSE], goes_on, exchanges, subject, within, raised))
 
 
 def _store_notice(said: StopNotice) -> None:
