@@ -70,7 +70,7 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
     if device.type not in known:
         where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         everyone = (tuple(range(ranks.n)),)
-        jobs = [_run_collective(kind, ranks.group, everyone, where) for kind in ("all_to_all", "all_gather")]
+        jobs = [_time_collective(kind, ranks.group, everyone, where) for kind in ("all_to_all", "all_gather")]
         lines = measure_lines([*jobs, _measure_attention(device)], group, device, MACHINE_REPEATS, meet)
         node, base = min(Counter(meet(None, platform.node())).values()), _base_constants(device, meet)
         known[device.type] = fit_constants(lines, ranks.n, node, base, _measured_kernel(device).rate)
@@ -123,7 +123,7 @@ def measure_reductions(
     Returns:
         The line of each communicator of this rank.
     """
-    jobs = [_run_collective("all_reduce", *group, where) for group in groups]
+    jobs = [_time_collective("all_reduce", *group, where) for group in groups]
     lines = measure_lines(jobs, dist.group.WORLD, where, REDUCTION_REPEATS, meet)
     return {name: line for (name, _), line in zip(groups, lines) if name is not None}
 
@@ -143,7 +143,7 @@ class Measurement:
     ]  # (size, seconds) -> point on the line, by bytes that one rank sends
 
 
-def _run_collective(kind: str, name: str | None, groups: Partition, where: torch.device) -> Measurement:
+def _time_collective(kind: str, name: str | None, groups: Partition, where: torch.device) -> Measurement:
     """Return the job of a collective over one of the groups, with `size` bytes per rank (all_gather: total)."""
     n = max(map(len, groups))
 

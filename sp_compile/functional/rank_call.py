@@ -36,7 +36,7 @@ def require_on_all(
     if ranks is not None:
         mine = Message(CALL_VERB, name, note="" if error else describe(), error=error)
         fix = f"Make the same call on every rank: {same}."
-        require_agreement(ranks, mine, "SP508", f"{name}: the ranks' calls differ", fix)
+        require_agreement(ranks, mine, SpError("SP508", f"{name}: the ranks' calls differ", fix))
     if error:
         raise error
 

@@ -57,23 +57,19 @@ def all_gather_messages(ranks: Ranks, mine: Message) -> list[Message] | None:
     return everyone
 
 
-def require_agreement(
-    ranks: Ranks, mine: Message, code: str = "", what: str = "", fix: str | None = None
-) -> list[Message]:
+def require_agreement(ranks: Ranks, mine: Message, mismatch: SpError | None = None) -> list[Message]:
     """Return the message of every rank, or [] if all are equal and no answer is expected.
 
     Args:
         ranks: The ranks that run the operation.
         mine: The operation of this rank.
-        code: Error code of ranks whose fields or notes differ; "" if they may differ.
-        what: Summary of that error.
-        fix: Its fix; None for that of the code.
+        mismatch: Error of ranks whose fields or notes differ, without the differences; None if they may differ.
 
     Raises:
         SpError: On every rank, if a rank has failed, or the ranks run different operations or have different fields.
     """
     everyone = all_gather_messages(ranks, mine) or []
-    if problem := find_mismatch(everyone, code, what, fix):
+    if problem := find_mismatch(everyone, mismatch):
         raise problem
     return everyone
 
@@ -110,17 +106,19 @@ def make_exchange(ranks: Ranks, saying: Message) -> Callable[[Exception | None, 
     return meet
 
 
-def find_mismatch(
-    everyone: Sequence[Message], code: str = "", what: str = "", fix: str | None = None
-) -> SpError | None:
+def find_mismatch(everyone: Sequence[Message], mismatch: SpError | None = None) -> SpError | None:
     """Return the error of ranks that failed, run different operations or have different fields, or None.
 
-    The arguments are those of `require_agreement`.
+    Args:
+        everyone: Message of each rank.
+        mismatch: As in `require_agreement`.
     """
     if problem := failure([one.error for one in everyone]) or describe_operation_mismatch(everyone):
         return problem
-    differ = code and describe_field_mismatch([{"": one.note, **one.fields} for one in everyone], what)
-    return SpError(code, differ, fix) if differ else None
+    if mismatch is None:
+        return None
+    differ = describe_field_mismatch([{"": one.note, **one.fields} for one in everyone], mismatch.cause)
+    return SpError(mismatch.code, differ, mismatch.fix) if differ else None
 
 
 def describe_operation_mismatch(everyone: Sequence[Message]) -> SpError | None:

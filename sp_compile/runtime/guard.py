@@ -53,7 +53,9 @@ from .input_mismatch import find_input_mismatch
 from .settings_digest import mode_fields
 from .sharded_values import GatheredProgram, any_sharded, any_traced, call_refusal, unwrap_arguments
 
-OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of what the program has returned"
+OTHER_GRADIENTS = SpError(
+    "SP637", "the ranks of this group go backward from other gradients of what the program has returned"
+)
 OTHER_OPTIONS = "the ranks of this group were given different options, or are in different modes"
 OTHER_VALUES_EARLIER = (
     "the ranks of this group were given different values at an earlier call; values on a device are compared one call "
@@ -291,7 +293,7 @@ class GuardedProgram:
             else:
                 fields[name] = _grad_field(grad)
         everyone = all_gather_messages(self.ranks, replace(mine, fields=fields)) or ()
-        if problem := find_mismatch(everyone, "SP637", OTHER_GRADIENTS):
+        if problem := find_mismatch(everyone, OTHER_GRADIENTS):
             abort_if_connected(wire, everyone, mine)
             raise problem
 

@@ -73,7 +73,7 @@ def _sharded_data_error(cause: str, own: bool) -> SpError:
         cause: Text of the difference.
         own: True if each rank passes its rows of some inputs, so that sharding samplers are correct.
     """
-    return SpError("SP636" if own else "SP634", cause)
+    return SpError("SP636", cause) if own else SpError("SP634", cause)
 
 
 def _find_gradient_mismatch(trained: Sequence[Sequence[str]]) -> SpError | None:
