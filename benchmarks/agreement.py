@@ -29,7 +29,8 @@ from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.lowering.collectives.checksums import checksum
 from sp_compile.runtime.fingerprint import ProgramDigest
-from sp_compile.runtime.guard import GuardedProgram
+from sp_compile.runtime.guard import GuardedProgram, ProgramInfo
+from sp_compile.runtime.input_checks import ComparedInputs
 from sp_compile.runtime.settings_digest import settings_fields
 
 HEADER = 3  # words a rank sends on a call
@@ -51,12 +52,9 @@ def ways() -> dict[str, Callable[[], object]]:
     program = GuardedProgram(
         lambda *xs: xs[0],
         ranks_of(group),
+        ProgramInfo(options=settings_fields({}), check_every=1 << 20),  # after the first call no more
         ProgramDigest(),
-        names,
-        equal=every,
-        arguments=tokens,
-        options=settings_fields({}),
-        check_every=1 << 20,  # after the first call no more
+        ComparedInputs(names, every, tokens),
     )
     mine = torch.zeros(HEADER, dtype=torch.int64)
     out = [torch.zeros(HEADER, dtype=torch.int64) for _ in range(group.size())]

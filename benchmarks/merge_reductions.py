@@ -86,7 +86,7 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
             times = in_turn([apart, merged], torch.ones(nbytes // 4), rounds)
             (union,) = set(groups.members) - set(axes)
             sent = {name: collective_bytes("all_reduce", nbytes, groups.size(name)) for name in (*axes, union)}
-            predicted = groups.turns[frozenset(axes)].seconds(sum(sent[axis] for axis in axes))
+            predicted = sum(groups.lines[axis].seconds(sent[axis]) for axis in axes)
             rows.append(Row(nbytes, *times, predicted, groups.lines[union].seconds(sent[union]), merges))
         if rank == 0:
             lines = [groups.lines[name] for name in (*axes, union)]

@@ -69,9 +69,8 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
         return session.guard(None, error, gm, example_inputs)
     if lowered.unsplit_reason:
         warn_unsplit(program_subject(gm), lowered.unsplit_reason)
-    groups = lowered.joint.job.common_inputs, lowered.joint.job.backward
-    state = lowered.unsplit_reason, lowered.eager
-    return session.guard(run, error, gm, example_inputs, lowered.graph, *groups, lowered.boundary, *state)
+    known = lowered.graph, lowered.joint.job, lowered.boundary, lowered.unsplit_reason, lowered.eager
+    return session.guard(run, error, gm, example_inputs, *known)
 
 
 torch_compat.on_eager(sp, warn_eager_fallback, warn_fsdp_submodules)

@@ -363,14 +363,9 @@ ERRORS: dict[str, ErrorInfo] = {
         "A process group that this rank does not have",
         "Create the group on every rank with torch.distributed.new_group.",
     ),
-    "SP613": ErrorInfo("A number of names that is not the number of axes", "Pass one name for each axis of the mesh."),
     "SP614": ErrorInfo("declare_groups without process groups", "Call torch.distributed.init_process_group() first."),
     "SP615": ErrorInfo(
         "A mesh that declare_groups does not support", "Pass a DeviceMesh, or a list of process groups."
-    ),
-    "SP616": ErrorInfo(
-        "Unions of axes that do not form a grid",
-        "Pass lists of names of axes whose groups form a full grid, such as [('dp', 'sp')].",
     ),
     "SP617": ErrorInfo("Arguments of declare_groups that differ between ranks", "Pass equal arguments on every rank."),
     "SP618": ErrorInfo(

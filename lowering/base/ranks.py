@@ -19,6 +19,11 @@ STRATEGIES: Table[Any] = Table("attention")
 """Attention strategies (`passes.cost.attention_cost.Strategy`) by value of the option `attention`."""
 
 
+def process_rank() -> int:
+    """Return the rank of this process, or 0 without processes."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Ranks that share one sequence."""

@@ -9,9 +9,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
 from sp_compile.lowering.base.errors import CaptureError, SpError
+from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.torch_compat import RestartAnalysis, ShortenTraceback, is_fallback_error
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,6 @@ def unsplit_reason(error: Exception) -> str:
 
 def warn_unsplit(subject: str, why: str) -> None:
     """Warn on rank 0, once for each program and reason."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if rank == 0 and (subject, why) not in _warned_unsplit:
+    if process_rank() == 0 and (subject, why) not in _warned_unsplit:
         _warned_unsplit.add((subject, why))
         log.warning(UNSPLIT_WARNING, subject, why.rstrip(". "))

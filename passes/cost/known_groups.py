@@ -7,7 +7,6 @@ so they use this table, which contains the groups of all ranks, not the process 
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,34 +31,6 @@ class KnownGroups:
     )  # group name in this rank's graphs -> groups of this kind on all ranks
     nodes: Mapping[int, int] = field(default_factory=dict)  # rank -> machine number, 0 by default
     lines: Mapping[str, LatencyBandwidth] = field(default_factory=dict)  # group name -> measured all_reduce time
-    turns: Mapping[frozenset[str], LatencyBandwidth] = field(
-        default_factory=dict
-    )  # group names -> measured time of consecutive all_reduces
-
-    @staticmethod
-    def of(mesh_shape: Sequence[int], names: Sequence[str], ranks_per_node: int | None = None) -> KnownGroups:
-        """Return the table of a row-major mesh without processes, with unions "a+b" of axes.
-
-        Args:
-            mesh_shape: Sizes of the axes.
-            names: Names of the axes.
-            ranks_per_node: Ranks of a machine; None for one machine.
-
-        Raises:
-            SpError: If the names are not unique or their number is wrong.
-        """
-        if len(mesh_shape) != len(names) or len(set(names)) != len(names):
-            raise SpError(
-                "SP613", f"names: expected one name for each axis of the mesh {tuple(mesh_shape)}, got {tuple(names)}."
-            )
-        axes = {name: mesh_axis_groups(mesh_shape, dim) for dim, name in enumerate(names)}
-        members = dict(axes)
-        for several in label_subsets(names):
-            union = reduce_partitions([axes[name] for name in several])
-            assert union is not None
-            members["+".join(several)] = union
-        ranks = range(math.prod(mesh_shape))
-        return KnownGroups(members, {r: r // ranks_per_node if ranks_per_node else 0 for r in ranks})
 
     def __getitem__(self, name: str) -> Partition:
         """Return the groups called `name`.
@@ -93,13 +64,6 @@ class KnownGroups:
     def merge(self, other: KnownGroups) -> KnownGroups:
         """Return the union of both tables."""
         return KnownGroups(**{name: {**table, **getattr(other, name)} for name, table in vars(self).items()})
-
-
-def mesh_axis_groups(mesh_shape: Sequence[int], dim: int) -> Partition:
-    """Return the groups of one axis of a row-major mesh: (2, 3), 0 -> (0, 3), (1, 4), (2, 5)."""
-    inner, size = math.prod(mesh_shape[dim + 1 :]), mesh_shape[dim]
-    firsts = (o * size * inner + i for o in range(math.prod(mesh_shape[:dim])) for i in range(inner))
-    return tuple(tuple(first + k * inner for k in range(size)) for first in firsts)
 
 
 def label_subsets(labels: Sequence[str]) -> list[tuple[str, ...]]:

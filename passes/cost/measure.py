@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,6 +35,7 @@ from sp_compile.lowering.masks.spans import full_span
 from sp_compile.lowering.torch_compat import process_group
 
 from .collective_time import LatencyBandwidth, collective_bytes, fit_line
+from .known_groups import Partition
 from .machine import Machine
 
 FILE_VERSION = 2  # of the cache files
@@ -45,8 +45,9 @@ HOPPER = 9
 """First GPU generation on which cuDNN attention runs in place of FlashAttention-2."""
 MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
 
-MeetFunction: TypeAlias = Callable[[Exception | None], None]
-"""Barrier for errors: if any rank passes an exception, it raises the same SpError on every rank."""
+MeetFunction: TypeAlias = Callable[[Exception | None, Any], list[Any]]
+"""Exchange of all ranks: it returns the value of every rank, in order, or [] if all pass None. If any rank passes an
+exception, it raises the same SpError on every rank."""
 
 _measured: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
@@ -60,7 +61,7 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
     Args:
         ranks: Ranks of the sequence.
         device: Device of the model.
-        meet: Barrier for errors; its exceptions propagate.
+        meet: Exchange of these ranks; its exceptions propagate.
     """
     group = ranks.process_group
     if not ranks.exchanges:
@@ -68,10 +69,10 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
     known = _measured.setdefault(group, {})
     if device.type not in known:
         where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-        everyone = [(ranks.group, (tuple(range(ranks.n)),))]
-        jobs = [_run_collective_once(kind, everyone, where) for kind in ("all_to_all", "all_gather")]
-        lines = measure_lines([*jobs, _measure_attention(device)], group, device, where, MACHINE_REPEATS, meet)
-        node, base = _ranks_per_node(ranks, where), _base_constants(group, device, where)
+        everyone = (tuple(range(ranks.n)),)
+        jobs = [_time_collective(kind, ranks.group, everyone, where) for kind in ("all_to_all", "all_gather")]
+        lines = measure_lines([*jobs, _measure_attention(device)], group, device, MACHINE_REPEATS, meet)
+        node, base = min(Counter(meet(None, platform.node())).values()), _base_constants(device, meet)
         known[device.type] = fit_constants(lines, ranks.n, node, base, _measured_kernel(device).rate)
     return known[device.type]
 
@@ -107,32 +108,24 @@ def fit_constants(
     )
 
 
-NamedLines: TypeAlias = Sequence[tuple[str | None, tuple[tuple[int, ...], ...]]]
-"""Communicator of this rank (None if it has none), and the ranks of all communicators of that kind."""
-
-
 def measure_reductions(
-    groups: NamedLines, turns: Sequence[Sequence[int]], device: torch.device, where: torch.device, meet: MeetFunction
-) -> tuple[dict[str, LatencyBandwidth], dict[frozenset[str], LatencyBandwidth]]:
-    """Measure all_reduces over this rank's communicators, and over several in turn; equal on all ranks.
+    groups: Sequence[tuple[str | None, Partition]], where: torch.device, meet: MeetFunction
+) -> dict[str, LatencyBandwidth]:
+    """Measure all_reduces over this rank's communicators; equal on all ranks.
 
     All ranks of the program must call it together.
 
     Args:
-        groups: Groups.
-        turns: Indices of groups that are reduced consecutively, measured together because the second collective starts
-            with ranks in another state.
-        device: Device of the model.
+        groups: Communicator of this rank (None if it has none), and the ranks of all communicators of that kind.
         where: Device of the reduced tensors.
-        meet: Barrier for errors; its exceptions propagate.
+        meet: Exchange of these ranks; its exceptions propagate.
+
+    Returns:
+        The line of each communicator of this rank.
     """
-    named = [[group] for group in groups] + [[groups[i] for i in turn] for turn in turns]
-    jobs = [_run_collective_once("all_reduce", several, where) for several in named]
-    lines = measure_lines(jobs, dist.group.WORLD, device, where, REDUCTION_REPEATS, meet)
-    own = zip([[name for name, _ in several] for several in named], lines)
-    known = [(list(map(str, names)), line) for names, line in own if None not in names]
-    single_lines = {names[0]: line for names, line in known if len(names) == 1}
-    return single_lines, {frozenset(names): line for names, line in known if len(names) > 1}
+    jobs = [_time_collective("all_reduce", *group, where) for group in groups]
+    lines = measure_lines(jobs, dist.group.WORLD, where, REDUCTION_REPEATS, meet)
+    return {name: line for (name, _), line in zip(groups, lines) if name is not None}
 
 
 @dataclass(frozen=True)
@@ -150,30 +143,26 @@ class Measurement:
     ]  # (size, seconds) -> point on the line, by bytes that one rank sends
 
 
-def _run_collective_once(kind: str, named: NamedLines, where: torch.device) -> Measurement:
-    """Return the job of collectives over consecutive groups, with `size` bytes per rank (all_gather: total)."""
-    names, parts = zip(*named)
-    n = max(map(len, parts[0]))
+def _time_collective(kind: str, name: str | None, groups: Partition, where: torch.device) -> Measurement:
+    """Return the job of a collective over one of the groups, with `size` bytes per rank (all_gather: total)."""
+    n = max(map(len, groups))
 
     def shape(size: int) -> tuple[int, int]:
         """Return the shape of a float32 operand for a size in bytes."""
         return 1 if kind == "all_gather" else n, max(1, size // n // 4)
 
     def call(size: int) -> Callable[[], object] | None:
-        """Return a call of the collective over each group; None if this rank takes part in none."""
-        over = [(name, dist.get_world_size(process_group(name))) for name in names if name is not None]
-        if len(over) < len(names) or all(k == 1 for _, k in over):
+        own = 1 if name is None else dist.get_world_size(process_group(name))
+        if own == 1:
             return None
         x = torch.ones(shape(size), device=where)
-        return lambda: reduce(lambda y, group: getattr(current_communicator(), kind)(y, group[1], group[0]), over, x)
+        return lambda: getattr(current_communicator(), kind)(x, own, name)
 
     def point(size: int, seconds: float) -> tuple[float, float]:
-        """Return the bytes that a rank sends and the measured seconds."""
-        nbytes = 4 * math.prod(shape(size))
-        return sum(collective_bytes(kind, nbytes, max(map(len, groups))) for groups in parts), seconds
+        return collective_bytes(kind, 4 * math.prod(shape(size)), n), seconds
 
     sizes = CPU_SIZES if where.type == "cpu" else GPU_SIZES
-    return Measurement((kind, where.type, parts), where, sizes, call, point)
+    return Measurement((kind, where.type, groups), where, sizes, call, point)
 
 
 def _attention_sizes(device: torch.device) -> tuple[int, int, torch.dtype]:
@@ -206,7 +195,7 @@ def _measure_attention(device: torch.device) -> Measurement:
 
 
 def measure_lines(
-    jobs: Sequence[Measurement], group: Any, device: torch.device, where: torch.device, repeats: int, meet: MeetFunction
+    jobs: Sequence[Measurement], group: Any, device: torch.device, repeats: int, meet: MeetFunction
 ) -> list[LatencyBandwidth]:
     """Return the lines of the jobs, equal on all ranks of the group, which must call it together.
 
@@ -217,9 +206,8 @@ def measure_lines(
         jobs: Timing jobs.
         group: Process group.
         device: Device of the model.
-        where: Device of tensors in collectives of the group.
         repeats: Measured rounds.
-        meet: Barrier for errors.
+        meet: Exchange of the group.
     """
     known = _measured.setdefault(group, {})
     new = list({job.key: job for job in jobs if job.key not in known}.values())
@@ -228,19 +216,17 @@ def measure_lines(
         with _raised_on_all(meet):
             path = _cache_path(group, device)
             cached = _read_cache(path) if first else {}
-        found = _broadcast_found([cached.get(repr(job.key)) for job in new], group, where)
+        found = meet(None, [cached.get(repr(job.key)) for job in new])[0]
         missing = [job for job, line in zip(new, found) if line is None]
         known.update((job.key, line) for job, line in zip(new, found) if line is not None)
         if missing:
-            known.update(zip([job.key for job in missing], _measure_and_fit(missing, group, where, repeats, meet)))
+            known.update(zip([job.key for job in missing], _measure_and_fit(missing, repeats, meet)))
         if missing and first:
             _write_cache(path, cached | {repr(job.key): known[job.key] for job in missing})
     return [known[job.key] for job in jobs]
 
 
-def _measure_and_fit(
-    jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: int, meet: MeetFunction
-) -> list[LatencyBandwidth]:
+def _measure_and_fit(jobs: Sequence[Measurement], repeats: int, meet: MeetFunction) -> list[LatencyBandwidth]:
     """Measure the jobs and fit lines; the slowest rank of a round counts, because others wait for it.
 
     Jobs alternate, so that disturbances affect all of them. Sizes do not, because a small message after a large one
@@ -253,8 +239,7 @@ def _measure_and_fit(
             with _raised_on_all(meet):
                 calls = [(job.call(job.sizes[k]), job.device) for job in turn]
             rounds = [[_time_call(call, device, meet) for call, device in calls] for _ in range(repeats + 1)]
-        slowest = torch.tensor(rounds[1:], dtype=torch.float64, device=where)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        slowest = torch.tensor(meet(None, rounds[1:]), dtype=torch.float64).amax(0)
         for job, seconds in zip(turn, mean_of_middle(slowest).tolist()):
             points[job.key].append(job.point(job.sizes[k], seconds))
     return [fit_line(*zip(*points[job.key])) for job in jobs]
@@ -284,7 +269,7 @@ def _raised_on_all(meet: MeetFunction) -> Iterator[None]:
         yield
     except Exception as error:
         problem = error
-    meet(problem)
+    meet(problem, None)
 
 
 def mean_of_middle(rounds: Tensor) -> Tensor:
@@ -302,14 +287,7 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _ranks_per_node(ranks: Ranks, where: torch.device) -> int:
-    """Return the minimum number of ranks of the group on a host."""
-    own = torch.tensor([int(_hash(platform.node())[:15], 16)], device=where)
-    hosts = current_communicator().all_gather(own, ranks.n, ranks.group)
-    return min(Counter(hosts.tolist()).values())
-
-
-def _base_constants(group: Any, device: torch.device, where: torch.device) -> Machine:
+def _base_constants(device: torch.device, meet: MeetFunction) -> Machine:
     """Return the defaults for the smallest memory and the oldest generation of the ranks' devices.
 
     CPU memory is unlimited, because it is shared.
@@ -317,21 +295,9 @@ def _base_constants(group: Any, device: torch.device, where: torch.device) -> Ma
     own = [math.inf, math.inf]
     if device.type == "cuda":
         own = [torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_capability(device)[0]]
-    least = torch.tensor(own, dtype=torch.float64, device=where)
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    memory, generation = least.tolist()
+    memory, generation = map(min, zip(*meet(None, own)))
     base = replace(Machine.of(device.type), memory=memory)
     return base if generation >= HOPPER else replace(base, cudnn_efficiency=base.flash_efficiency)
-
-
-def _broadcast_found(
-    found: Sequence[LatencyBandwidth | None], group: Any, where: torch.device
-) -> list[LatencyBandwidth | None]:
-    """Broadcast the lines of rank 0."""
-    values = [(math.nan, math.nan) if line is None else (line.latency, line.bandwidth) for line in found]
-    tensor = torch.tensor(values, dtype=torch.float64, device=where)
-    dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
-    return [None if math.isnan(latency) else LatencyBandwidth(latency, beta) for latency, beta in tensor.tolist()]
 
 
 def _cache_path(group: Any, device: torch.device) -> Path:

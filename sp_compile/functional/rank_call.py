@@ -45,7 +45,9 @@ def require_on_all(
     """
     error = None if problem is None else problem.with_context(f"{name}: ")
     if ranks is not None:
-        require_agreement(ranks, Message(CALL_VERB, name, fields={} if error else {"": describe()}, error=error), same)
+        mine = Message(CALL_VERB, name, note="" if error else describe(), error=error)
+        fix = f"Make the same call on every rank: {same}."
+        require_agreement(ranks, mine, SpError("SP508", f"{name}: the ranks' calls differ", fix))
     if error:
         raise error
 

@@ -9,7 +9,6 @@ and where groups are declared. Ranks that are about to run different operations 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +20,7 @@ import torch
 from sp_compile.lowering.base.errors import RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import SUMMARY_PREFIX
-from sp_compile.runtime.control.channel import STOPPED_CAUSE, channel_of, gather_integers, publish_stop
+from sp_compile.runtime.control.channel import channel_of, gather_integers, publish_stop
 from sp_compile.runtime.control.message import COMPILE_VERB, READ_VERB, STOP_VERB, Message
 
 TOLERANCE_RATIO = 3e-3  # relative to the first value, the magnitude; accounts for half precision
@@ -58,31 +57,20 @@ def all_gather_messages(ranks: Ranks, mine: Message) -> list[Message] | None:
     return everyone
 
 
-def require_agreement(ranks: Ranks, mine: Message, same: str) -> None:
-    """Raise SpError, the same on every rank, if a rank has failed or the calls of a function differ.
+def require_agreement(ranks: Ranks, mine: Message, mismatch: SpError | None = None) -> list[Message]:
+    """Return the message of every rank, or [] if all are equal and no answer is expected.
 
     Args:
-        ranks: The ranks that make the call.
-        mine: The call of this rank.
-        same: Text of what must be equal on every rank.
-    """
-    everyone = all_gather_messages(ranks, mine) or ()
-    if problem := failure_or_mismatch(everyone):
-        raise problem
-    if differ := describe_field_mismatch(everyone, f"{mine.subject}: the ranks' calls differ"):
-        raise SpError("SP508", differ, f"Make the same call on every rank: {same}.")
-
-
-def all_gather_answers(ranks: Ranks, mine: Message) -> list[Message]:
-    """Return the message of every rank, with its answer.
+        ranks: The ranks that run the operation.
+        mine: The operation of this rank.
+        mismatch: Error of ranks whose fields or notes differ, without the differences; None if they may differ.
 
     Raises:
-        SpError: On every rank, if the ranks are about to run different operations.
+        SpError: On every rank, if a rank has failed, or the ranks run different operations or have different fields.
     """
-    everyone = all_gather_messages(ranks, mine)
-    assert everyone is not None
-    if different := describe_operation_mismatch(everyone):
-        raise different
+    everyone = all_gather_messages(ranks, mine) or []
+    if problem := find_mismatch(everyone, mismatch):
+        raise problem
     return everyone
 
 
@@ -90,9 +78,9 @@ def all_gather_object(ranks: Ranks, doing: str, subject: str, mine: Any) -> list
     """Return the value of every rank, in the order of the ranks.
 
     Raises:
-        SpError: As `all_gather_answers`.
+        SpError: As `require_agreement`.
     """
-    return [one.answer for one in all_gather_answers(ranks, Message(doing, subject, expects_answer=True, answer=mine))]
+    return [one.answer for one in require_agreement(ranks, Message(doing, subject, expects_answer=True, answer=mine))]
 
 
 @contextmanager
@@ -101,24 +89,36 @@ def publish_failure() -> Iterator[None]:
     try:
         yield
     except SpError as error:
-        publish_stop(str(error)[:STOPPED_CAUSE])
+        publish_stop(str(error))
         raise
 
 
-def make_error_barrier(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]:
-    """Return a barrier that raises the same SpError on all ranks if one has failed."""
+def make_exchange(ranks: Ranks, saying: Message) -> Callable[[Exception | None, Any], list[Any]]:
+    """Return a function that exchanges values, and raises the same SpError on all ranks if one has failed."""
 
-    def meet(error: Exception | None) -> None:
-        """Raise the error of this or another rank, on every rank."""
-        if problem := failure_or_mismatch(all_gather_messages(ranks, replace(saying, error=wrap_error(error))) or ()):
+    def meet(error: Exception | None, value: Any) -> list[Any]:
+        mine = replace(saying, error=wrap_error(error), expects_answer=value is not None, answer=value)
+        try:
+            return [one.answer for one in require_agreement(ranks, mine)]
+        except SpError as problem:
             raise problem from error
 
     return meet
 
 
-def failure_or_mismatch(everyone: Sequence[Message]) -> SpError | None:
-    """Return the error of ranks that failed or run different operations, or None."""
-    return failure([one.error for one in everyone]) or describe_operation_mismatch(everyone)
+def find_mismatch(everyone: Sequence[Message], mismatch: SpError | None = None) -> SpError | None:
+    """Return the error of ranks that failed, run different operations or have different fields, or None.
+
+    Args:
+        everyone: Message of each rank.
+        mismatch: As in `require_agreement`.
+    """
+    if problem := failure([one.error for one in everyone]) or describe_operation_mismatch(everyone):
+        return problem
+    if mismatch is None:
+        return None
+    differ = describe_field_mismatch([{"": one.note, **one.fields} for one in everyone], mismatch.cause)
+    return SpError(mismatch.code, differ, mismatch.fix) if differ else None
 
 
 def describe_operation_mismatch(everyone: Sequence[Message]) -> SpError | None:
@@ -134,7 +134,7 @@ def describe_raised(everyone: Sequence[Message]) -> str:
 
 
 def _first_difference(everyone: Sequence[Message]) -> SpError:
-    whole = [f"{one}: {one.fields['']}" if "" in one.fields else str(one) for one in everyone]
+    whole = [f"{one}: {one.note}" if one.note else str(one) for one in everyone]
     each = "\n".join(f"  rank {rank} {one}" for rank, one in enumerate(whole))
     n, gone = len(everyone), [rank for rank, one in enumerate(everyone) if one.verb == STOP_VERB.verb]
     alone = [rank for rank, one in enumerate(everyone) if one.verb == COMPILE_VERB]
@@ -177,36 +177,13 @@ def failure(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpEr
     return SpError(first.code, f"rank {_format_ranks(who)}: {first.cause}{rest}", first.fix)
 
 
-def describe_field_mismatch(everyone: Sequence[Message], what: str) -> str:
-    """Return the cause of an error if fields that all ranks have differ, otherwise ""."""
+def describe_field_mismatch(everyone: Sequence[Mapping[str, str]], what: str) -> str:
+    """Return the cause of an error if values that all ranks have differ, otherwise ""."""
     if not everyone:
         return ""
-    names = [name for name in everyone[0].fields if all(name in one.fields for one in everyone)]
-    names = [
-        name for name in names if not all(is_close(everyone[0].fields[name], one.fields[name]) for one in everyone)
-    ]
-    return format_mismatch(what, format_rank_rows([one.fields for one in everyone], names)) if names else ""
-
-
-RUN_MODE_FIELD, SPLIT_MODE = "how it runs", "as backend='sp' compiles it"
-
-
-def run_mode(whole: str) -> dict[str, str]:
-    """Return the field that describes how a program runs.
-
-    Args:
-        whole: Why the program runs unsplit; "" if it is split.
-    """
-    return {RUN_MODE_FIELD: f"whole: {re.sub('0x[0-9a-f]+', '', whole)}" if whole else SPLIT_MODE}
-
-
-def describe_mode_mismatch(everyone: Sequence[Message]) -> SpError | None:
-    """Return the error if only some ranks run the program unsplit, otherwise None."""
-    how = [one.fields.get(RUN_MODE_FIELD, SPLIT_MODE) for one in everyone]
-    if not 0 < how.count(SPLIT_MODE) < len(how):
-        return None
-    what = "backend='sp' could compile this program on some ranks of this group only"
-    return SpError("SP609", format_mismatch(what, how))
+    names = [name for name in everyone[0] if all(name in one for one in everyone)]
+    names = [name for name in names if not all(is_close(everyone[0][name], one[name]) for one in everyone)]
+    return format_mismatch(what, format_rank_rows(everyone, names)) if names else ""
 
 
 def format_rank_rows(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:

@@ -18,9 +18,9 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import PIECE_ELEMENTS, checksum_of, start_cpu_copy, summarize
 from sp_compile.lowering.comm.communicator import current_communicator
 from sp_compile.runtime.control.channel import ControlChannel, channel_of
-from sp_compile.runtime.control.message import BACKWARD, Field, FieldKind, Message
+from sp_compile.runtime.control.message import BACKWARD, Message
 
-from .agreement import all_gather_messages, describe_operation_mismatch
+from .agreement import require_agreement
 from .input_checks import is_on_accelerator
 
 
@@ -65,10 +65,9 @@ def _compare_on_next_call(wire: ControlChannel, given: Mapping[tuple[int, str], 
         wire: The control channel of the group.
         given: Gradients by number and name of the result.
     """
-    found: defaultdict[torch.device, dict[Field, Tensor]] = defaultdict(dict)
+    found: defaultdict[torch.device, dict[str, Tensor]] = defaultdict(dict)
     for (number, name), x in given.items():
-        what = f"gradient {number}, of the result {name}, when it {wire.last}"
-        found[x.device][Field(FieldKind.EARLIER, what)] = summarize(x)
+        found[x.device][f"value of gradient {number}, of the result {name}, when it {wire.last}"] = summarize(x)
     wire.later += [(list(each), start_cpu_copy(torch.stack([*each.values()]))) for each in found.values()]
 
 
@@ -81,10 +80,8 @@ def _compare_gradients(ranks: Ranks, given: Mapping[tuple[int, str], Tensor]) ->
     """
     names = dict.fromkeys(name for _, name in given)
     sums = {f"{key}": str(checksum_of(x).item()) for key, x in given.items()}
-    everyone = all_gather_messages(ranks, Message(BACKWARD, f"the result {', '.join(names)}", fields=sums))
-    if different := describe_operation_mismatch(everyone or ()):
-        raise different
-    differ = [key for key in given if len({one.fields[f"{key}"] for one in everyone or ()}) > 1]
+    everyone = require_agreement(ranks, Message(BACKWARD, f"the result {', '.join(names)}", fields=sums))
+    differ = [key for key in given if len({one.fields[f"{key}"] for one in everyone}) > 1]
     wrong = dict.fromkeys(key[1] for key in differ if not _is_within_rounding(given[key], ranks))
     if wrong:
         raise SpError(

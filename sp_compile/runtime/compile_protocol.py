@@ -49,7 +49,7 @@ class CompileProtocol:
             SpError: On every rank of a group whose ranks run different operations, and of the other groups of these
                 ranks; and if a rank does not arrive, which `finish` forwards to the other groups.
         """
-        self.opened, mine = True, Message(COMPILE_VERB, fields={"": f"in mode {mode_fields()}"})
+        self.opened, mine = True, Message(COMPILE_VERB, note=f"in mode {mode_fields()}")
         for ranks in dict.fromkeys([*(ranks for ranks, _ in self.left), *also]):
             try:
                 if ranks.exchanges:

@@ -13,7 +13,8 @@ from types import CodeType
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from sp_compile.lowering.base.ranks import process_rank
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,7 @@ def warn_eager_fallback(what: Any, code: CodeType, reason: str) -> None:
         own = getattr(inspect.unwrap(what.forward), "__code__", code)
     limited = "recompile limit" in reason  # also of a decorator around the module's own code
     disabled = own is not code and not limited
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if rank > 0 or (name, own) in _warned:
+    if process_rank() > 0 or (name, own) in _warned:
         return
     _warned.add((name, own))
     if disabled:
@@ -92,8 +92,7 @@ def find_fsdp_submodules(model: torch.nn.Module) -> list[str]:
 
 def warn_fsdp_submodules(model: torch.nn.Module) -> None:
     """Warn on rank 0, once for each class, that FSDP hooks split the graph of the model."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if rank > 0 or name_of_callable(model) in _warned_fsdp:
+    if process_rank() > 0 or name_of_callable(model) in _warned_fsdp:
         return
     parts = find_fsdp_submodules(model)
     if parts:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +152,7 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
     return ProgramDigest(hash_text("\n".join(exchanges or shape)), tuple(told))
 
 
-def graph_digest(gm: GraphModule, names: Sequence[str] = ()) -> ProgramDigest:
+def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({})) -> ProgramDigest:
     """Return the digest of a graph with all its ops, dtypes and local shapes.
 
     Args:
@@ -159,14 +160,13 @@ def graph_digest(gm: GraphModule, names: Sequence[str] = ()) -> ProgramDigest:
         names: Names of its inputs, from `input_names`.
     """
     texts, told = [], []
-    shown = {str(name): name.shown for name in names if isinstance(name, InputName)}
     for line in inline_bodies(graph_lines(gm)):
         name = " ".join(filter(None, [line.node.name, line.call, *line.written, line.value, line.checkpoint]))
         one = TextLine(f"{name} {line.takes} {line.spec}", name, stack_trace(line.node))
         texts.append(one.text)
         if line.node.op == "placeholder":
             value = line.value or "a number that may change, as lengths do under dynamic=True"
-            one = TextLine(value, f"input {shown.get(line.node.name, line.node.name)}: {value}", "")
+            one = TextLine(value, f"input {names.get(line.node.name) or line.node.name}: {value}", "")
         told.append(one)
     return ProgramDigest(hash_text("\n".join(texts)), tuple(told))
 
@@ -189,29 +189,16 @@ def _call_text(node: Node) -> str:
     return " ".join([_target_text(node), *filter(None, words)])
 
 
-class InputName(str):
-    """Name of a graph input.
+def input_names(gm: GraphModule) -> dict[str, str]:
+    """Return the name in messages of each input, by name of its node.
 
-    Attributes:
-        shown: The name in messages, which is unique in the graph.
-    """
-
-    shown: str
-
-
-def input_names(gm: GraphModule) -> list[str]:
-    """Return the names of the inputs, each an `InputName`.
-
-    The name is "" for a symbol that only describes memory (strides, offsets), which may differ between ranks.
+    Names are unique in the graph. The name is "" for a symbol that only describes memory (strides, offsets), which may
+    differ between ranks.
     """
     nodes = gm.graph.find_nodes(op="placeholder")
     shown = [argument_name(node) for node in nodes]
-    names = []
-    for node, known in zip(nodes, shown, strict=True):
-        name = InputName("" if is_unused_symbol(node) else node.name)
-        name.shown = known if shown.count(known) == 1 else node.name
-        names.append(name)
-    return [*names]
+    unique = [known if shown.count(known) == 1 else node.name for node, known in zip(nodes, shown)]
+    return {node.name: "" if is_unused_symbol(node) else name for node, name in zip(nodes, unique)}
 
 
 def is_unused_symbol(node: Node) -> bool:

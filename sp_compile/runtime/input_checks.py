@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -44,17 +44,6 @@ class InputDigests:
     values: dict[str, str]  # digest of each input, by label
     blank: frozenset[str]  # tensors whose elements are all equal
     options: str  # text of the options
-
-
-def data_inputs(gm: GraphModule, inputs: Sequence[Any]) -> frozenset[str]:
-    """Return the labels of the input tensors that are data of the call, as in `InputFacts`."""
-    rows = zip(gm.graph.find_nodes(op="placeholder"), inputs, _input_labels(inputs), strict=True)
-    return frozenset(label for node, x, label in rows if isinstance(x, torch.Tensor) and _is_data(node, x))
-
-
-def _is_data(node: Node, x: torch.Tensor) -> bool:
-    held = isinstance(x, torch.nn.Parameter) or is_module_state(node)
-    return x.ndim > 0 and not held and not is_python_number(node)
 
 
 def combine_facts(mine: InputDigests, everyone: Sequence[InputDigests | None]) -> InputFacts:
@@ -101,13 +90,6 @@ def _input_labels(inputs: Iterable[Any]) -> list[str]:
     return [f"{kind}_{next(counts[kind])}" if kind else "" for kind in kinds]
 
 
-def equal_arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: InputFacts) -> frozenset[str]:
-    """Return the names of arguments and buffers that were equal at compilation and must remain equal."""
-    rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _input_labels(example_inputs))
-    equal = [(n, x) for n, x, label in rows if isinstance(x, torch.Tensor) and label in (facts.equal or ())]
-    return frozenset(n.name for n, x in equal if not isinstance(x, (torch.nn.Parameter, DTensor)))
-
-
 def is_cheap_to_compare(a: Any) -> bool:
     """Return True for integer tensors and small floating tensors, which every call can compare."""
     return isinstance(a, torch.Tensor) and (not a.is_floating_point() or a.numel() <= FEW_FLOATS)
@@ -118,68 +100,95 @@ def is_on_accelerator(a: Any) -> bool:
     return isinstance(a, torch.Tensor) and a.device.type != "cpu"
 
 
-def equal_inputs(
-    gm: GraphModule, example_inputs: Sequence[Any], shards: Collection[int]
-) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the inputs whose values the ranks compare, and of the arguments among them.
+class GraphInput(NamedTuple):
+    """Input of a Dynamo graph."""
 
-    The inputs are the weights and buffers that are used, and the replicated arguments. Arguments change with each call.
+    node: Node
+    name: str  # from `input_names`
+    label: str  # as in `InputFacts`
+    value: Any
+
+    @property
+    def is_state(self) -> bool:
+        """Return True for parameters and buffers."""
+        return isinstance(self.value, torch.nn.Parameter) or is_module_state(self.node)
+
+    @property
+    def is_data(self) -> bool:
+        """Return True for tensors with dims that are data of the call."""
+        return isinstance(self.value, torch.Tensor) and self.value.ndim > 0 and not self.is_state
+
+
+def _graph_inputs(gm: GraphModule, inputs: Sequence[Any]) -> list[GraphInput]:
+    rows = zip(gm.graph.find_nodes(op="placeholder"), input_names(gm).values(), _input_labels(inputs), inputs)
+    return [GraphInput(*row) for row in rows]
+
+
+@dataclass(frozen=True)
+class ComparedInputs:
+    """Names of the inputs of a program that the ranks of a group compare.
+
+    The sizes of parameters, and the values in `equal`, are compared on the first call of each model and every
+    `check_every` calls.
+    """
+
+    names: Sequence[str] = ()  # of all inputs; "" for those whose sizes may differ
+    equal: frozenset[str] = frozenset()  # values must be equal on every rank
+    arguments: frozenset[str] = frozenset()  # those in `equal` that change with each call, which compares a sample
+    always: frozenset[str] = frozenset()  # values that every call compares
+    trained: tuple[str, ...] = ()  # inputs that require grad; Dynamo recompiles if this changes
+    is_assumed: bool = False  # the values were equal at compilation, and the program relies on it
+
+
+def sequence_inputs(gm: GraphModule, inputs: Sequence[Any], shards: Collection[int], is_run: bool) -> ComparedInputs:
+    """Return the compared inputs of a program whose ranks share a sequence.
+
+    The values are those of the weights and buffers that are used, and of the replicated arguments.
 
     Args:
-        gm: The graph.
-        example_inputs: Its inputs.
+        gm: Dynamo's graph.
+        inputs: Its inputs.
         shards: Indices of the inputs that are local rows of a rank.
+        is_run: If False, compare no values, as the program is not run.
     """
-    state, arguments = set(), set()
-    for i, (node, example) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs)):
-        held = isinstance(example, torch.nn.Parameter) or is_module_state(node) or node_info(node).parameter
-        if held and isinstance(example, torch.Tensor):
-            state |= {node.name} if node.users else set()
-        elif i not in shards and not isinstance(example, Sharded):
-            arguments.add(node.name)
-    return frozenset(state | arguments), frozenset(arguments)
+    rows, state, arguments = _graph_inputs(gm, inputs), set(), set()
+    for i, one in enumerate(rows if is_run else ()):
+        held = one.is_state or node_info(one.node).parameter
+        if held and isinstance(one.value, torch.Tensor):
+            state |= {one.name} if one.node.users else set()
+        elif i not in shards and not isinstance(one.value, Sharded):
+            arguments.add(one.name)
+    trained = tuple(one.name for one in rows if isinstance(one.value, torch.Tensor) and one.value.requires_grad)
+    return ComparedInputs(
+        [one.name for one in rows], frozenset(state | arguments), frozenset(arguments), trained=trained
+    )
 
 
-def common_weights(gm: GraphModule, example_inputs: Sequence[Any], labels: Collection[str]) -> frozenset[str]:
-    """Return the names of the weights with the given labels, as in `InputFacts`."""
-    rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _input_labels(example_inputs), strict=True)
-    return frozenset(n.name for n, x, label in rows if label in labels and isinstance(x, torch.nn.Parameter))
+def group_inputs(
+    gm: GraphModule, inputs: Sequence[Any], facts: InputFacts, labels: Collection[str] | None
+) -> ComparedInputs:
+    """Return the compared inputs of a program with its own collectives over a group.
 
-
-def trained_inputs(gm: GraphModule, example_inputs: Sequence[Any], weights: bool) -> list[str]:
-    """Return the names of the inputs that require grad. Dynamo recompiles if this changes.
-
-    Args:
-        gm: The graph.
-        example_inputs: Its inputs.
-        weights: If True, include parameters.
-    """
-    named = [(name, x) for name, x in zip(input_names(gm), example_inputs, strict=True) if name]
-    tensors = [(name, x) for name, x in named if weights or not isinstance(x, torch.nn.Parameter)]
-    return [name for name, x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
-
-
-def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: InputFacts) -> list[str]:
-    """Return the names of the inputs whose sizes must be equal on every rank.
-
-    The name is "" for parts that ranks may split unevenly. It is also "" for Python scalars where each rank has its own
+    Sizes are not compared for parts that ranks may split unevenly, and for Python scalars where each rank has its own
     data, since the scalars may belong to that data.
-    """
-    names, own = input_names(gm), not facts.differing.isdisjoint(data_inputs(gm, example_inputs))
-    labels, nodes = _input_labels(example_inputs), gm.graph.find_nodes(op="placeholder")
-    for i, (node, x, label) in enumerate(zip(nodes, example_inputs, labels, strict=True)):
-        whole = isinstance(x, torch.Tensor) and x.ndim > 0
-        part = not whole or isinstance(x, torch.nn.Parameter) or is_module_state(node)
-        if (part and label in facts.differing) or (own and is_python_number(node)):
-            names[i] = ""
-    return names
-
-
-def sharded_data_fix(cause: str, own_rows: bool) -> SpError:
-    """Return the error for ranks that received different data and are otherwise equal.
 
     Args:
-        cause: Text of the difference.
-        own_rows: If True, each rank passes its own rows of some inputs, so that sharding samplers are correct.
+        gm: Dynamo's graph.
+        inputs: Its inputs.
+        facts: Facts of the inputs on the group.
+        labels: The inputs whose equal values the program relies on, as in `InputFacts`; None to compare no values.
     """
-    return SpError("SP636", cause) if own_rows else SpError("SP634", cause)
+    rows = _graph_inputs(gm, inputs)
+    has_own_data = any(one.is_data and one.label in facts.differing for one in rows)
+    parts = [not one.is_data and one.label in facts.differing for one in rows]
+    sized = [not part and not (has_own_data and is_python_number(one.node)) for one, part in zip(rows, parts)]
+    tensors = [one for one in rows if isinstance(one.value, torch.Tensor)]
+    weights = {one.name for one in tensors if isinstance(one.value, torch.nn.Parameter)}
+    always = {one.name for one in tensors if one.label in (facts.equal or ()) and not isinstance(one.value, DTensor)}
+    return ComparedInputs(
+        [one.name if is_sized else "" for one, is_sized in zip(rows, sized)],
+        frozenset(one.name for one in tensors if one.label in (labels or ()) and one.name in weights),
+        always=frozenset(always - weights if labels is not None else ()),
+        trained=tuple(one.name for one in tensors if one.value.requires_grad and one.name not in weights),
+        is_assumed=True,
+    )

@@ -8,12 +8,11 @@ Every rank calls them in the same order, even if a rank fails (see `CompileProto
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from functools import cached_property, partial
 from itertools import combinations
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks, can_split_sequenc
 from sp_compile.lowering.torch_compat import argument_name, on_recompile_limit, wrap_late_backward
 from sp_compile.passes.boundary.graph_boundary import GraphBoundary
 from sp_compile.passes.cost import measure
+from sp_compile.passes.cost.collective_time import LatencyBandwidth
 from sp_compile.passes.cost.group_names import (
     GroupGrid,
     check_groups,
@@ -37,34 +37,21 @@ from sp_compile.passes.cost.group_names import (
 from sp_compile.passes.cost.input_facts import InputFacts
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.provenance import exchange_sources, node_lines
-from sp_compile.runtime.control.channel import (
-    HEARTBEAT_INTERVAL,
-    STOPPED_CAUSE,
-    broken_context,
-    channel_of,
-    publish_stop,
-)
+from sp_compile.passes.joint.joint_context import JointContext
+from sp_compile.runtime.control.channel import HEARTBEAT_INTERVAL, broken_context, channel_of, publish_stop
 from sp_compile.runtime.control.message import MEASURE_VERB, hash_text, register_sendable
 from sp_compile.runtime.control.store import STORE_TIMEOUT
 
-from .agreement import make_error_barrier, wrap_error
+from .agreement import make_exchange, wrap_error
 from .compile_protocol import CompileProtocol
 from .fingerprint import ProgramDigest, exchange_digest, graph_digest, input_names, program_subject
-from .guard import GuardedProgram, InProcesses
-from .input_checks import (
-    check_options,
-    combine_facts,
-    common_weights,
-    equal_arguments,
-    equal_inputs,
-    input_digests,
-    sized_inputs,
-    trained_inputs,
-)
+from .guard import GuardedProgram, InProcesses, ProgramInfo
+from .input_checks import ComparedInputs, check_options, combine_facts, group_inputs, input_digests, sequence_inputs
 from .settings_digest import settings_fields
 from .sharded_values import GatheredProgram, ShardedProgram, any_sharded
 
 register_sendable(Machine)
+register_sendable(LatencyBandwidth)
 on_recompile_limit(partial(publish_stop, goes_on=True))
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options that affect collectives
 
@@ -188,7 +175,7 @@ class CompileSession:
         self.split = True
         if not self.measures or self.ranks.process_group is None:
             return None
-        found = measure.machine(self.ranks, device, make_error_barrier(self.ranks, MEASURE_VERB))
+        found = measure.machine(self.ranks, device, make_exchange(self.ranks, MEASURE_VERB))
         for ranks in self.everyone:  # over the axes of a grid this gives the minimum of all ranks
             answers = self._protocol.exchange(ranks, "machine", found)
             found = min((one for one in answers if one is not None), key=astuple)
@@ -285,9 +272,8 @@ class CompileSession:
         if meets or error is None:
             return error
         if self._protocol.opened:  # ranks of another group wait there for this rank's call
-            publish_stop(
-                str(error).replace("\n", " ")[:STOPPED_CAUSE], subject=program_subject(gm), within=broken_context()
-            )
+            words = str(error).replace("\n", " ")
+            publish_stop(words, subject=program_subject(gm), within=broken_context())
         found = wrap_error(error)
         assert found is not None
         raise RankMismatchError(found.code, found.cause, found.fix) from error
@@ -311,9 +297,8 @@ class CompileSession:
         gm: GraphModule,
         example_inputs: Sequence[Any],
         local: GraphModule | None = None,
-        common: Mapping[str, Collection[str]] = MappingProxyType({}),
-        backward: Collection[str] = (),
-        edges: GraphBoundary | None = None,
+        joint: JointContext | None = None,
+        boundary: GraphBoundary | None = None,
         whole: str = "",
         eager: bool = False,
     ) -> Callable[..., Any]:
@@ -325,82 +310,60 @@ class CompileSession:
             gm: Dynamo's graph.
             example_inputs: Inputs of the graph.
             local: The graph that `run` was compiled from.
-            common: Groups that share work where values are equal, with the labels of the inputs that must be equal.
-            backward: Groups with collectives in the backward.
-            edges: Arguments and results that are sharded.
+            joint: The results of the passes over its joint graph.
+            boundary: Arguments and results that are sharded.
             whole: Why the program runs unsplit on every rank; "" if it is split.
             eager: True for eager code, where inputs that share memory need no check.
         """
-        asked, edges = self.options, edges or GraphBoundary()
-        subject, options = program_subject(gm), settings_fields({"mode": self.mode, **self.given})
-        partial_sums = asked.param_grads == "partial"
-        exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
-        places = exchange_sources(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")})
-        lines = node_lines(local.graph) if local is not None else {}
+        info, boundary = self._describe_program(gm, local, whole), boundary or GraphBoundary()
+        if run is not None and (whole if self.split else not self.groups and any_sharded(example_inputs)):
+            run = GatheredProgram(run, eager)
         if self.split:
-            done = run is not None and local is not None
-            program = (
-                ProgramDigest() if not done else exchange_digest(gm) if whole else graph_digest(local, input_names(gm))
-            )
-            run = GatheredProgram(run, eager) if run is not None and whole else run
-            equal, arguments = equal_inputs(gm, example_inputs, edges.own_rows) if done else (frozenset(), frozenset())
-            run = GuardedProgram(
-                run,
-                self.ranks,
-                program,
-                input_names(gm),
-                error,
-                equal,
-                subject=subject,
-                options=options,
-                backward=True,
-                whole=asked.outputs != "local",
-                leaves_partial=partial_sums,
-                check_every=asked.check_every,
-                arguments=arguments,
-                layouts=edges.layouts,
-                sharded=edges.rows,
-                wanted=trained_inputs(gm, example_inputs, weights=True),
-                exchange_sources=places,
-                lines=lines,
-                written=edges.written,
-                unsplit_reason=whole,
-                takes_rows=bool(edges.own_rows),
-            )
+            run = self._guard_sequence(run, error, gm, example_inputs, local, boundary, info)
             error = None
         elif error is not None and not self.groups:
-            publish_stop(str(error), subject=subject)  # for ranks that this rank cannot reach
-            run = GuardedProgram(None, SINGLE_RANK, ProgramDigest(), [], error)
-        elif run is not None and not self.groups and any_sharded(example_inputs):  # other ranks check it
-            run = GatheredProgram(run)
+            publish_stop(str(error), subject=info.subject)  # for ranks that this rank cannot reach
+            run = GuardedProgram(None, SINGLE_RANK, info, ProgramDigest(), ComparedInputs(), error)
         for ranks in reversed(self.groups):  # the first group is checked first, as in CompileProtocol.start
-            facts = self.facts.get(ranks.group, InputFacts())
-            compares = run is not None and ranks.group in common
-            always = equal_arguments(gm, example_inputs, facts) if compares else frozenset()
-            weights = common_weights(gm, example_inputs, common[ranks.group]) if compares else frozenset()
-            run = GuardedProgram(
-                run,
-                ranks,
-                exchange_digest(gm),
-                sized_inputs(gm, example_inputs, facts),
-                error,
-                equal=weights,
-                always=always,
-                subject=subject,
-                options=options,
-                backward=ranks.group in backward,
-                leaves_partial=partial_sums,
-                check_every=asked.check_every,
-                shared=always | weights,
-                wanted=trained_inputs(gm, example_inputs, weights=False),  # ranks may have different ones
-                exchange_sources=places,
-                lines=lines,
-                unsplit_reason=whole,
-            )
+            labels = joint.common_inputs.get(ranks.group) if joint is not None and run is not None else None
+            inputs = group_inputs(gm, example_inputs, self.facts.get(ranks.group, InputFacts()), labels)
+            backward = joint is not None and ranks.group in joint.backward
+            run = GuardedProgram(run, ranks, info, exchange_digest(gm), inputs, error, backward=backward)
         assert run is not None
-        if edges.results or edges.writes or edges.views:
-            run = ShardedProgram(run, self.ranks, subject, edges)
+        if boundary.results or boundary.writes or boundary.views:
+            run = ShardedProgram(run, self.ranks, info.subject, boundary)
         return run if self.groups else InProcesses(run)
+
+    def _describe_program(self, gm: GraphModule, local: GraphModule | None, whole: str) -> ProgramInfo:
+        """Return the facts about a program that the guards of all groups share."""
+        exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
+        return ProgramInfo(
+            program_subject(gm),
+            settings_fields({"mode": self.mode, **self.given}),
+            whole,
+            self.options.param_grads == "partial",
+            self.options.check_every,
+            exchange_sources(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")}),
+            node_lines(local.graph) if local is not None else {},
+        )
+
+    def _guard_sequence(
+        self,
+        run: Callable[..., Any] | None,
+        error: Exception | None,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        local: GraphModule | None,
+        boundary: GraphBoundary,
+        info: ProgramInfo,
+    ) -> GuardedProgram:
+        """Return the program with checks of the ranks of the sequence; the arguments are those of `guard`."""
+        program, is_run = ProgramDigest(), run is not None and local is not None
+        if run is not None and local is not None:
+            program = exchange_digest(gm) if info.unsplit_reason else graph_digest(local, input_names(gm))
+        inputs = sequence_inputs(gm, example_inputs, boundary.own_rows, is_run)
+        gradients = self.options.outputs != "local"
+        return GuardedProgram(run, self.ranks, info, program, inputs, error, boundary, True, gradients)
 
 
 def _parse_or_default(options: Mapping[str, Any]) -> SPConfig:

@@ -38,7 +38,7 @@ from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, as_size
 from sp_compile.runtime.control.message import READ_VERB, Message
 
-from .agreement import all_gather_messages, describe_operation_mismatch
+from .agreement import require_agreement
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -258,8 +258,9 @@ def call_refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[st
             if i == k or memory != other or begin >= last or first >= end:
                 continue
             if isinstance(memory, int) or may_overlap(_plain_argument(a), _plain_argument(args[i])):
-                one, two = (getattr(names[x], "shown", names[x]) for x in (i, k))
-                return SpError("SP221", f"input {one} is changed in place and shares memory with input {two}.")
+                return SpError(
+                    "SP221", f"input {names[i]} is changed in place and shares memory with input {names[k]}."
+                )
     return None
 
 
@@ -314,7 +315,4 @@ def meet_to_read(ranks: Ranks, words: str) -> None:
     Raises:
         SpError: On every rank, if they do not.
     """
-    everyone = all_gather_messages(ranks, Message(READ_VERB, words, fields={"": f"at {user_line()}"})) or ()
-    problem = describe_operation_mismatch(everyone)  # lines may differ, the value is the same
-    if problem is not None:
-        raise problem
+    require_agreement(ranks, Message(READ_VERB, words, note=f"at {user_line()}"))  # which may differ

@@ -11,13 +11,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks, resolve
 from sp_compile.runtime.control.message import Message
 
-from .agreement import (
-    all_gather_messages,
-    describe_operation_mismatch,
-    format_mismatch,
-    format_rank_rows,
-    publish_failure,
-)
+from .agreement import format_mismatch, format_rank_rows, publish_failure, require_agreement
 from .fingerprint import value_digest
 from .input_checks import local_value
 
@@ -51,20 +45,13 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
     error = None
     if not fields:
         error = SpError("SP652", f"model: {type(inner).__name__} has no weight that these ranks share.")
-    everyone = all_gather_messages(
-        ranks, Message("compares", f"the weights of {type(inner).__name__}", fields=fields, error=error)
-    )
-    if everyone is None:
-        return
-    failed = next((one.error for one in everyone if one.error is not None), None) or describe_operation_mismatch(
-        everyone
-    )
-    if failed is not None:
-        raise failed
+    mine = Message("compares", f"the weights of {type(inner).__name__}", fields=fields, error=error)
+    everyone = require_agreement(ranks, mine)
     names = dict.fromkeys(name for one in everyone for name in one.fields)
     other = [name for name in names if len({one.fields.get(name) for one in everyone}) > 1]
-    rows = format_rank_rows([one.fields for one in everyone], other)
-    raise SpError("SP651", format_mismatch("the ranks of this group hold different weights", rows))
+    if other:
+        rows = format_rank_rows([one.fields for one in everyone], other)
+        raise SpError("SP651", format_mismatch("the ranks of this group hold different weights", rows))
 
 
 def _is_sharded_over(x: torch.Tensor, ranks: Ranks) -> bool:

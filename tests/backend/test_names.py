@@ -16,9 +16,10 @@ from torch.fx import GraphModule
 import sp_compile
 from sp_compile import SpError
 from sp_compile.lowering.torch_compat import argument_name
-from sp_compile.runtime.control.message import CALL_VERB, Field, FieldKind, Message
+from sp_compile.runtime.control.message import CALL_VERB, InputRecord, Message
 from sp_compile.runtime.fingerprint import input_names
-from sp_compile.runtime.guard import format_input_mismatch
+from sp_compile.runtime.input_checks import ComparedInputs
+from sp_compile.runtime.input_mismatch import find_input_mismatch
 
 
 def handed_on(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +56,7 @@ def compiled(model: nn.Module, in_place: bool) -> tuple[nn.Module, list[list[str
 
     def backend(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
         found = [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
-        assert [one.shown for one in input_names(gm) if one] == found
+        assert [one for one in input_names(gm).values() if one] == found
         names.append(found)
         return gm.forward
 
@@ -120,11 +121,11 @@ def test_a_misspelt_option_is_no_argument_of_the_model() -> None:
 def test_of_many_weights_a_few_are_shown() -> None:
     def message_of(rank: int) -> Message:
         names = [f"layers.{i}.weight" for i in range(12)]
-        sizes = {Field(FieldKind.INPUT, name): "(4, 4)" for name in names}
-        sums = {Field(FieldKind.CHECKSUM, name): f"{rank}" for name in names}
-        return Message(CALL_VERB, "forward", 1, {"program": "1", **sizes, **sums})
+        return Message(CALL_VERB, "forward", 1, inputs={name: InputRecord("(4, 4)", f"{rank}") for name in names})
 
-    message = format_input_mismatch([message_of(0), message_of(1)], [], set(), {"ids"}, set(), False)
+    message = find_input_mismatch(
+        [message_of(0), message_of(1)], [], ComparedInputs(arguments=frozenset({"ids"})), False
+    )
     assert message is not None
     assert message.code == "SP633"
     assert "layers.7.weight (4, 4) with checksum 0 and 4 more" in message.cause
@@ -133,10 +134,11 @@ def test_of_many_weights_a_few_are_shown() -> None:
 
 def test_other_data_are_explained_by_a_sampler() -> None:
     def message_of(rank: int) -> Message:
-        ids = {Field(FieldKind.INPUT, "ids"): "(4,)", Field(FieldKind.CHECKSUM, "ids"): f"{rank}"}
-        return Message(CALL_VERB, "forward", 1, {"program": "1", **ids})
+        return Message(CALL_VERB, "forward", 1, inputs={"ids": InputRecord("(4,)", f"{rank}")})
 
-    message = format_input_mismatch([message_of(0), message_of(1)], [], set(), {"ids"}, set(), False)
+    message = find_input_mismatch(
+        [message_of(0), message_of(1)], [], ComparedInputs(arguments=frozenset({"ids"})), False
+    )
     assert message is not None
     assert message.code == "SP634"
 

@@ -14,6 +14,7 @@ import torch._functorch.config as functorch_config
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from support.parallel.merging import mesh_axis_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import sp_compile
 from sp_compile import SPConfig, SpError, pipeline, rank_program
 from sp_compile.passes.cost import known_groups
-from sp_compile.passes.cost.known_groups import KnownGroups, mesh_axis_groups
+from sp_compile.passes.cost.known_groups import KnownGroups
 from sp_compile.runtime.guard import GuardedProgram, InProcesses
 from sp_compile.runtime.session import CompileSession
 from sp_compile.runtime.sharded_values import ShardedProgram
@@ -111,7 +112,7 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
         while isinstance(checked, InProcesses | ShardedProgram):
             seen.append(type(checked).__name__)
             checked = checked.run
-        seen.append(checked.check_every)
+        seen.append(checked.info.check_every)
         return run
 
     compiler = "aot_eager" if isinstance(model, TensorParallel) else keep

@@ -20,11 +20,11 @@ from sp_compile.lowering.base.ranks import resolve
 from sp_compile.passes.cost import measure
 from sp_compile.passes.cost.collective_time import LatencyBandwidth, collective_bytes, fit_line
 from sp_compile.passes.cost.machine import CPU, GPU, Machine
-from sp_compile.runtime.agreement import make_error_barrier
+from sp_compile.runtime.agreement import make_exchange
 from sp_compile.runtime.control.message import MEASURE_VERB
 
 DEVICE = torch.device("cpu")
-EVERYONE = (((0, 1),),)
+EVERYONE = ((0, 1),)
 KEYS = [repr(("all_to_all", "cpu", EVERYONE)), repr(("all_gather", "cpu", EVERYONE)), repr(("attention", "cpu"))]
 MARK = [[0.5, 2e3], [0.25, 3e3], [1 / 128, math.inf]]  # what no measurement gives
 MARKED = replace(
@@ -50,12 +50,12 @@ def measured(folders: list[str]) -> tuple[Machine, int, list[str]]:
         mock.patch.object(measure, "_measure_and_fit", wraps=measure._measure_and_fit) as fit,
     ):
         ranks = resolve(worker.mesh(), None)
-        found = measure.machine(ranks, DEVICE, make_error_barrier(ranks, MEASURE_VERB))
-        assert measure.machine(ranks, DEVICE, make_error_barrier(ranks, MEASURE_VERB)) == found
+        found = measure.machine(ranks, DEVICE, make_exchange(ranks, MEASURE_VERB))
+        assert measure.machine(ranks, DEVICE, make_exchange(ranks, MEASURE_VERB)) == found
     return found, fit.call_count, sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
-def _never_called(error: Exception | None) -> None:
+def _never_called(error: Exception | None, value: object) -> list:
     raise AssertionError("there is no other rank")
 
 
@@ -69,7 +69,7 @@ def fails(where: str, folder: str) -> str:
         else nullcontext()
     )
     with odd, mock.patch.dict(os.environ, {"SP_COMPILE_CACHE_DIR": folder}):
-        return error_text(lambda: measure.machine(ranks, DEVICE, make_error_barrier(ranks, MEASURE_VERB)))
+        return error_text(lambda: measure.machine(ranks, DEVICE, make_exchange(ranks, MEASURE_VERB)))
 
 
 @pytest.mark.parametrize("where", ["_cache_path", "full_span"])

@@ -28,7 +28,7 @@ def declared_again() -> tuple[int, int, bool]:
     before = len(process_groups())
     groups = sp_compile.declare_groups(mesh, measure=False)
     first = len(process_groups())
-    again = sp_compile.declare_groups(mesh.get_all_groups(), [("1", "0")], measure=False)
+    again = sp_compile.declare_groups(mesh.get_all_groups(), measure=False)
     assert groups[dist.group.WORLD.group_name] == ((0, 1, 2, 3),)
     assert groups[names(mesh)[0]] == ((0, 2), (1, 3))
     assert groups[names(mesh)[1]] == ((0, 1), (2, 3))
@@ -41,7 +41,7 @@ def test_the_default_group_is_a_union(ranks: Ranks) -> None:
 
 
 def fitted(folder: str) -> tuple[list[dict], int, list[int]]:
-    """(lines by axis of four declarations, files that they left, how many communicators and turns each measured)."""
+    """(lines by axis of three declarations, files that they left, how many communicators each measured)."""
     os.environ["SP_COMPILE_CACHE_DIR"] = folder
     measure._measured.clear()
     mesh = worker.mesh2d(2, 2)
@@ -50,9 +50,9 @@ def fitted(folder: str) -> tuple[list[dict], int, list[int]]:
     plain = measure._measure_and_fit
     lines = []
     with mock.patch.object(measure, "_measure_and_fit", lambda jobs, *a: timed.append(len(jobs)) or plain(jobs, *a)):
-        for axes, unions in ((mesh, []), (mesh, None), (mesh.get_all_groups(), None), (mesh, [])):
-            lines.append(sp_compile.declare_groups(axes, unions).lines)
-            if len(lines) == 3:
+        for axes in (mesh, mesh.get_all_groups(), mesh):
+            lines.append(sp_compile.declare_groups(axes).lines)
+            if len(lines) == 2:
                 measure._measured.clear()
     return [{labels[k]: v for k, v in found.items()} for found in lines], len(os.listdir(folder)), timed
 
@@ -61,12 +61,11 @@ def fitted(folder: str) -> tuple[list[dict], int, list[int]]:
 def test_cost_lines_are_measured_once_and_equal(ranks: Ranks, tmp_path: Path) -> None:
     results = ranks.run(4, fitted, str(tmp_path))
     assert results == [results[0]] * 4
-    (axes, mesh, again, from_disk), files, timed = results[0]
-    assert timed == [2, 2]
+    (mesh, again, from_disk), files, timed = results[0]
+    assert timed == [3]
     assert files == 1
     assert set(mesh) == set("abu")
-    assert mesh == again == {**mesh, **axes}
-    assert from_disk == axes
+    assert mesh == again == from_disk
     assert all(0 <= line.latency < 1 and line.bandwidth > 1e6 for line in mesh.values())
 
 
@@ -75,17 +74,12 @@ def refused(what: str) -> str:
     pair, _ = mesh.get_all_groups()
     mine = dist.get_rank()
     calls: dict[str, Callable[[], Any]] = {
-        "union": lambda: sp_compile.declare_groups(mesh, [("dp", "tp")]),
         "no mesh": lambda: sp_compile.declare_groups("dp" if mine else mesh),
-        "no grid": lambda: sp_compile.declare_groups([pair, pair], [("0", "1")]),
         "other axes": lambda: sp_compile.declare_groups([pair] if mine else [pair, pair]),
         "measure": lambda: sp_compile.declare_groups(mesh, measure=mine > 1),
-        "other unions": lambda: sp_compile.declare_groups(mesh, [] if mine == 3 else None),
         "left out": lambda: sp_compile.declare_groups([pair, None if mine == 2 else pair]),
         "empty axis": lambda: sp_compile.declare_groups([pair, None]),
         "no axes": lambda: sp_compile.declare_groups([]),
-        "letters": lambda: sp_compile.declare_groups(mesh, ["dp", "sp"]),  # type: ignore[list-item]
-        "no strings": lambda: sp_compile.declare_groups(mesh, [("dp", [mine])] if mine else None),
         "overlap": lambda: sp_compile.declare_groups([worker.group(1) if mine == 0 else worker.group(4)]),
     }
     try:
@@ -98,22 +92,19 @@ def refused(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("union", "SP616: unions: expected axes out of ['dp', 'sp'], got ['tp']"),
         ("no mesh", "SP615: declare_groups: rank 1, 2, 3: mesh: expected a DeviceMesh"),
-        ("no grid", "SP616: unions: the groups of ('0', '1')"),
+        ("other axes", "rank 1 passes axes ('0',) and measure=True, rank 0 axes ('0', '1') and measure=True."),
+        ("measure", "rank 2 passes axes ('dp', 'sp') and measure=True, rank 0 axes ('dp', 'sp') and measure=False"),
         (
-            "other axes",
-            "rank 1 passes axes ('0',), unions None and measure=True, rank 0 axes ('0', '1'), unions None and "
-            "measure=True.",
+            "left out",
+            "SP618: declare_groups: rank 2 passes the group None of axis '1', the ranks pass [(0, 2), (1, 3)].",
         ),
-        ("measure", "rank 2 passes axes ('dp', 'sp'), unions None and measure=True, rank 0 axes ('dp', 'sp'), "),
-        ("other unions", "rank 3 passes axes ('dp', 'sp'), unions () and measure=True, rank 0 axes"),
-        ("left out", "rank 2 passes None for axis '1', but is in the group (0, 2) that others pass"),
-        ("empty axis", "no rank passes a group of axis '1'"),
+        ("empty axis", "SP618: declare_groups: rank 0 passes the group None of axis '1', the ranks pass []."),
         ("no axes", "SP615: declare_groups: rank 0, 1, 2, 3: mesh: "),
-        ("letters", "unions: expected lists of names of axes, got ['dp', 'sp']"),
-        ("no strings", "unions: expected lists of names of axes, got [('dp', [1])]"),
-        ("overlap", "SP618: declare_groups: the groups of axis '0' overlap: [(0,), (0, 1, 2, 3)]."),
+        (
+            "overlap",
+            "SP618: declare_groups: rank 0 passes the group (0,) of axis '0', the ranks pass [(0,), (0, 1, 2, 3)].",
+        ),
     ],
 )
 def test_bad_declarations_raise_on_every_rank(ranks: Ranks, what: str, message: str) -> None:

@@ -23,7 +23,8 @@ from sp_compile.runtime.control import failures
 from sp_compile.runtime.control.channel import ControlChannel
 from sp_compile.runtime.control.message import Message
 from sp_compile.runtime.fingerprint import ProgramDigest
-from sp_compile.runtime.guard import GuardedProgram
+from sp_compile.runtime.guard import GuardedProgram, ProgramInfo
+from sp_compile.runtime.input_checks import ComparedInputs
 
 RANKS, STEPS, FAULT = 2, 4, 2
 
@@ -91,8 +92,9 @@ class Model(nn.Module):
         self.weights = nn.ParameterList(torch.randn(8, 8, generator=generator) for _ in range(3))
         self.register_buffer("scale", torch.ones(8))
         names = ["x", "scale", *(f"weights.{i}" for i in range(3))]
-        given: dict[str, Any] = {"equal": frozenset(names), "arguments": frozenset(["x"]), "check_every": 1, **how}
-        self.program = GuardedProgram(compute, Ranks(RANKS, "threads"), ProgramDigest(), names, **given)
+        inputs = ComparedInputs(names, frozenset(names), frozenset(["x"]))
+        info = ProgramInfo(check_every=how.pop("check_every", 1))
+        self.program = GuardedProgram(compute, Ranks(RANKS, "threads"), info, ProgramDigest(), inputs, **how)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.program(x, self.scale, *self.weights)

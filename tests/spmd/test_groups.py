@@ -6,34 +6,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.parallel.merging import mesh_axis_groups, mesh_groups
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.passes.cost.known_groups import (
-    KnownGroups,
-    gather_partitions,
-    label_subsets,
-    mesh_axis_groups,
-    reduce_partitions,
-    scatter_partitions,
-)
+from sp_compile.passes.cost.known_groups import gather_partitions, label_subsets, reduce_partitions, scatter_partitions
 
 
 def test_the_table_of_a_mesh() -> None:
-    groups = KnownGroups.of((2, 3), ("a", "b"), ranks_per_node=3)
+    groups = mesh_groups((2, 3), ("a", "b"), ranks_per_node=3)
     assert groups["a"] == ((0, 3), (1, 4), (2, 5))
     assert groups["b"] == ((0, 1, 2), (3, 4, 5))
     assert groups["a+b"] == ((0, 1, 2, 3, 4, 5),)
     assert [groups.size(name) for name in ("a", "b", "a+b")] == [2, 3, 6]
     assert [groups.is_in_one_node(name) for name in ("a", "b", "a+b")] == [False, True, False]
-    assert set(KnownGroups.of((2, 2, 2), "xyz").members) == {"x", "y", "z", "x+y", "x+z", "y+z", "x+y+z"}
+    assert set(mesh_groups((2, 2, 2), "xyz").members) == {"x", "y", "z", "x+y", "x+z", "y+z", "x+y+z"}
 
 
 def test_unknown_names() -> None:
     with pytest.raises(SpError, match=r"SP611: group 'c' .*'a', 'a\+b', 'b'"):
-        KnownGroups.of((2, 3), ("a", "b"))["c"]
-    for names in (("a",), ("a", "a")):
-        with pytest.raises(SpError, match="SP613"):
-            KnownGroups.of((2, 3), names)
+        mesh_groups((2, 3), ("a", "b"))["c"]
 
 
 def test_order() -> None:
@@ -42,7 +33,7 @@ def test_order() -> None:
     assert gather_partitions([b, a]) == ((0, 1, 2, 3, 4, 5),)
     assert gather_partitions([a, b]) == ((0, 3, 1, 4, 2, 5),)
     assert scatter_partitions([a, b]) == gather_partitions([b, a])
-    groups = KnownGroups.of((2, 3), ("a", "b"))
+    groups = mesh_groups((2, 3), ("a", "b"))
     assert groups.communicator(gather_partitions([b, a]), ordered=True) == "a+b"
     assert groups.communicator(gather_partitions([a, b]), ordered=True) is None
     assert groups.communicator(gather_partitions([a, b])) == "a+b"

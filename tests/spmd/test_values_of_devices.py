@@ -22,7 +22,8 @@ from sp_compile.lowering.collectives import checksums
 from sp_compile.runtime import compare_gradients as gradients
 from sp_compile.runtime import guard as check_run
 from sp_compile.runtime.fingerprint import ProgramDigest
-from sp_compile.runtime.guard import GuardedProgram
+from sp_compile.runtime.guard import GuardedProgram, ProgramInfo
+from sp_compile.runtime.input_checks import ComparedInputs
 
 CHECKSUMS = """
 import torch
@@ -65,9 +66,8 @@ def of_absent_device(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 def program(names: Sequence[str]) -> GuardedProgram:
     every = frozenset(names)
-    return GuardedProgram(
-        lambda *xs: xs, ranks_of(worker.group()), ProgramDigest(), names, equal=every, arguments=every
-    )
+    inputs = ComparedInputs(names, every, every)
+    return GuardedProgram(lambda *xs: xs, ranks_of(worker.group()), ProgramInfo(), ProgramDigest(), inputs)
 
 
 def call(n: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.torch_compat import size_hint, statically_known_true
-from sp_compile.passes.cost.collective_time import LatencyBandwidth, collective_bytes
+from sp_compile.passes.cost.collective_time import collective_bytes
 from sp_compile.passes.cost.known_groups import (
     KnownGroups,
     Partition,
@@ -61,16 +61,9 @@ class MergeChooser:
             if free or all(block[-1] - block[0] == len(block) - 1 for block in blocks):
                 candidates = {block: name for block in blocks if (name := names[block]) is not None}
                 if len(candidates) == len(blocks):
-                    found.append(MergeOption(candidates, self._total_seconds(chain, candidates)))
+                    seconds = sum(self._seconds(chain, block, name) for block, name in candidates.items())
+                    found.append(MergeOption(candidates, seconds))
         return found
-
-    def _total_seconds(self, chain: CollectiveChain, candidates: dict[LinkSet, str]) -> float:
-        """Return the predicted seconds of the blocks, one after the other."""
-        line = self.groups.turns.get(frozenset(candidates.values()))
-        values = {self._bytes(chain, block) for block in candidates}
-        if line is not None and len(candidates) > 1 and len(values) == 1:
-            return self._seconds(chain, line, values.pop(), candidates.values())
-        return sum(self._time(chain, block, name) for block, name in candidates.items())
 
     def best(self, options: list[MergeOption]) -> MergeOption:
         """Return the option that the policy selects."""
@@ -120,21 +113,16 @@ class MergeChooser:
         rows = static_value(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
         return bool(statically_known_true(rows % ranks == 0))
 
-    def _time(self, chain: CollectiveChain, block: LinkSet, name: str) -> float:
-        """Return the predicted seconds of a block as one collective."""
-        line = self.groups.lines.get(name)
-        if line is None:
-            machine = self.machine_of(chain.links[block[0]].node)
-            inside = self.groups.is_in_one_node(name)
-            line = machine.line("all_reduce", self.groups.size(name), inside=inside)
-        return self._seconds(chain, line, self._bytes(chain, block), [name])
-
-    def _seconds(self, chain: CollectiveChain, line: LatencyBandwidth, nbytes: float, names: Iterable[str]) -> float:
-        """Return the predicted seconds of the chain's collective over groups in turn.
+    def _seconds(self, chain: CollectiveChain, block: LinkSet, name: str) -> float:
+        """Return the predicted seconds of a block as one collective.
 
         A line of all_reduces takes twice the time of a gather or a scatter.
         """
-        sent = sum(collective_bytes("all_reduce", nbytes, self.groups.size(name)) for name in names)
+        line, size = self.groups.lines.get(name), self.groups.size(name)
+        if line is None:
+            machine = self.machine_of(chain.links[block[0]].node)
+            line = machine.line("all_reduce", size, inside=self.groups.is_in_one_node(name))
+        sent = collective_bytes("all_reduce", self._bytes(chain, block), size)
         return line.seconds(sent) / (1 if chain.links[0].kind == "all_reduce" else 2)
 
     def _bytes(self, chain: CollectiveChain, block: LinkSet) -> float:

@@ -62,7 +62,7 @@ class MergeReductions(CollectivePass):
     exported ones with a factor `rank + 1`. backend="sp" compares the programs and does not merge in such a case.
 
     Args:
-        groups: The result of declare_groups, or Groups.of(mesh_shape, names) without processes.
+        groups: The result of declare_groups, or a table of the same form without processes.
         policy: "auto" merges where the cost model predicts a gain, "always" wherever it is exact, "intra_node" where
             the ranks to be merged are on one machine, "never" nowhere.
         cost: Constants that replace the device's defaults, for communicators without a measurement in `groups`.

@@ -44,7 +44,7 @@ from sp_compile.lowering.torch_compat import (
     use_real_tensors,
 )
 
-from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, Field, Message, StopNotice
+from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, Message, StopNotice
 from .store import package_store, query_store
 
 WAIT_SLICE = timedelta(seconds=1)  # of a wait, during which Python handles no signal
@@ -54,7 +54,7 @@ RETRY_HINT = 5.0  # seconds within which a rank that has raised in a call makes 
 CONNECT_CAUSE = timedelta(seconds=60)  # timeout of connecting after all ranks have arrived
 FEW_INTEGERS = 8  # largest exchange whose buffers are reused, in integers
 POLL_INTERVAL = 0.005  # seconds between checks for ranks that have not connected
-STOPPED_CAUSE = 1000  # characters of the reason of a stop
+STOPPED_CAUSE = 1000  # characters of the published reason of a stop
 HEARTBEAT_INTERVAL = 2.0  # seconds between heartbeats of a rank that compiles
 TWO_THREADS = "two threads of this process call programs over one process group, so their exchanges have no order."
 
@@ -98,7 +98,8 @@ class ControlChannel:
     raised: tuple[int, str] | None = None  # this rank and its exception since the last exchange
     thread: int = 0  # the thread that calls programs
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)  # calls of each program and model
-    later: list[tuple[list[Field], PendingChecksums]] = field(default_factory=list)  # compared at the next call
+    # checksums by name that are compared at the next call
+    later: list[tuple[list[str], PendingChecksums]] = field(default_factory=list)
     known: int = 0  # number of models so far
     exchanges: int = 0  # number of exchanges so far
     heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)  # start of the last wait, heartbeats, time of the last one
@@ -260,9 +261,8 @@ class ControlChannel:
         why = [f"rank {stopped.rank} stopped: {stopped.text}"] if stopped.text else []
         self.broken = "\n".join([f"rank {me} {what}", *others, f"  {why[0]}" if why else LIKELY_CAUSE])
         told = "; ".join([f"it {what}", *why]).replace("\n", " ")
-        publish_stop(
-            told[:STOPPED_CAUSE], of={self.name: self.exchanges}, within=self.name
-        )  # it may take part in exchanges of other groups
+        # It may take part in exchanges of other groups.
+        publish_stop(told, of={self.name: self.exchanges}, within=self.name)
         return SpError("SP622", self.broken) if saying.verb == READ_VERB else SpError("SP621", self.broken)
 
     def break_group(self, found: StopNotice, saying: str) -> SpError:
@@ -292,6 +292,13 @@ class ControlChannel:
         known = any(map(self._is_since, _own_stop))  # this rank has raised as well, and continues
         return last if last.raised and others and self._is_since(last) and not known else None
 
+    def count_call(self, program: str, parameters: Sequence[torch.nn.Parameter]) -> tuple[int, int]:
+        """Count a call of a program, and return the number of its model and of the call."""
+        self.check_thread()  # before the call counts
+        key = program, self.model(parameters)
+        self.calls[key] += 1
+        return key[1], self.calls[key]
+
     def model(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Return the number of the model with these parameters, by first call; 0 without parameters."""
         if not parameters:
@@ -309,8 +316,8 @@ class ControlChannel:
             counted.clear()
         self.known = max(self.known, *(one.model for one in everyone))
 
-    def earlier_fields(self) -> dict[Any, str]:
-        """Return the checksums of earlier calls that are not yet compared."""
+    def take_earlier(self) -> dict[str, str]:
+        """Return the checksums of earlier calls that are not yet compared, by name."""
         waiting, self.later = self.later, []
         return {name: value for names, one in waiting for name, value in zip(names, one.read(), strict=True)}
 
@@ -357,7 +364,7 @@ def _forget_model(models: dict[tuple[int, ...], Any], key: tuple[int, ...], gone
 
 def _read_line(saying: Message) -> tuple[str, str]:
     """Return the operation of a rank, and the line of a read."""
-    return str(saying), saying.fields.get("", "") if saying.verb == READ_VERB else ""
+    return str(saying), saying.note if saying.verb == READ_VERB else ""
 
 
 def _is_done(work: Any) -> bool:
@@ -395,7 +402,8 @@ def publish_stop(
     if not (dist.is_available() and dist.is_initialized()):
         return
     talks = {name: 0 for name, *_ in process_groups()} | {wire.name: wire.exchanges for wire in _channels.values()}
-    _store_notice(StopNotice(dist.get_rank(), words, goes_on, talks if of is None else of, subject, within, raised))
+    exchanges = talks if of is None else of
+    _store_notice(StopNotice(dist.get_rank(), words[:STOPPED_CAUSE], goes_on, exchanges, subject, within, raised))
 
 
 def _store_notice(said: StopNotice) -> None:

@@ -12,7 +12,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.torch_compat import is_lost_connection
 from sp_compile.passes.graph.provenance import ExchangeSource, failed_exchange, failed_line
 
-from .channel import STOPPED_CAUSE, ControlChannel, publish_stop
+from .channel import ControlChannel, publish_stop
 from .message import Message, StopNotice
 from .watch import abort_groups, involved_groups, raised_rank
 
@@ -88,7 +88,7 @@ def _publish_failure(error: BaseException, doing: str, line: str) -> tuple[int, 
     setattr(error, _agreed_errors, True)
     where = f"at {line}, when it {doing}" if line else f"when it {doing}"
     cause = f"{type(error).__name__}: {str(error)[:CAUSE]}".removesuffix(": ")
-    publish_stop(f"{cause}, {where}"[:STOPPED_CAUSE], goes_on=True, raised=True)
+    publish_stop(f"{cause}, {where}", goes_on=True, raised=True)
     own = f"rank {dist.get_rank()} raised this {where}"
     is_plain = type(error).__str__ is BaseException.__str__ and len(error.args) == 1
     if is_plain and isinstance(error.args[0], str):

@@ -10,40 +10,61 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from sp_compile.lowering.base.errors import SpError
 
 
-class HashedFields(dict[str, str]):
-    """Read-only fields that are the same in many messages, hashed once."""
+class InputRecord(NamedTuple):
+    """Description of one input of a call on a rank."""
+
+    size: str  # shape and sharding of a tensor, or the value of a number
+    checksum: str = ""  # of all elements; "" if they are not compared
+    sample: str = ""  # checksum of some elements
+    weight: bool = False  # a parameter, which only some calls describe
+
+    def __str__(self) -> str:
+        return f"{self.size} with checksum {self.checksum}" if self.checksum else self.size
+
+
+@dataclass(frozen=True)
+class ProgramRecord:
+    """Description of a program on a rank, the same in all its calls and hashed once."""
+
+    options: Mapping[str, str] = field(default_factory=dict)  # from `settings_fields`
+    digest: int = 0  # of the graph
+    unsplit_reason: str = ""  # why the program runs unsplit; "" if it is split
+    trained: tuple[str, ...] = ()  # inputs that require grad
 
     @cached_property
-    def digest(self) -> int:
-        """Return the hash of the fields."""
-        return hash_text(json.dumps([*self.items()]))
+    def hash(self) -> int:
+        """Return the hash of the record."""
+        return hash_text(json.dumps([*self.options.items(), self.digest, self.unsplit_reason, self.trained]))
 
 
 @dataclass(frozen=True)
 class Message:
     """Announcement of an operation that all ranks of a group run.
 
-    The verb, subject, model and number must be equal on every rank, and so must the fields that the ranks have in
-    common. The field "" describes a call that has no further fields.
+    The verb, subject, model and number must be equal on every rank, and so must the values that the ranks have in
+    common.
     """
 
     verb: str  # the operation
     subject: str = ""  # the program
     number: int = 0  # number of the call
-    fields: Mapping[Any, str] = field(default_factory=dict)  # by name or Field
-    static_fields: HashedFields = field(default_factory=HashedFields)  # received as part of the fields
+    fields: Mapping[str, str] = field(default_factory=dict)  # values by name
+    note: str = ""  # description of the operation for errors
+    model: int = 0  # number of the model
+    mode: str = ""  # state of torch, from `mode_fields`
+    program: ProgramRecord = field(default_factory=ProgramRecord)  # the program of a call
+    inputs: Mapping[str, InputRecord] = field(default_factory=dict)  # inputs of a call
+    earlier: Mapping[str, str] = field(default_factory=dict)  # checksums of values of earlier calls
     error: SpError | None = None  # why this rank stops
+    raised: tuple[int, str] | None = None  # rank and text of an exception since the last exchange
     expects_answer: bool = False  # gather the answers of all ranks
     answer: Any = None  # value of this rank
-    model: int = 0  # number of the model
-    raised: tuple[int, str] | None = None  # rank and text of an exception since the last exchange
 
     def __str__(self) -> str:
         number = f" (number {self.number})" if self.number else ""
@@ -53,20 +74,20 @@ class Message:
     @property
     def header(self) -> list[int]:
         """Return the hash and flags, which are equal on all ranks if no message body is needed."""
-        told = [self.verb, self.subject, self.model, self.number, self.static_fields.digest, *self.fields.items()]
-        compared = hash_text(json.dumps(told, default=str))
-        return [compared, self.error is not None, self.expects_answer]
+        values = [*self.fields.items(), *self.inputs.items(), *self.earlier.items()]
+        told = [self.verb, self.subject, self.model, self.number, self.note, self.mode, self.program.hash, values]
+        return [hash_text(json.dumps(told)), self.error is not None, self.expects_answer]
 
     @property
     def body(self) -> bytes:
         """Return the encoded message."""
-        whole = replace(self, fields={**self.static_fields, **self.fields}, static_fields=HashedFields())
-        return json.dumps([_encode_value(getattr(whole, f.name)) for f in fields(self)]).encode()
+        return json.dumps([_encode_value(getattr(self, f.name)) for f in fields(self)]).encode()
 
     @classmethod
     def read(cls, body: bytes) -> Message:
         """Return the message that a body encodes."""
-        return cls(*map(_decode_value, json.loads(body)))
+        found = cls(*map(_decode_value, json.loads(body)))
+        return replace(found, inputs={name: InputRecord(*one) for name, one in found.inputs.items()})
 
 
 CALL_VERB = "calls"
@@ -111,69 +132,42 @@ def hash_text(text: str) -> int:
 
 # Answers contain JSON values, tuples, frozen sets and registered dataclasses.
 
-_sendable: dict[str, type] = {}
+_sendable: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "tuple": tuple,
+    "frozenset": frozenset,
+    "SpError": lambda parts: SpError(*parts),
+}
 
 
 def register_sendable(one: type) -> type:
     """Register a dataclass that answers may contain. Used as a decorator."""
-    _sendable[one.__name__] = one
+    _sendable[one.__name__] = lambda parts: one(**dict(parts))
     return one
 
 
-class FieldKind(StrEnum):
-    """Kinds of message fields that describe one value. Errors show the enum values."""
-
-    INPUT = "input"
-    """The size of an input. Part of every call."""
-    WEIGHT = "weight"
-    """The size of an input that is a parameter. Not part of most calls."""
-    CHECKSUM = "checksum of"
-    """The checksum of an input."""
-    PART = "part of"
-    """The checksum of some values of an input."""
-    EARLIER = "value of"
-    """The checksum of a value of an earlier call."""
-
-
-@register_sendable
-@dataclass(frozen=True)
-class Field:
-    """Name of a message field that describes one value."""
-
-    kind: FieldKind
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}"
+register_sendable(ProgramRecord)
 
 
 def _encode_value(value: Any) -> Any:
-    if is_dataclass(value) and type(value).__name__ in _sendable:
-        return {
-            "of": type(value).__name__,
-            "is": [(f.name, _encode_value(getattr(value, f.name))) for f in fields(value)],
-        }
-    if isinstance(value, SpError):
-        return {"of": "SpError", "is": [value.code, value.cause, value.fix]}
-    if isinstance(value, Mapping):
-        return {"of": "dict", "is": [[_encode_value(k), _encode_value(v)] for k, v in value.items()]}
-    if isinstance(value, tuple):
-        return {"of": "tuple", "is": [_encode_value(one) for one in value]}
-    if isinstance(value, frozenset):
-        return {"of": "frozenset", "is": [_encode_value(one) for one in sorted(value)]}
-    return [_encode_value(one) for one in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_encode_value(one) for one in value]
+    parts: Any = None
+    kind = type(value).__name__
+    if is_dataclass(value) and kind in _sendable:
+        parts = [(f.name, getattr(value, f.name)) for f in fields(value)]
+    elif isinstance(value, SpError):
+        kind, parts = "SpError", [value.code, value.cause, value.fix]
+    elif isinstance(value, Mapping):
+        kind, parts = "dict", [*value.items()]
+    elif isinstance(value, tuple):
+        kind, parts = "tuple", [*value]
+    elif isinstance(value, frozenset):
+        parts = sorted(value)
+    return value if parts is None else {"of": kind, "is": _encode_value(parts)}
 
 
 def _decode_value(value: Any) -> Any:
     if isinstance(value, list):
         return [_decode_value(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    parts = [_decode_value(one) for one in value["is"]]
-    makers: dict[str, Callable[[Any], Any]] = {
-        "dict": dict,
-        "tuple": tuple,
-        "frozenset": frozenset,
-        "SpError": lambda parts: SpError(*parts),
-    }
-    return makers[value["of"]](parts) if value["of"] in makers else _sendable[value["of"]](**dict(parts))
+    return _sendable[value["of"]](_decode_value(value["is"])) if isinstance(value, dict) else value

@@ -6,7 +6,20 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.golden import notes_of
-from support.parallel.merging import GRID, X, ag, ar, c10d, check_unchanged, collectives, merged, rs, traced, two
+from support.parallel.merging import (
+    GRID,
+    X,
+    ag,
+    ar,
+    c10d,
+    check_unchanged,
+    collectives,
+    merged,
+    mesh_groups,
+    rs,
+    traced,
+    two,
+)
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -139,7 +152,7 @@ def test_ties_take_fewer_collectives() -> None:
 
 def test_machines() -> None:
     """Two machines of four: a crosses them, b and c do not."""
-    groups = KnownGroups.of((2, 2, 2), ("a", "b", "c"), ranks_per_node=4)
+    groups = mesh_groups((2, 2, 2), ("a", "b", "c"), ranks_per_node=4)
 
     def fn(x: Tensor) -> Tensor:
         return ar(ar(ar(x, "sum", "b"), "sum", "a"), "sum", "c")

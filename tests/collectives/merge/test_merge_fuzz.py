@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.golden import notes_of
 from support.parallel import on_mesh
-from support.parallel.merging import OPS, ag, ar, collectives, merged, operands, rs, traced
+from support.parallel.merging import OPS, ag, ar, collectives, merged, mesh_groups, operands, rs, traced
 from torch import Tensor
 
 from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
@@ -32,7 +32,7 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
 def programs(draw: st.DrawFn) -> tuple[KnownGroups, list]:
     """Draw a mesh with overlapping groups, and reductions over it with ops between them."""
     shape = draw(st.sampled_from(sorted(AXES)))
-    groups = KnownGroups.of(shape, AXES[shape])
+    groups = mesh_groups(shape, AXES[shape])
     ranks = draw(st.permutations(range(math.prod(shape))))
     size = draw(st.sampled_from([s for s in (2, 3) if len(ranks) % s == 0]))
     odd = tuple(tuple(ranks[i : i + size]) for i in range(0, len(ranks), size))
@@ -82,7 +82,7 @@ def scatter(x: Tensor, op: str, n: int, name: str, dim: int) -> Tensor:
     st.sampled_from(["sum", "avg", "max", "sum, avg"]),
 )
 def test_any_order_of_chunks(shape: tuple[int, ...], axes: list, gathers: bool, ops: str) -> None:
-    groups = KnownGroups.of(shape, AXES[shape])
+    groups = mesh_groups(shape, AXES[shape])
     names = [AXES[shape][axis % len(shape)] for axis, _ in axes]
 
     def fn(x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def test_any_order_of_chunks(shape: tuple[int, ...], axes: list, gathers: bool, 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("op", ["sum", "avg", "min"])
 def test_along_a_dim(dim: int, op: str) -> None:
-    groups = KnownGroups.of((2, 3), ("a", "b"))
+    groups = mesh_groups((2, 3), ("a", "b"))
 
     def fn(x: Tensor) -> Tensor:
         h = scatter(scatter(x, op, 2, "a", dim) * 2, op, 3, "b", dim)
@@ -113,7 +113,7 @@ def test_along_a_dim(dim: int, op: str) -> None:
 
 def test_other_moves_are_left_alone() -> None:
     """Chunks in another order or of another number, a chunk that is used elsewhere, two dims."""
-    groups = KnownGroups.of((2, 2), ("a", "b"))
+    groups = mesh_groups((2, 2), ("a", "b"))
 
     def moved(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda x: gather(move(ag(x, 2, "b")), 2, "a", 1)

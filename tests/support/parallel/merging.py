@@ -1,7 +1,8 @@
 """Helpers of the tests of merge_reductions: graphs of collectives, and the pass with a check of its values."""
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from support.golden import show
@@ -13,11 +14,29 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compile.passes.collectives.merge.find_chains import COLLECTIVES
 from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
-from sp_compile.passes.cost.known_groups import KnownGroups
+from sp_compile.passes.cost.known_groups import KnownGroups, Partition, label_subsets, reduce_partitions
 
 c10d = torch.ops._c10d_functional
-GRID = KnownGroups.of((2, 3), ("a", "b"))
-CUBE = KnownGroups.of((2, 2, 2), ("a", "b", "c"))
+
+
+def mesh_axis_groups(mesh_shape: Sequence[int], dim: int) -> Partition:
+    """Return the groups of one axis of a row-major mesh: (2, 3), 0 -> (0, 3), (1, 4), (2, 5)."""
+    ranks = torch.arange(math.prod(mesh_shape)).view(*mesh_shape)
+    return tuple(map(tuple, ranks.movedim(dim, -1).flatten(0, -2).tolist()))
+
+
+def mesh_groups(mesh_shape: Sequence[int], names: Sequence[str], ranks_per_node: int | None = None) -> KnownGroups:
+    """Return the table of a row-major mesh without processes, with unions "a+b" of axes."""
+    axes = {name: mesh_axis_groups(mesh_shape, dim) for dim, name in enumerate(names)}
+    unions = {
+        "+".join(several): reduce_partitions([axes[name] for name in several]) for several in label_subsets(names)
+    }
+    nodes = {rank: rank // ranks_per_node if ranks_per_node else 0 for rank in range(math.prod(mesh_shape))}
+    return KnownGroups({**axes, **unions}, nodes)
+
+
+GRID = mesh_groups((2, 3), ("a", "b"))
+CUBE = mesh_groups((2, 2, 2), ("a", "b", "c"))
 OPS = ("sum", "avg", "max", "min", "product")
 
 
