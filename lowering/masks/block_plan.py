@@ -98,7 +98,7 @@ def settle_blocks(blocks: Sequence[Block], limit: int, *args: Any) -> tuple[floa
     Args:
         blocks: Masked blocks.
         limit: The maximum number of undecided blocks per step; of more, a sample is used.
-        *looked_up: The arguments of `plan_blocks`.
+        *args: The arguments of `plan_blocks`.
 
     Returns:
         The number of pairs, and undecided blocks of at most TILE_ROWS x TILE_ROWS with their weights: the number of

@@ -345,13 +345,13 @@ def _make_partitioner(halves: PartitionTransform) -> Any:
         user_pass = config.custom_partitioner_fn
 
         def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
-            found = (self.theirs or min_cut_rematerialization_partition)(gm, inputs, **options)
+            found = (self.user_pass or min_cut_rematerialization_partition)(gm, inputs, **options)
             halves.run_training(found[0], found[1], options["num_fwd_outputs"])
             return found
 
         def uuid(self) -> tuple[Any, ...] | None:
             """Return the cache key, or None if a part has none."""
-            keys = (self.theirs.uuid() if self.theirs is not None else "", halves.key)
+            keys = (self.user_pass.uuid() if self.user_pass is not None else "", halves.key)
             return None if None in keys else keys
 
         def __reduce__(self) -> tuple[Any, ...]:

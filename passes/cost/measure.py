@@ -152,6 +152,7 @@ def _time_collective(kind: str, name: str | None, groups: Partition, where: torc
         return 1 if kind == "all_gather" else n, max(1, size // n // 4)
 
     def call(size: int) -> Callable[[], object] | None:
+        """Return a call of the collective over the group; None if this rank has no group of several ranks."""
         own = 1 if name is None else dist.get_world_size(process_group(name))
         if own == 1:
             return None
@@ -159,6 +160,7 @@ def _time_collective(kind: str, name: str | None, groups: Partition, where: torc
         return lambda: getattr(current_communicator(), kind)(x, own, name)
 
     def point(size: int, seconds: float) -> tuple[float, float]:
+        """Return the bytes that a rank sends and the measured seconds."""
         return collective_bytes(kind, 4 * math.prod(shape(size)), n), seconds
 
     sizes = CPU_SIZES if where.type == "cpu" else GPU_SIZES

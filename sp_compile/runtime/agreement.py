@@ -97,6 +97,7 @@ def make_exchange(ranks: Ranks, saying: Message) -> Callable[[Exception | None, 
     """Return a function that exchanges values, and raises the same SpError on all ranks if one has failed."""
 
     def meet(error: Exception | None, value: Any) -> list[Any]:
+        """Return the values of all ranks; raise the error of this or another rank, on every rank."""
         mine = replace(saying, error=wrap_error(error), expects_answer=value is not None, answer=value)
         try:
             return [one.answer for one in require_agreement(ranks, mine)]
