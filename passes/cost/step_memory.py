@@ -262,9 +262,8 @@ class StepMemory:
             ]
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         if self.shards > 1:
-            lines.append(
-                f"peak of a rank {format_bytes(self.fsdp(self.shards))}; parameters, gradients, optimizer sharded"
-            )
+            peak = format_bytes(self.fsdp(self.shards))
+            lines.append(f"peak of a rank {peak}, with sharded parameters, gradients and optimizer")
         else:
             lines.append(
                 f"peak of a rank {format_bytes(self.peak)}; with FSDP over {n} ranks {format_bytes(self.fsdp(n))}"

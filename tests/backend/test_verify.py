@@ -61,8 +61,8 @@ def result(*calls):
         (unwritten, r"mutated input \w*calls\w*"),
         (overwritten, r"mutated input \w*kept\w*"),
         (scribbled, r"mutated input \w*x\w*"),
-        (result((aten.to.dtype, torch.float32)), r"result 0: .*float32.*, on one device .*float64.*"),
-        (result((aten.unsqueeze.default, 0)), r"result 0: .*\(1, 6, 8\).*, on one device .*\(6, 8\).*"),
+        (result((aten.to.dtype, torch.float32)), r"result 0: .*float32.*, on a single device .*float64.*"),
+        (result((aten.unsqueeze.default, 0)), r"result 0: .*\(1, 6, 8\).*, on a single device .*\(6, 8\).*"),
         (result((aten.add.Tensor, 1)), "result 0"),
     ],
 )

@@ -122,7 +122,7 @@ def test_a_report_as_json() -> None:
 def test_an_infinite_error_is_json() -> None:
     """JSON has no infinity."""
     made = report()
-    made.errors = [("result 0: torch.float32, on one device torch.float64", math.inf), ("result 1", 0.5)]
+    made.errors = [("result 0: torch.float32, on a single device torch.float64", math.inf), ("result 1", 0.5)]
     found = report_json(made)
     json.dumps(found, allow_nan=False)
     assert [one["error"] for one in found["errors"]] == [None, 0.5]
