@@ -198,12 +198,14 @@ def after_a_break() -> list[Outcome]:
     return [against_eager(model, x, run=compiled) for x in inputs]
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_other_lengths_of_inputs_that_are_not_dense(ranks: Ranks, compiler: str) -> None:
     for outcomes in zip(*ranks.run(2, of_slices, compiler), strict=True):
         check(outcomes)
 
 
+@pytest.mark.slow
 def test_other_lengths_of_rows(ranks: Ranks) -> None:
     for outcomes in zip(*ranks.run(2, after_a_break), strict=True):
         check(outcomes)

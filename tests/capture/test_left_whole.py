@@ -159,7 +159,8 @@ def test_split_programs(ranks: Ranks, n: int) -> None:
         check(outcomes)
 
 
-@pytest.mark.parametrize("write", [features, pytest.param(inner_step, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [features, inner_step])
 def test_split_programs_under_inductor(ranks: Ranks, write: Callable[..., Tensor]) -> None:
     answers = ranks.run(2, of_all, (write,), {"compiler": "inductor"})
     assert not any(warnings for _, warnings in answers)

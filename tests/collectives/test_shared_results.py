@@ -186,12 +186,7 @@ def test_in_shards_of_products(ranks: Ranks, program: str, n: int, length: int) 
 
 
 @pytest.mark.parametrize(
-    "program",
-    [
-        "flat",
-        "beside a loss",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in PROGRAMS if one not in ("flat", "beside a loss")),
-    ],
+    "program", ["flat", *(pytest.param(one, marks=pytest.mark.slow) for one in PROGRAMS if one != "flat")]
 )
 def test_by_inductor(ranks: Ranks, program: str) -> None:
     assert ranks.run(2, compared, program, 7, True, {"outputs": "lazy"}, timeout=300) == [[]] * 2

@@ -110,7 +110,8 @@ def test_a_few_layers_give_the_report_of_all(
     assert sum(held.nbytes for held in one.alive(point)) == point.nbytes
 
 
-@pytest.mark.parametrize("bucket", [1, pytest.param(25 << 20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", [1, 25 << 20])
 def test_gradients_of_a_few_layers_count_for_those_of_all(monkeypatch: pytest.MonkeyPatch, bucket: int) -> None:
     """Gradients of a layer count once per layer, others once. A large bucket contains those of several layers."""
 

@@ -25,7 +25,8 @@ def test_a_ring_keeps_one_accumulator(gpu: AbsentGpu, ns: tuple[int, ...]) -> No
         assert few <= found[0] + MIB  # two ranks have fewer transfers in flight
 
 
-@pytest.mark.parametrize("ns", [(4, 6, 8), pytest.param((4, 8, 16), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ns", [(4, 6, 8), (4, 8, 16)])
 def test_a_hybrid_keeps_one_accumulator(gpu: AbsentGpu, ns: tuple[int, ...]) -> None:
     for few, *found in peaks(gpu, "hybrid", ns, ulysses=2):
         flat(found)

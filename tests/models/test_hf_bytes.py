@@ -69,6 +69,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS)
 def test_unread_logits_are_not_sent(ranks: Ranks, make: Any) -> None:
     """Forward and backward without options; logits read afterwards equal a single device's and are sent once."""

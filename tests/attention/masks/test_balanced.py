@@ -332,7 +332,8 @@ def logits_in_shards(layout: str) -> Outcome:
     return max((against_eager(Scored(model), *args, run=run) for args in batches), key=lambda one: one.error)
 
 
-@pytest.mark.parametrize("layout", ["auto", pytest.param("balanced", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["auto", "balanced"])
 def test_results_in_shards(ranks: Ranks, layout: str) -> None:
     every_rank_is_right(ranks.run(2, logits_in_shards, layout))
 
