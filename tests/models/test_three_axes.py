@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from spmd.test_blocks import Stack, whole
+from spmd.test_blocks import Stack, gathered
 from support.parallel.spawning import spawned
 from support.parity import build, text
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -50,7 +50,7 @@ def trained(sizes: tuple[int, int, int], steps: int) -> list[tuple[float, float]
             for one in optimizers:
                 one.step()
                 one.zero_grad()
-        pairs = zip(map(whole, model.parameters()), alone.parameters(), strict=True)
+        pairs = zip(map(gathered, model.parameters()), alone.parameters(), strict=True)
         found.append((max(losses), max((a - b).abs().max().item() for a, b in pairs)))
     return found
 

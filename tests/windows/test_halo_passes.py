@@ -244,7 +244,7 @@ class Causal(nn.Module):
         (SlidingRows(4, 0, 2, 2), Shard(1, Frame.full(8)), 3, "3 ranks times its stride of 2"),
         (SlidingRows(10, 2, 3), Shard(1, Frame.full(8)), 2, "10 rows does not fit into a sequence of 8"),
         (SlidingRows(2, 0, 7), Shard(1, Frame.full(8)), 2, "idle"),
-        (SlidingRows(8, 5, 6), Shard(1, Frame.full(8)), 2, "over 5 rows, more than half of the sequence of 8"),
+        (SlidingRows(8, 5, 6), Shard(1, Frame.full(8)), 2, "5 rows, more than half of the sequence of 8"),
     ],
 )
 def test_gathered_ops(sliding, shard, n, why):
