@@ -159,8 +159,8 @@ def runs_by_pass(laps: Iterable[PassRun]) -> list[PassRun]:
 class PassContext:
     """The options, the analysis and the results of passes over one graph, equal on every rank."""
 
-    ranks: Ranks
-    options: SPConfig = field(default_factory=SPConfig)
+    ranks: Ranks  # the ranks that shard the sequence
+    options: SPConfig = field(default_factory=SPConfig)  # as the user passed them
     # The options of the same names, resolved for the graph.
     seq_dims: Mapping[str, int] | None = None  # by the names of the graph's inputs; None if the user names none
     inputs: Mapping[str, Placement] = field(default_factory=dict)  # the placements of sharded inputs
@@ -175,14 +175,14 @@ class PassContext:
     # Results of passes, for later passes and for the report.
     input_placements: PlacementPlan | None = None  # the plan of the local graph; its nodes are of the global graph
     refusal: Refusal | None = None  # why the graph cannot be split with its inputs; no pass runs after it
-    notes: list[Note] = field(default_factory=list)
-    runs: list[PassRun] = field(default_factory=list)
-    sequence_inputs: dict[str, list[int]] = field(default_factory=dict)
-    constraints: list[str] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
-    memory: list[RankMemory] = field(default_factory=list)
-    tiled_regions: list[TiledRegion] = field(default_factory=list)
-    _analyzed: tuple[Axes, PlacementPlan] | None = None
+    notes: list[Note] = field(default_factory=list)  # lines of the report
+    runs: list[PassRun] = field(default_factory=list)  # the passes that ran, in order
+    sequence_inputs: dict[str, list[int]] = field(default_factory=dict)  # input -> its dims along the sequence
+    constraints: list[str] = field(default_factory=list)  # numbers that the ranks must divide, and padding
+    decisions: list[Decision] = field(default_factory=list)  # the choice for each kind of attention
+    memory: list[RankMemory] = field(default_factory=list)  # estimates; the last one is current
+    tiled_regions: list[TiledRegion] = field(default_factory=list)  # parts that run in tiles of rows
+    _analyzed: tuple[Axes, PlacementPlan] | None = None  # the cached result of `analyze`
 
     def __post_init__(self) -> None:
         Machine.of("cpu", self.options.cost)  # raises for an unknown constant, or one out of range

@@ -37,9 +37,8 @@ from .all_to_all import equal_reshard, exchange
 class SymmetricBuffer:
     """Symmetric memory of a group."""
 
-    # uint8 (bytes,), this rank's memory
-    memory: Tensor  # waits, on the current stream, for all ranks
-    barrier: Callable[[], None]
+    memory: Tensor  # uint8 (bytes,), this rank's memory
+    barrier: Callable[[], None]  # waits, on the current stream, for all ranks
 
     def view(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the first bytes of the memory as a contiguous tensor."""

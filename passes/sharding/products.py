@@ -66,11 +66,6 @@ class ProductMatch:
     scale: float
     order: tuple[int, ...]  # dims of the result in the order (..., m, n)
 
-    @property
-    def is_straight(self) -> bool:
-        """Return True if the result's dims are (leading dims, m, n)."""
-        return is_identity(self.order)
-
 
 def match_product(node: Node, with_addend: bool = False) -> ProductMatch | None:
     """Match a product without broadcasting and with at least three dims, or return None.

@@ -25,18 +25,18 @@ from .rank_call import HOLDS_PATTERN, RankCall, check_choice, needs_gradient, sh
 class AttentionOptions:
     """Options that the attention functions share, with the names of their arguments."""
 
-    layout: str
-    length: int | None
-    kv_length: int | None
-    is_causal: bool
-    window: int | None
-    documents: Tensor | None
-    attn_mask: Tensor | None
-    dropout_p: float
-    seed: Tensor | int | None
-    scale: float | None
-    sinks: Tensor | None
-    check: bool
+    layout: str  # order of the rows over the ranks, "contiguous" or "zigzag"
+    length: int | None  # global query rows without padding; None: no row is padding
+    kv_length: int | None  # global key rows without padding; None: no row is padding
+    is_causal: bool  # a query attends to keys up to its own position
+    window: int | None  # a query attends to keys at a distance below this; None for all
+    documents: Tensor | None  # (B | 1, S) integers, replicated: the document of each position
+    attn_mask: Tensor | None  # bool, or floats that are added to the scores
+    dropout_p: float  # probability of dropping a weight
+    seed: Tensor | int | None  # seed of the dropout, equal on all ranks
+    scale: float | None  # factor of the scores; None for 1 / sqrt(head_dim)
+    sinks: Tensor | None  # one extra score per head in the softmax, without a value
+    check: bool  # compare the calls of all ranks
 
     def predicate_arguments(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int], str]:
         """Return the fields rows, cols, pieces, sizes and predicate of `AttentionArgs`.

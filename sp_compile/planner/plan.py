@@ -102,11 +102,9 @@ class StepPlan:
     memory: float  # bytes of a device
     weights: ModelBytes  # bytes of the model
     rows: list[Variant] = field(default_factory=list)  # the variants of each number of ranks, the fastest first
-    # the required change for each number of ranks on which nothing fits
-    changes: dict[int, str] = field(default_factory=dict)
+    changes: dict[int, str] = field(default_factory=dict)  # the required change where nothing fits, by number of ranks
     notes: list[str] = field(default_factory=list)  # variants that were not tried, and the reasons
-    # the unit of sizes in the table
-    unit: SizeUnit = SizeUnit("GB")  # noqa: RUF009  (it does not change)
+    unit: SizeUnit = SizeUnit("GB")  # of sizes in the table  # noqa: RUF009
     host_memory: float | None = None  # bytes of the host for each rank; None for no limit
 
     @property
