@@ -250,8 +250,8 @@ def pad_last_dim(width: int, *xs: Tensor) -> list[Tensor]:
 
     The kernels assume that the last dim is contiguous.
     """
-    return [_has_dense_rows(x) if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
+    return [_make_rows_dense(x) if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
 
 
-def _has_dense_rows(x: Tensor) -> Tensor:
+def _make_rows_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -201,9 +201,7 @@ class SPConfig:
             value = getattr(self, name)
             if value not in supported and not self.has_place:
                 raise SpError(
-                    "SP105",
-                    f"{name}={value!r} is not supported with compiler={self.compiler!r}, which has no place for "
-                    f"{purpose}.",
+                    "SP105", f"{name}={value!r} needs {purpose}, which compiler={self.compiler!r} does not support."
                 )
         others = [one for one in STRATEGIES.values() if self.attention not in ("auto", one.name)]
         for name, strategy in ((name, one.name) for one in others for name in one.options):

@@ -36,7 +36,7 @@ def checksum(a: Any) -> str:
     if is_freed(a):
         return FREED_CHECKSUM
     found = hashlib.sha256()
-    for piece in flat_parts(_is_plain_tensor(a)):
+    for piece in flat_parts(_view_as_real(a)):
         bits = piece.resolve_neg().contiguous()
         found.update((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
     return found.hexdigest()[:16]
@@ -71,7 +71,7 @@ def start_checksums(xs: Sequence[torch.Tensor]) -> PendingChecksums:
         if triton.can_use_triton(x):
             from sp_compile.lowering.triton import checksum_kernel as kernel
 
-            kernel.add_checksum(_element_bits(_is_plain_tensor(x).contiguous().view(-1)), place)
+            kernel.add_checksum(_element_bits(_view_as_real(x).contiguous().view(-1)), place)
         else:
             place += checksum_of(x)
     return start_cpu_copy(out)
@@ -109,7 +109,7 @@ def summarize(x: torch.Tensor) -> torch.Tensor:
     Plain sums would not suffice: the gradient of a cross entropy has the same sums for any labels. The tensor is read
     twice and not copied.
     """
-    x = _is_plain_tensor(x)
+    x = _view_as_real(x)
     if not x.numel():
         return torch.zeros(3, dtype=torch.float64, device=x.device)
     matrix = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
@@ -137,14 +137,14 @@ def checksum_of(x: torch.Tensor) -> torch.Tensor:
     """
     out = torch.zeros((), dtype=torch.int64, device=x.device)
     done = 0
-    for piece in flat_parts(_is_plain_tensor(x)):
+    for piece in flat_parts(_view_as_real(x)):
         bits = _element_bits(piece).long()
         out += _hash_bits(bits, done).sum()
         done += bits.numel()
     return out
 
 
-def _is_plain_tensor(x: torch.Tensor) -> torch.Tensor:
+def _view_as_real(x: torch.Tensor) -> torch.Tensor:
     x = x.detach()
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 

@@ -23,9 +23,9 @@ from .blocks import (
     BlockPlan,
     Kind,
     as_band,
+    as_offset_length,
     block_of,
     has_masked,
-    is_nonempty,
     packed_calls,
     part_runs,
     run_blocks,
@@ -88,7 +88,10 @@ def tiles_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[i
     if len(seen) <= MAX_PARTS and not has_masked(seen):
         return BlockPlan(others=seen)
     conditions = language.split_conjuncts(predicate)
-    every = [Block(*is_nonempty(q), *is_nonempty(k), Kind.MASKED, conditions) for q, k in planner.split_at_padding()]
+    every = [
+        Block(*as_offset_length(q), *as_offset_length(k), Kind.MASKED, conditions)
+        for q, k in planner.split_at_padding()
+    ]
     return BlockPlan(others=planner.band_blocks() or tuple(every))
 
 
@@ -236,7 +239,7 @@ class _Planner:
     def _cover_tile(self, tile: CellPair) -> list[Block]:
         """Return the blocks of a tile whose pairs only the predicate determines."""
         if max(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) < 2 * TILE_ROWS:
-            return [Block(*is_nonempty(tile.q), *is_nonempty(tile.k), Kind.MASKED, tile.left)]
+            return [Block(*as_offset_length(tile.q), *as_offset_length(tile.k), Kind.MASKED, tile.left)]
         if tile.band is not None:
             return self._band_strips(tile.q, tile.k, tile.band, tile.left)
         return list(self.cover(tile.q, tile.k))
@@ -283,7 +286,7 @@ class _Planner:
             else:
                 first, last = group[0][0], group[-1][0]
                 q, k = (first.q[0], last.q[1]), (first.k[0], last.k[1])
-                yield Block(*is_nonempty(q), *is_nonempty(k), Kind.MASKED, self._conditions)
+                yield Block(*as_offset_length(q), *as_offset_length(k), Kind.MASKED, self._conditions)
 
     def cover(self, q: Range, k: Range) -> Iterator[Block]:
         """Yield the blocks of the pairs q x k."""
@@ -294,7 +297,7 @@ class _Planner:
         ascends = all(a < b for (a, _), (b, _) in pairwise(index_intervals(self._k_rows, *k)))
         shift = self._causal_shift(q, k, left[0]) if len(left) == 1 and ascends else None
         if shift is not None:
-            yield from self._is_causal(q, k, shift, left)
+            yield from self._cover_causal(q, k, shift, left)
         elif left and not ascends and (blocks := self._single_partial_stretch(q, k)):
             yield from blocks
         elif left and (cut := self._best_cut(q, k, left)):
@@ -303,7 +306,7 @@ class _Planner:
         else:
             for part in self._skip_unneeded(q, k, left):
                 rest = self._undecided_conditions(q, part)
-                yield Block(*is_nonempty(q), *is_nonempty(part), Kind.MASKED if rest else Kind.FULL, rest)
+                yield Block(*as_offset_length(q), *as_offset_length(part), Kind.MASKED if rest else Kind.FULL, rest)
 
     def _trim(self, q: Range, k: Range) -> tuple[Range, Range]:
         """Remove rows without pairs from the ends of q and k; both results are empty or neither is."""
@@ -329,11 +332,11 @@ class _Planner:
                 shifts.add(of_key[0] - of_query[0] + -(row[0] + key[0] + one.constant) // key[1])
         return shifts.pop() if len(shifts) == 1 else None
 
-    def _is_causal(self, q: Range, k: Range, shift: int, left: tuple[str, ...]) -> Iterator[Block]:
+    def _cover_causal(self, q: Range, k: Range, shift: int, left: tuple[str, ...]) -> Iterator[Block]:
         """Yield rectangles and triangles of ``k <= q + shift``, where every query has a key and vice versa."""
         if shift == 0 and index_intervals(self._q_rows, *q) == index_intervals(self._k_rows, *k):
             yield Block(
-                *is_nonempty(q), *is_nonempty(k), Kind.CAUSAL, left
+                *as_offset_length(q), *as_offset_length(k), Kind.CAUSAL, left
             )  # the same indices, in any number of segments
             return
         for cut in self._cut_causal(q, k, shift):
@@ -344,8 +347,8 @@ class _Planner:
         # One segment of queries, the last of which sees the last key: a rectangle and a triangle.
         edge = k[1] - (q[1] - q[0])
         if k[0] < edge:
-            yield Block(*is_nonempty(q), *is_nonempty((k[0], edge)), Kind.FULL)
-        yield Block(*is_nonempty(q), *is_nonempty((edge, k[1])), Kind.CAUSAL, left)
+            yield Block(*as_offset_length(q), *as_offset_length((k[0], edge)), Kind.FULL)
+        yield Block(*as_offset_length(q), *as_offset_length((edge, k[1])), Kind.CAUSAL, left)
 
     def _single_partial_stretch(self, q: Range, k: Range) -> list[Block]:
         """Return blocks if all queries see every key segment but one, in which they need one block; else []."""
@@ -355,10 +358,10 @@ class _Planner:
             return []
         (other,) = others
         blocks = list(self.cover(q, other))
-        if [block.query_rows for block in blocks] != [is_nonempty(q)]:
+        if [block.query_rows for block in blocks] != [as_offset_length(q)]:
             return []
         seen = [part for part in ((k[0], other[0]), (other[1], k[1])) if part[0] < part[1]]
-        return blocks + [Block(*is_nonempty(q), *is_nonempty(part), Kind.FULL) for part in seen]
+        return blocks + [Block(*as_offset_length(q), *as_offset_length(part), Kind.FULL) for part in seen]
 
     def _cut_causal(self, q: Range, k: Range, shift: int) -> Iterator[int]:
         """Yield the rows that do not have exactly one key more than the previous row."""

@@ -99,12 +99,12 @@ class PackedCall(NamedTuple):
     @property
     def query_rows(self) -> tuple[int, int]:
         """Return the query rows of all sequences as (offset, length)."""
-        return is_nonempty((self.queries[0], self.queries[-1]))
+        return as_offset_length((self.queries[0], self.queries[-1]))
 
     @property
     def key_rows(self) -> tuple[int, int]:
         """Return the key rows of all sequences as (offset, length)."""
-        return is_nonempty((self.keys[0], self.keys[-1]))
+        return as_offset_length((self.keys[0], self.keys[-1]))
 
     def runs(self) -> list[AttendedRun]:
         """Return the sequences that have both queries and keys."""
@@ -257,7 +257,7 @@ def block_of(run: AttendedRun) -> Block:
     kind = (
         Kind.FULL if run.window == FULL_WINDOW else Kind.CAUSAL if run.window == CAUSAL_WINDOW and square else Kind.BAND
     )
-    return Block(*is_nonempty(run.q), *is_nonempty(run.k), kind, window=run.window)
+    return Block(*as_offset_length(run.q), *as_offset_length(run.k), kind, window=run.window)
 
 
 def as_band(block: Block) -> Block:
@@ -275,12 +275,12 @@ def as_band(block: Block) -> Block:
 def run_blocks(run: AttendedRun, left: tuple[str, ...]) -> Iterator[Block]:
     """Yield the FULL and CAUSAL blocks of a run."""
     if run.window == FULL_WINDOW:
-        yield Block(*is_nonempty(run.q), *is_nonempty(run.k), Kind.FULL)
+        yield Block(*as_offset_length(run.q), *as_offset_length(run.k), Kind.FULL)
         return
     edge = run.k[1] - (run.q[1] - run.q[0])
     if run.k[0] < edge:
-        yield Block(*is_nonempty(run.q), *is_nonempty((run.k[0], edge)), Kind.FULL)
-    yield Block(*is_nonempty(run.q), *is_nonempty((edge, run.k[1])), Kind.CAUSAL, left)
+        yield Block(*as_offset_length(run.q), *as_offset_length((run.k[0], edge)), Kind.FULL)
+    yield Block(*as_offset_length(run.q), *as_offset_length((edge, run.k[1])), Kind.CAUSAL, left)
 
 
 def packed_calls(runs: Sequence[AttendedRun]) -> list[PackedCall]:
@@ -388,6 +388,6 @@ def _count_reached(queries: int, keys: int, distance: int) -> int:
     return below(queries + distance + 1) - below(distance + 1)
 
 
-def is_nonempty(part: Range) -> tuple[int, int]:
+def as_offset_length(part: Range) -> tuple[int, int]:
     """Convert a range (low, high) to (offset, length)."""
     return part[0], part[1] - part[0]

@@ -240,7 +240,7 @@ class CellGrid:
                 q, met = (before.q[0], q[1]), [before, *met]
                 parts = (*before.parts, *parts) if before.parts else ()
             k = min(pair.k[0] for pair in met), max(pair.k[1] for pair in met)
-            tiles.append(CellPair(q, k, tuple(self._conditions), None, _has_few_parts(parts)))
+            tiles.append(CellPair(q, k, tuple(self._conditions), None, _keep_few_parts(parts)))
             several = True
         return tiles
 
@@ -289,7 +289,7 @@ def _merge_cells(met: list[CellPair]) -> Iterator[CellPair]:
     yield before
 
 
-def _has_few_parts(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
+def _keep_few_parts(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
     """Return the parts if they are few or long, else ()."""
     rows = sum(pair.q[1] - pair.q[0] for pair in parts)
     return parts if rows >= len(parts) * LONG_ROWS or len(parts) <= MAX_PARTS else ()

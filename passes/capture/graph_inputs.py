@@ -134,8 +134,8 @@ def _dim_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Ex
             if dims.get(node.name) != d and as_size(extent) in symbols:
                 raise SpError(
                     "SP233",
-                    f"inputs='local': dim {d} of {argument_name(node)} has the size of the local sequence, {extent}, "
-                    "so either may be the sequence.",
+                    f"inputs='local': dim {d} of {argument_name(node)} is as long as the sequence dim on this rank "
+                    f"({extent}), so the sequence dim is ambiguous.",
                 )
     return symbols
 

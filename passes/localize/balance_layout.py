@@ -64,7 +64,7 @@ class BalanceLayout(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
         calls = [
-            (OpCall(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _is_balance_op(n))
+            (OpCall(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _balanced_frames(n))
         ]
         balanced = balanced_inputs(job)
         if calls or balanced:
@@ -282,7 +282,7 @@ def _has_sharded_output(gm: GraphModule, job: PassContext) -> bool:
     return any(isinstance(job.input_placements.of(one), Shard) for one in origins if one is not None)
 
 
-def _is_balance_op(node: Node) -> FrameMap:
+def _balanced_frames(node: Node) -> FrameMap:
     if namespace_of(node.target) != sp.name:
         return {}
     call = OpCall(node)

@@ -70,7 +70,7 @@ class DemandPass(Pass):
 
     # Helpers of rewrites.
 
-    def is_at(self, position: int | Node, length: Size, dim: int, ndim: int, like: Node) -> Node:
+    def mark_position(self, position: int | Node, length: Size, dim: int, ndim: int, like: Node) -> Node:
         """Return arange(length) == position, shaped to broadcast along `dim` of `ndim`."""
         device = {"device": like.meta["val"].device}
         positions = self.compute(aten.arange.default, (self.sizes(length),), like, device)

@@ -115,7 +115,7 @@ class ExchangeHalos(DemandPass):
         with self.graph.inserting_before(node):
             shifted = self._rewrite_on_shards(slides, call.operands[i], have, result, node.meta["val"], node)
             position = self.sizes(0 if i else length - 1)
-            here = self.is_at(position, length, have.dim, call.ndim(), node)
+            here = self.mark_position(position, length, have.dim, call.ndim(), node)
             row = call.operands[1 - i]
             new = self.compute(aten.where.self, (here, row, shifted), node)
         self.replace(node, new)

@@ -206,7 +206,7 @@ class HoistSlices(DemandPass):
 
     def _rebuild_step(self, step: RowWiseNode, emitted: dict[Node, Node], piece: RowRequest) -> Node:
         """Emit a step of the chain on sliced operands."""
-        node, (call, rule) = step.node, _has_known_shape(step.node)
+        node, (call, rule) = step.node, _lookup_known_rule(step.node)
         operands = [emitted[x] if i in step.operands else x for i, x in enumerate(call.operands)]
         if rule.window == step.dim:
             return operands[0]
@@ -238,7 +238,7 @@ def _match_selected(node: Node) -> SelectedRows | None:
     return SelectedRows(source, dim, at, node_shape(node)[dim]) if rule.results[0][dim] == picked else None
 
 
-def _has_known_shape(node: Node) -> tuple[OpCall, BoundRule]:
+def _lookup_known_rule(node: Node) -> tuple[OpCall, BoundRule]:
     found = lookup_rule(node)
     assert found is not None
     assert found[1] is not None

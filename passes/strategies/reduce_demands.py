@@ -40,16 +40,17 @@ class DecomposeMeans(DemandPass):
         return super().apply(gm, job)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace a mean by a sum over the sequence, divided by the global count."""
+        """Replace a mean or a summed loss by a sum over the sequence, divided by the global count if it is a mean."""
+        is_mean = any(d.kind == "mean" for d in demands)
         with self.graph.inserting_before(node):
             if node.target in MEAN_OPS:
                 new = self._mean(node)
             elif node.target in CLASS_LOSSES and OpCall(node).ndim("target") != OpCall(node).ndim("self"):
                 new = self._class_loss(node)
             else:
-                new = self._elementwise_loss(node, mean=any(d.kind == "mean" for d in demands))
+                new = self._elementwise_loss(node, mean=is_mean)
         self.replace(node, new)
-        self.note(new, "the sum over all ranks, divided by the count of the full sequence")
+        self.note(new, "the sum over all ranks" + (", divided by the count of the full sequence" if is_mean else ""))
 
     def _mean(self, node: Node) -> Node:
         call, value = OpCall(node), node.meta["val"]

@@ -38,7 +38,7 @@ class SelectRow(DemandPass):
         call, value = OpCall(node), node.meta["val"]
         x, dim = call.operands[0], call.dim()
         with self.graph.inserting_before(node):
-            here = self.is_at(self._position(call, dim), call.shape()[dim], dim, call.ndim(), node)
+            here = self.mark_position(self._position(call, dim), call.shape()[dim], dim, call.ndim(), node)
             only = self.compute(aten.where.ScalarOther, (here, x, 0), node)
             summed = (only, [dim], True) if _row_position(node) is not None else (only, [dim])
             row = self.compute(aten.sum.dim_IntList, summed, node, {"dtype": value.dtype})

@@ -99,7 +99,8 @@ class FindSequences(Pass):
             named = {argument_name(node): job.seq_dims[node.name] for node in inputs if node.name in job.seq_dims}
             why += f". seq_dims={named} may name several sequences"
         if job.options.fallback == "error":
-            raise SpError("SP304", f"fallback='error': {why}.")
+            fix = "Pass seq_dims with the dims of one sequence, or use fallback='gather'." if job.seq_dims else None
+            raise SpError("SP304", f"fallback='error': {why}.", fix)
         self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
 
 

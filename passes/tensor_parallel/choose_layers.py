@@ -47,7 +47,7 @@ def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shar
             return {**chosen, **dict.fromkeys(left)}
         axes.sequences = {best}
         found = {node: axes.shard(node) for node in left}
-        cut = {node: _is_in_blocks(shard, n) for node, shard in found.items() if shard is not None}
+        cut = {node: _block_shard(shard, n) for node, shard in found.items() if shard is not None}
         chosen.update(cut or dict.fromkeys(left))
         left = [node for node in left if node not in chosen]
     return chosen
@@ -67,7 +67,7 @@ def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
     return max(sorted(votes), key=merit, default=None)
 
 
-def _is_in_blocks(shard: Shard, n: int) -> Shard:
+def _block_shard(shard: Shard, n: int) -> Shard:
     """Return the shard as n blocks of rows if n divides the rows; the structure of a block is irrelevant."""
     rows = exact_quotient(shard.frame.size, n) if shard.frame.is_exact(n) else None
     return shard if rows is None else replace(shard, frame=Frame.full(n), inner=size_product((rows, shard.inner)))

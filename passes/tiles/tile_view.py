@@ -164,10 +164,10 @@ def local_shard(node: Node, planned: PlacementPlan, n: int) -> Placement:
     have = planned.of(origin) if origin is not None else REPLICATE
     if isinstance(have, Shard):
         return Shard(have.dim, Frame.full(have.frame.local_length(n)), have.outer, have.inner)
-    return _is_user_shard(node) if origin is None and node.target in CUTTING_OPS else REPLICATE
+    return _user_placement(node) if origin is None and node.target in CUTTING_OPS else REPLICATE
 
 
-def _is_user_shard(node: Node) -> Placement:
+def _user_placement(node: Node) -> Placement:
     """Return the placement of a value that a rank shards or masks itself, from its frame."""
     call = OpCall(node)
     dim, (frame, outer) = call.dim(), call_frame(call)
@@ -237,7 +237,7 @@ class _TokenViewBuilder:
 
     def _copy_fill(self, graph: Graph, node: Node) -> Node:
         """Copy a mask as one op on rows, whose flags are an input. A window is filled with ones."""
-        call, have = OpCall(node), _is_user_shard(node)
+        call, have = OpCall(node), _user_placement(node)
         x = node.meta["val"]
         shape = [extent if d == call.dim() else 1 for d, extent in enumerate(x.shape)]
         flags = self._input(graph, node, x.new_empty(shape, dtype=torch.bool), have)

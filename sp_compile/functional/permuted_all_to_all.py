@@ -154,8 +154,8 @@ class PermuteCall(RankCall):
             more = -(-size // n) * n
             yield SpError(
                 "SP543",
-                f"scatter_dim: {n} ranks do not divide the {size} of dim {self.scatter_dim % len(shape)} of x, of "
-                f"shape {shape} on each rank and {global_shape} over all ranks.",
+                f"scatter_dim: dim {self.scatter_dim % len(shape)} of x has size {size}, which is not a multiple of "
+                f"the {n} ranks (shape {shape} on each rank, {global_shape} over all ranks).",
                 f"Pad that dim to {more}, or use a number of ranks that divides it.",
             )
 

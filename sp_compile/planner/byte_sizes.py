@@ -55,6 +55,9 @@ def _parse_size(memory: str | float, name: str) -> tuple[float, str]:
     match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))
     known = {name.upper(): name for name in UNITS} | {"": ""}
     if match is None or match[2].upper() not in known or not float(match[1]):
-        raise SpError("SP722", f"{name}: expected bytes or a size, got {memory!r}.")
+        raise SpError(
+            "SP722",
+            f"{name}: expected a positive number of bytes, or a size in one of ({', '.join(UNITS)}), got {memory!r}.",
+        )
     unit = known[match[2].upper()]
     return float(match[1]) * UNITS[unit or "B"], unit

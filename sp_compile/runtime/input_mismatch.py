@@ -81,7 +81,7 @@ def _find_gradient_mismatch(trained: Sequence[Sequence[str]]) -> SpError | None:
     names = dict.fromkeys(name for one in trained for name in one if not all(name in other for other in trained))
     if not names:
         return None
-    rows = format_rank_rows([dict.fromkeys(set(names).intersection(one), "wanted") for one in trained], list(names))
+    rows = format_rank_rows([{name: f"requires_grad={name in one}" for name in names} for one in trained], list(names))
     return SpError("SP639", format_mismatch("the ranks of this group require gradients of different inputs", rows))
 
 

@@ -133,7 +133,7 @@ CASES: dict[Callable[..., None], tuple[int, str, dict[str, Any]]] = {
     backward_twice: (FAULT, r"rank 0 calls forward at .*number 4.*rank 1 runs the backward of .*number 3", {}),
     other_scale: (FAULT, r"SP637.*rank 0: gradient of result 0 about 1.0.*rank 1: .* about 2.0", {}),
     no_grad: (FAULT, r"mode grad.*mode no_grad", {}),
-    frozen_later: (FAULT, r"SP639.*rank 0: head.weight wanted", {}),
+    frozen_later: (FAULT, r"SP639.*rank 0: head.weight requires_grad=True", {}),
     compiled_again: (STEPS, "^$", {}),
     weights_drift: (FAULT, r"SP635.*head.weight", {}),
     unused_gradients: (FAULT + 1, r"SP635.*weight", {}),

@@ -79,7 +79,7 @@ def tile_kinds(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tensor:
         if block.kind is Kind.FULL:
             states[full_rows, full_columns] = FULL_TILE
         elif block.kind is Kind.CAUSAL:
-            below = _is_below_diagonal(block, full_rows, full_columns, tile)
+            below = _mark_below_diagonal(block, full_rows, full_columns, tile)
             states[full_rows, full_columns] = states[full_rows, full_columns].masked_fill(below, FULL_TILE)
     return states
 
@@ -100,7 +100,7 @@ def _touches_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> T
     return (first <= last[:, None]).to(torch.uint8)
 
 
-def _is_below_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
+def _mark_below_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
     """Return True for tiles whose first query of a causal block attends to its last key."""
     first = torch.arange(rows.start, rows.stop) * tile - block.q_off
     last = (torch.arange(columns.start + 1, columns.stop + 1) * tile).clamp(max=block.k_off + block.k_len) - 1

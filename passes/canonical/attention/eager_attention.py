@@ -256,7 +256,7 @@ def _match_weights(softmax: Node, reading: SoftmaxSource, order: tuple[int, ...]
             break
         product = match_product(user)
         if product is not None:
-            found.product, found.last = _is_values_product(product, node, order) if sinks is None else None, user
+            found.product, found.last = _match_values_product(product, node, order) if sinks is None else None, user
             break
         steps, turned = steps_from(node), order_before(user, order)
         if sinks is not None and is_identity(order) and reading.drops_sinks(user):
@@ -279,7 +279,7 @@ def _keeps_weights(user: Node, weights: Node) -> bool:
     return is_neutral_op(user) and user.args[0] is weights
 
 
-def _is_values_product(product: ProductMatch, weights: Node, order: tuple[int, ...]) -> ProductMatch | None:
+def _match_values_product(product: ProductMatch, weights: Node, order: tuple[int, ...]) -> ProductMatch | None:
     """Return the product if the weights are its left operand, in order and only once."""
     for one in (product, transpose_product(product)):
         if one.left.node is weights and one.left.order == order and one.right.node is not weights:

@@ -209,12 +209,12 @@ def _choose_candidate(
 
 def _unsupported_reasons(node: Node, job: PassContext, allowed: Iterable[Candidate], legal: set[str]) -> SpError:
     n, (key_heads, heads), asked = job.ranks.n, head_counts(OpCall(node)), job.options.attention
-    why = "; ".join(f"{c.kind} {c.ulysses} x {c.ring}: {c.legal}" for c in allowed)
+    why = "; ".join(f"{c.kind} (ulysses {c.ulysses} x ring {c.ring}): {c.legal}" for c in allowed)
     cause = (
         f"attention={asked!r} does not support {heads} query heads and {key_heads} key heads on {n} ranks"
         + (f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis" if job.ranks.ulysses else "")
         + f", in {describe_node(node)}: "
-        + (why or f"no U with 1 < U < {n} divides both {n} and the query heads")
+        + (why or f"no number of Ulysses ranks u with 1 < u < {n} divides both {n} and the query heads")
     )
     return SpError(
         "SP401", f"{cause}.", f"Use attention={', '.join(map(repr, ['auto', *sorted(legal)]))}, or another mesh."

@@ -53,7 +53,11 @@ class HybridAttention(ShardedAttention):
             return None
         n, (_, heads) = self.job.ranks.n, head_counts(call)
         own = self.job.ranks.ulysses
-        which = f"{own}, of the mesh's 'ulysses' axis, does not divide" if own else f"no U with 1 < U < {n} divides"
+        which = (
+            f"the mesh's 'ulysses' axis has {own} ranks, which do not divide"
+            if own
+            else f"no number of Ulysses ranks u with 1 < u < {n} divides"
+        )
         cause = f"attention='hybrid': {which} both the {n} ranks and the {heads} query heads"
         raise SpError("SP401", f"{cause} of {describe_node(call.node)}.")
 

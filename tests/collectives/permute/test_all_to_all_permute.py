@@ -224,7 +224,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "SP502: all_to_all_permute: gather_dim: expected an int, got 1.0": (X, 0, 1.0),
     "SP502: all_to_all_permute: x": ([1.0], 0, 1),
     "for x of shape []": (torch.zeros(()), 0, 1),
-    "2 ranks do not divide the 3 of dim 0 of x, of shape [3, 6, 4] on each rank and [3, 12, 4] over all ranks. Pad that dim to 4":
+    "dim 0 of x has size 3, which is not a multiple of the 2 ranks (shape [3, 6, 4] on each rank, [3, 12, 4] over all ranks). Pad that dim to 4":
         (X, 0, 1),
     "SP504: all_to_all_permute: out: expected [6, 3, 4] torch.float32 on cpu, got [6, 3, 4] torch.float64": (
         X, 1, 0, torch.zeros(6, 3, 4, dtype=torch.float64),
