@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pydoc
 import re
 from collections.abc import Iterator
 from dataclasses import Field, fields
@@ -147,3 +148,23 @@ def test_api_has_every_public_name() -> None:
     named = set(re.findall(r"auto(?:function|class):: ([\w.]+)", api))
     assert {*sp_compile.__all__} - {"__version__"} <= named
     assert {*data.__all__} <= named
+
+
+def api_names() -> Iterator[str]:
+    """Yield the full name of each object that autodoc directives and their `:members:` list in docs/api.md."""
+    module = owner = ""
+    for line in (DOCS / "api.md").read_text().splitlines():
+        if found := re.match(r"\.\. currentmodule:: (\S+)", line):
+            module = found[1]
+        elif found := re.match(r"\.\. auto\w+:: ([\w.]+)", line):
+            owner = found[1] if "." in found[1] else f"{module}.{found[1]}"
+            yield owner
+        elif found := re.match(r"\s+:members: (\S.*)", line):
+            yield from (f"{owner}.{name.strip()}" for name in found[1].split(","))
+
+
+@pytest.mark.parametrize("name", list(api_names()))
+def test_names_of_the_api_page_exist(name: str) -> None:
+    if name.startswith(("sp_compile.integrations.transformers", "sp_compile.integrations.accelerate")):
+        pytest.importorskip(name.split(".")[2])
+    assert pydoc.locate(name) is not None
