@@ -154,8 +154,8 @@ def api_names() -> Iterator[str]:
     """Yield the full name of each object that autodoc directives and their `:members:` list in docs/api.md."""
     module = owner = ""
     for line in (DOCS / "api.md").read_text().splitlines():
-        if found := re.match(r"\.\. currentmodule:: (\S+)", line):
-            module = found[1]
+        if found := re.match(r"\.\. (?:currentmodule|automodule):: (\S+)", line):
+            module = owner = found[1]
         elif found := re.match(r"\.\. auto\w+:: ([\w.]+)", line):
             owner = found[1] if "." in found[1] else f"{module}.{found[1]}"
             yield owner
