@@ -373,11 +373,12 @@ def compiles_for_long(loop: Loop, step: int) -> None:
 
 
 def leaves(loop: Loop, step: int) -> None:
-    """The others go on among themselves."""
+    """The other ranks continue in a group of their own."""
     dist.destroy_process_group()
     if loop.is_odd:
         raise Left
     loop.connect(1, [rank for rank in range(loop.scene.world) if rank != loop.scene.odd])
+    torch.compiler.reset()  # as SP681 requires
     loop.train(step)
 
 
@@ -385,12 +386,14 @@ def renumbered(loop: Loop, step: int) -> None:
     """Form the group again with the ranks in reverse order."""
     dist.destroy_process_group()
     loop.connect(1, list(range(loop.scene.world))[::-1])
+    torch.compiler.reset()
     loop.train(step)
 
 
 def connects_late(loop: Loop, step: int) -> None:
     """The steps before this one were made without a group."""
     loop.connect(0, range(loop.scene.world))
+    torch.compiler.reset()
     loop.train(step)
 
 
