@@ -131,21 +131,6 @@ class ControlChannel:
             self.memory[form] = memory
         return found
 
-    def broadcast(self, values: torch.Tensor, root: int, saying: Message) -> None:
-        """Fill `values` of every rank with those of the group's rank `root`.
-
-        Args:
-            values: Contiguous bytes on the CPU, of the same size on every rank.
-            root: Rank in the group.
-            saying: The operation of this rank, for the error of a wait.
-
-        Raises:
-            SpError: As `gather`.
-        """
-        options = _without_timeout(dist.BroadcastOptions())
-        options.rootRank = root
-        self._exchange(lambda gloo: gloo.broadcast([values], options), (values,), saying)
-
     def _exchange(self, start: Callable[[Any], Any], tensors: tuple[Any, ...], saying: Message) -> None:
         """Start an exchange of the communicator and wait for it.
 
