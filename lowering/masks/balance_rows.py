@@ -164,7 +164,7 @@ def balanced_rows(
 ) -> list[Tensor]:
     """Compute an order of replicated positions in which n equal runs of them have similar work.
 
-    The first max(front) and the last max(behind) positions are not moved.
+    The first max(front) and the last max(back) positions are not moved.
 
     Args:
         vectors: int or bool (B, length) each, replicated.

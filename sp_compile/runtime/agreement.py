@@ -3,7 +3,7 @@
 One exchange is used in all situations: before an eager call, during compilation, before and after a compiled program,
 and where groups are declared. Ranks that are about to run different operations therefore meet and all raise.
 
-    all_gather_messages(ranks, Message("calls", "forward", 7, {"input ids": "(2, 4096)", ...}))
+    all_gather_messages(ranks, Message("calls", "forward", 7, inputs={"ids": InputRecord("(2, 4096)"), ...}))
     all_gather_object(ranks, "declares", "groups", mine)      # the value of every rank
 """
 

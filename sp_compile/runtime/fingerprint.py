@@ -148,8 +148,10 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
     shape = [f"{x.node.op} {_target_text(x.node)} {x.takes} {x.spec}" for x in lines if x.node.op != "output"]
     ops = [line for line in inline_bodies(lines) if line.node.op not in ("placeholder", "output")]
     joints = [(line, ["input" if isinstance(one, str) else one for one in line.takes]) for line in ops]
-    told = [TextLine(f"{x.call} {takes} {x.spec}", x.call or x.node.name, stack_trace(x.node)) for x, takes in joints]
-    return ProgramDigest(hash_text("\n".join(exchanges or shape)), tuple(told))
+    text_lines = [
+        TextLine(f"{x.call} {takes} {x.spec}", x.call or x.node.name, stack_trace(x.node)) for x, takes in joints
+    ]
+    return ProgramDigest(hash_text("\n".join(exchanges or shape)), tuple(text_lines))
 
 
 def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({})) -> ProgramDigest:
@@ -159,7 +161,7 @@ def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({}
         gm: The graph.
         names: Names of its inputs, from `input_names`.
     """
-    texts, told = [], []
+    texts, lines = [], []
     for line in inline_bodies(graph_lines(gm)):
         name = " ".join(filter(None, [line.node.name, line.call, *line.written, line.value, line.checkpoint]))
         one = TextLine(f"{name} {line.takes} {line.spec}", name, stack_trace(line.node))
@@ -167,8 +169,8 @@ def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({}
         if line.node.op == "placeholder":
             value = line.value or "a number that may change, as lengths do under dynamic=True"
             one = TextLine(value, f"input {names.get(line.node.name) or line.node.name}: {value}", "")
-        told.append(one)
-    return ProgramDigest(hash_text("\n".join(texts)), tuple(told))
+        lines.append(one)
+    return ProgramDigest(hash_text("\n".join(texts)), tuple(lines))
 
 
 def inline_bodies(lines: Iterable[NodeText]) -> Iterator[NodeText]:

@@ -37,8 +37,8 @@ def find_input_mismatch(
     names.sort(key=lambda name: name in first and "(" not in first[name].size)  # tensors before symbols
     rows = format_rank_rows([{name: str(value) for name, value in one.items()} for one in inputs], names)
     same_program = len({one.program.digest for one in everyone}) == 1
-    if not names and (unlike := _find_gradient_mismatch([one.program.trained for one in everyone])):
-        return unlike
+    if not names and (mismatch := _find_gradient_mismatch([one.program.trained for one in everyone])):
+        return mismatch
     heading, given = "What differs", f"the {len(inputs)} ranks of this group were given"
     same_names = all(one.keys() == first.keys() for one in inputs)
     sizes_differ = same_names and len({tuple(one[name].size for name in known) for one in inputs}) > 1

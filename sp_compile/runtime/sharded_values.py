@@ -76,8 +76,8 @@ def unwrap_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequ
     if not any_sharded(args):
         return args
     orders = input_orders(args, layouts)
-    told = [] if orders is None else [orders.order, orders.inverse, orders.chunks]
-    return [*(_unwrap_argument(a, layouts.get(i), orders) for i, a in enumerate(args)), *told]
+    order_arguments = [] if orders is None else [orders.order, orders.inverse, orders.chunks]
+    return [*(_unwrap_argument(a, layouts.get(i), orders) for i, a in enumerate(args)), *order_arguments]
 
 
 @dataclass(eq=False)

@@ -245,9 +245,9 @@ class ControlChannel:
         what = f"{' '.join(_read_line(saying)).strip()} and waited {waited:.0f} s for ranks that did not come{found}"
         why = [f"rank {stopped.rank} stopped: {stopped.text}"] if stopped.text else []
         self.broken = "\n".join([f"rank {me} {what}", *others, f"  {why[0]}" if why else LIKELY_CAUSE])
-        told = "; ".join([f"it {what}", *why]).replace("\n", " ")
+        text = "; ".join([f"it {what}", *why]).replace("\n", " ")
         # It may take part in exchanges of other groups.
-        publish_stop(told, of={self.name: self.exchanges}, within=self.name)
+        publish_stop(text, of={self.name: self.exchanges}, within=self.name)
         return SpError("SP622", self.broken) if saying.verb == READ_VERB else SpError("SP621", self.broken)
 
     def break_group(self, found: StopNotice, saying: str) -> SpError:

@@ -75,8 +75,8 @@ class Message:
     def header(self) -> list[int]:
         """Return the hash and flags, which are equal on all ranks if no message body is needed."""
         values = [*self.fields.items(), *self.inputs.items(), *self.earlier.items()]
-        told = [self.verb, self.subject, self.model, self.number, self.note, self.mode, self.program.hash, values]
-        return [hash_text(json.dumps(told)), self.error is not None, self.expects_answer]
+        contents = [self.verb, self.subject, self.model, self.number, self.note, self.mode, self.program.hash, values]
+        return [hash_text(json.dumps(contents)), self.error is not None, self.expects_answer]
 
     @property
     def body(self) -> bytes:
