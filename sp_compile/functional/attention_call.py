@@ -18,7 +18,7 @@ from sp_compile.lowering.base.library import tag_programs
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
 
-from .rank_call import HOLDS_PATTERN, RankCall, check_choice, needs_gradient, shard_frame
+from .rank_call import STATIC_LAYOUTS, RankCall, check_choice, needs_gradient, shard_frame
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class AttentionCall(RankCall):
             SpError: The call is invalid on a rank, or differs between the ranks; see `errors`.
         """
         self.require()
-        given, ranks = self.options, self.ranks
-        seed = given.seed if given.seed is None else torch.as_tensor(given.seed, device=self.q.device)
-        weights = given.attn_mask, *given.predicate_arguments(), seed, given.dropout_p, given.scale
+        options, ranks = self.options, self.ranks
+        seed = options.seed if options.seed is None else torch.as_tensor(options.seed, device=self.q.device)
+        weights = options.attn_mask, *options.predicate_arguments(), seed, options.dropout_p, options.scale
         shards = ShardArgs(
-            *weights, "", [], [], given.sinks, False, *self.frames(), ranks.n, ranks.group, balance=False
+            *weights, "", [], [], options.sinks, False, *self.frames(), ranks.n, ranks.group, balance=False
         )
         if torch.compiler.is_compiling():
             _declare_routes(ranks.group, self.width or 1, self.steps())
@@ -108,9 +108,9 @@ class AttentionCall(RankCall):
         Returns:
             Two frame arguments; see `lowering/base/frames.py`.
         """
-        n, given = self.ranks.n, self.options
-        of_keys = shard_frame(self.k.shape[2], n, given.kv_length, given.layout)
-        return shard_frame(self.q.shape[2], n, given.length, given.layout), of_keys
+        n, options = self.ranks.n, self.options
+        q_frame = shard_frame(self.q.shape[2], n, options.length, options.layout)
+        return q_frame, shard_frame(self.k.shape[2], n, options.kv_length, options.layout)
 
     def steps(self) -> int:
         """Return the number of key blocks that each query attends to.
@@ -119,14 +119,12 @@ class AttentionCall(RankCall):
             The number of ranks on the ring. A function with `skips_steps` needs fewer for a causal window over
             contiguous shards of one length.
         """
-        given, n, rows = self.options, self.ranks.n, self.q.shape[2]
+        options, n, rows = self.options, self.ranks.n, self.q.shape[2]
         q_frame, k_frame = self.frames()
-        skips = (
-            self.function.skips_steps and given.is_causal and LAYOUTS[given.layout].is_in_order and q_frame == k_frame
-        )
-        if not skips or given.window is None:
+        is_causal_in_order = options.is_causal and LAYOUTS[options.layout].is_in_order and q_frame == k_frame
+        if not (self.function.skips_steps and is_causal_in_order) or options.window is None:
             return n // (self.width or 1)
-        return 1 + window_hops(given.window, rows, n)
+        return 1 + window_hops(options.window, rows, n)
 
     def errors(self) -> Iterator[SpError]:
         """Yield an error for each invalid argument.
@@ -154,16 +152,16 @@ class AttentionCall(RankCall):
             yield SpError("SP506", f"q, k, v: expected one device, got {q.device}, {k.device}, {v.device}.")
 
     def _wrong_layout(self) -> Iterator[SpError]:
-        given, n = self.options, self.ranks.n
-        yield from check_choice("layout", given.layout, HOLDS_PATTERN)
-        chunks = LAYOUTS[given.layout].chunks
+        options, n = self.options, self.ranks.n
+        yield from check_choice("layout", options.layout, STATIC_LAYOUTS)
+        chunks = LAYOUTS[options.layout].chunks
         if self.q.shape[2] % chunks or self.k.shape[2] % chunks:
-            yield SpError("SP454", f"layout: expected even lengths for {given.layout!r}, got {self._shapes()}.")
-        for name, x, whole in (("length", self.q, given.length), ("kv_length", self.k, given.kv_length)):
+            yield SpError("SP454", f"layout: expected even lengths for {options.layout!r}, got {self._shapes()}.")
+        for name, x, length in (("length", self.q, options.length), ("kv_length", self.k, options.kv_length)):
             rows = x.shape[2] * n
-            if whole is not None and not 0 < whole <= rows:
+            if length is not None and not 0 < length <= rows:
                 limits = f"1 to {rows}, the rows of all {n} ranks ({self._shapes()})"
-                yield SpError("SP507", f"{name}: expected {limits}, got {whole}.")
+                yield SpError("SP507", f"{name}: expected {limits}, got {length}.")
 
     def _wrong_heads(self) -> Iterator[SpError]:
         heads, kv_heads, n, width = self.q.shape[1], self.k.shape[1], self.ranks.n, self.width
@@ -181,30 +179,31 @@ class AttentionCall(RankCall):
             )
 
     def _wrong_masks(self) -> Iterator[SpError]:
-        given, whole = self.options, [length for _, _, _, length, *_ in self.frames()]
-        if given.window is not None and (not isinstance(given.window, int) or given.window < 1):
+        options = self.options
+        (_, _, _, q_length, *_), (_, _, _, k_length, *_) = self.frames()
+        if options.window is not None and (not isinstance(options.window, int) or options.window < 1):
             what = "an int of at least 1, each query's own position"
-            yield SpError("SP507", f"window: expected {what}, got {given.window}.")
-        x = given.documents
-        if x is not None and (x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*whole} != {x.shape[1]}):
+            yield SpError("SP507", f"window: expected {what}, got {options.window}.")
+        x, lengths = options.documents, {q_length, k_length}
+        if x is not None and (x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or lengths != {x.shape[1]}):
             yield SpError(
                 "SP504",
-                f"documents: expected (B|1, S) with S = {whole[0]} queries and {whole[1]} keys of all ranks, got "
+                f"documents: expected (B|1, S) with S = {q_length} queries and {k_length} keys of all ranks, got "
                 f"{list(x.shape)}.",
             )
         if x is not None and (x.is_floating_point() or x.is_complex()):
             yield SpError("SP505", f"documents: expected integers, got {x.dtype}.")
-        full, x = (*self.q.shape[:2], *whole), given.attn_mask
+        full_shape, x = (*self.q.shape[:2], q_length, k_length), options.attn_mask
         if x is None:
             return
-        if x.ndim != 4 or any(size not in (1, wanted) for size, wanted in zip(x.shape, full)):
-            wanted = f"a shape that broadcasts to {list(full)}, with the rows of all ranks"
+        if x.ndim != 4 or any(size not in (1, full_size) for size, full_size in zip(x.shape, full_shape)):
+            wanted = f"a shape that broadcasts to {list(full_shape)}, with the rows of all ranks"
             yield SpError("SP504", f"attn_mask: expected {wanted}, got {list(x.shape)}.")
         if x.dtype != torch.bool and not x.is_floating_point():
             wanted = "bool (True: may attend) or floating-point (added)"
             yield SpError("SP505", f"attn_mask: expected {wanted}, got {x.dtype}.")
-        merged = self.function.merges or bool(given.predicate_arguments()[-1])
-        if given.check and merged and x.is_floating_point() and not x.is_meta and _has_fills(x):
+        is_merged = self.function.merges or bool(options.predicate_arguments()[-1])
+        if options.check and is_merged and x.is_floating_point() and not x.is_meta and _has_fills(x):
             yield SpError(
                 "SP455",
                 "attn_mask: large finite numbers are not supported, as their log-sum-exps cannot be merged over "
@@ -238,12 +237,12 @@ class AttentionCall(RankCall):
             Text that is equal on all ranks. The seed is not part of it.
         """
         grads = [needs_gradient(x) for x in (self.q, self.k, self.v, self.options.attn_mask, self.options.sinks)]
-        given = {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name != "seed"}
-        options = [f"{n} {list(x.shape)}" if isinstance(x, Tensor) else f"{n}={x}" for n, x in given.items()]
+        values = {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name != "seed"}
+        options = [f"{n} {list(x.shape)}" if isinstance(x, Tensor) else f"{n}={x}" for n, x in values.items()]
         ranks = f"{self.width} x {self.ranks.n // (self.width or 1)} ranks"
         how = f"{self.function.name} over {ranks}, kv_grads={self.kv_grads}"
-        wants = f"gradients of q, k, v: {grads[:3]}, of any: {any(grads)}"
-        return ", ".join([self._shapes(), str(self.q.dtype), how, wants, *options])
+        grads_text = f"gradients of q, k, v: {grads[:3]}, of any: {any(grads)}"
+        return ", ".join([self._shapes(), str(self.q.dtype), how, grads_text, *options])
 
 
 def _has_fills(mask: Tensor) -> bool:

@@ -48,24 +48,22 @@ def in_shards(x: Tensor, dim: int | None = None, mesh: Mesh = None) -> Tensor:
 
 
 def _from_dtensor(x: DTensor, dim: int | None) -> Tensor:
+    """Return the global view of a DTensor with Shard(dim); its last shards are padded to the length of the first."""
     placement = x.placements[0]
-    if (
-        x.device_mesh.ndim != 1
-        or type(placement) is not Shard
-        or dim not in (None, placement.dim, placement.dim - x.ndim)
-    ):
-        wanted = f"Shard({dim})" if dim is not None else "Shard(dim)"
+    is_shard = x.device_mesh.ndim == 1 and type(placement) is Shard
+    if not is_shard or dim not in (None, placement.dim, placement.dim - x.ndim):
+        expected = f"Shard({dim})" if dim is not None else "Shard(dim)"
         raise SpError(
             "SP547",
-            f"x: expected a DTensor with {wanted} on a mesh of one axis, got {x.placements} on a mesh of "
+            f"x: expected a DTensor with {expected} on a mesh of one axis, got {x.placements} on a mesh of "
             f"{x.device_mesh.ndim} axes.",
         )
     ranks, dim, length = ranks_of(x.device_mesh), placement.dim % x.ndim, x.shape[placement.dim]
     rows = x.to_local()
     frame = [1, length, 0, length]
-    missing = local_row_count(frame, ranks.n) - rows.shape[dim]
-    if missing:
-        shape = [missing if d == dim else extent for d, extent in enumerate(rows.shape)]
+    padding = local_row_count(frame, ranks.n) - rows.shape[dim]
+    if padding:
+        shape = [padding if d == dim else extent for d, extent in enumerate(rows.shape)]
         rows = torch.cat([rows, rows.new_zeros(shape)], dim)
     return _make_sharded(torch.ops.sp.window(rows, dim, frame, ranks.n, ranks.group), dim, ranks, length)
 
@@ -74,6 +72,5 @@ def _make_sharded(rows: Tensor, dim: int, ranks: Ranks, length: int) -> Tensor:
     if ranks.n == 1:
         return rows
     layout = Layout(dim, ranks.n, ranks.group, tuple(range(rows.ndim)))
-    return from_local(
-        rows, layout, length, Origin(f"the argument of in_shards, {list(rows.shape)}", partial(meet_to_read, ranks))
-    )
+    origin = Origin(f"the argument of in_shards, {list(rows.shape)}", partial(meet_to_read, ranks))
+    return from_local(rows, layout, length, origin)

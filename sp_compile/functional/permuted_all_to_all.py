@@ -114,13 +114,14 @@ class PermuteCall(RankCall):
         Returns:
             Text that is equal on all ranks.
         """
-        x, problem = self.x, self._first_error()
+        x, problem = self.x, self._make_problem()
         return (
             f"{self.name} of x {list(x.shape)} {x.dtype} on {x.device.type}, scatter_dim={problem.scatter_dim}, "
             f"gather_dim={problem.gather_dim}, gradient: {needs_gradient(x)}, {choose_permute(problem)}"
         )
 
-    def _first_error(self) -> PermuteProblem:
+    def _make_problem(self) -> PermuteProblem:
+        """Return the exchange with dims that count from the first."""
         ndim, ranks = self.x.ndim, self.ranks
         return PermuteProblem(self.x, self.scatter_dim % ndim, self.gather_dim % ndim, ranks.n, ranks.group)
 
@@ -166,7 +167,7 @@ class PermuteCall(RankCall):
         yield from check_tensors(out=out)
         if not isinstance(out, Tensor):
             return
-        shape = self._first_error().shape
+        shape = self._make_problem().shape
         if (list(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
             got = f"{list(out.shape)} {out.dtype} on {out.device}"
             yield SpError("SP504", f"out: expected {shape} {x.dtype} on {x.device}, got {got}.")
@@ -181,11 +182,11 @@ def _can_overlap(x: Tensor) -> bool:
 
     False requires that each stride exceeds the extent of all dims with smaller strides.
     """
-    reach = 0
+    last_offset = 0  # of the elements of the dims with smaller strides
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
-        if stride <= reach:
+        if stride <= last_offset:
             return x.numel() > 0
-        reach += stride * (size - 1)
+        last_offset += stride * (size - 1)
     return False
 
 
@@ -210,16 +211,18 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     """
     ranks = ranks_of(group)
     device = _group_device(device)
-    fits = isinstance(size, int) and size > 0
-    problem = None if fits else SpError("SP507", f"size: expected a positive number of bytes, got {size!r}.")
+    is_positive = isinstance(size, int) and size > 0
+    problem = None if is_positive else SpError("SP507", f"size: expected a positive number of bytes, got {size!r}.")
     compared = ranks if ranks.n > 1 else None
     require_on_all("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is equal")
-    able = ranks.n > 1 and device.type == "cuda" and torch_compat.symmetric_all_to_all() is not None
-    buffer = _make_buffer(size, ranks, device) if able else None
-    able = ranks.n > 1 and all(all_gather_object(ranks, CALL_VERB, "declare_symmetric_memory", buffer is not None))
-    if buffer is not None and able:
+    if ranks.n == 1:
+        return False
+    is_supported = device.type == "cuda" and torch_compat.symmetric_all_to_all() is not None
+    buffer = _make_buffer(size, ranks, device) if is_supported else None
+    has_buffers = all(all_gather_object(ranks, CALL_VERB, "declare_symmetric_memory", buffer is not None))
+    if buffer is not None and has_buffers:
         BUFFERS[ranks.group] = buffer
-    return able
+    return has_buffers
 
 
 def _group_device(device: torch.device | None) -> torch.device:

@@ -20,7 +20,7 @@ from sp_compile.lowering.torch_compat import is_functorch_tensor
 from sp_compile.runtime.agreement import require_agreement
 from sp_compile.runtime.control.message import CALL_VERB, Message
 
-HOLDS_PATTERN = tuple(name for name, order in LAYOUTS.items() if not order.is_balanced)
+STATIC_LAYOUTS = tuple(name for name, layout in LAYOUTS.items() if not layout.is_balanced)
 """Layouts of shards that exist before the call: those whose order does not depend on the batch."""
 
 
@@ -45,9 +45,9 @@ def require_on_all(
     """
     error = None if problem is None else problem.with_context(f"{name}: ")
     if ranks is not None:
-        mine = Message(CALL_VERB, name, note="" if error else describe(), error=error)
+        message = Message(CALL_VERB, name, note="" if error else describe(), error=error)
         fix = f"Make the same call on every rank: {same}."
-        require_agreement(ranks, mine, SpError("SP508", f"{name}: the ranks' calls differ", fix))
+        require_agreement(ranks, message, SpError("SP508", f"{name}: the ranks' calls differ", fix))
     if error:
         raise error
 

@@ -133,11 +133,11 @@ class ScanCall(ShardCall):
             Text that is equal on all ranks.
         """
         x, ids = self.x, self.segments
-        of_ids = "" if ids is None else f", segment_ids {list(ids.shape)} {ids.dtype}"
+        ids_text = "" if ids is None else f", segment_ids {list(ids.shape)} {ids.dtype}"
         return (
-            f"x {list(x.shape)} {x.dtype} along {self.dim % x.ndim}{of_ids}, op={self.op}, exclusive={self.exclusive}, "
-            f"reverse={self.reverse}, indices={self.indices}, {self.dtype}, {self.accumulate}, "
-            f"gradient: {needs_gradient(x)}, {self.shards}"
+            f"x {list(x.shape)} {x.dtype} along {self.dim % x.ndim}{ids_text}, op={self.op}, "
+            f"exclusive={self.exclusive}, reverse={self.reverse}, indices={self.indices}, {self.dtype}, "
+            f"{self.accumulate}, gradient: {needs_gradient(x)}, {self.shards}"
         )
 
     def _is_torch_scan(self) -> bool:
@@ -172,7 +172,7 @@ class ScanCall(ShardCall):
         yield from self._wrong_dtypes()
         yield from self._wrong_segments()
         if self.shards is not None:
-            yield from self.shards.problems(self.x.shape, self.dim)
+            yield from self.shards.errors(self.x.shape, self.dim)
 
     def _wrong_kinds(self) -> Iterator[SpError]:
         """Yield errors for wrong Python types, on which the other checks would raise."""
@@ -185,6 +185,7 @@ class ScanCall(ShardCall):
             yield SpError("SP502", f"op: expected one of {', '.join(MONOIDS)}, got {self.op!r}.")
 
     def _wrong_dtypes(self) -> Iterator[SpError]:
+        """Yield errors for dtypes of x, of the result and of intermediate results that do not go together."""
         dtype_of_x, result = self.x.dtype, self.result
         for dtype in (dtype_of_x, result):
             if not is_scannable(dtype) and not dtype.is_complex:
@@ -197,12 +198,13 @@ class ScanCall(ShardCall):
             yield SpError("SP522", f"op={self.op!r} is not supported with {result}.", "Pass dtype=torch.float32.")
         if result is torch.bool and self.op in ("sum", "prod"):
             yield SpError("SP525", f"dtype=torch.bool is not supported with op={self.op!r}.")
-        wanted = self.accumulate
-        if wanted is not None and (wanted.is_floating_point != result.is_floating_point or wanted is torch.bool):
+        inner = self.accumulate
+        if inner is not None and (inner.is_floating_point != result.is_floating_point or inner is torch.bool):
             usual = accumulate_dtype(self.op, result, self.x.device)
-            yield SpError("SP526", f"accumulate_dtype: expected {usual} for a result in {result}, got {wanted}.")
+            yield SpError("SP526", f"accumulate_dtype: expected {usual} for a result in {result}, got {inner}.")
 
     def _wrong_segments(self) -> Iterator[SpError]:
+        """Yield errors for segment ids that are not integers, on another device or of another shape than x."""
         ids, x = self.segments, self.x
         if ids is None:
             return
@@ -214,13 +216,15 @@ class ScanCall(ShardCall):
         yield from self._wrong_shape_of(ids)
 
     def _wrong_shape_of(self, ids: Tensor) -> Iterator[SpError]:
+        """Yield an error unless ids have one id per scanned position, or broadcast to x along its other dims."""
         x, shape = self.x, [1] * (self.x.ndim - ids.ndim) + list(ids.shape)
         if ids.ndim <= 1:
             fits = ids.numel() == self.length and ids.ndim <= x.ndim
         else:
-            fits = len(shape) == x.ndim and all(size in (1, wanted) for size, wanted in zip(shape, x.shape))
+            fits = len(shape) == x.ndim and all(size in (1, size_of_x) for size, size_of_x in zip(shape, x.shape))
             fits = fits and shape[self.dim] == self.length
         if not fits:
+            # (B, S) for x of (B, S, D): only trailing dims of size 1 are missing.
             leading = list(ids.shape) == list(x.shape[: ids.ndim]) and self.dim % x.ndim < ids.ndim < x.ndim
             fix = f"View them as {[*ids.shape, *[1] * (x.ndim - ids.ndim)]}." if leading else None
             yield SpError(
@@ -279,15 +283,16 @@ class LinearCall(ShardCall):
         Returns:
             Text that is equal on all ranks.
         """
-        each = [
+        operands = [
             f"{name} {list(x.shape)} {x.dtype}{' with a gradient' * needs_gradient(x)}"
             for name, x in (("a", self.a), ("b", self.b), ("initial", self.initial))
             if x is not None
         ]
         how = f"along {self.dim}, reverse={self.reverse}, {self.accumulate}"
-        return f"{', '.join(each)}, {how}, {self.shards}"
+        return f"{', '.join(operands)}, {how}, {self.shards}"
 
     def _shape_of_initial(self, shape: Sequence[int]) -> list[int]:
+        """Return the shape of one state: that of the operands without the scanned dim."""
         return [size for i, size in enumerate(shape) if i != self.dim % len(shape)]
 
     def errors(self) -> Iterator[SpError]:
@@ -297,24 +302,25 @@ class LinearCall(ShardCall):
             SP454, SP502 to SP507, SP512, SP513, and SP526.
         """
         yield from self._wrong_kinds()
-        a, b, others = self.a, self.b, [] if self.initial is None else [self.initial]
-        if not all(x.is_floating_point() for x in (a, b, *others)):
-            got = ", ".join(str(x.dtype) for x in (a, b, *others))
+        a, b = self.a, self.b
+        operands = [x for x in (a, b, self.initial) if x is not None]
+        if not all(x.is_floating_point() for x in operands):
+            got = ", ".join(str(x.dtype) for x in operands)
             yield SpError("SP505", f"a, b, initial: expected floating-point dtypes, got {got}.")
-        if any(x.device != b.device for x in (a, *others)):
-            got = ", ".join(str(x.device) for x in (a, b, *others))
+        if any(x.device != b.device for x in operands):
+            got = ", ".join(str(x.device) for x in operands)
             yield SpError("SP506", f"a, b, initial: expected one device, got {got}.")
         if any(x != y and 1 not in (x, y) for x, y in zip(reversed(a.shape), reversed(b.shape))):
             got = f"{list(a.shape)} and {list(b.shape)}"
             yield SpError("SP504", f"a, b: expected shapes that broadcast, got {got}.")
         if self.accumulate is not None and not self.accumulate.is_floating_point:
             yield SpError("SP526", f"accumulate_dtype: expected a floating-point dtype, got {self.accumulate}.")
-        shape = torch.broadcast_shapes(self.a.shape, self.b.shape)
+        shape = torch.broadcast_shapes(a.shape, b.shape)
         yield from check_dim(shape, self.dim)
         if self.initial is not None:
             yield from self._wrong_initial(self.initial, self._shape_of_initial(shape) if shape else [])
         if self.shards is not None:
-            yield from self.shards.problems(shape, self.dim)
+            yield from self.shards.errors(shape, self.dim)
 
     def _wrong_kinds(self) -> Iterator[SpError]:
         """Yield errors for wrong Python types, on which the other checks would raise."""
@@ -324,8 +330,9 @@ class LinearCall(ShardCall):
         yield from check_dtypes(accumulate_dtype=self.accumulate)
         yield from check_flags(reverse=self.reverse)
 
-    def _wrong_initial(self, initial: Tensor, wanted: Sequence[int]) -> Iterator[SpError]:
-        found = list(initial.shape)
-        if len(found) > len(wanted) or any(x not in (1, y) for x, y in zip(found[::-1], wanted[::-1])):
-            shape = f"{list(wanted)}, the shape of h without dim {self.dim}"
-            yield SpError("SP504", f"initial: expected {shape}, or a shape that broadcasts to it, got {found}.")
+    def _wrong_initial(self, initial: Tensor, expected: Sequence[int]) -> Iterator[SpError]:
+        """Yield an error if the initial state does not broadcast to the expected shape."""
+        shape = list(initial.shape)
+        if len(shape) > len(expected) or any(x not in (1, y) for x, y in zip(shape[::-1], expected[::-1])):
+            h_shape = f"{list(expected)}, the shape of h without dim {self.dim}"
+            yield SpError("SP504", f"initial: expected {h_shape}, or a shape that broadcasts to it, got {shape}.")

@@ -16,7 +16,7 @@ from sp_compile.lowering.comm import routes
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.scan_cost import choose_exchange, step_offsets
 
-from .rank_call import HOLDS_PATTERN, check_choice, shard_frame
+from .rank_call import STATIC_LAYOUTS, check_choice, shard_frame
 
 SCAN_EXCHANGES = ("auto", "gather", "steps")  # values of the argument `exchange`
 
@@ -31,11 +31,11 @@ class ScanShardOptions:
     exchange: str  # one of `SCAN_EXCHANGES`
 
     @property
-    def folds(self) -> int:
+    def chunks(self) -> int:
         """Return the number of chunks of the sequence that a rank stores."""
         return LAYOUTS[self.layout].chunks
 
-    def problems(self, shape: Sequence[int], dim: int) -> Iterator[SpError]:
+    def errors(self, shape: Sequence[int], dim: int) -> Iterator[SpError]:
         """Yield an error for each option that does not match the shards.
 
         Args:
@@ -48,18 +48,18 @@ class ScanShardOptions:
         if not shape:
             yield SpError("SP512", "x: expected at least one dim with group=, got none.")
         rows = shape[dim]
-        total = rows * self.ranks.n
-        yield from check_choice("layout", self.layout, HOLDS_PATTERN)
+        total_rows = rows * self.ranks.n
+        yield from check_choice("layout", self.layout, STATIC_LAYOUTS)
         yield from check_choice("exchange", self.exchange, SCAN_EXCHANGES)
-        if rows % self.folds:
+        if rows % self.chunks:
             yield SpError("SP454", f"layout: expected an even number of rows for {self.layout!r}, got {rows}.")
-        if self.folds > 1 and self.exchange == "steps":
+        if self.chunks > 1 and self.exchange == "steps":
             yield SpError("SP513", f"exchange='steps' is not supported with layout={self.layout!r}.")
         if self.length is not None and not isinstance(self.length, (int, torch.SymInt)):
             yield SpError("SP502", f"length: expected an int, got {type(self.length).__name__}.")
-        if self.length is not None and not 0 <= self.length <= total:
+        if self.length is not None and not 0 <= self.length <= total_rows:
             rows_of_all = f"the rows of all {self.ranks.n} ranks"
-            yield SpError("SP507", f"length: expected 0 to {total}, {rows_of_all}, got {self.length}.")
+            yield SpError("SP507", f"length: expected 0 to {total_rows}, {rows_of_all}, got {self.length}.")
 
     def arguments(self, rows: int, nbytes: int, device: torch.device) -> tuple[Any, ...]:
         """Return the arguments of the scan operators that describe the shards.
@@ -73,7 +73,7 @@ class ScanShardOptions:
             The frame, the exchange ("gather" or "steps"), the number of ranks and the group.
         """
         n, exchange = self.ranks.n, self.exchange
-        if exchange == "auto" and n > 2 and self.folds == 1:
+        if exchange == "auto" and n > 2 and self.chunks == 1:
             exchange = choose_exchange(nbytes, n, Machine.of(device.type)).exchange
         exchange = "gather" if exchange == "auto" else exchange
         if torch.compiler.is_compiling():
