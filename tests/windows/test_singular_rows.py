@@ -147,7 +147,7 @@ def right(case: Case) -> None:
     assert report.worst < 1e-9
 
 
-@pytest.mark.sampled(every=71)
+@pytest.mark.sampled(every=113)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_simulated_ranks(case: Case) -> None:
     right(case)

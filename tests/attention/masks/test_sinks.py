@@ -66,7 +66,7 @@ def run(mask: str, n: int, length: int, make: Any = Layers, **how: Any) -> Repor
     return check(model, tokens(length), padding, positions, sp=n, **how)
 
 
-@pytest.mark.sampled(every=24)
+@pytest.mark.sampled(every=37)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather", "auto"])
 @pytest.mark.parametrize(("n", "length"), SIZES)
 @pytest.mark.parametrize("mask", MASKS)

@@ -123,7 +123,7 @@ def most_logits(gm: GraphModule) -> int:
     return max(logits_of(iter(one.graph.nodes)) for one in (gm, *parts))
 
 
-@pytest.mark.sampled(every=19)
+@pytest.mark.sampled(every=37)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("seq", [16, 19, 23])

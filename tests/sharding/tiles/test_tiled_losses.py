@@ -63,7 +63,7 @@ def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
     assert any(one.recomputed for one in found.tiled) == (loss in AGAIN)
 
 
-@pytest.mark.sampled(every=19)
+@pytest.mark.sampled(every=31)
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
