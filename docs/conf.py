@@ -17,6 +17,8 @@ version = release = sp_compile.__version__
 html_theme = "furo"
 html_title = f"sp_compile {version}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 highlight_language = "text"
 smartquotes = False  # "auto" is a string
