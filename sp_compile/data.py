@@ -94,7 +94,7 @@ def _replica_on_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Se
 
 def _replica_of_group(ranks: Ranks) -> Replica:
     group = ranks.process_group
-    if group is None or not ranks.exchanges:
+    if group is None or not ranks.has_other_processes:
         return Replica(0, 1)
     world = ranks_of(dist.group.WORLD)
     if ranks.n == world.n:

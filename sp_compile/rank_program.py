@@ -93,7 +93,7 @@ class RankProgram:
             The passes, or None if there is nothing to do after the partition.
         """
         options = options or self.options
-        if not options.has_place or (options.offload == "never" and self.ranks.n == 1):
+        if not options.has_joint_passes or (options.offload == "never" and self.ranks.n == 1):
             return None
         memory, nbytes = list(self.report.memory), self.input_bytes
         return PartitionedPasses(
@@ -124,7 +124,8 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     compiler = torch_compat.get_compiler(name, patches)
     policies: AbstractContextManager[Any] = nullcontext()
     halves = lowered.halves()
-    if options.has_place and (lowered.exchanges or halves is not None or torch_compat.has_checkpoint_regions(local)):
+    has_rewrites = lowered.exchanges or halves is not None or torch_compat.has_checkpoint_regions(local)
+    if options.has_joint_passes and has_rewrites:
         compiler = torch_compat.joint_compiler(name, joint, joint.key(), patches, halves)
         policies = apply_checkpoint_policies(local)
     elif lowered.exchanges:

@@ -62,7 +62,7 @@ class SplitProgram:
                 raise SpError("SP241", DTENSORS)
             with wrap_failures():
                 view = cls._view(program, config, session, program.has_balanced_inputs)
-            session.ranks.check_carries(program.device)
+            session.ranks.check_backend(program.device)
         finally:  # the other ranks measure, too, even if this one has failed
             machine = session.machine(program.device)
         return cls(program, config, session, view, machine, repeats)

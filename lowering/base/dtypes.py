@@ -3,8 +3,12 @@
 import torch
 
 HALF = frozenset({torch.float16, torch.bfloat16})
+"""Half-precision dtypes."""
 MIN_FILL = 1e4
-"""Lower bound on a fill value that masks like infinity: next to it, float32 loses part of log(count)."""
+"""Smallest absolute value of a finite number that masks a score like infinity.
+
+Next to such a score float32 would lose the low bits of log(number of keys), which merging of blocks adds to it.
+"""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The registry of error codes: what each means, and what to do about it.
+"""Load the registry of error codes: a title and a fix for each code, such as SP101.
 
 The rows are in `error_codes.toml`. `docs/errors.md` is generated from it:
 `python -m sp_compile.lowering.base.error_codes`.
@@ -60,6 +60,7 @@ def errors_page() -> str:
 
 
 def _cell(text: str) -> str:
+    """Escape the bars of a text, which would end a cell of a Markdown table."""
     return text.replace("|", "\\|")
 
 

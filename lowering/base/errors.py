@@ -1,4 +1,8 @@
-"""Define the package's exceptions and locate the user's source lines for their messages."""
+"""Define the package's exceptions, and find the user's source lines for their messages.
+
+A message names the line of the model that an FX node was traced from: `source_line` reads it from the stack trace that
+Dynamo or make_fx stores in `node.meta["stack_trace"]`, as "folder/model.py:12: y = x.cumsum(1)".
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,12 @@ from sp_compile.lowering.torch_compat import ShortenTraceback
 from .error_codes import ERRORS
 
 UNKNOWN_LINE = "unknown source line"
-PARAMETERS_LINE, RESULTS_LINE = "the parameters", "the results"
-TANGENTS_LINE = f"gradients of {RESULTS_LINE}"
-"""Replacements for a source line: summed parameter gradients, gathered results, and tangents from the caller."""
+PARAMETERS_LINE = "the parameters"  # in place of the line of an all-reduce of parameter gradients
+RESULTS_LINE = "the results"  # in place of the line of a gather of results
+TANGENTS_LINE = f"gradients of {RESULTS_LINE}"  # in place of the line of gradients that the caller passes
 
-_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in .*\n((?:(?!\s*File ").*\n?)?)', re.MULTILINE)
-
-_OUTERMOST_PATTERN = re.compile(r'^\s*File "([^"]+)", line (\d+), in (.*)$', re.MULTILINE)
+# A frame of a stack trace: file, line number, function, and the line of code that follows unless it is another frame.
+_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in (.*)\n?((?:(?!\s*File ").*\n?)?)', re.MULTILINE)
 
 
 class SpError(ValueError):
@@ -39,7 +42,8 @@ class SpError(ValueError):
     def __init__(self, code: str, cause: str, fix: str | None = None) -> None:
         self.code, self.cause = code, cause
         self.fix = ERRORS[code].fix if fix is None else fix
-        super().__init__(("\n" if "\n" in cause else " ").join((f"{code}: {cause}", self.fix)))
+        separator = "\n" if "\n" in cause else " "
+        super().__init__(f"{code}: {cause}{separator}{self.fix}")
 
     def with_context(self, text: str) -> Self:
         """Return a copy of the error with text inserted before the cause.
@@ -52,7 +56,7 @@ class SpError(ValueError):
         """
         return type(self)(self.code, f"{text}{self.cause}", self.fix)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # errors of ranks are pickled
         return type(self), (self.code, self.cause, self.fix)
 
 
@@ -110,17 +114,18 @@ def stack_trace(node: Node) -> str:
 
 def first_frame(trace: str) -> str:
     """Return the outermost frame of a stack trace as "forward at FILE:12", or "" if it has none."""
-    found = _OUTERMOST_PATTERN.search(trace)
-    return f"{found[3]} at {Path(*Path(found[1]).parts[-2:])}:{found[2]}" if found else ""
+    match = _FRAME.search(trace)
+    if match is None:
+        return ""
+    file, line, function, _ = match.groups()
+    return f"{function} at {_short_path(file)}:{line}"
 
 
 def source_line(trace: str) -> str:
     """Return the innermost user line of a stack trace, in the form of `node_line`."""
-    for file, line, code in reversed(_FRAME.findall(trace)):
-        path = Path(file)
-        if not any(path.is_relative_to(folder) for folder in _foreign_folders()):
-            short = Path(*path.parts[-2:])  # two path parts locate the file and do not depend on the working directory
-            return f"{short}:{line}: {code.strip()}".rstrip(": ")
+    for file, line, _, code in reversed(_FRAME.findall(trace)):
+        if not any(Path(file).is_relative_to(folder) for folder in _foreign_folders()):
+            return f"{_short_path(file)}:{line}: {code.strip()}".rstrip(": ")  # no colon without code
     return UNKNOWN_LINE
 
 
@@ -129,7 +134,13 @@ def user_line() -> str:
     return source_line("".join(traceback.format_stack()))
 
 
+def _short_path(file: str) -> Path:
+    """Return the last folder and the name of a file, which do not depend on the working directory."""
+    return Path(*Path(file).parts[-2:])
+
+
 @cache
 def _foreign_folders() -> tuple[Path, ...]:
+    """Return the folders of torch and of this package, whose frames are not the user's."""
     package = Path(__file__).parents[2]  # sp_compile, whose links passes and lowering are not resolved here
     return Path(torch.__file__).parent, package

@@ -1,8 +1,11 @@
-"""Describe the placement of a sharded sequence in a dim: padding, trimming and row order.
+"""Compute with frames: the description of how one dim of a tensor is sharded over the ranks.
 
-A frame argument is ``[outer, size, start, length]``. The dim is a product outer * window * inner, and the sequence has
-``size`` positions. Rank r of n stores s = ceil(size / n) positions from r * s on. The positions of the value itself are
-``start <= position < start + length``. ``inner`` follows from the dim's length. All sizes may be symbolic.
+A frame is ``[outer, size, start, length]``, an argument of the ``sp::`` operators. The sequence has ``size`` positions.
+Rank r of n stores s = ceil(size / n) of them, from r * s on; the last ranks may store padding. The value itself has the
+positions ``start <= position < start + length``, its window: x[:, 1:] of 8 positions has the frame [1, 8, 1, 7]. The
+dim is the product outer * rows * inner, where rows are s on a shard and ``length`` in the full tensor. ``outer`` above
+1 is a dim flattened before the sequence, as of (B, S) -> (B * S,); ``inner`` follows from the dim's length. Sizes may
+be symbolic.
 
 A fifth entry of 2 selects the zigzag order: the sequence is split into 2n chunks, and rank r stores the chunks r and
 2n - 1 - r. Ranks then share the work of causal attention equally (layout of zhuzilin/ring-flash-attention). A fifth
@@ -59,13 +62,13 @@ CONTIGUOUS = RowOrder("contiguous", 1)
 BALANCED = RowOrder("balanced", 0, " in balanced order")
 LAYOUTS: Table[RowOrder] = Table("layout")
 """Row orders by value of the option `layout`; of two equally fast ones, the first is chosen."""
-for _row in (CONTIGUOUS, RowOrder("zigzag", 2, " in zigzag order"), BALANCED):
-    LAYOUTS.register(_row.name, _row)
+for _order in (CONTIGUOUS, RowOrder("zigzag", 2, " in zigzag order"), BALANCED):
+    LAYOUTS.register(_order.name, _order)
 
 
 def row_order(folds: int) -> RowOrder:
     """Return the row order whose frames have this fifth entry."""
-    return next(row for row in LAYOUTS.values() if row.folds == folds)
+    return next(order for order in LAYOUTS.values() if order.folds == folds)
 
 
 FrameArg = Sequence[int]  # form of a frame, without its inner factor, in operator schemas
@@ -77,8 +80,8 @@ def is_known(condition: bool | torch.SymBool) -> bool:
 
 
 def frame_folds(frame: FrameArg) -> int:
-    """Return the number of chunks per rank: 1, or 2 in a zigzag frame."""
-    return frame[4] or 1 if len(frame) == 5 else 1
+    """Return the number of chunks per rank: 2 in a zigzag frame, else 1."""
+    return (frame[4] or 1) if len(frame) == 5 else 1
 
 
 def local_row_count(frame: FrameArg, n: int) -> int:
@@ -93,28 +96,34 @@ def local_row_count(frame: FrameArg, n: int) -> int:
 
 
 def inner_rows(extent: int, rows: int) -> int:
-    """Return extent / rows, the inner factor of a dim; the constant 1 if known, which keeps shapes simple."""
+    """Return the inner factor of a dim: its length over outer * rows; the constant 1 if known, for simple shapes.
+
+    Args:
+        extent: Length of the dim.
+        rows: The outer factor times the positions of the dim.
+    """
     return 1 if is_known(extent == rows) else extent // rows
 
 
 def is_padded(frame: FrameArg, n: int) -> bool:
-    """Return True if a rank may store positions outside the window; False only if proved otherwise."""
+    """Return False if it is known that no rank stores positions outside the window, else True."""
     _, size, start, length = frame[:4]
     return not (is_known(start == 0) and is_known(length == size) and is_known(n * local_row_count(frame, n) == size))
 
 
 def row_of_position(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
     """Return the rank that stores a position, and its row on that rank."""
-    chunks, folds = frame_folds(frame) * n, frame_folds(frame)
-    chunk_rows = local_row_count(frame, n) // folds
-    chunk = position // chunk_rows
     if n == 1:
         return 0, position
+    folds = frame_folds(frame)
+    chunk_rows = local_row_count(frame, n) // folds
+    chunk = position // chunk_rows
+    row = position - chunk * chunk_rows  # in the chunk
     if folds == 1:
-        return chunk, position - chunk * chunk_rows
-    rank = torch.sym_min(chunk, chunks - 1 - chunk)
-    second = 1 - (chunks - 1 - chunk) // n  # 0 in the first chunk of a rank, 1 in the second
-    return rank, position - chunk * chunk_rows + second * chunk_rows
+        return chunk, row
+    mirrored = 2 * n - 1 - chunk  # the other chunk of the rank in zigzag order
+    is_second = 1 - mirrored // n  # 0 in the first chunk of a rank, 1 in the second
+    return torch.sym_min(chunk, mirrored), row + is_second * chunk_rows
 
 
 def has_remote_edges(frame: FrameArg, n: int) -> tuple[bool, bool]:
@@ -129,32 +138,35 @@ def has_remote_edges(frame: FrameArg, n: int) -> tuple[bool, bool]:
     if n == 1:
         return False, False
     _, _, start, length = frame[:4]
-    chunks = frame_folds(frame) * n
     chunk_rows = local_row_count(frame, n) // frame_folds(frame)
-    before = not is_known(start < chunk_rows) and bool(start >= chunk_rows)
-    end = (chunks - 1) * chunk_rows
-    return before, not is_known(start + length > end) and bool(start + length <= end)
+    # The first valid row is not in the first chunk: the rank of that chunk has padding before the window only.
+    first_is_remote = not is_known(start < chunk_rows) and bool(start >= chunk_rows)
+    last_chunk = (frame_folds(frame) * n - 1) * chunk_rows  # its first position
+    last_is_remote = not is_known(start + length > last_chunk) and bool(start + length <= last_chunk)
+    return first_is_remote, last_is_remote
 
 
 def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, stride: int = 1) -> Tensor:
-    """Return the positions that this rank stores, int64 (s,). The rank is read at run time.
+    """Return the positions that this rank stores, int64 (s * stride,). The rank is read at run time.
 
     Args:
         frame: The frame, see the module.
         n: Number of ranks.
         group: Name of the process group.
         device: Device of the result.
-        stride: Number of adjacent ranks whose positions are returned together.
+        stride: Number of adjacent ranks whose positions are returned together, as of ranks that share heads.
     """
-    s = local_row_count(frame, n) * stride
-    n = n // stride
+    rows, n = local_row_count(frame, n) * stride, n // stride
     if n == 1:
-        return torch.arange(s, device=device)
-    rank = torch.ops.sp.rank(group, device) // stride if stride > 1 else torch.ops.sp.rank(group, device)
+        return torch.arange(rows, device=device)
+    rank = torch.ops.sp.rank(group, device)
+    if stride > 1:
+        rank = rank // stride
     if frame_folds(frame) == 1:
-        return torch.arange(s, device=device) + rank * s
-    chunk = torch.arange(s // 2, device=device)
-    return torch.cat([chunk + rank * (s // 2), chunk + (2 * n - 1 - rank) * (s // 2)])
+        return torch.arange(rows, device=device) + rank * rows
+    chunk_rows = rows // 2
+    chunk = torch.arange(chunk_rows, device=device)
+    return torch.cat([chunk + rank * chunk_rows, chunk + (2 * n - 1 - rank) * chunk_rows])
 
 
 def to_sequence_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
@@ -174,7 +186,7 @@ def to_rank_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
 
 
 def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
-    """Return the dim indices of k positions, int64 (outer * k * inner,), clamped to the window.
+    """Return the indices of k positions in a full dim, int64 (outer * k * inner,), clamped to the window.
 
     Clamping is the definition of padded rows, see ``collectives/pad_rows.py``.
 
@@ -188,9 +200,9 @@ def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
     rows = offsets.clamp(0, length - 1)
     if is_known(outer * inner == 1):
         return rows
-    blocks = torch.arange(outer, device=rows.device) * length
-    within = torch.arange(inner, device=rows.device)
-    return ((blocks[:, None] + rows)[:, :, None] * inner + within).reshape(-1)
+    outer_starts = torch.arange(outer, device=rows.device) * length
+    inner_offsets = torch.arange(inner, device=rows.device)
+    return ((outer_starts[:, None] + rows)[:, :, None] * inner + inner_offsets).reshape(-1)
 
 
 def column_along(vector: Tensor, dim: int, ndim: int) -> Tensor:
@@ -226,15 +238,21 @@ def from_rows_first(y: Tensor, dim: int, outer: int) -> Tensor:
 
 
 def trim(x: Tensor, dim: int, frame: FrameArg, n: int, inner: int) -> Tensor:
-    """View the window's rows of a dim with all n * s * inner rows, in order (outer 1)."""
+    """View the window's rows of a dim that has the rows of all ranks, n * s * inner, in order. `outer` is 1."""
     start, length = frame[2:4]
     return x.narrow(dim, start * inner, length * inner) if is_padded(frame, n) else x
 
 
 def pad_to_frame(x: Tensor, dim: int, frame: FrameArg, n: int, edge: bool) -> Tensor:
-    """Extend a dim of the window's rows to all n * s * inner (outer 1).
+    """Extend a dim of the window's rows to the rows of all ranks, n * s * inner. `outer` is 1.
 
-    The new rows repeat the nearest of the window when ``edge``, as padded positions do; a cotangent's are zero.
+    Args:
+        x: The dim has length * inner rows.
+        dim: The dim.
+        frame: The frame of the dim.
+        n: Number of ranks.
+        edge: True to repeat the nearest row of the window, as padded rows of values do. False to add zeros, as padded
+            rows of gradients have.
     """
     if not is_padded(frame, n):
         return x

@@ -1,4 +1,10 @@
-"""Register operators in the ``sp`` namespace, and compute a digest of their sources."""
+"""Register operators in the ``sp`` namespace of torch.library, and compute a digest of their sources.
+
+A composite operator is one node of a rewritten graph, such as ``sp::all_gather``; AOTAutograd traces into its body,
+which calls functional collectives. An opaque operator stays one node for every tracer and compiler. The tables of this
+module store what passes need to know about an operator: the collectives that it runs, its padded rows, its temporary
+memory.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,7 @@ from sp_compile.lowering.torch_compat import OpOverload
 LIBRARY = torch.library.Library("sp", "DEF")
 
 COMPOSITES: set[OpOverload] = set()
-"""Operators that decompose into ordinary operators. All others are opaque."""
+"""Operators of `composite`. All others are opaque."""
 
 MOVE_OPS: dict[OpOverload, tuple[str, str]] = {}
 """Collectives of each data-movement operator, forward and backward; "" for none."""
@@ -31,7 +37,7 @@ follows from the row at its original index.
 """
 
 INTERNAL_OPS: dict[OpOverload, Callable[..., int]] = {}
-"""Bytes of temporary memory of opaque operators, besides operands and results; see `opaque`."""
+"""Functions of the temporary bytes of opaque operators, in addition to operands and results; see `opaque`."""
 
 SOURCE_FOLDERS: set[Path] = set()
 """Source files in which operators are defined."""
@@ -100,29 +106,33 @@ def opaque(
 
 
 def _record_body(body: Callable[..., object]) -> None:
+    """Add the file of an operator's body to `SOURCE_FOLDERS`."""
     source = Path(inspect.unwrap(body).__code__.co_filename)
     if source.is_file():  # functions from an interactive prompt have no file
         SOURCE_FOLDERS.add(source.resolve())
 
 
 class LinearMap(torch.autograd.Function):
-    """Linear map and its adjoint, both called as ``map(x, *where)``.
+    """Linear map of a tensor whose backward runs the adjoint map. Both are called as ``function(x, *parameters)``.
 
-    As in every backward of an operator, Dynamo must not trace it. Eager code may call it between compiled graphs, where
-    Dynamo does not trace torch's own backwards, either.
+    Dynamo must not trace the backward: eager code may call it between compiled graphs, where Dynamo does not trace
+    torch's own backwards, either.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], *where: Any) -> Tensor:
-        """Return ``there(x, *where)`` and save both maps for the backward."""
-        ctx.is_ready, ctx.back, ctx.where = there, back, where
-        return there(x, *where)
+    def forward(
+        ctx: Any, x: Tensor, function: Callable[..., Tensor], adjoint: Callable[..., Tensor], *parameters: Any
+    ) -> Tensor:
+        """Return ``function(x, *parameters)`` and save both maps for the backward."""
+        ctx.function, ctx.adjoint, ctx.parameters = function, adjoint, parameters
+        return function(x, *parameters)
 
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the adjoint of the gradient, differentiable again."""
-        return (LinearMap.apply(grad, ctx.back, ctx.is_ready, *ctx.where), None, None, *[None] * len(ctx.where))
+        """Apply the adjoint to the gradient, differentiably: the adjoint of the adjoint is the map itself."""
+        x_grad = LinearMap.apply(grad, ctx.adjoint, ctx.function, *ctx.parameters)
+        return (x_grad, None, None, *[None] * len(ctx.parameters))
 
 
 def sources_digest(*folders: str) -> str:
@@ -130,18 +140,19 @@ def sources_digest(*folders: str) -> str:
 
     Caches of compilers see only the operators' names, and would return code compiled from an older body.
     """
-    places = [Path(__file__).resolve().parents[1], *(Path(folder).resolve() for folder in folders)]
-    return _hash_sources(frozenset(places), frozenset(SOURCE_FOLDERS))
+    resolved = {Path(__file__).resolve().parents[1], *(Path(folder).resolve() for folder in folders)}
+    return _hash_sources(frozenset(resolved), frozenset(SOURCE_FOLDERS))
 
 
 @cache
 def _hash_sources(folders: frozenset[Path], sources: frozenset[Path]) -> str:
+    """Return a digest of the Python files in the folders and of the source files, cached for the process."""
     files = sources.union(file for folder in folders for file in folder.rglob("*.py"))
     return hashlib.sha256(b"\0".join(f.read_bytes() for f in sorted(files))).hexdigest()[:16]
 
 
 def tag_programs() -> None:
-    """Add the digest of the operators to the key of torch's compile caches."""
+    """Add the digest of the operators' sources to the key of torch's compile caches, in torch.compiler.config."""
     config, tag = torch.compiler.config, f"sp_compile {sources_digest()}"
     if tag not in config.cache_key_tag:
         config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()

@@ -1,4 +1,7 @@
-"""Define and validate the options of the backend."""
+"""Define and validate the options of the backend: `torch.compile(model, backend="sp", options={...})`.
+
+`SPConfig` has one field per option, `OPTION_RULES` the valid values of each. `SPConfig.of` validates what users pass.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +32,19 @@ def _is_count(value: Any) -> bool:
 
 
 def _maps_to(is_valid: Callable[[Any], bool], value: Any) -> bool:
+    """Return True if the value is a mapping whose values are all valid."""
     return isinstance(value, Mapping) and all(map(is_valid, value.values()))
 
 
 @dataclass(frozen=True)
 class OptionRule:
-    """The valid values of one option.
+    """The valid values of one option."""
 
-    Args:
-        words: The valid strings.
-        expected: Description of the valid values in error messages. Defaults to a list of the strings.
-        accepts: Predicate of other valid values.
-        registered: Function that returns further valid strings, which programs may add.
-        code: Code of the error for other values.
-    """
-
-    words: Sequence[str] = ()
-    expected: str = ""
-    accepts: Callable[[Any], bool] = lambda value: False
-    registered: Callable[[], Iterable[str]] = tuple
-    code: str = "SP103"
+    words: Sequence[str] = ()  # valid strings
+    expected: str = ""  # description of the valid values in error messages; "" lists the strings
+    accepts: Callable[[Any], bool] = lambda value: False  # predicate of other valid values
+    registered: Callable[[], Iterable[str]] = tuple  # returns further valid strings, which programs may add
+    code: str = "SP103"  # code of the error for other values
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -68,8 +64,8 @@ class OptionRule:
         if value in self.words or self.accepts(value) or value in self.choices:
             return
         expected = self.expected or f"one of {', '.join(map(repr, self.choices))}"
-        given = value.values() if isinstance(value, Mapping) else [value]
-        hint = "".join(did_you_mean(x, self.choices) for x in given if x not in self.choices)
+        values = value.values() if isinstance(value, Mapping) else [value]
+        hint = "".join(did_you_mean(x, self.choices) for x in values if x not in self.choices)
         raise SpError(self.code, f"{name}: expected {expected}, got {value!r}{hint}.")
 
 
@@ -133,9 +129,8 @@ class SPConfig:
             "gather" gathers keys and values, "auto" selects the fastest predicted strategy for each attention. Others
             are registered, see `sp_compile.passes.strategies.attention`.
         layout: Order of the sequence over the ranks. "zigzag" balances causal attention, "balanced" assigns chunks by
-            the documents of each batch, so that all ranks attend to about the same number of
-            pairs. "auto" selects one of them
-            where it is faster and the program permits it.
+            the documents of each batch, so that all ranks attend to about the same number of pairs. "auto" selects one
+            of them where it is faster and the program permits it.
         ulysses_chunks: Number of head groups that Ulysses exchanges separately, each while another group is computed. A
             number applies if it divides the heads of a rank; "auto" follows the cost model.
         cost: Constants of the cost model that replace those of the device, such as {"flops": 6e14}, see
@@ -199,26 +194,24 @@ class SPConfig:
             rule.check(name, getattr(self, name))
         for name, (supported, purpose) in JOINT_GRAPH_OPTIONS.items():
             value = getattr(self, name)
-            if value not in supported and not self.has_place:
-                raise SpError(
-                    "SP105", f"{name}={value!r} needs {purpose}, which compiler={self.compiler!r} does not support."
-                )
-        others = [one for one in STRATEGIES.values() if self.attention not in ("auto", one.name)]
-        for name, strategy in ((name, one.name) for one in others for name in one.options):
-            value = getattr(self, name)
-            if value != "auto":
-                raise SpError(
-                    "SP106",
-                    f"{name}={value!r} is not supported with attention={self.attention!r}, only with {strategy!r}.",
-                )
+            if value not in supported and not self.has_joint_passes:
+                cause = f"{name}={value!r} needs {purpose}, which compiler={self.compiler!r} does not support."
+                raise SpError("SP105", cause)
+        excluded = [strategy for strategy in STRATEGIES.values() if self.attention not in ("auto", strategy.name)]
+        for strategy in excluded:
+            for name in strategy.options:  # options that only this strategy uses
+                value = getattr(self, name)
+                if value != "auto":
+                    cause = f"{name}={value!r} is not supported with attention={self.attention!r}, only with "
+                    raise SpError("SP106", f"{cause}{strategy.name!r}.")
 
     @property
-    def has_place(self) -> bool:
+    def has_joint_passes(self) -> bool:
         """Return True if the compiler runs passes on joint graphs."""
         return self.compiler in JOINT_COMPILERS
 
     @property
-    def is_fused(self) -> bool:
+    def uses_inductor(self) -> bool:
         """Return True if Inductor compiles the graphs."""
         return self.compiler == "inductor"
 

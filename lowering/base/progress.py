@@ -33,11 +33,11 @@ class ProgressLine:
     """Progress line of one piece of work."""
 
     title: str  # name of the work
-    console: Console
+    console: Console  # of stderr
     clock: Callable[[], float] = time.monotonic  # current time in seconds, from any origin
     step: str = "capture"  # current step of the work
     live: Live | None = None  # None until the line is shown
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of `live`, which two threads use
 
     def __post_init__(self) -> None:
         self.started, self.hits = self.clock(), count_cache_hits()
@@ -97,13 +97,13 @@ def show_progress(title: str) -> Iterator[None]:
     if line is None:
         yield
         return
-    watch = threading.Thread(target=_update_line, args=(line, ended), name="sp_compile progress", daemon=True)
-    watch.start()
+    updates = threading.Thread(target=_update_line, args=(line, ended), name="sp_compile progress", daemon=True)
+    updates.start()
     try:
         yield
     finally:
         ended.set()
-        watch.join()
+        updates.join()
 
 
 def show_in_thread(title: Callable[[], str], ended: threading.Event) -> None:
@@ -128,6 +128,7 @@ def _start_line(title: str) -> ProgressLine | None:
 
 
 def _update_line(line: ProgressLine, ended: threading.Event) -> None:
+    """Refresh the line until the event is set, then remove it from `_active_lines` and from the terminal."""
     try:
         while not ended.wait(UPDATE_INTERVAL):
             line.refresh()
@@ -137,5 +138,6 @@ def _update_line(line: ProgressLine, ended: threading.Event) -> None:
 
 
 def _is_terminal(console: Console) -> bool:
+    """Return True if this process may show a line: rank 0, on a terminal, without TORCH_LOGS."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
     return rank == 0 and console.is_terminal and not os.environ.get("TORCH_LOGS")

@@ -1,4 +1,8 @@
-"""Resolve the ranks that share a sequence from a mesh or process group."""
+"""Resolve the ranks that share a sequence from a mesh or process group.
+
+`Ranks` is the number of ranks and the name of their process group, which is what ``sp::`` operators take. `resolve`
+returns it for the options `mesh` and `mesh_dim`, `ranks_of` for the `group` of a function on local shards.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ class Ranks:
 
     n: int  # number of ranks
     group: str  # name of the process group; "" if there is none
-    ulysses: int | None = None  # adjacent ranks that share heads, if the mesh has a pair of axes
+    ulysses: int | None = None  # number of adjacent ranks that share heads, if the mesh has axes ("ring", "ulysses")
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -40,12 +44,12 @@ class Ranks:
         return process_group(self.group)
 
     @property
-    def exchanges(self) -> bool:
+    def has_other_processes(self) -> bool:
         """Return True if the group has other processes. The "fake" backend has none."""
         group = self.process_group
         return self.n > 1 and group is not None and "fake" not in str(dist.get_backend(group))
 
-    def check_carries(self, device: torch.device) -> None:
+    def check_backend(self, device: torch.device) -> None:
         """Raise SpError if Gloo would exchange CUDA tensors, whose all-gather crashes the process.
 
         The crash is a segmentation fault, seen with torch 2.11 on an H100.
@@ -56,8 +60,9 @@ class Ranks:
         Raises:
             SpError: The group uses Gloo for tensors of a GPU.
         """
-        real = device.type == "cuda" and dist.is_initialized() and known_process_group(self.group)
-        if real and self.exchanges and group_backend(process_group(self.group), device) == "gloo":
+        if device.type != "cuda" or not dist.is_initialized() or not known_process_group(self.group):
+            return
+        if self.has_other_processes and group_backend(process_group(self.group), device) == "gloo":
             raise SpError(
                 "SP117",
                 f"The {self.n} ranks of group {self.group!r} exchange tensors of {device} by Gloo, whose all-gather of "
@@ -89,6 +94,7 @@ def ranks_of(mesh: Mesh) -> Ranks:
 
 @torch.compiler.assume_constant_result
 def _resolve_mesh(mesh: DeviceMesh | None) -> Ranks:
+    """Call `resolve` as a constant of the graph that Dynamo traces."""
     return resolve(mesh, None)
 
 
@@ -109,13 +115,14 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     if not isinstance(mesh, DeviceMesh):
         raise SpError("SP111", f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}.")
     ulysses = None
-    if mesh_dim is None and (pair := find_axis_pair(mesh)) is not None:
+    pair = find_axis_pair(mesh) if mesh_dim is None else None
+    if pair is not None:
         (outer, inner), names = pair, mesh.mesh_dim_names
         ulysses = mesh[inner].size()
         if names.index(outer) > names.index(inner):
             raise SpError("SP115", f"mesh: expected axis {outer!r} before axis {inner!r}, got axes {names}.")
         mesh = flatten_mesh(mesh[outer, inner], f"sp_{outer}_{inner}")
-    mesh = _chart_axis(mesh, mesh_dim)
+    mesh = _sequence_axis(mesh, mesh_dim)
     if mesh.get_coordinate() is None:
         raise SpError("SP112", f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}.")
     group = mesh.get_group()
@@ -147,6 +154,7 @@ def find_axis_pair(mesh: DeviceMesh) -> tuple[str, str] | None:
 
 
 def _default_group(mesh_dim: str | None) -> Ranks:
+    """Return the ranks of the default process group, or a single rank without one."""
     if mesh_dim is not None:
         raise SpError("SP116", f"mesh_dim: {mesh_dim!r} names an axis of a mesh, but mesh is None.")
     if not dist.is_available() or not dist.is_initialized():
@@ -154,13 +162,18 @@ def _default_group(mesh_dim: str | None) -> Ranks:
     return ranks_of(dist.group.WORLD)
 
 
-def _chart_axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:
-    """Return the submesh of the axis that splits the sequence."""
+def _sequence_axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:
+    """Return the 1-D mesh of the axis that splits the sequence; `mesh_dim` None selects "sp" or the only axis.
+
+    Raises:
+        SpError: The mesh does not have the axis.
+    """
     names = mesh.mesh_dim_names
     if mesh.ndim > 1:
-        if not names or (mesh_dim or "sp") not in names:
-            raise SpError("SP113", f"mesh: expected an axis {mesh_dim or 'sp'!r}, got {mesh.ndim} axes {names}.")
-        return mesh[mesh_dim or "sp"]
+        axis = mesh_dim or "sp"
+        if axis not in (names or ()):
+            raise SpError("SP113", f"mesh: expected an axis {axis!r}, got {mesh.ndim} axes {names}.")
+        return mesh[axis]
     if mesh_dim is not None and mesh_dim not in (names or ()):
         raise SpError("SP114", f"mesh: expected an axis {mesh_dim!r}, got {names}.")
     return mesh

@@ -1,6 +1,7 @@
-"""Provide registries of implementations, of which the first that fits runs and tests can force one.
+"""Provide registries of rows by name.
 
-A registry of programs is for code that a graph contains by name.
+`Table` is for implementations: `table[table.choose(problem)]` is the first that fits a problem, and tests can
+force one. `ProgramTable` is for generated programs that a graph calls by name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.fx import GraphModule
 from .errors import SpError
 
 TableRow = TypeVar("TableRow")
-T = TypeVar("T")
+T = TypeVar("T")  # a forced value, a program, or the function or class that a decorator registers
 
 
 class Override(Generic[T]):
@@ -70,10 +71,13 @@ class Table(dict[Any, TableRow]):
         """
         if name in self and not self.replace:
             raise SpError("SP901", f"{self.title}: {name!r} is registered already.")
-        added = ExitStack()
-        added.callback(*((self.update, {name: self[name]}) if name in self else (self.pop, name)))
+        undo = ExitStack()
+        if name in self:
+            undo.callback(self.update, {name: self[name]})
+        else:
+            undo.callback(self.pop, name)
         self[name], self._ranks[name] = row, rank
-        return added
+        return undo
 
     def of(self, *names: Any) -> Callable[[T], T]:
         """Return a decorator that registers a function or class under these names."""
@@ -105,7 +109,8 @@ class Table(dict[Any, TableRow]):
         rows: Mapping[str, Any] = self
         name = self._forced.value
         if name is None:
-            return next(n for n in sorted(rows, key=lambda n: self._ranks[n](problem)) if rows[n].fits(problem))
+            ranked = sorted(rows, key=lambda row_name: self._ranks[row_name](problem))
+            return next(row_name for row_name in ranked if rows[row_name].fits(problem))
         if not rows[name].fits(problem):
             raise SpError("SP903", f"{self.title}: {name!r} does not support {problem}.")
         return name
@@ -145,5 +150,5 @@ class ProgramTable(dict[str, T]):
 
 
 def graph_code(gm: GraphModule) -> tuple[Any, ...]:
-    """Return the code of a graph and the values of its buffers."""
+    """Return the code of a graph and the values of its buffers, a `code` of `ProgramTable.register`."""
     return gm.code, *((name, x.dtype, x.tolist()) for name, x in sorted(gm.named_buffers()))

@@ -64,7 +64,7 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
         meet: Exchange of these ranks; its exceptions propagate.
     """
     group = ranks.process_group
-    if not ranks.exchanges:
+    if not ranks.has_other_processes:
         return Machine.of(device.type)
     known = _measured.setdefault(group, {})
     if device.type not in known:

@@ -94,7 +94,7 @@ class LowerExchanges(Pass):
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
-        return lower_exchanges(gm, torch_compat.inductor_decompositions() if job.options.is_fused else None)
+        return lower_exchanges(gm, torch_compat.inductor_decompositions() if job.options.uses_inductor else None)
 
 
 class ScatterEachGroup(Passes):

@@ -72,7 +72,7 @@ class OffloadValues(Pass):
         assert backward is not None
         self.machine = job.machine_of_nodes(gm.graph.nodes)
         options, self.n = job.options, job.ranks.n
-        self.requested, self.fused = options.offload, options.is_fused
+        self.requested, self.fused = options.offload, options.uses_inductor
         self.shards = job.memory[-1].state if job.memory and options.state == "sharded" else None
         self.input_bytes = job.input_bytes
         saved = _SavedValues.of(forward.graph, backward.graph, job.results)

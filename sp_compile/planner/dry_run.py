@@ -70,7 +70,8 @@ class DryRunResult:
     @property
     def options(self) -> SPConfig:
         """The options of the lowering, which compiles nothing."""
-        return replace(self.call_options, compiler="aot_eager") if self.call_options.has_place else self.call_options
+        options = self.call_options
+        return replace(options, compiler="aot_eager") if options.has_joint_passes else options
 
 
 @dataclass
@@ -202,12 +203,12 @@ class DryRun:
             return
         total, options = one.report, one.call_options
         walks = self.partitions or total.step is not None
-        if lowered.exchanges and self.compare is None and not options.has_place:
+        if lowered.exchanges and self.compare is None and not options.has_joint_passes:
             text = NO_COLLECTIVE_PASSES.format(options.compiler)
             lowered.report.add([Note(NoteKind.DECLINED, SequenceParallelLinear.name, text)])
         elif self.entry == "explain" and not lowered.exchanges and not walks:
             options.refuse(self.entry, compiler="compiles nothing of a program without exchanges")
-        if walks or (self.compare is None and lowered.exchanges and options.has_place):
+        if walks or (self.compare is None and lowered.exchanges and options.has_joint_passes):
             self._add_step(lowered, one)
         elif self.entry != "plan" and torch.is_grad_enabled() and not lowered.unsplit_reason:
             partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False)
@@ -219,7 +220,7 @@ class DryRun:
             lowered.return_edges()
         one.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
         offloads = self.keeps_steps if options.offload == "never" else self.repeats is not None
-        step = graph_step(lowered, options, offloads and options.has_place)
+        step = graph_step(lowered, options, offloads and options.has_joint_passes)
         if self.repeats is not None or one.steps is not None:
             step = unroll_step(step, lowered, self.repeats, one.steps)
         if total.step is not None:

@@ -35,12 +35,12 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
     halves = first = lowered.halves(replace(options, offload=1.0) if offloads else options)
     if halves is not None and offloads:
         first = PartitionedPasses(replace(halves.job, options=replace(options, offload="never")))
-    forward, backward = _partition_graph(lowered, options.is_fused, first)
+    forward, backward = _partition_graph(lowered, options.uses_inductor, first)
 
     def walk() -> GraphStep:
         """Examine the memory and the time of both graphs."""
         graphs = forward.graph, backward.graph if backward is not None else None
-        return GraphStep.of(*graphs, options.is_fused, lowered.input_bytes)
+        return GraphStep.of(*graphs, options.uses_inductor, lowered.input_bytes)
 
     step = walk()
     if halves is None or first is None:
@@ -88,7 +88,7 @@ def _partition_graph(
     """Return the forward and the backward of a copy, after all passes."""
     local, options = copy_graph(lowered.graph), lowered.options
     fuse_on_meta(local)
-    joint = lowered.joint if options.has_place else None
+    joint = lowered.joint if options.has_joint_passes else None
     with memory_budget(options.activation_memory_budget), apply_checkpoint_policies(local):
         found = partition_joint_graph(local, lowered.inputs, joint, fused, halves)
     lowered.report.merge(lowered.joint.report)

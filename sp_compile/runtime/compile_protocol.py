@@ -52,7 +52,7 @@ class CompileProtocol:
         self.opened, mine = True, Message(COMPILE_VERB, note=f"in mode {mode_fields()}")
         for ranks in dict.fromkeys([*(ranks for ranks, _ in self.left), *also]):
             try:
-                if ranks.exchanges:
+                if ranks.has_other_processes:
                     self._all_gather(ranks, mine if self.opened else STOP_VERB)
             except RankMismatchError as apart:
                 self.opened &= apart.__cause__ is not None  # a rank that did not arrive
@@ -96,7 +96,7 @@ class CompileProtocol:
     def _answer_next(self, error: Exception | None) -> None:
         """Run the next exchange, whose result this rank does not use."""
         ranks, question = self.left.pop(0)
-        if ranks.exchanges:
+        if ranks.has_other_processes:
             self._all_gather(ranks, Message(COMPILE_VERB, question, error=not_compiled(error), expects_answer=True))
 
     def _all_gather(self, ranks: Ranks, mine: Message) -> list[Message]:

@@ -151,9 +151,9 @@ def test_without_processes() -> None:
 
 def tensors_of_a_gpu() -> str:
     ranks = ranks_of(worker.group())
-    ranks.check_carries(torch.device("cpu"))
+    ranks.check_backend(torch.device("cpu"))
     with pytest.raises(SpError) as error:
-        ranks.check_carries(torch.device("cuda", 0))
+        ranks.check_backend(torch.device("cuda", 0))
     return str(error.value)
 
 

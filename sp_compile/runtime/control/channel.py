@@ -425,7 +425,7 @@ def channel_of(ranks: Ranks) -> ControlChannel | None:
     if group is None or not isinstance(current_communicator(), FunctionalCommunicator):
         return None
     found = _channels.get(group)  # as on every call
-    if found is not None or not ranks.exchanges:
+    if found is not None or not ranks.has_other_processes:
         return found
     made = _created_channels.setdefault(dist.group.WORLD, Counter())
     made[ranks.group] += 1
