@@ -1,5 +1,6 @@
 """Define the communication primitives that every ``sp::`` operator uses.
 
+`current_communicator()` is the one of real process groups, or that of a simulated rank (``simulate.py``).
 Every exchange works on dim 0 with equal shares, accepts any strides and returns a new contiguous tensor. With a single
 rank each primitive returns its argument. None is differentiable: the operators define pairs of forward and backward. A
 shift is started first and waited for later. The group of an all-to-all may be a route (see ``routes.py``).
@@ -17,6 +18,8 @@ from torch import Tensor
 from sp_compile.lowering.torch_compat import process_group
 
 from . import routes
+
+c10d = torch.ops._c10d_functional
 
 # Dtypes that every backend supports; bool is sent as one of the others.
 _COMMON_DTYPES = frozenset(
@@ -43,8 +46,8 @@ class Communicator(ABC):
             x: (n * s, ...), any dtype that can be summed.
             n: Number of ranks.
             group: Name of the process group.
-            plain: True to call the collective of that name even where another way is faster, so that passes and readers
-                of a graph find it.
+            plain: True to call torch's reduce_scatter even where an all-to-all is faster, so that passes and readers of
+                a graph find it.
         """
         return x if n == 1 else self._reduce_scatter(x, n, group, plain)
 
@@ -86,48 +89,46 @@ class FunctionalCommunicator(Communicator):
 
     def broadcast(self, x: Tensor, group: str) -> Tensor:
         """Broadcast with ``_c10d_functional.broadcast``."""
-        return _run_collective(x, lambda y: torch.ops._c10d_functional.broadcast(y, 0, group))
+        return _run_collective(x, lambda y: c10d.broadcast(y, 0, group))
 
     def rank(self, group: str) -> int:
         """Return the rank in the process group."""
         return dist.get_rank(process_group(group))
 
     def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor:
-        return _run_collective(x, lambda y: torch.ops._c10d_functional.all_reduce(y, "sum", group), summed=True)
+        return _run_collective(x, lambda y: c10d.all_reduce(y, "sum", group), summed=True)
 
     def _all_gather(self, x: Tensor, n: int, group: str) -> Tensor:
-        return _run_collective(x, lambda y: torch.ops._c10d_functional.all_gather_into_tensor(y, n, group))
+        return _run_collective(x, lambda y: c10d.all_gather_into_tensor(y, n, group))
 
     def _reduce_scatter(self, x: Tensor, n: int, group: str, plain: bool) -> Tensor:
         if x.device.type == "cpu" and not plain:  # Gloo's own reduce_scatter takes 1.5 times as long
             return self._all_to_all(x.unflatten(0, (n, x.shape[0] // n)), n, group).sum(0, dtype=x.dtype)
-        return _run_collective(
-            x, lambda y: torch.ops._c10d_functional.reduce_scatter_tensor(y, "sum", n, group), summed=True
-        )
+        return _run_collective(x, lambda y: c10d.reduce_scatter_tensor(y, "sum", n, group), summed=True)
 
     def start_shift(self, x: Tensor, route: str) -> Tensor:
         """Start an all_to_all_single over the route, whose group has a single destination."""
-        rows = [x.shape[0]]
-        return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), rows, rows, routes.ensure_route(route))
+        rows = [x.shape[0]]  # all rows are sent to that destination, and as many are received
+        return c10d.all_to_all_single(x.contiguous(), rows, rows, routes.ensure_route(route))
 
     def wait(self, x: Tensor) -> Tensor:
         """Wait with ``_c10d_functional.wait_tensor``."""
-        return torch.ops._c10d_functional.wait_tensor(x)
+        return c10d.wait_tensor(x)
 
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
-        ones = [1] * n
+        rows = [1] * n  # sent to each rank, and received from each
         routes.ensure_route(group)
-        return _run_collective(x, lambda y: torch.ops._c10d_functional.all_to_all_single(y, ones, ones, group))
+        return _run_collective(x, lambda y: c10d.all_to_all_single(y, rows, rows, group))
 
 
-def to_wire(x: Tensor, summed: bool = False) -> Tensor:
-    """Convert x to a dtype that every backend can send.
+def to_sendable(x: Tensor, summed: bool = False) -> Tensor:
+    """Return x in a dtype that every backend can send; `from_sendable` restores its dtype.
 
     Bool collectives return wrong values under Inductor, and some backends do not support complex dtypes.
 
     Args:
         x: Any shape and dtype.
-        summed: True if the collective computes with the values. Otherwise other dtypes are sent as bytes.
+        summed: True if the collective adds values. If False, other dtypes than the common ones are viewed as uint8.
     """
     if x.dtype == torch.bool:
         return x.to(torch.uint8)
@@ -136,7 +137,7 @@ def to_wire(x: Tensor, summed: bool = False) -> Tensor:
     return x if summed or x.dtype in _COMMON_DTYPES else x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def from_wire(x: Tensor, like: Tensor) -> Tensor:
+def from_sendable(x: Tensor, like: Tensor) -> Tensor:
     """Convert a received tensor to the dtype of the tensor that was sent."""
     if like.dtype == torch.bool:
         return x.to(torch.bool)
@@ -146,13 +147,13 @@ def from_wire(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _run_collective(x: Tensor, collective: Callable[[Tensor], Tensor], summed: bool = False) -> Tensor:
-    """Run one collective on ``x`` and wait for it."""
-    arrived = torch.ops._c10d_functional.wait_tensor(collective(to_wire(x, summed).contiguous()))
-    return from_wire(arrived, x)
+    """Return the result of one collective, after waiting for it, in the dtype of x; `summed` as in `to_sendable`."""
+    received = c10d.wait_tensor(collective(to_sendable(x, summed).contiguous()))
+    return from_sendable(received, x)
 
 
 _FUNCTIONAL_COMMUNICATOR = FunctionalCommunicator()
-_active = threading.local()
+_active = threading.local()  # .communicator inside `use_communicator`
 
 
 def current_communicator() -> Communicator:

@@ -1,27 +1,34 @@
 """Route exchanges between some ranks of a group over its own communicator, without sub-groups.
 
+A route is the name of a group with a single collective, all_to_all_single:
+
     "<group>/shift:<offset>:<stride>"   to the rank `offset` further on the ring of every stride-th rank
     "<group>/among:<size>"              between the `size` neighbors r // size * size ...
     "<group>/across:<size>"             between the ranks r % size, r % size + size, ...
     "<group>/fold" and "<group>/unfold" from contiguous chunks to zigzag ones, and back
 
-A route is the name of a group with a single collective, all_to_all_single, which runs as the parent's with split sizes
-that depend on the rank. Routes are resolved at run time, so that the graph is equal on every rank. One communicator
-carries everything, so that all ranks issue its collectives in one order. A mesh of (ring, ulysses) axes needs no
-collective setup, which a compiler pass could not do safely.
+It runs as an all_to_all_single of the parent group `<group>` whose split sizes depend on the rank. Routes are resolved
+at run time, so that the graph is equal on every rank. All routes use one communicator, so that all ranks issue its
+collectives in one order. A mesh of (ring, ulysses) axes needs no collective setup, which a compiler pass could not do
+safely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from sp_compile.lowering.torch_compat import known_process_group, process_group, register_process_group
 
-Ends = tuple[list[int], list[int]]  # destinations and sources of a rank's blocks, ascending
+
+class RouteEnds(NamedTuple):
+    """The ranks with which one rank exchanges blocks on a route."""
+
+    destinations: list[int]  # ranks that its blocks are sent to, ascending
+    sources: list[int]  # ranks that it receives a block from, ascending
 
 
 def shift_route(group: str, offset: int, stride: int = 1) -> str:
@@ -57,11 +64,11 @@ def fold_route(group: str, back: bool = False) -> str:
 
 
 def parent_group(group: str) -> str:
-    """Return the group that carries a route; a plain group carries itself."""
+    """Return the name of the group that a route belongs to, or of the group itself if it is not a route."""
     return group.partition("/")[0]
 
 
-def route_ends(group: str, rank: int, n: int) -> Ends:
+def route_ends(group: str, rank: int, n: int) -> RouteEnds:
     """Return the destinations of a rank's blocks and the sources of the blocks that it receives.
 
     Args:
@@ -73,22 +80,24 @@ def route_ends(group: str, rank: int, n: int) -> Ends:
     return _ENDS[kind](rank, n, *map(int, numbers))
 
 
-def _all_members(members: range) -> Ends:
-    return list(members), list(members)
+def _all_members(members: range) -> RouteEnds:
+    """Return the ends of a route on which every member sends to all members."""
+    return RouteEnds(list(members), list(members))
 
 
-def _fold_ends(rank: int, n: int) -> Ends:
-    """Return the zigzag owners of a rank's two contiguous chunks, and the owners of its zigzag chunks."""
-    owners = sorted(min(chunk, 2 * n - 1 - chunk) for chunk in (2 * rank, 2 * rank + 1))
-    return owners, [rank // 2, (2 * n - 1 - rank) // 2]
+def _fold_ends(rank: int, n: int) -> RouteEnds:
+    """Return the ranks of a rank's contiguous chunks in zigzag order, and of its zigzag chunks in contiguous order."""
+    zigzag_ranks = sorted(min(chunk, 2 * n - 1 - chunk) for chunk in (2 * rank, 2 * rank + 1))
+    return RouteEnds(zigzag_ranks, [rank // 2, (2 * n - 1 - rank) // 2])
 
 
-_ENDS: dict[str, Callable[..., Ends]] = {
-    "shift": lambda rank, n, offset, stride: ([(rank + offset * stride) % n], [(rank - offset * stride) % n]),
+# Functions that return the ends of each kind of route, of the rank, the number of ranks and the numbers in the name.
+_ENDS: dict[str, Callable[..., RouteEnds]] = {
+    "shift": lambda rank, n, offset, stride: RouteEnds([(rank + offset * stride) % n], [(rank - offset * stride) % n]),
     "among": lambda rank, n, size: _all_members(range(rank // size * size, rank // size * size + size)),
     "across": lambda rank, n, size: _all_members(range(rank % size, n, size)),
     "fold": _fold_ends,
-    "unfold": lambda rank, n: _fold_ends(rank, n)[::-1],
+    "unfold": lambda rank, n: RouteEnds(*reversed(_fold_ends(rank, n))),
 }
 
 
@@ -101,13 +110,8 @@ def declare_attention_routes(group: str, stride: int, steps: int) -> None:
         steps: Number of steps of the ring.
     """
     shifts = [shift_route(group, offset, stride) for offset in (1, 1 - steps)]
-    for route in (
-        *shifts,
-        neighborhood_route(group, stride),
-        cross_route(group, stride),
-        fold_route(group),
-        fold_route(group, back=True),
-    ):
+    exchanges = [neighborhood_route(group, stride), cross_route(group, stride)]
+    for route in (*shifts, *exchanges, fold_route(group), fold_route(group, back=True)):
         ensure_route(route)
 
 
@@ -137,23 +141,31 @@ class _Route(dist.ProcessGroup):
     """Process group whose only collective is all_to_all_single over a route."""
 
     def __init__(self, group: str) -> None:
-        carrier = process_group(parent_group(group))
-        super().__init__(carrier.rank(), carrier.size())
+        parent = process_group(parent_group(group))
+        super().__init__(parent.rank(), parent.size())
         self._route = group
 
     def getBackendName(self) -> str:
-        """Return the name of the backend."""
+        """Return "sp", the name of the backend, which torch requires."""
         return "sp"
 
     def alltoall_base(
         self, output: Tensor, sent: Tensor, output_splits: list[int], splits: list[int], *options: Any
     ) -> Any:
-        """Run the route's all-to-all as one of the parent group."""
-        carrier = process_group(parent_group(self._route))
-        to, source = route_ends(self._route, carrier.rank(), carrier.size())
-        there, here = [0] * carrier.size(), [0] * carrier.size()
-        for rank, rows in zip(to, splits, strict=True):
-            there[rank] += rows
-        for rank, rows in zip(source, output_splits, strict=True):
-            here[rank] += rows
-        return carrier.alltoall_base(output, sent, here, there, *options)
+        """Run the route's all-to-all as one of the parent group.
+
+        Args:
+            output: The received rows; written in place.
+            sent: The rows to send.
+            output_splits: Number of rows from each source of the route.
+            splits: Number of rows for each destination of the route.
+            *options: Further arguments of ProcessGroup.alltoall_base.
+        """
+        parent = process_group(parent_group(self._route))
+        destinations, sources = route_ends(self._route, parent.rank(), parent.size())
+        rows_to, rows_from = [0] * parent.size(), [0] * parent.size()  # by rank of the parent
+        for rank, rows in zip(destinations, splits, strict=True):
+            rows_to[rank] += rows  # a fold may send both chunks to one rank
+        for rank, rows in zip(sources, output_splits, strict=True):
+            rows_from[rank] += rows
+        return parent.alltoall_base(output, sent, rows_from, rows_to, *options)

@@ -24,7 +24,7 @@ SIMULATED_GROUP = "sim"
 """Group name for programs that are only simulated. Any other name works as well."""
 
 T = TypeVar("T")
-Collective = Callable[[list[Tensor]], list[Tensor]]
+Collective = Callable[[list[Tensor]], list[Tensor]]  # operands of all ranks -> results of all ranks
 
 
 class SimulationError(SpError):
@@ -55,9 +55,9 @@ def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None
     """
     world = _SimulatedWorld(n)
     results: dict[int, T] = {}
-    grad_enabled, casts = torch.is_grad_enabled(), _inherit_autocast()
+    grad_enabled, autocasts = torch.is_grad_enabled(), _autocast_settings()
 
-    def live(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         """Run the function as one simulated rank, with the caller's modes."""
         with (
             ExitStack() as modes,
@@ -65,27 +65,27 @@ def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None
             torch.autograd.set_multithreading_enabled(False),
             use_communicator(_SimulatedRank(world, rank)),
         ):
-            for autocast in casts:
-                modes.enter_context(torch.autocast(*autocast))
+            for settings in autocasts:
+                modes.enter_context(torch.autocast(*settings))
             results[rank] = fn(rank)
 
     if threads is not None:
-        wait([executor.submit(world.run, rank, live) for rank, executor in enumerate(threads)])
+        wait([executor.submit(world.run, rank, run_rank) for rank, executor in enumerate(threads)])
     else:
-        ranks = [threading.Thread(target=world.run, args=(rank, live), daemon=True) for rank in range(n)]
-        for thread in ranks:
+        started = [threading.Thread(target=world.run, args=(rank, run_rank), daemon=True) for rank in range(n)]
+        for thread in started:
             thread.start()
-        for thread in ranks:
+        for thread in started:
             thread.join()
     world.raise_failures()
     return [results[rank] for rank in range(n)]
 
 
-def _inherit_autocast() -> list[tuple[str, torch.dtype, bool, bool]]:
-    """Return the caller's autocast settings, which new threads do not inherit."""
-    cached = torch.is_autocast_cache_enabled()
-    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return [(kind, torch.get_autocast_dtype(kind), True, cached) for kind in on]
+def _autocast_settings() -> list[tuple[str, torch.dtype, bool, bool]]:
+    """Return the arguments of the caller's torch.autocast contexts, which new threads do not inherit."""
+    caches = torch.is_autocast_cache_enabled()
+    enabled = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return [(device, torch.get_autocast_dtype(device), True, caches) for device in enabled]
 
 
 class _SimulatedWorld:
@@ -94,10 +94,10 @@ class _SimulatedWorld:
     def __init__(self, n: int) -> None:
         self.n = n
         self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(n)]  # rank 0 starts
-        self._random_states = [torch.get_rng_state()] * n
-        self._calls: list[tuple[str, Tensor] | None] = [None] * n
-        self._answers: list[Tensor] = []
-        self._error: BaseException | None = None
+        self._random_states = [torch.get_rng_state()] * n  # of each rank, while another runs
+        self._calls: list[tuple[str, Tensor] | None] = [None] * n  # name and operand; None for a rank that has returned
+        self._results: list[Tensor] = []  # of the last collective, by rank
+        self._error: BaseException | None = None  # the first error of a rank
 
     def raise_failures(self) -> None:
         """Raise the first error of the ranks, and set the caller's random state to that of rank 0."""
@@ -105,11 +105,11 @@ class _SimulatedWorld:
         if self._error is not None:
             raise self._error
 
-    def run(self, rank: int, live: Callable[[int], None]) -> None:
-        """Run a rank in its thread: wait for the first turn, run, and pass the turn on."""
+    def run(self, rank: int, run_rank: Callable[[int], None]) -> None:
+        """Run a rank in its thread: wait for the first turn, run, and pass the turn on. Errors stop all ranks."""
         try:
-            self._wait(rank)
-            live(rank)
+            self._wait_for_turn(rank)
+            run_rank(rank)
             self._calls[rank] = None
             if rank == self.n - 1:
                 self._check_calls()
@@ -121,7 +121,7 @@ class _SimulatedWorld:
             self._stop(error)
 
     def exchange(self, rank: int, name: str, x: Tensor, combine: Collective) -> Tensor:
-        """Run the collective ``name`` and return this rank's entry of ``combine(all ranks' tensors)``.
+        """Run a collective and return this rank's entry of ``combine(all ranks' tensors)``, which the last rank calls.
 
         Args:
             rank: The calling rank.
@@ -133,10 +133,10 @@ class _SimulatedWorld:
         if rank == self.n - 1:
             self._check_calls()
             with torch.no_grad():
-                self._answers = combine([call[1] for call in self._calls if call is not None])
+                self._results = combine([call[1] for call in self._calls if call is not None])
         self._pass_turn(rank)
-        self._wait(rank)
-        return self._answers[rank]
+        self._wait_for_turn(rank)
+        return self._results[rank]
 
     def _check_calls(self) -> None:
         """Raise SimulationError unless the calls of all ranks are equal. The last rank calls it."""
@@ -146,10 +146,12 @@ class _SimulatedWorld:
             raise SimulationError("SP571", f"the next collectives of the simulated ranks differ:\n{lines}")
 
     def _pass_turn(self, rank: int) -> None:
+        """Save the random state of a rank and let the next rank run."""
         self._random_states[rank] = torch.get_rng_state()
         self._turns[(rank + 1) % self.n].release()
 
-    def _wait(self, rank: int) -> None:
+    def _wait_for_turn(self, rank: int) -> None:
+        """Wait until it is the rank's turn, and restore its random state. Raises _RankStopped after an error."""
         self._turns[rank].acquire()
         if self._error is not None:
             # Collectives that this rank calls while it unwinds must not wait either.
@@ -158,6 +160,7 @@ class _SimulatedWorld:
         torch.set_rng_state(self._random_states[rank])
 
     def _stop(self, error: BaseException) -> None:
+        """Save the first error, and let all ranks run to their next collective, where they stop."""
         if self._error is None:
             self._error = error
         for turn in self._turns:
@@ -165,6 +168,7 @@ class _SimulatedWorld:
 
 
 def _describe_call(call: tuple[str, Tensor] | None) -> str:
+    """Return a text of a collective call for comparison and messages, such as "all_reduce of float32[2, 3]"."""
     if call is None:
         return "finished"
     name, x = call
@@ -193,11 +197,12 @@ class _SimulatedRank(Communicator):
         return self._exchange("all_gather", x, lambda xs: [torch.cat(xs) for _ in xs])
 
     def _reduce_scatter(self, x: Tensor, n: int, group: str, plain: bool) -> Tensor:
-        return self._exchange("reduce_scatter", x, lambda xs: [part.clone() for part in _sum_rounded_once(xs).chunk(n)])
+        return self._exchange("reduce_scatter", x, lambda xs: [rows.clone() for rows in _sum_rounded_once(xs).chunk(n)])
 
     def start_shift(self, x: Tensor, route: str) -> Tensor:
-        """Exchange at once, as `wait` returns its argument."""
-        sources = [routes.route_ends(route, rank, self._world.n)[1][0] for rank in range(self._world.n)]
+        """Return the received tensor: the exchange completes here, and `wait` returns its argument."""
+        n = self._world.n
+        sources = [source for rank in range(n) for source in routes.route_ends(route, rank, n).sources]  # one per rank
         return self._exchange("shift", x, lambda xs: [xs[source].clone() for source in sources])
 
     def wait(self, x: Tensor) -> Tensor:
@@ -214,17 +219,20 @@ class _SimulatedRank(Communicator):
         return self._world.exchange(self._rank, name, x.contiguous(), combine)
 
 
-def _route_blocks(xs: list[Tensor], ends: list[routes.Ends]) -> list[Tensor]:
-    """Send block i of a rank's tensor to the i-th of its destinations. Received blocks are in rank order."""
-    arriving: list[list[Tensor]] = [[] for _ in xs]
-    for x, (to, _) in zip(xs, ends, strict=True):
-        for block, rank in zip(x, to, strict=True):
-            arriving[rank].append(block)
-    return [torch.stack(blocks) for blocks in arriving]
+def _route_blocks(xs: list[Tensor], ends: list[routes.RouteEnds]) -> list[Tensor]:
+    """Return the blocks that each rank receives, in the order of their senders.
+
+    Block i of a rank's tensor is sent to the i-th of the rank's destinations.
+    """
+    received: list[list[Tensor]] = [[] for _ in xs]
+    for x, rank_ends in zip(xs, ends, strict=True):
+        for block, destination in zip(x, rank_ends.destinations, strict=True):
+            received[destination].append(block)
+    return [torch.stack(blocks) for blocks in received]
 
 
 def _sum_rounded_once(xs: list[Tensor]) -> Tensor:
-    """Sum with one rounding and without stacking the terms: gradients of gathered keys are large."""
+    """Sum half-precision tensors in float32, rounded once. The terms are not stacked: key gradients are large."""
     dtype = xs[0].dtype
     total = xs[0].to(accumulation_dtype(dtype), copy=True)
     for x in xs[1:]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from sp_compile.lowering.base.frames import to_sequence_order
 from sp_compile.lowering.base.library import opaque
 from sp_compile.lowering.comm import routes
-from sp_compile.lowering.comm.communicator import current_communicator, from_wire, to_wire
+from sp_compile.lowering.comm.communicator import current_communicator, from_sendable, to_sendable
 from sp_compile.lowering.torch_compat import pytree
 
 from .monoids import MONOIDS, Combine, Pair, compose_affine, segment_combine, select_combine
@@ -242,7 +242,8 @@ def _shift_state(state: Any, step: int, exchange: CarryExchange) -> Any:
     leaves, tree = pytree.tree_flatten(state)
     sent = leaves[0] if len(leaves) == 1 else sp.to_bytes(leaves)
     route = routes.shift_route(exchange.group, -step if exchange.reverse else step)
-    received = from_wire(current_communicator().wait(current_communicator().start_shift(to_wire(sent), route)), sent)
+    pending = current_communicator().start_shift(to_sendable(sent), route)
+    received = from_sendable(current_communicator().wait(pending), sent)
     return pytree.tree_unflatten([received] if len(leaves) == 1 else sp.from_bytes(received, leaves), tree)
 
 

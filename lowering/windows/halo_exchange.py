@@ -17,7 +17,7 @@ from torch import Tensor
 from sp_compile.lowering.base.frames import FrameArg, column_along, is_known, local_row_count
 from sp_compile.lowering.base.library import LinearMap
 from sp_compile.lowering.comm import routes
-from sp_compile.lowering.comm.communicator import current_communicator, from_wire, to_wire
+from sp_compile.lowering.comm.communicator import current_communicator, from_sendable, to_sendable
 
 
 class HaloPart(NamedTuple):
@@ -147,11 +147,12 @@ def _return_parts(grad: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n
 
 def _shift_all(xs: list[Tensor], dim: int, hops: list[int], n: int, group: str) -> list[Tensor]:
     """Send each x to the rank `hop` further; start all shifts before waiting for the first."""
+    communicator = current_communicator()
     coming = [
-        current_communicator().start_shift(to_wire(x.movedim(dim, 0)), routes.shift_route(group, _shorter_way(hop, n)))
+        communicator.start_shift(to_sendable(x.movedim(dim, 0)), routes.shift_route(group, _shorter_way(hop, n)))
         for x, hop in zip(xs, hops, strict=True)
     ]
-    return [from_wire(current_communicator().wait(y), x).movedim(0, dim) for x, y in zip(xs, coming, strict=True)]
+    return [from_sendable(communicator.wait(y), x).movedim(0, dim) for x, y in zip(xs, coming, strict=True)]
 
 
 def _shorter_way(hop: int, n: int) -> int:

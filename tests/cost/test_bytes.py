@@ -91,5 +91,7 @@ def test_scans(monkeypatch: pytest.MonkeyPatch, exchange: str) -> None:
 @pytest.mark.parametrize("n", [2, 3, 4, 7])
 def test_chunks_that_a_fold_moves(n: int) -> None:
     """Two chunks a rank; the busiest one counts."""
-    sent = [sum(to != rank for to in routes.route_ends(routes.fold_route("g"), rank, n)[0]) for rank in range(n)]
+    sent = [
+        sum(to != rank for to in routes.route_ends(routes.fold_route("g"), rank, n).destinations) for rank in range(n)
+    ]
     assert collective_bytes("fold", 2, n) == max(sent)
