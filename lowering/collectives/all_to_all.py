@@ -1,9 +1,10 @@
-"""Move a split from one dim to another with ``sp::all_to_all``, for several tensors in one exchange.
+"""Move the sharded dim of several tensors to another dim with ``sp::all_to_all``, in one exchange.
 
-x       (..., g, ..., H, ...)      gather dim sharded, scatter dim full pack    (n, g, cols)               H cut into n
-blocks, one per rank, followed by the rows cat     (n, g, total)              tensors concatenated along the columns
-recv    (n * g, total)             rows of all ranks, in order unpack  (..., G, ..., h, ...)      split of the columns
-and a permute: views
+    x         (..., g, ..., H, ...)    the gather dim is sharded, g rows on a rank; the scatter dim is full
+    blocks    (n, g, cols)             H is cut into n blocks, one per rank; all other dims are columns
+    sent      (n, g, total)            the blocks of all tensors, concatenated along the columns
+    received  (n * g, total)           the rows of all ranks, in the order of the sequence
+    result    (..., G, ..., h, ...)    the columns of one tensor, split and permuted: views
 
 Tensors may differ in g, as query and key heads do. The smallest g is the number of rows, and further rows of the others
 become columns: all tensors share one exchange, and unpacking copies only those with more rows.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering import triton
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import (
     FrameArg,
     frame_folds,
@@ -33,8 +35,8 @@ from sp_compile.lowering.base.library import composite
 from sp_compile.lowering.comm.communicator import current_communicator
 
 
-class _Reshard(NamedTuple):
-    """Dims, frames and ranks that all tensors of one exchange share."""
+class Reshard(NamedTuple):
+    """Dims, frames and ranks of an exchange: Shard(gather_dim) -> Shard(scatter_dim)."""
 
     scatter_dim: int  # dim that becomes sharded
     scatter_frame: FrameArg  # frame of the scatter dim
@@ -43,22 +45,22 @@ class _Reshard(NamedTuple):
     n: int  # number of ranks
     group: str  # name of the process group
 
-    def inverse(self) -> "_Reshard":
+    def inverse(self) -> "Reshard":
         """Return the reshard in the opposite direction."""
-        return _Reshard(self.gather_dim, self.gather_frame, self.scatter_dim, self.scatter_frame, self.n, self.group)
+        return Reshard(self.gather_dim, self.gather_frame, self.scatter_dim, self.scatter_frame, self.n, self.group)
 
 
 class _AllToAllFunction(torch.autograd.Function):
-    """Exchange. Its adjoint is the inverse exchange, with zeros for padding."""
+    """Exchange of tensors, whose backward is the inverse exchange, with zeros for padding."""
 
     @staticmethod
-    def forward(ctx: Any, reshard: _Reshard, edge: bool, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Pad the tensors to their frames and exchange them, in one collective where possible."""
+    def forward(ctx: Any, reshard: Reshard, edge: bool, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Pad the tensors as `pad_to_frame` does for `edge`, and exchange them with as few collectives as possible."""
         ctx.reshard = reshard
         padded = [pad_to_frame(x, reshard.scatter_dim, reshard.scatter_frame, reshard.n, edge) for x in xs]
         results: list[Tensor] = list(xs)
-        for members in _group_shareable(xs, reshard.gather_dim):
-            for i, y in zip(members, exchange([padded[i] for i in members], reshard), strict=True):
+        for indices in _shareable_groups(xs, reshard.gather_dim):
+            for i, y in zip(indices, exchange([padded[i] for i in indices], reshard), strict=True):
                 results[i] = y
         return tuple(results)
 
@@ -66,44 +68,46 @@ class _AllToAllFunction(torch.autograd.Function):
     @torch.compiler.disable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Run the inverse exchange on the required gradients."""
-        needed = ctx.needs_input_grad[2:]
-        moved = iter(_AllToAllFunction.apply(ctx.reshard.inverse(), False, *compress(grads, needed)))
-        return None, None, *(next(moved) if need else None for need in needed)
+        is_needed = ctx.needs_input_grad[2:]
+        x_grads = iter(_AllToAllFunction.apply(ctx.reshard.inverse(), False, *compress(grads, is_needed)))
+        return None, None, *(next(x_grads) if needed else None for needed in is_needed)
 
 
-def _group_shareable(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
-    """Return groups of indices of tensors that can share an exchange.
+def _shareable_groups(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
+    """Return the indices of all tensors, in groups that can share an exchange.
 
     Tensors of a group have one dtype and device, and one of their gather lengths divides all others.
     """
     groups: list[list[int]] = []
     for i, x in enumerate(xs):
-        for members in groups:
-            y, together = xs[members[0]], [xs[j] for j in (*members, i)]
-            if (x.dtype, x.device) == (y.dtype, y.device) and _common_divisor_rows(together, gather_dim) is not None:
-                members.append(i)
+        for indices in groups:
+            first, members = xs[indices[0]], [xs[j] for j in (*indices, i)]
+            same_kind = (x.dtype, x.device) == (first.dtype, first.device)
+            if same_kind and _common_rows(members, gather_dim) is not None:
+                indices.append(i)
                 break
         else:
             groups.append([i])
     return groups
 
 
-def _common_divisor_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
-    """Return the gather length that divides all others, or None if none is known to."""
+def _common_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
+    """Return the gather length that divides all others, or None if none is known to do so. Adds no guards."""
+
+    def divides(rows: int, length: int) -> bool:
+        """Return True if `rows` is known to divide `length`."""
+        return is_known(rows == length) or (is_known(rows > 0) and is_known(length % rows == 0))
+
     lengths = [x.shape[gather_dim] for x in xs]
-    return next((a for a in lengths if all(_divides_rows(a, b) for b in lengths)), None)
+    return next((rows for rows in lengths if all(divides(rows, length) for length in lengths)), None)
 
 
-def _divides_rows(few: int, many: int) -> bool:
-    return is_known(few == many) or (is_known(few > 0) and is_known(many % few == 0))
+def equal_reshard(scatter_dim: int, gather_dim: int, n: int, group: str) -> Reshard:
+    """Return the reshard of dims that n divides, of any sizes: a frame of n positions and an inner factor."""
+    return Reshard(scatter_dim, (1, n, 0, n), gather_dim, (1, n, 0, n), n, group)
 
 
-def equal_reshard(scatter_dim: int, gather_dim: int, n: int, group: str) -> _Reshard:
-    """Return the reshard of equal shares: its frame has n positions, one per rank, for all sizes."""
-    return _Reshard(scatter_dim, (1, n, 0, n), gather_dim, (1, n, 0, n), n, group)
-
-
-def exchange(xs: list[Tensor], reshard: _Reshard) -> list[Tensor]:
+def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
     """Exchange ``xs`` in one all_to_all_single. Not differentiable.
 
     Args:
@@ -114,21 +118,28 @@ def exchange(xs: list[Tensor], reshard: _Reshard) -> list[Tensor]:
     if reshard.n == 1:
         gather, frame = reshard.gather_dim, reshard.gather_frame
         return [trim(x, gather, frame, 1, inner_rows(x.shape[gather], rows_per_rank)) for x in xs]
-    rows = _common_divisor_rows(xs, reshard.gather_dim)
-    assert rows is not None
+    rows = _common_rows(xs, reshard.gather_dim)
+    assert rows is not None, "the tensors of an exchange are a group of `_shareable_groups`"
     blocks = [_to_blocks(x, reshard, rows) for x in xs]
     sent = _pack_blocks(blocks)
     received = current_communicator().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)
     received = to_sequence_order(received, reshard.gather_frame, reshard.n)
     received = trim(received, 0, reshard.gather_frame, reshard.n, inner_rows(rows, rows_per_rank))
-    pieces = received.split([math.prod(b.shape[2:]) for b in blocks], 1)
-    return [_unpack_block(piece, b, x, reshard) for piece, b, x in zip(pieces, blocks, xs, strict=True)]
+    columns = received.split([math.prod(block.shape[2:]) for block in blocks], 1)
+    results = []
+    for x, block, x_columns in zip(xs, blocks, columns, strict=True):
+        y = x_columns.unflatten(1, block.shape[2:])
+        if y.ndim != x.ndim:  # the block's rows are not all rows of x: a copy
+            y = y.flatten(0, 1)
+        results.append(y.movedim(0, reshard.gather_dim))
+    return results
 
 
-def _to_blocks(x: Tensor, reshard: _Reshard, rows: int) -> Tensor:
-    """Reshape (..., g, ..., n * h, ...) to (n, rows, ...), in most cases a view.
+def _to_blocks(x: Tensor, reshard: Reshard, rows: int) -> Tensor:
+    """Return (..., g, ..., n * h, ...) as (n, rows, ...), in most cases a view.
 
-    The other dims follow, with h in place of the scatter dim. If g exceeds `rows`, the first of them is g / rows.
+    Block r is for rank r. The other dims follow, with h in place of the scatter dim. If g exceeds `rows`, the first of
+    them is g / rows.
     """
     n, scatter, gather = reshard.n, reshard.scatter_dim, reshard.gather_dim
     if frame_folds(reshard.scatter_frame) == 2:
@@ -139,21 +150,14 @@ def _to_blocks(x: Tensor, reshard: _Reshard, rows: int) -> Tensor:
 
 def _pack_blocks(blocks: list[Tensor]) -> Tensor:
     """Concatenate (n, g, ...) of several tensors to (n, g, cols), with one copy of each."""
-    first = blocks[0]
-    columns = [math.prod(b.shape[2:]) for b in blocks]
+    widths = [math.prod(block.shape[2:]) for block in blocks]
     if not all(map(triton.can_use_triton, blocks)):
-        packed = [b.reshape(*b.shape[:2], width) for b, width in zip(blocks, columns, strict=True)]
-        return packed[0] if len(packed) == 1 else torch.cat(packed, -1)
-    sent = first.new_empty((*first.shape[:2], sum(columns)))
-    for part, b in zip(sent.split(columns, 2), blocks, strict=True):
-        triton.copy_tensor(part.unflatten(2, b.shape[2:]), b)
+        matrices = [block.reshape(*block.shape[:2], width) for block, width in zip(blocks, widths, strict=True)]
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices, -1)
+    sent = blocks[0].new_empty((*blocks[0].shape[:2], sum(widths)))
+    for columns, block in zip(sent.split(widths, 2), blocks, strict=True):
+        triton.copy_tensor(columns.unflatten(2, block.shape[2:]), block)
     return sent
-
-
-def _unpack_block(piece: Tensor, block: Tensor, x: Tensor, reshard: _Reshard) -> Tensor:
-    """Reshape (G, cols) to (..., G, ..., h, ...), a view if the block's rows are all rows of x."""
-    found = piece.unflatten(1, block.shape[2:])
-    return (found if found.ndim == x.ndim else found.flatten(0, 1)).movedim(0, reshard.gather_dim)
 
 
 @composite(
@@ -173,12 +177,13 @@ def all_to_all(
     local gather length.
     Backward: the inverse exchange, of the same number of bytes.
     Source: one copy into the send buffer, all_to_all_single, views.
-    Errors: ValueError if the dims are equal or the outer factor of a frame is not 1.
+    Errors: SpError if the dims are equal or the outer factor of a frame is not 1.
     """
     ndim = xs[0].ndim
-    reshard = _Reshard(scatter_dim % ndim, scatter, gather_dim % ndim, gather, n, group)
+    reshard = Reshard(scatter_dim % ndim, scatter, gather_dim % ndim, gather, n, group)
     if reshard.scatter_dim == reshard.gather_dim:
-        raise ValueError(f"sp::all_to_all: scatter and gather dim are both {reshard.scatter_dim}")
+        raise SpError("SP542", f"sp::all_to_all: scatter and gather dim are both {reshard.scatter_dim}.")
     if not (is_known(scatter[0] == 1) and is_known(gather[0] == 1)):
-        raise ValueError("sp::all_to_all: both frames need outer == 1")
+        cause = f"sp::all_to_all: expected frames with outer == 1, got {scatter[0]} and {gather[0]}."
+        raise SpError("SP507", cause, "Unflatten the dims, so that the sequence is the first factor of each.")
     return list(_AllToAllFunction.apply(reshard, True, *xs))

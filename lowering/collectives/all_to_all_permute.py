@@ -1,14 +1,14 @@
-"""Move the split of one tensor between dims with ``sp::all_to_all_permute``, permutes included.
+"""Move the sharded dim of one tensor to another dim with ``sp::all_to_all_permute``, for dims that n divides.
 
-x       (..., g, ..., A, ...)      gather dim sharded in equal shares, scatter dim full result  (..., n * g, ..., A / n,
-...)    rank r's rows from r * g on; this rank's block of the scatter dim
+    x       (..., g, ..., A, ...)            the gather dim is sharded in equal shares, the scatter dim is full
+    result  (..., n * g, ..., A / n, ...)    rank r's rows from r * g on; this rank's block of the scatter dim
 
-The first row of the lowering table that fits runs it:
+The first row of `PERMUTE_KERNELS` that fits runs it:
 
-torch       eager matrices on CUDA, in declared symmetric memory: torch's all_to_all_nd, from torch 2.14 on packed
-``all_to_all.py``: one copy into the send buffer, all_to_all_single, a view. If the scatter dim is the
-            first one, the copy follows the collective instead. Inside torch.compile the compiler fuses it into the
-            kernel that computes x, or into the one that reads the result
+- "torch": torch's all_to_all_nd, from torch 2.14 on, for eager matrices on CUDA in declared symmetric memory.
+- "packed": the exchange of ``all_to_all.py``: one copy into the send buffer, all_to_all_single, a view. If the scatter
+  dim is the first one, the copy follows the collective instead. Inside torch.compile the compiler fuses it into the
+  kernel that computes x, or into the one that reads the result.
 
 Symmetric memory is one buffer per group. The collective ``sp_compile.declare_symmetric_memory`` declares it once on all
 ranks, before programs run. An exchange copies its operand there.
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering import triton
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import is_known
 from sp_compile.lowering.base.library import composite
 from sp_compile.lowering.base.registry import Table
@@ -47,8 +48,7 @@ class SymmetricBuffer:
 
     def has_space(self, x: Tensor) -> bool:
         """Return True if x is on the device of the memory and fits into it."""
-        same = x.device == self.memory.device
-        return same and x.numel() * x.element_size() <= self.memory.numel()
+        return x.device == self.memory.device and x.nbytes <= self.memory.numel()
 
 
 BUFFERS: dict[str, SymmetricBuffer] = {}
@@ -56,7 +56,7 @@ BUFFERS: dict[str, SymmetricBuffer] = {}
 
 
 class PermuteProblem(NamedTuple):
-    """One exchange of x. Dims are not negative and not equal."""
+    """Arguments of one exchange. The dims are not negative and not equal."""
 
     x: Tensor  # any shape and dtype
     scatter_dim: int  # dim that becomes sharded
@@ -74,28 +74,36 @@ class PermuteProblem(NamedTuple):
 
     @property
     def buffer(self) -> SymmetricBuffer | None:
-        """Return the symmetric memory that this exchange may use, or None; equal on all ranks."""
-        eager = triton.is_plain_memory(self.x) and self.x.numel() > 0 and not torch.compiler.is_compiling()
-        real = isinstance(current_communicator(), FunctionalCommunicator)
-        buffer = BUFFERS.get(self.group) if eager and real else None
+        """Return the symmetric memory that this exchange may use, or None. All ranks decide equally."""
+        is_eager = triton.is_plain_memory(self.x) and self.x.numel() > 0 and not torch.compiler.is_compiling()
+        if not is_eager or not isinstance(current_communicator(), FunctionalCommunicator):
+            return None
+        buffer = BUFFERS.get(self.group)
         return buffer if buffer is not None and buffer.has_space(self.x) else None
 
 
+def _fits_torch(problem: PermuteProblem) -> bool:
+    """Return True if torch's exchange of matrices in symmetric memory supports the problem."""
+    return problem.x.ndim == 2 and symmetric_all_to_all() is not None and problem.buffer is not None
+
+
 def _torch_exchange(problem: PermuteProblem) -> Tensor:
+    """Copy x to symmetric memory and run torch's exchange, between two barriers of all ranks."""
     buffer, run, x = problem.buffer, symmetric_all_to_all(), problem.x
-    assert buffer is not None and run is not None  # noqa: PT018
-    staged, out = buffer.view(x.shape, x.dtype), x.new_empty(problem.shape)
-    triton.copy_tensor(staged, x)
+    assert buffer is not None and run is not None  # noqa: PT018 (see `_fits_torch`)
+    shared, out = buffer.view(x.shape, x.dtype), x.new_empty(problem.shape)
+    triton.copy_tensor(shared, x)
     buffer.barrier()
-    run(staged, out, problem.scatter_dim, problem.gather_dim, group=problem.group)
+    run(shared, out, problem.scatter_dim, problem.gather_dim, group=problem.group)
     buffer.barrier()
     return out
 
 
 def _packed_exchange(problem: PermuteProblem) -> Tensor:
+    """Run the exchange with one all_to_all_single and one copy."""
     x, scatter, gather, n, group = problem
     if not all(is_known(size == 1) for size in x.shape[:scatter]):
-        return exchange([x], equal_reshard(*problem[1:]))[0]
+        return exchange([x], equal_reshard(scatter, gather, n, group))[0]
     # The first dim is the scatter dim: its blocks can be sent without a copy, and the result is permuted.
     received = current_communicator().all_to_all(x.unflatten(scatter, (n, -1)).movedim(scatter, 0), n, group)
     blocks = received.movedim(0, gather)
@@ -106,32 +114,26 @@ def _packed_exchange(problem: PermuteProblem) -> Tensor:
     return out
 
 
-class PackingRow(NamedTuple):
-    """Implementation of the exchange."""
+class PermuteKernel(NamedTuple):
+    """An implementation of the exchange."""
 
     fits: Callable[[PermuteProblem], bool]  # returns True if it supports the problem
     run: Callable[[PermuteProblem], Tensor]  # runs the exchange
 
 
-PERMUTE_KERNELS: Table[PackingRow] = Table("all_to_all_permute")
-PERMUTE_KERNELS.register(
-    "torch",
-    PackingRow(
-        lambda p: p.x.ndim == 2 and symmetric_all_to_all() is not None and p.buffer is not None, _torch_exchange
-    ),
-)
-PERMUTE_KERNELS.register("packed", PackingRow(lambda p: True, _packed_exchange))
-choose_permute, using_permute = PERMUTE_KERNELS.choose, PERMUTE_KERNELS.use_row
+PERMUTE_KERNELS: Table[PermuteKernel] = Table("all_to_all_permute")
+PERMUTE_KERNELS.register("torch", PermuteKernel(_fits_torch, _torch_exchange))
+PERMUTE_KERNELS.register("packed", PermuteKernel(lambda problem: True, _packed_exchange))
 
 
 class _PermuteFunction(torch.autograd.Function):
-    """Exchange. Its adjoint, and the adjoint of that, is the inverse exchange."""
+    """Exchange of one tensor, whose backward is the inverse exchange, differentiable any number of times."""
 
     @staticmethod
     def forward(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
         """Exchange, and return a result that may be changed in place."""
         problem = PermuteProblem(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
-        result = PERMUTE_KERNELS[choose_permute(problem)].run(problem)
+        result = PERMUTE_KERNELS[PERMUTE_KERNELS.choose(problem)].run(problem)
         # A view of the received tensor could not be changed in place.
         return result.data if triton.is_plain_memory(result) else result
 
@@ -147,7 +149,7 @@ class _PermuteFunction(torch.autograd.Function):
         return _PermuteFunction.apply(grad, ctx.gather_dim, ctx.scatter_dim, *ctx.ranks), None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         """Run the same exchange on the tangent, since the function is linear."""
         return _PermuteFunction.apply(tangent, ctx.scatter_dim, ctx.gather_dim, *ctx.ranks)
 
@@ -164,11 +166,12 @@ def all_to_all_permute(x: Tensor, scatter_dim: int, gather_dim: int, n: int, gro
     """Convert Shard(gather_dim) to Shard(scatter_dim), on local shards of equal length.
 
     Bytes: (n - 1) / n of x, in one collective; in the backward the same. n divides the scatter dim.
-    Errors: ValueError if the dims are equal, or n is known not to divide.
+    Errors: SpError if the dims are equal, or n is known not to divide.
     """
     scatter_dim, gather_dim = scatter_dim % x.ndim, gather_dim % x.ndim
     if scatter_dim == gather_dim:
-        raise ValueError(f"sp::all_to_all_permute: scatter and gather dim are both {scatter_dim}")
+        raise SpError("SP542", f"sp::all_to_all_permute: scatter and gather dim are both {scatter_dim}.")
     if is_known(x.shape[scatter_dim] % n != 0):
-        raise ValueError(f"sp::all_to_all_permute: {n} ranks do not divide dim {scatter_dim} of {list(x.shape)}")
+        cause = f"sp::all_to_all_permute: {n} ranks do not divide dim {scatter_dim} of {list(x.shape)}."
+        raise SpError("SP543", cause)
     return x if n == 1 else _PermuteFunction.apply(x, scatter_dim, gather_dim, n, group)

@@ -1,6 +1,8 @@
-"""Compute checksums of tensors in parts, with some MiB of scratch memory for tensors of any size.
+"""Compute checksums of tensors, by which ranks compare weights, inputs and gradients.
 
-Checksums of a device are copied asynchronously: reading them does not wait for later work of the device.
+Tensors are read in pieces, with some MiB of scratch memory for tensors of any size. `checksum` returns a text at once.
+`start_checksums` returns checksums of a device that are copied asynchronously: reading them does not wait for later
+work of the device.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from sp_compile.lowering import triton
 PIECE_ELEMENTS = 1 << 19  # elements; their bits, positions and hashes are 12 MiB of int64
 _GOLDEN = -0x61C8864680B583EB  # 2**64 over the golden ratio, as int64
 _ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))  # logical shift, then factor
-FREED_CHECKSUM = "none, its memory was freed"
+FREED_CHECKSUM = "none, its memory was freed"  # in place of the checksum of a tensor without memory
 SUMMARY_PREFIX = "about "  # prefix for floats that need not be bitwise equal
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by bytes of an element
 
 
 def checksum(a: Any) -> str:
@@ -35,11 +37,11 @@ def checksum(a: Any) -> str:
         return str(checksum_of(a).item())
     if is_freed(a):
         return FREED_CHECKSUM
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for piece in flat_parts(_view_as_real(a)):
         bits = piece.resolve_neg().contiguous()
-        found.update((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
-    return found.hexdigest()[:16]
+        digest.update((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
+    return digest.hexdigest()[:16]
 
 
 def is_freed(a: torch.Tensor) -> bool:
@@ -52,42 +54,40 @@ class PendingChecksums:
     """Checksums that are copied from a device."""
 
     values: torch.Tensor  # (n,) int64, or (n, 3) float64 for summaries
-    is_ready: Any = None  # event of the copy; None on the CPU
+    copied: torch.Event | None = None  # event of the copy; None on the CPU
 
     def read(self) -> list[str]:
         """Return one text per tensor, "about ..." for a summary. Waits if the copy is not complete."""
-        if self.is_ready is not None and not self.is_ready.query():
-            self.is_ready.synchronize()
-        return [
-            str(one) if isinstance(one, int) else SUMMARY_PREFIX + " ".join(map(repr, one))
-            for one in self.values.tolist()
-        ]
+        if self.copied is not None and not self.copied.query():
+            self.copied.synchronize()
+        rows = self.values.tolist()
+        return [str(row) if isinstance(row, int) else SUMMARY_PREFIX + " ".join(map(repr, row)) for row in rows]
 
 
 def start_checksums(xs: Sequence[torch.Tensor]) -> PendingChecksums:
     """Start to compute checksums of non-empty tensors on a common device, one launch each with Triton."""
-    out = torch.zeros(len(xs), dtype=torch.int64, device=xs[0].device)
-    for x, place in zip(xs, out):
+    sums = torch.zeros(len(xs), dtype=torch.int64, device=xs[0].device)
+    for x, x_sum in zip(xs, sums):
         if triton.can_use_triton(x):
-            from sp_compile.lowering.triton import checksum_kernel as kernel
+            from sp_compile.lowering.triton import checksum_kernel as kernel  # imports Triton
 
-            kernel.add_checksum(_element_bits(_view_as_real(x).contiguous().view(-1)), place)
+            kernel.add_checksum(_element_bits(_view_as_real(x).contiguous().view(-1)), x_sum)
         else:
-            place += checksum_of(x)
-    return start_cpu_copy(out)
+            x_sum += checksum_of(x)
+    return start_cpu_copy(sums)
 
 
 def start_cpu_copy(x: torch.Tensor) -> PendingChecksums:
-    """Start to copy a tensor of a device to the CPU."""
+    """Start to copy checksums or summaries to the CPU, (n,) int64 or (n, 3) float64."""
     if x.device.type == "cpu":
         return PendingChecksums(x)
-    values, there = x.to("cpu", non_blocking=True), torch.Event(x.device.type)
-    there.record()
-    return PendingChecksums(values, there)
+    values, copied = x.to("cpu", non_blocking=True), torch.Event(x.device.type)
+    copied.record()
+    return PendingChecksums(values, copied)
 
 
 def sample_view(x: torch.Tensor, limit: int, turn: int) -> torch.Tensor:
-    """Return a view of at most `limit` elements, spread over all dims, and of others at another turn.
+    """Return a view of at most `limit` elements, spread over all dims.
 
     Args:
         x: Any shape and dtype.
@@ -96,8 +96,10 @@ def sample_view(x: torch.Tensor, limit: int, turn: int) -> torch.Tensor:
     """
     dims = sorted(range(x.ndim), key=x.shape.__getitem__) if x.numel() > limit else []
     for i, dim in enumerate(dims):
-        share = max(1, int(limit ** (1 / (len(dims) - i))))  # share of this dim, after the smaller ones
-        step = -(-x.shape[dim] // share)
+        dim_limit = max(
+            1, int(limit ** (1 / (len(dims) - i)))
+        )  # elements of this dim: the larger dims have equal limits
+        step = -(-x.shape[dim] // dim_limit)
         x = x[(slice(None),) * dim + (slice(turn % step, None, step),)]
         limit, turn = limit // x.shape[dim], turn // step
     return x
@@ -114,18 +116,17 @@ def summarize(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros(3, dtype=torch.float64, device=x.device)
     matrix = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
     rows, columns = matrix.shape
-    each = (
-        matrix @ (_pseudo_random(columns, x.device) / columns**0.5).to(x.dtype)
-    ).double()  # half-precision inputs do not overflow
-    weights = _pseudo_random(rows, x.device)
+    column_weights = _pseudo_random(columns, x.device) / columns**0.5  # half-precision products do not overflow
+    projected = (matrix @ column_weights.to(x.dtype)).double()  # (rows,)
+    row_weights = _pseudo_random(rows, x.device)
     norm = torch.linalg.vector_norm(matrix, dtype=max(x.dtype, torch.float32, key=lambda dtype: dtype.itemsize))
-    return torch.stack([norm.double() / columns**0.5, (each * weights).sum(), (each * weights.flip(0)).sum()])
+    projections = [(projected * weights).sum() for weights in (row_weights, row_weights.flip(0))]
+    return torch.stack([norm.double() / columns**0.5, *projections])
 
 
 def _pseudo_random(n: int, device: torch.device) -> torch.Tensor:
     """Return fixed pseudo-random weights from -1 to 1, (n,) float64."""
-    places = torch.arange(1, n + 1, dtype=torch.float64, device=device)
-    return torch.cos(0.618 * places.square())
+    return torch.cos(0.618 * torch.arange(1, n + 1, dtype=torch.float64, device=device).square())
 
 
 def checksum_of(x: torch.Tensor) -> torch.Tensor:
@@ -135,16 +136,17 @@ def checksum_of(x: torch.Tensor) -> torch.Tensor:
     summation. A sum of the bits alone would not suffice: masks and one-hot tensors have few distinct values, which
     cancel.
     """
-    out = torch.zeros((), dtype=torch.int64, device=x.device)
-    done = 0
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    first = 0  # index of the piece's first element
     for piece in flat_parts(_view_as_real(x)):
         bits = _element_bits(piece).long()
-        out += _hash_bits(bits, done).sum()
-        done += bits.numel()
-    return out
+        total += _hash_bits(bits, first).sum()
+        first += bits.numel()
+    return total
 
 
 def _view_as_real(x: torch.Tensor) -> torch.Tensor:
+    """Return x detached, complex numbers as pairs of real ones in a further dim."""
     x = x.detach()
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
@@ -155,7 +157,12 @@ def _element_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _hash_bits(bits: torch.Tensor, first: int) -> torch.Tensor:
-    """Return a hash of each element's bits and index: SplitMix64's finalizer (Steele et al., 2014)."""
+    """Return a hash of each element's bits and index, int64: SplitMix64's finalizer (Steele et al., 2014).
+
+    Args:
+        bits: (n,) int64.
+        first: Index of the first element.
+    """
     z = torch.arange(first + 1, first + 1 + bits.numel(), device=bits.device).mul_(_GOLDEN).bitwise_xor_(bits)
     for shift, factor in _ROUNDS:
         z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
@@ -171,6 +178,7 @@ def is_constant(x: torch.Tensor) -> bool:
 
 
 def _comparable_bits(x: torch.Tensor) -> torch.Tensor:
+    """Return x in a dtype that torch compares: float32 for float8, else its own."""
     return x.float() if x.is_floating_point() and x.element_size() == 1 else x
 
 
@@ -181,6 +189,6 @@ def flat_parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
     elif x.is_contiguous():
         yield from x.view(-1).split(PIECE_ELEMENTS)
     else:
-        rows = max(1, PIECE_ELEMENTS // (x.numel() // x.shape[0]))
-        for part in x.split(rows) if x.shape[0] > 1 else [x[0]]:
-            yield from flat_parts(part)
+        rows = max(1, PIECE_ELEMENTS // (x.numel() // x.shape[0]))  # of dim 0 in a piece
+        for piece in x.split(rows) if x.shape[0] > 1 else [x[0]]:
+            yield from flat_parts(piece)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import (
     FrameArg,
     from_rows_first,
@@ -35,7 +36,7 @@ from sp_compile.lowering.comm.communicator import current_communicator
 
 from .pad_rows import fill_padding
 
-# Linear maps. Each operator below uses a pair of them.
+# Linear maps of local tensors: each operator below is one of them, and its backward another, the adjoint.
 
 
 def _slice_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
@@ -53,36 +54,39 @@ def _slice_rows_zeroed(x: Tensor, dim: int, frame: FrameArg, n: int, group: str)
 
 
 def _gather_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Gather all ranks' rows of the window, with rows as the first dim: a view (outer 1)."""
+    """Return the full x from all ranks' rows, without padding; for outer 1 a view of the gathered tensor."""
     outer = frame[0]
     inner = inner_rows(x.shape[dim], outer * local_row_count(frame, n))
-    rows = to_sequence_order(current_communicator().all_gather(to_rows_first(x, dim, outer), n, group), frame, n)
+    gathered = current_communicator().all_gather(to_rows_first(x, dim, outer), n, group)
+    rows = to_sequence_order(gathered, frame, n)
     return from_rows_first(trim(rows, 0, frame, n, inner), dim, outer)
 
 
 def _reduce_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge: bool) -> Tensor:
-    """Sum full tensors over the ranks and return this rank's rows, padded as by `pad_to_frame`.
+    """Sum full tensors over the ranks and return this rank's rows, padded as `pad_to_frame` does for `edge`.
 
     Values (edge) use the collective reduce_scatter, which users can find in the graph; cotangents use the fastest way.
     """
     rows = pad_to_frame(to_rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge)
-    return from_rows_first(
-        current_communicator().reduce_scatter(to_rank_order(rows, frame, n), n, group, plain=edge), dim, frame[0]
-    )
+    summed = current_communicator().reduce_scatter(to_rank_order(rows, frame, n), n, group, plain=edge)
+    return from_rows_first(summed, dim, frame[0])
 
 
 _reduce_cotangents, _reduce_values = partial(_reduce_rows, edge=False), partial(_reduce_rows, edge=True)
 
 
 def _all_reduce_sum(x: Tensor, n: int, group: str) -> Tensor:
+    """Return the sum of x over the ranks."""
     return current_communicator().all_reduce(x, n, group)
 
 
 def _broadcast_first(x: Tensor, group: str) -> Tensor:
+    """Return rank 0's x."""
     return current_communicator().broadcast(x, group)
 
 
-def _identity(x: Tensor, *where: Any) -> Tensor:
+def _identity(x: Tensor, *_: Any) -> Tensor:
+    """Return a view of x: an operator does not return its operand itself."""
     return x.view_as(x)
 
 
@@ -183,38 +187,36 @@ def broadcast_grad(x: Tensor, group: str) -> Tensor:
 
 
 class _ReduceGradFunction(torch.autograd.Function):
-    """Identity whose cotangents are summed over the ranks."""
+    """Identity of several tensors, whose gradients are summed over the ranks, or scaled by their number."""
 
     @staticmethod
     def forward(ctx: Any, how: str, n: int, group: str, *xs: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors unchanged."""
         ctx.set_materialize_grads(False)
-        ctx.where = how, n, group
+        ctx.how, ctx.n, ctx.group = how, n, group
         return tuple(_identity(x) for x in xs)
 
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Sum the gradients over the ranks, or scale partial gradients by the number of ranks."""
-        how, n, group = ctx.where
-        if how == "partial":
-            return None, None, None, *(None if g is None else g * n for g in grads)
-        return None, None, None, *_sum_flat(grads, n, group)
+        if ctx.how == "partial":
+            return None, None, None, *(None if grad is None else grad * ctx.n for grad in grads)
+        return None, None, None, *_sum_flat(grads, ctx.n, ctx.group)
 
 
 def _sum_flat(grads: Sequence[Tensor | None], n: int, group: str) -> list[Tensor | None]:
-    """Sum over the ranks with one all_reduce per dtype and device; None stays None."""
+    """Return the sums over the ranks, with one all_reduce per dtype and device; None stays None."""
     sums = list(grads)
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}  # indices and gradients
     for i, grad in enumerate(grads):
         if grad is not None:
-            kinds.setdefault((grad.dtype, grad.device), []).append((i, grad))
-    for members in kinds.values():
-        rows = [grad.reshape(-1) for _, grad in members]
-        flat = _all_reduce_sum(rows[0] if len(rows) == 1 else torch.cat(rows), n, group)
-        pieces = flat.split([row.numel() for row in rows])
-        for (i, grad), piece in zip(members, pieces, strict=True):
-            sums[i] = piece.view(grad.shape)
+            by_kind.setdefault((grad.dtype, grad.device), []).append((i, grad))
+    for members in by_kind.values():
+        vectors = [grad.reshape(-1) for _, grad in members]
+        total = _all_reduce_sum(vectors[0] if len(vectors) == 1 else torch.cat(vectors), n, group)
+        for (i, grad), grad_sum in zip(members, total.split([x.numel() for x in vectors]), strict=True):
+            sums[i] = grad_sum.view(grad.shape)
     return sums
 
 
@@ -225,8 +227,8 @@ def reduce_grad(xs: list[Tensor], how: str, n: int, group: str) -> list[Tensor]:
     Shapes: any -> same, views. Bytes: none. Backward: ``how="reduce"`` sums the cotangents in one all_reduce per dtype,
     2 * (n - 1) / n of their bytes. ``how="partial"`` multiplies them by n, and data parallelism averages over the
     ranks. A cotangent of a value without readers stays None.
-    Source: views; ValueError for any other ``how``.
+    Source: views. Errors: SpError for any other ``how``.
     """
     if how not in ("reduce", "partial"):
-        raise ValueError(f"sp::reduce_grad: how must be 'reduce' or 'partial', got {how!r}")
+        raise SpError("SP507", f"sp::reduce_grad: expected how='reduce' or how='partial', got {how!r}.")
     return list(xs) if n == 1 else list(_ReduceGradFunction.apply(how, n, group, *xs))

@@ -1,9 +1,10 @@
-"""Compute a result when it is read: the graph returns its operands instead.
+"""Compute a result of a program when it is read: the program returns the operands of the result instead.
 
-    h, w -> logits      next to a loss with tiled logits: the logits may never be read
+    (loss, logits)  ->  (loss, hidden)     logits = hidden @ weight.T is computed if the caller reads it
 
-A small graph of tensors computes the result. Its operands are results of the program, which returns them anyway, or
-arguments. A gradient of the result becomes a gradient of each operand, stored for the program's backward.
+Such logits are next to a loss that is computed in tiles, and may never be read. A small graph computes the result. Its
+operands are results of the program or arguments. A gradient of the result becomes a gradient of each operand, stored
+for the program's backward.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,34 +23,39 @@ from sp_compile.lowering.torch_compat import tensor_versions
 
 from .checksums import checksum, is_freed, sample_view
 
-# Number of sampled elements. An optimizer step changes at least one of them, in half precision, too.
+# Number of sampled elements of a tensor. An optimizer step changes at least one of them, in half precision, too.
 SAMPLE_ELEMENTS = 4096
+
+
+class DeferredOperand(NamedTuple):
+    """The source of an operand of a deferred graph, in a call of the program."""
+
+    is_argument: bool  # True: an argument of the program; False: one of its results
+    index: int  # of the argument or the result
+    grad_token: int | None  # index of the result that is the token of the operand's gradient (`grad_tokens.py`)
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredGraph:
-    """Graph of a deferred result."""
+    """Graph that computes a deferred result from other values of a call."""
 
     graph: GraphModule  # operands -> this rank's rows
     like: Tensor  # a value of the dtype and device of the rows
-    operands: tuple[tuple[bool, int], ...]  # (True if an argument of the program, else a result; its index)
-    # Index of the result that is the token of the operand's gradient (`grad_tokens.py`).
-    tickets: tuple[int | None, ...]
+    operands: tuple[DeferredOperand, ...]
 
-    def of(self, arguments: Sequence[Tensor], results: Sequence[Tensor], text: str) -> DeferredRows:
+    def bind(self, arguments: Sequence[Tensor], results: Sequence[Tensor], description: str) -> DeferredRows:
         """Return the deferred rows of one call.
 
         Args:
             arguments: Arguments of the call.
             results: Results of the program.
-            text: Description of the result in errors.
+            description: Description of the result in errors.
         """
-        operands = [(arguments if is_argument else results)[i].detach() for is_argument, i in self.operands]
-        wanted = [i for i, ticket in enumerate(self.tickets) if ticket is not None]
-        like = operands[0].new_empty((), dtype=self.like.dtype)
-        return DeferredRows(
-            self.graph, operands, tensor_versions(operands).tolist(), _sample_elements(operands), wanted, like, text
-        )
+        values = [(arguments if operand.is_argument else results)[operand.index].detach() for operand in self.operands]
+        with_grad = [i for i, operand in enumerate(self.operands) if operand.grad_token is not None]
+        versions, samples = tensor_versions(values).tolist(), _sample_elements(values)
+        like = values[0].new_empty((), dtype=self.like.dtype)
+        return DeferredRows(self.graph, values, versions, samples, with_grad, like, description)
 
 
 @dataclass(eq=False)
@@ -59,14 +66,14 @@ class DeferredRows:
     args: list[Tensor]  # operands of the call
     versions: list[int]  # version counters of the operands at the call
     samples: list[Tensor]  # some elements of each operand at the call
-    wanted: list[int]  # indices of the operands with a gradient
+    with_grad: list[int]  # indices of the operands that need a gradient
     like: Tensor  # a value of the dtype and device of the rows
-    text: str  # description in errors
-    after: tuple[Callable[[Tensor], Tensor], ...] = ()  # functions to apply to the rows
+    description: str  # of the result, in errors
+    row_ops: tuple[Callable[[Tensor], Tensor], ...] = ()  # functions to apply to the rows
 
     def map_rows(self, op: Callable[[Tensor], Tensor]) -> DeferredRows:
         """Return deferred rows to which a row-wise function is applied."""
-        return replace(self, like=op(self.like), after=(*self.after, op))
+        return replace(self, like=op(self.like), row_ops=(*self.row_ops, op))
 
     def compute(self) -> Tensor:
         """Compute the rows.
@@ -76,10 +83,10 @@ class DeferredRows:
         """
         self._check()
         with torch.no_grad():
-            return reduce(lambda rows, op: op(rows), self.after, self._run(self.args))
+            return reduce(lambda rows, op: op(rows), self.row_ops, self._run(self.args))
 
     def gradients(self, rows: Tensor) -> list[Tensor]:
-        """Return the gradients of the wanted operands; recomputes the rows.
+        """Return the gradients of the operands of `with_grad`; recomputes the rows.
 
         Args:
             rows: Gradient of the rows.
@@ -89,11 +96,12 @@ class DeferredRows:
         """
         self._check()
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(i in self.wanted) for i, x in enumerate(self.args)]
-            result = self._run(leaves)
-            return list(torch.autograd.grad(result, [leaves[i] for i in self.wanted], rows, materialize_grads=True))
+            leaves = [x.detach().requires_grad_(i in self.with_grad) for i, x in enumerate(self.args)]
+            inputs = [leaves[i] for i in self.with_grad]
+            return list(torch.autograd.grad(self._run(leaves), inputs, rows, materialize_grads=True))
 
     def _run(self, arguments: Sequence[Tensor]) -> Tensor:
+        """Run the graph, which contains the autocast regions of the program, without the caller's autocast."""
         with torch.autocast(self.like.device.type, enabled=False):
             result: Tensor = self.graph(*arguments)
         return result
@@ -105,24 +113,19 @@ class DeferredRows:
         not count either as a new version, so that a few elements are compared, too.
         """
         freed = any(x.numel() and is_freed(x) for x in self.args)
-        if (
-            freed
-            or tensor_versions(self.args).tolist() != self.versions
-            or not all(map(_is_unchanged, self.samples, self.args))
-        ):
+        if freed or tensor_versions(self.args).tolist() != self.versions or self._has_other_samples():
             raise SpError(
                 "SP321",
-                f"{self.text} is computed from the model's weights when it is read, and these have changed since "
-                "(an optimizer's step?) or FSDP has freed them.",
+                f"{self.description} is computed from the model's weights when it is read, and these have changed "
+                "since (an optimizer's step?) or FSDP has freed them.",
             )
+
+    def _has_other_samples(self) -> bool:
+        """Return True if sampled elements of an operand are not bitwise equal to those at the call."""
+        samples = _sample_elements(self.args)
+        return any(checksum(now) != checksum(before) for now, before in zip(samples, self.samples))
 
 
 def _sample_elements(xs: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of a few elements of each tensor on its device, without synchronization."""
     return [sample_view(x.detach(), SAMPLE_ELEMENTS, 0).clone() for x in xs]
-
-
-def _is_unchanged(some: Tensor, x: Tensor) -> bool:
-    """Return True if the sampled elements of x are bitwise equal to earlier ones."""
-    (now,) = _sample_elements([x])
-    return checksum(now) == checksum(some)

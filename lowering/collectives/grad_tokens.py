@@ -1,10 +1,11 @@
 """Pass gradients of sharded results to the backward with ``sp::tap``, only for results that are read.
 
-    y, ticket = tap(x);  return detach(y), ticket        and the program continues with y
+    y, token = tap(x);  return detach(y), token        and the program continues with y
 
 AOTAutograd compiles one backward, in which every result has a gradient: full-size zeros for results without readers,
-such as logits that are returned next to a loss. With ``tap`` the result itself has no gradient. A token of one element
-is returned next to it. The gradient of the token is the number of a gradient stored for the backward, or 0 for none.
+such as logits that are returned next to a loss. With ``tap`` the result itself has no gradient. A token, a tensor of
+one element, is returned next to it. The gradient of the token is the number of a gradient that `store_grad` has stored
+for the backward, or 0 for none; ``sp::add_left`` adds it there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sp_compile.lowering.base.library import composite, opaque
 
 _pending_grads: dict[int, Tensor] = {}
 """Stored gradients by number. The backward that follows immediately removes them."""
-_token_numbers = itertools.count(1)
+_grad_numbers = itertools.count(1)  # 0: no gradient
 
 sp = torch.ops.sp
 
@@ -27,23 +28,23 @@ sp = torch.ops.sp
 @torch.compiler.disable
 def store_grad(grad: Tensor) -> Tensor:
     """Store a gradient for the backward and return the gradient of its token, (1,) float64."""
-    number = next(_token_numbers)
+    number = next(_grad_numbers)
     _pending_grads[number] = grad
     return torch.tensor([number], dtype=torch.float64, device="cpu")
 
 
 @opaque("ticket(Tensor x) -> Tensor", lambda x: torch.empty(1, dtype=torch.float64, device="cpu"))
-def ticket(x: Tensor) -> Tensor:
-    """Return a token on the CPU. Shapes: any -> (1,), float64. Backward: none."""
+def new_token(x: Tensor) -> Tensor:
+    """Return a new token on the CPU. Shapes: any -> (1,), float64. Backward: none."""
     return torch.zeros(1, dtype=torch.float64, device="cpu")
 
 
 @opaque("add_left(Tensor(a!) grad, Tensor number) -> ()", lambda grad, number: None, replays=False)
 def add_stored_grad(grad: Tensor, number: Tensor) -> None:
-    """Add the stored gradient of this number to `grad` in place; do nothing for 0."""
-    key = int(number.item())
-    if key:
-        grad.add_(_pending_grads.pop(key))  # a missing number raises KeyError
+    """Add the stored gradient of this number, (1,) float64, to `grad` in place; do nothing for 0."""
+    stored = int(number.item())
+    if stored:
+        grad.add_(_pending_grads.pop(stored))
 
 
 class _TapFunction(torch.autograd.Function):
@@ -51,20 +52,20 @@ class _TapFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a view of x, and a ticket for a later gradient."""
+        """Return a view of x, and a token for a gradient that is stored later."""
         ctx.set_materialize_grads(False)
         ctx.like = x.shape, x.dtype, x.device
         return x.view_as(x), sp.ticket.default(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, number: Tensor | None) -> Tensor | None:
-        """Add the gradient that was stored under the ticket."""
+        """Add the gradient that was stored under the token's number, if any, to that of the value."""
         if number is None:
             return grad
         shape, dtype, device = ctx.like
-        own = torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.clone()
-        sp.add_left.default(own, number)
-        return own
+        total = torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.clone()
+        sp.add_left.default(total, number)
+        return total
 
 
 @composite("tap(Tensor x) -> (Tensor, Tensor)")
@@ -75,5 +76,5 @@ def tap(x: Tensor) -> tuple[Tensor, Tensor]:
     Backward: the gradient of the value, plus the stored gradient whose number is the token's gradient, in place.
     Source: view_as.
     """
-    value, own = _TapFunction.apply(x)
-    return value, own
+    value, token = _TapFunction.apply(x)
+    return value, token

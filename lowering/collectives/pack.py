@@ -1,8 +1,8 @@
 """Pack several tensors into one send buffer with ``sp::pack`` and ``sp::pack_by_owner``.
 
-A compiler that sees an exchange of the same values twice runs it once and saves the result: all of K and V on every
-rank. Packing for a backward that sends again therefore depends on the cotangent, in an opaque operator. Packing in an
-order that depends on the rank is opaque, too, as the rank is read at run time.
+A compiler that sees an exchange of the same values twice, in a forward and its backward, runs it once and saves the
+result: all of K and V on every rank. In a backward that sends again, packing therefore depends on the cotangent, in an
+opaque operator. Packing in an order that depends on the rank is opaque, too, as the rank is read at run time.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ from sp_compile.lowering.base.library import opaque
 from sp_compile.lowering.comm.communicator import current_communicator
 
 
-def _empty_by_owner(parts: list[Tensor], *_: object) -> Tensor:
-    return parts[0].new_empty((len(parts), *parts[0].shape))
-
-
 @opaque("pack(Tensor[] xs, int dim, Tensor after) -> Tensor", lambda xs, dim, after: torch.cat(xs, dim))
 def pack(xs: list[Tensor], dim: int, after: Tensor) -> Tensor:
-    """Concatenate the tensors along ``dim``, after ``after`` is computed. Bytes: none."""
+    """Concatenate the tensors along ``dim``, after ``after`` (a cotangent) is computed. Bytes: none."""
     return torch.cat(xs, dim)
 
 
-@opaque("pack_by_owner(Tensor[] parts, int stride, str group) -> Tensor", _empty_by_owner)
+@opaque("pack_by_owner(Tensor[] parts, int stride, str group) -> Tensor", lambda parts, *_: torch.stack(parts))
 def pack_by_owner(parts: list[Tensor], stride: int, group: str) -> Tensor:
     """Stack gradients of keys and values by their owner on a ring of every stride-th rank.
 

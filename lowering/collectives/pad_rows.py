@@ -1,4 +1,4 @@
-"""Define the contents of padded rows, and the operators that restore and fill them.
+"""Define the contents of padded rows, and the operators that restore and fill them: ``sp::window``, ``sp::mask``.
 
 A shard of s rows per rank has padded rows if the ranks do not divide the sequence, or if a value is a window of it. In
 every tensor of a local graph
@@ -16,6 +16,8 @@ an operator that reads the result depends on padding. That pass lists all values
 """
 
 from __future__ import annotations
+
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -64,40 +66,43 @@ def window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
 
 
 def _zero_outside(grad: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
+    """Return the cotangent with zeros at positions outside the window."""
     return fill_padding(grad, dim, frame, 0, n, group)
 
 
 def _fill_nearest_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
+    """Return x with the nearest valid row of any rank in each padded row."""
     outer, _, start, length = frame[:4]
     if not is_padded(frame, n) or is_known(length == 0):
         return x.view_as(x)
     rows_per_rank = local_row_count(frame, n)
     inner = inner_rows(x.shape[dim], outer * rows_per_rank)
-    flat = is_known(outer * inner == 1)
-    rows, at = (x, dim) if flat else (x.unflatten(dim, (outer, rows_per_rank, inner)), dim + 1)
-    positions = column_along(own_positions(frame, n, group, x.device), at, rows.ndim)
-    first, last = _edge_rows(rows, at, frame, n, group)
+    is_flat = is_known(outer * inner == 1)  # the dim has the rows only
+    rows, row_dim = (x, dim) if is_flat else (x.unflatten(dim, (outer, rows_per_rank, inner)), dim + 1)
+    positions = column_along(own_positions(frame, n, group, x.device), row_dim, rows.ndim)
+    first, last = _edge_rows(rows, row_dim, frame, n, group)
     if first is not None:
         rows = torch.where(positions < start, first, rows)
     if last is not None:
         rows = torch.where(positions >= start + length, last, rows)
-    return rows if flat else rows.flatten(dim, dim + 2)
+    return rows if is_flat else rows.flatten(dim, dim + 2)
 
 
 def _edge_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> tuple[Tensor | None, Tensor | None]:
-    """Return the first and the last valid row, (..., 1, ...), or None if no padded row needs it.
+    """Return the first and the last valid row, (..., 1, ...), or None if no rank has padding before or after it.
 
-    On a rank without padded rows next to it, the row is arbitrary and not used.
+    Without an all-gather, each rank returns its own row at the same local index: the rank of the valid row is the only
+    one that uses it.
     """
     start, length = frame[2:4]
-    before, after = not is_known(start == 0), not is_known(start + length == n * local_row_count(frame, n))
-    edges = [(start, before), (start + length - 1, after)]
-    places = [row_of_position(position, frame, n) for position, needed in edges if needed]
-    rows = [x.narrow(dim, row, 1) for _, row in places]
-    elsewhere = has_remote_edges(frame, n)
-    if any(missing and needed for missing, (_, needed) in zip(elsewhere, edges)):
+    has_padding = not is_known(start == 0), not is_known(start + length == n * local_row_count(frame, n))
+    positions = compress((start, start + length - 1), has_padding)
+    owners = [row_of_position(position, frame, n) for position in positions]  # (rank, its row) of each valid row
+    rows = [x.narrow(dim, row, 1) for _, row in owners]
+    if any(compress(has_remote_edges(frame, n), has_padding)):
         sent = torch.cat([row.movedim(dim, 0) for row in rows])
-        everywhere = current_communicator().all_gather(sent, n, group)
-        rows = [everywhere.narrow(0, rank * len(places) + i, 1).movedim(0, dim) for i, (rank, _) in enumerate(places)]
-    found = iter(rows)
-    return next(found) if before else None, next(found) if after else None
+        gathered = current_communicator().all_gather(sent, n, group)  # len(owners) rows of each rank
+        rows = [gathered.narrow(0, rank * len(owners) + i, 1).movedim(0, dim) for i, (rank, _) in enumerate(owners)]
+    remaining = iter(rows)
+    first, last = (next(remaining) if padded else None for padded in has_padding)
+    return first, last

@@ -16,22 +16,25 @@ from sp_compile.lowering.base.library import LinearMap, composite
 c10d = torch.ops._c10d_functional
 
 
-def _reduce_twice(x: Tensor, first: Sequence[str], then: Sequence[str]) -> Tensor:
-    for reduction in first:
+def _reduce_value(x: Tensor, forward: Sequence[str], backward: Sequence[str]) -> Tensor:
+    """Return x after the reductions of the forward, each "op group"."""
+    for reduction in forward:
         op, group = reduction.split(" ", 1)
         x = c10d.wait_tensor(c10d.all_reduce(x.contiguous(), op, group))
     return x.view_as(x)
 
 
-def _reduce_twice_backward(x: Tensor, first: Sequence[str], then: Sequence[str]) -> Tensor:
-    return _reduce_twice(x, then, first)
+def _reduce_cotangent(x: Tensor, forward: Sequence[str], backward: Sequence[str]) -> Tensor:
+    """Return the cotangent x after the reductions of the backward."""
+    return _reduce_value(x, backward, forward)
 
 
 @composite("reduce_pair(Tensor x, str[] forward, str[] backward) -> Tensor", padded="as given")
 def reduce_pair(x: Tensor, forward: list[str], backward: list[str]) -> Tensor:
     """All-reduce x several times in sequence, and its cotangent in the backward.
 
-    Megatron's f is ([], ["sum g"]) and its g (["sum g"], []). Shapes: any -> same. Bytes: those of the all-reduces.
+    The pairs of tensor parallelism, as in Megatron-LM: f, before a column-parallel linear, is ([], ["sum g"]), and g,
+    after a row-parallel linear, is (["sum g"], []). Shapes: any -> same. Bytes: those of the all-reduces.
     Source: _c10d_functional.all_reduce.
 
     Args:
@@ -39,4 +42,4 @@ def reduce_pair(x: Tensor, forward: list[str], backward: list[str]) -> Tensor:
         forward: Reductions of x in order, each "op group".
         backward: Reductions of the cotangent.
     """
-    return LinearMap.apply(x, _reduce_twice, _reduce_twice_backward, list(forward), list(backward))
+    return LinearMap.apply(x, _reduce_value, _reduce_cotangent, list(forward), list(backward))

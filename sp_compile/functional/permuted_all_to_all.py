@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
-from sp_compile.lowering.collectives.all_to_all_permute import BUFFERS, PermuteProblem, SymmetricBuffer, choose_permute
+from sp_compile.lowering.collectives.all_to_all_permute import BUFFERS, PERMUTE_KERNELS, PermuteProblem, SymmetricBuffer
 from sp_compile.lowering.collectives.all_to_all_permute import all_to_all_permute as body
 from sp_compile.lowering.torch_compat import FakeTensor
 from sp_compile.runtime.agreement import all_gather_object
@@ -117,7 +117,7 @@ class PermuteCall(RankCall):
         x, problem = self.x, self._make_problem()
         return (
             f"{self.name} of x {list(x.shape)} {x.dtype} on {x.device.type}, scatter_dim={problem.scatter_dim}, "
-            f"gather_dim={problem.gather_dim}, gradient: {needs_gradient(x)}, {choose_permute(problem)}"
+            f"gather_dim={problem.gather_dim}, gradient: {needs_gradient(x)}, {PERMUTE_KERNELS.choose(problem)}"
         )
 
     def _make_problem(self) -> PermuteProblem:

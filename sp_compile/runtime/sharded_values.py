@@ -147,25 +147,25 @@ class ShardedProgram:
             parts: dict[str, Any] = {part: self._value(one, args) for part, one in result.parts.items()}
             layout = replace(result.layout, balanced=orders or result.layout.balanced, **parts)
             # A window of a value has the same rows.
-            key = id(result.late or local), result.layout, result.length, *result.parts.items()
+            key = id(result.deferred or local), result.layout, result.length, *result.parts.items()
             if key not in given:
-                source = None if result.ticket is None else out[result.ticket]
+                source = None if result.grad_token is None else out[result.grad_token]
                 given[key] = (
                     from_local(local, layout, length, self._origin(result), source)
-                    if result.late is None
-                    else self._deferred_value(result, result.late, layout, length, args, out)
+                    if result.deferred is None
+                    else self._deferred_value(result, result.deferred, layout, length, args, out)
                 )
             values[i] = given[key]
         for i, number in self.boundary.writes.items():
             write(args[i], values[number])
-        own = len(values) if self.boundary.own_ranks is None else self.boundary.own_ranks
+        own = len(values) if self.boundary.num_base_outputs is None else self.boundary.num_base_outputs
         values = values[: own - len(self.boundary.writes) - len(self.boundary.balanced_order)]
         return type(out)(rebuild_views(values, args, self.boundary))
 
     def _deferred_value(
         self,
         result: ShardedOutput,
-        late: DeferredGraph,
+        deferred: DeferredGraph,
         layout: Layout,
         length: int,
         args: Sequence[Any],
@@ -174,8 +174,8 @@ class ShardedProgram:
         """Return a result that is computed later."""
         origin = self._origin(result)
         shape = [self._value(extent, args) for extent in result.shape]
-        tickets = [out[ticket] for ticket in late.tickets if ticket is not None]
-        return from_deferred(late.of(args, out, origin.text), shape, layout, length, origin, tickets)
+        tokens = [out[operand.grad_token] for operand in deferred.operands if operand.grad_token is not None]
+        return from_deferred(deferred.bind(args, out, origin.text), shape, layout, length, origin, tokens)
 
     def _origin(self, result: ShardedOutput) -> Origin:
         words = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"

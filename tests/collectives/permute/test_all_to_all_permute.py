@@ -260,11 +260,11 @@ def test_ranks_that_differ_raise() -> None:
 
 
 def test_the_operator_refuses_too() -> None:
-    with pytest.raises(ValueError, match="both 1"):
+    with pytest.raises(SpError, match=r"SP542: .*both 1"):
         torch.ops.sp.all_to_all_permute(torch.zeros(2, 2), 1, -1, 2, SIMULATED_GROUP)
-    with pytest.raises(ValueError, match="2 ranks do not divide dim 1"):
+    with pytest.raises(SpError, match=r"SP543: .*2 ranks do not divide dim 1"):
         torch.ops.sp.all_to_all_permute(torch.zeros(2, 3), 1, 0, 2, SIMULATED_GROUP)
-    with pytest.raises(ValueError, match=r"SP902: .*'fast'"), lowering.using_permute("fast"):
+    with pytest.raises(ValueError, match=r"SP902: .*'fast'"), lowering.PERMUTE_KERNELS.use_row("fast"):
         pass
 
 

@@ -82,7 +82,7 @@ def test_rows_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2, 4)
     buffer = all_to_all_permute.SymmetricBuffer(torch.zeros(64, dtype=torch.uint8), lambda: None)
     monkeypatch.setitem(all_to_all_permute.BUFFERS, "declared", buffer)
-    assert lowering.choose_permute(lowering.PermuteProblem(x, 1, 0, 2, "declared")) == "packed"
+    assert lowering.PERMUTE_KERNELS.choose(lowering.PermuteProblem(x, 1, 0, 2, "declared")) == "packed"
     assert not can_use_triton(x)
 
 
