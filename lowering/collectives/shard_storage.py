@@ -1,4 +1,7 @@
-"""Store sharded values: their layout, this rank's rows and their origin."""
+"""Store the value of a `Sharded` tensor: its layout, this rank's rows or the full tensor, and its origin for messages.
+
+A value is a result of a compiled program that stays sharded until it is read, that is, gathered for eager code.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ sp = torch.ops.sp
 class RowPermutation:
     """Order in which ranks store positions, computed at run time (see ``masks/balance_rows.py``)."""
 
-    order: Tensor  # int64 (S,), position of each row
+    order: Tensor  # int64 (S,), position of each row, in the order of ranks
     inverse: Tensor  # int64 (S,), row of each position
-    chunks: Tensor  # runs of the order
+    chunks: Tensor  # int64, runs of consecutive positions in `order`
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class Layout:
     balanced: RowPermutation | None = field(default=None, compare=False)  # run-time order of one call
 
     def __str__(self) -> str:
-        part = "a part of " if not self.is_plain else ""
-        return f"along {part}dim {self.dim} over {self.n} ranks{row_order(self.folds).label}"
+        dim = f"dim {self.dim}" if self.is_plain else f"a part of dim {self.dim}"
+        return f"along {dim} over {self.n} ranks{row_order(self.folds).label}"
 
     @property
     def is_plain(self) -> bool:
@@ -60,7 +63,7 @@ class Layout:
         return row_order(self.folds).is_balanced
 
     def frame(self, length: int) -> list[int]:
-        """Return the frame of a full tensor whose dim is `length` long, for sp:: ops."""
+        """Return the frame, see `base/frames.py`, of a full tensor whose dim is `length` long."""
         rows = length // (self.outer * self.inner)
         size = self.before + rows + self.after
         return [self.outer, size, self.before, rows, *([self.folds] if self.folds > 1 else [])]
@@ -71,10 +74,10 @@ class Layout:
 
     def strides(self, shape: Sequence[int]) -> list[int]:
         """Return the strides of a full tensor of this shape, without gaps."""
-        out, step = [0] * len(shape), 1
+        strides, stride = [0] * len(shape), 1
         for dim in reversed(self.order):
-            out[dim], step = step, step * shape[dim]
-        return out
+            strides[dim], stride = stride, stride * shape[dim]
+        return strides
 
     def gather(self, local: Tensor, length: int) -> Tensor:
         """Return the full tensor, by an all-gather.
@@ -102,28 +105,28 @@ class Layout:
 
     def as_dense(self, x: Tensor) -> Tensor:
         """Return the values without gaps in memory, in the layout's order, also for dims of size 1."""
-        back, strides = [self.order.index(dim) for dim in range(x.ndim)], self.strides(x.shape)
-        found = x.permute(self.order).contiguous().permute(back)
-        return found if list(found.stride()) == strides else found.as_strided(x.shape, strides)
+        inverse_order, strides = [self.order.index(dim) for dim in range(x.ndim)], self.strides(x.shape)
+        dense = x.permute(self.order).contiguous().permute(inverse_order)
+        return dense if list(dense.stride()) == strides else dense.as_strided(x.shape, strides)
 
 
-def _skip_meet(text: str) -> None:
-    """Skip the comparison of reads, for simulated ranks and tracers."""
+def _ignore_read(description: str) -> None:
+    """Do nothing at a read, for simulated ranks and tracers."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a value."""
+    """Description of a value for messages, and functions that are called with a description when it is read."""
 
-    text: str = "a sharded tensor"  # description in messages
-    meet: Callable[[str], None] = _skip_meet  # compares reads across ranks; raises SpError
-    simulated: Callable[[str], None] = _skip_meet  # called with the description when a full tensor is read in a dry run
+    description: str = "a sharded tensor"
+    check_read: Callable[[str], None] = _ignore_read  # compares the reads of all ranks; raises SpError
+    record_read: Callable[[str], None] = _ignore_read  # of a dry run
 
 
 class StoredValue(Protocol):
-    """Storage of a value or of a view."""
+    """Interface of `ShardStorage` and of `ViewStorage` for assignments."""
 
-    layout: Layout
+    layout: Layout  # layout of the value or the view
 
     def rows(self) -> Tensor:
         """Return this rank's rows."""
@@ -152,9 +155,9 @@ class ShardStorage:
     @property
     def local_like(self) -> Tensor:
         """Return a tensor of the value's dtype and device."""
-        found = self.deferred.like if self.deferred is not None else self.local if self.local is not None else self.full
-        assert found is not None
-        return found
+        if self.deferred is not None:
+            return self.deferred.like
+        return self.local if self.local is not None else self._require_full()
 
     @property
     def _is_traced(self) -> bool:
@@ -162,16 +165,16 @@ class ShardStorage:
         return type(self.local_like) is not Tensor
 
     def rows(self) -> Tensor:
-        """Return this rank's rows, computed with real tensors while something is traced.
+        """Return this rank's rows. Deferred rows are computed now, also while Dynamo traces another program.
 
         Raises:
             SpError: The rows are deferred and their operands have changed.
         """
-        for_real = nullcontext() if self._is_traced else use_real_tensors()
-        with torch.no_grad(), for_real:
+        fake_mode = nullcontext() if self._is_traced else use_real_tensors()
+        with torch.no_grad(), fake_mode:
             if self.deferred is not None:
                 self.local, self.deferred = self.deferred.compute(), None
-            return self.local if self.local is not None else self.layout.local_rows(self._check_known())
+            return self.local if self.local is not None else self.layout.local_rows(self._require_full())
 
     def read(self) -> Tensor:
         """Return the full tensor. Every rank must call this.
@@ -182,16 +185,16 @@ class ShardStorage:
             SpError: A rank does not read the value. All reading ranks raise.
         """
         if self.full is not None:
-            self.origin.simulated(self.origin.text)
+            self.origin.record_read(self.origin.description)
             return self.full
-        local, traced = self.rows(), self._is_traced
-        if not traced:
-            self.origin.meet(f"{self.origin.text} ({local.dtype} of {self.length} rows)")
+        local, is_traced = self.rows(), self._is_traced
+        if not is_traced:
+            self.origin.check_read(f"{self.origin.description} ({local.dtype} of {self.length} rows)")
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(local, FakeTensor):
                 return self.layout.empty(local, self.length)
             full = self.layout.gather(local, self.length)
-        if not traced:
+        if not is_traced:
             self.full, self.local = full, None
         return full
 
@@ -215,8 +218,9 @@ class ShardStorage:
             else:
                 self.full.copy_(full)
 
-    def _check_known(self) -> Tensor:
-        assert self.full is not None
+    def _require_full(self) -> Tensor:
+        """Return the full tensor of a value without rows."""
+        assert self.full is not None, "a storage has rows, deferred rows or the full tensor"
         return self.full
 
     def map_rows(self, op: Callable[[Tensor], Tensor], name: str) -> ShardStorage:
@@ -226,7 +230,7 @@ class ShardStorage:
             op: The function, applied to the full tensor or to the rows.
             name: Description of the function in messages.
         """
-        origin = replace(self.origin, text=f"{name} of {self.origin.text}")
+        origin = replace(self.origin, description=f"{name} of {self.origin.description}")
         if self.full is not None:
             return ShardStorage(self.layout, self.length, None, origin, op(self.full))
         if self.deferred is not None:

@@ -1,4 +1,4 @@
-"""Keep views of sharded values sharded.
+"""Keep views of sharded values sharded, as storages that refer to the storage of their base.
 
     h: [B, S, D] along dim 1      h.flatten(0, 1): [B * S, D] along a part of dim 0      h[:, 1:]: a window of dim 1
     h[:, 0]                       no such view: the value is read
@@ -28,8 +28,8 @@ class ViewStorage:
     """Storage of a view, with the interface of `ShardStorage`."""
 
     base: ShardStorage  # storage of the viewed value
-    shape: Sequence[int]  # shape of the viewed value
-    like: Tensor  # view of the full tensor, on the meta device
+    shape: Sequence[int]  # shape of the full viewed value
+    like: Tensor  # the full view on the meta device: its shape, strides and offset
     layout: Layout  # layout of the view
 
     @property
@@ -40,7 +40,7 @@ class ViewStorage:
     @property
     def origin(self) -> Origin:
         """Return the origin of the view."""
-        return replace(self.base.origin, text=f"a view of {self.base.origin.text}")
+        return replace(self.base.origin, description=f"a view of {self.base.origin.description}")
 
     @property
     def local_like(self) -> Tensor:
@@ -55,21 +55,19 @@ class ViewStorage:
     @property
     def full(self) -> Tensor | None:
         """Return the full view, or None if the base is not gathered."""
-        found = self.base.full
-        return None if found is None else self._local_view(found)
+        return None if self.base.full is None else self._view_of(self.base.full)
 
     def rows(self) -> Tensor:
         """Return this rank's rows; a view of the base's rows while that is sharded."""
         with torch.no_grad():
-            full = self.full
-            if full is not None:
-                return self.layout.local_rows(full)
+            if self.full is not None:
+                return self.layout.local_rows(self.full)
             rows = self.base.layout.as_dense(self.base.rows())
             return rows.as_strided(*self._local_geometry(rows))
 
     def read(self) -> Tensor:
         """Return the full view, in the memory of its base, which is read."""
-        return self._local_view(self.base.read())
+        return self._view_of(self.base.read())
 
     def assign(self, new: Tensor, storage: StoredValue | None) -> None:
         """Write a value into the base, which is read for that.
@@ -79,8 +77,7 @@ class ViewStorage:
             storage: Storage of the new value if it is sharded.
         """
         with torch.inference_mode(False), torch.no_grad():
-            full = new if storage is None else storage.read()
-            self.read().copy_(full)
+            self.read().copy_(new if storage is None else storage.read())
 
     def map_rows(self, op: Callable[[Tensor], Tensor], name: str) -> ShardStorage:
         """Return the storage of the result of a row-wise function.
@@ -89,25 +86,30 @@ class ViewStorage:
             op: The function, applied to the full view or to its rows.
             name: Description of the function in messages.
         """
-        origin = replace(self.origin, text=f"{name} of {self.origin.text}")
-        full = self.full
-        rows = None if full is not None else op(self.rows())
-        return ShardStorage(self.layout, self.length, rows, origin, None if full is None else op(full))
+        origin = replace(self.origin, description=f"{name} of {self.origin.description}")
+        if self.full is not None:
+            return ShardStorage(self.layout, self.length, None, origin, op(self.full))
+        return ShardStorage(self.layout, self.length, op(self.rows()), origin)
 
-    def _local_view(self, full: Tensor) -> Tensor:
+    def _view_of(self, full: Tensor) -> Tensor:
+        """Return the view of the full base, in its memory."""
         start = int(full.storage_offset()) + int(self.like.storage_offset())
         return full.as_strided(self.like.shape, self.like.stride(), start)
 
     def _local_geometry(self, rows: Tensor) -> tuple[list[int], list[int], int]:
-        """Return shape, strides and offset of the view's rows within this rank's rows of the base."""
-        dim, own = self.base.layout.dim, self.layout
-        step, local_rows = self.base.layout.strides(self.shape)[dim], rows.shape[dim]
-        block, there = step * self.shape[dim], step * local_rows
+        """Return shape, strides and offset of the view's rows within this rank's rows of the base.
+
+        In memory the base is a sequence of blocks, each of all positions of the sharded dim. The blocks of the rows
+        have fewer positions, so that strides and offsets over blocks shrink, and those within a position stay.
+        """
+        dim, layout = self.base.layout.dim, self.layout
+        step, local_rows = self.base.layout.strides(self.shape)[dim], rows.shape[dim]  # step: elements of a position
+        block, local_block = step * self.shape[dim], step * local_rows
         shape, start = list(self.like.shape), int(self.like.storage_offset())
-        shape[own.dim] = own.outer * local_rows * own.inner
-        strides = [x // block * there + x % block for x in self.like.stride()]
-        start = start // block * there + start % step
-        return shape, strides, int(rows.storage_offset()) + start
+        shape[layout.dim] = layout.outer * local_rows * layout.inner
+        strides = [stride // block * local_block + stride % block for stride in self.like.stride()]
+        local_start = start // block * local_block + start % step
+        return shape, strides, int(rows.storage_offset()) + local_start
 
 
 _views_enabled: ContextVar[bool] = ContextVar("makes_views", default=False)
@@ -130,12 +132,12 @@ def make_view(base: Tensor, steps: Iterable[Callable[[Any], Any]]) -> Any:
 
 
 def can_keep_views() -> bool:
-    """Return True if views of sharded values stay sharded: gradients, and results that share memory."""
+    """Return True inside `make_view` and in a backward, where views of sharded values stay sharded."""
     return _views_enabled.get() or is_in_backward()
 
 
 def view_storages(storage: ShardStorage | ViewStorage, shape: Sequence[int], op: Callable[[Tensor], Any]) -> Any:
-    """Return the storage of the view or views that an op creates of a value.
+    """Return the storage of the view, or the list of storages of the views, that an op creates of a value.
 
     Args:
         storage: Storage of the value.
@@ -148,51 +150,61 @@ def view_storages(storage: ShardStorage | ViewStorage, shape: Sequence[int], op:
     if any(isinstance(x, torch.SymInt) for x in shape) or type(storage.local_like) is not Tensor:
         return None
     if isinstance(storage, ViewStorage):
-        base, full, like = storage.base, storage.shape, storage.like
+        base, base_shape, like = storage.base, storage.shape, storage.like
     else:
-        strides = storage.layout.strides(shape)
-        base, full = storage, shape
-        like = torch.empty_strided(shape, strides, dtype=storage.local_like.dtype, device="meta")
-    found = op(like)
-    storages = [_view_storage(base, full, one) for one in ([found] if isinstance(found, Tensor) else found)]
+        base, base_shape = storage, shape
+        strides, dtype = storage.layout.strides(shape), storage.local_like.dtype
+        like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    views = op(like)
+    storages = [_view_storage(base, base_shape, view) for view in ([views] if isinstance(views, Tensor) else views)]
     if None in storages:
         return None
-    return storages[0] if isinstance(found, Tensor) else storages
+    return storages[0] if isinstance(views, Tensor) else storages
 
 
 def _view_storage(base: ShardStorage, shape: Sequence[int], like: Tensor) -> ViewStorage | None:
-    """Return the storage of one view, or None.
+    """Return the storage of one view, or None if it has no layout or another dtype than its base.
 
     Args:
         base: Storage of the value.
-        shape: Shape of the value.
+        shape: Shape of the full value.
         like: View of the full tensor, without gaps in memory, on the meta device.
     """
-    layout = (
-        _view_layout(base.layout, shape, like) if base.layout.is_plain and like.dtype == base.local_like.dtype else None
-    )
+    if not base.layout.is_plain or like.dtype != base.local_like.dtype:
+        return None
+    layout = _view_layout(base.layout, shape, like)
     return None if layout is None else ViewStorage(base, shape, like, layout)
 
 
 def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | None:
-    """Return the layout of a view, derived from its strides and offset, or None if it has none."""
+    """Return the layout of a view, derived from its strides and offset, or None if it has none.
+
+    In memory, the base is a sequence of blocks, each of all positions of the sharded dim, `step` elements apart. The
+    view has a layout if exactly one of its dims selects positions. Its stride is `step`, or a divisor of it where the
+    dim is flattened with smaller ones.
+    """
     length, step = shape[base.dim], base.strides(shape)[base.dim]
     block, start = step * length, int(like.storage_offset())
     if length < 2 or 0 in like.shape:
         return None
-    dims = [(d, extent, stride) for d, (extent, stride) in enumerate(zip(like.shape, like.stride())) if extent > 1]
-    along = [(d, extent, stride) for d, extent, stride in dims if stride % block and (extent - 1) * stride >= step]
-    if len(along) != 1:
+    strides = {dim: like.stride(dim) for dim, extent in enumerate(like.shape) if extent > 1}
+    spans = {
+        dim: (like.shape[dim] - 1) * stride for dim, stride in strides.items()
+    }  # elements from first to last entry
+    inside_block = [dim for dim, stride in strides.items() if stride % block]
+    sequence_dims = [dim for dim in inside_block if spans[dim] >= step]
+    if len(sequence_dims) != 1:
         return None
-    ((dim, extent, stride),) = along
-    within = sum((n - 1) * x for d, n, x in dims if d != dim and x % block) + start % step
+    (dim,) = sequence_dims
+    extent, stride = like.shape[dim], strides[dim]
     inner = step // stride
-    if inner * stride != step or extent % inner or within >= stride:
+    inside_position = sum(spans[other] for other in inside_block if other != dim) + start % step
+    if inner * stride != step or extent % inner or inside_position >= stride:
         return None
     rows, first = extent // inner, start // step % length
-    outer, more = divmod(rows, length)
+    outer, remaining_rows = divmod(rows, length)
     order = tuple(sorted(range(like.ndim), key=lambda d: -like.stride(d)))
-    found = replace(base, dim=dim, order=order, inner=inner)
-    if outer and not more and not first:
-        return replace(found, outer=outer)
-    return replace(found, before=first, after=length - first - rows) if first + rows <= length else None
+    layout = replace(base, dim=dim, order=order, inner=inner)
+    if outer and not remaining_rows and not first:  # all positions, of one or several blocks
+        return replace(layout, outer=outer)
+    return replace(layout, before=first, after=length - first - rows) if first + rows <= length else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ from .shard_views import ViewStorage, can_keep_views, view_storages
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
-BALANCED_PARTS = "order", "inverse", "chunks"
+BALANCED_TENSORS = "order", "inverse", "chunks"  # fields of `RowPermutation`
 
 
 class Sharded(Tensor):
@@ -55,14 +55,15 @@ class Sharded(Tensor):
     the sum of two values of one layout. Reading is collective. repr() does not read.
     """
 
-    shard_storage: ShardStorage | ViewStorage
+    shard_storage: ShardStorage | ViewStorage  # replaced by assignments to `data`
 
     @staticmethod
-    def __new__(cls, rows: ShardStorage | ViewStorage, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
+    def __new__(cls, storage: ShardStorage | ViewStorage, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
         """Create a value. Shape and strides are those of the full tensor, by default without gaps."""
-        strides = rows.like.stride() if isinstance(rows, ViewStorage) else strides or rows.layout.strides(shape)
-        value: Sharded = make_wrapper(cls, shape, strides, rows.local_like)
-        value.shard_storage = rows
+        if isinstance(storage, ViewStorage):
+            strides = storage.like.stride()
+        value: Sharded = make_wrapper(cls, shape, strides or storage.layout.strides(shape), storage.local_like)
+        value.shard_storage = storage
         return value
 
     __torch_function__ = no_torch_function
@@ -96,22 +97,21 @@ class Sharded(Tensor):
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
         """Return the value as a DTensor on a 1-D mesh, Shard(dim). Differentiable, without an exchange.
 
-        Ranks store ceil(S / n) rows, the last ones fewer. Values of another layout are read first, on every rank.
+        Ranks store ceil(S / n) rows, the last ones fewer. Zigzag and flattened values are read first, on every rank.
 
         Args:
             mesh: Mesh of the ranks that store the value; created from their group if None.
         """
-        layout = self.sharding
+        layout, dim = self.sharding, self.sharding.dim
         if not (self.is_gathered or (layout.folds == 1 and layout.is_plain)):
             self.shard_storage.read()
         if mesh is None:
             mesh = DeviceMesh.from_group(process_group(layout.group), self.device.type, mesh_dim_names=("sp",))
-        plain = Layout(layout.dim, layout.n, layout.group, layout.order)
-        rows, length = local_row_count(plain.frame(self.shape[plain.dim]), plain.n), self.shape[plain.dim]
+        contiguous, length = Layout(dim, layout.n, layout.group, layout.order), self.shape[dim]
+        rows = local_row_count(contiguous.frame(length), layout.n)
         first = min(length, rows * dist.get_rank(process_group(layout.group)))
-        local = to_local(self, plain).narrow(plain.dim, 0, min(length, first + rows) - first)
-        where = {"shape": self.shape, "stride": self.stride(), "run_check": False}
-        return DTensor.from_local(local, mesh, [Shard(plain.dim)], **where)
+        local = to_local(self, contiguous).narrow(dim, 0, min(length, first + rows) - first)
+        return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=self.shape, stride=self.stride())
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         if self.is_gathered:
@@ -177,67 +177,61 @@ class Sharded(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if self.sharding.balanced is None:
             return ["local"], self.sharding
-        return ["local", *BALANCED_PARTS], replace(self.sharding, balanced=None)
+        return ["local", *BALANCED_TENSORS], replace(self.sharding, balanced=None)
 
     @staticmethod
     @torch.compiler.disable
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, shape: Any, strides: Any) -> Sharded:
         if "order" in inner:
-            layout = replace(layout, balanced=RowPermutation(*(inner[part] for part in BALANCED_PARTS)))
+            layout = replace(layout, balanced=RowPermutation(*(inner[name] for name in BALANCED_TENSORS)))
         return Sharded(ShardStorage(layout, shape[layout.dim], inner["local"]), shape, strides)
 
-    @property
-    def order(self) -> Tensor:
-        """Return the position of each row of a balanced layout."""
-        return cast(RowPermutation, self.sharding.balanced).order
-
-    @property
-    def inverse(self) -> Tensor:
-        """Return the inverse of `order`."""
-        return cast(RowPermutation, self.sharding.balanced).inverse
-
-    @property
-    def chunks(self) -> Tensor:
-        """Return the runs of `order`, concatenated."""
-        return cast(RowPermutation, self.sharding.balanced).chunks
+    # Tensors of a balanced layout, see `RowPermutation`. `__tensor_flatten__` returns their names.
+    order = property(lambda self: self.sharding.balanced.order)
+    inverse = property(lambda self: self.sharding.balanced.inverse)
+    chunks = property(lambda self: self.sharding.balanced.chunks)
 
     @classmethod
     @torch.compiler.disable
     def __torch_dispatch__(
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Run a handler of `SHARDED_MOVES` or `_view` if it supports the call; else read the values and run the op."""
         args, kwargs = pytree.tree_map_only(torch.SymInt, end_of_view, args), dict(kwargs or {})
-        move = SHARDED_MOVES.get(func) or (_view if func.is_view and can_keep_views() else None)
-        moved = move(func, args, kwargs) if move is not None else None
+        handler = SHARDED_MOVES.get(func) or (_view if func.is_view and can_keep_views() else None)
+        moved = handler(func, args, kwargs) if handler is not None else None
         if moved is not None:
             return moved
-        owners: dict[int, Sharded] = {}
+        values: dict[int, Sharded] = {}  # by the id of their full tensors
 
-        def whole(value: Sharded) -> Tensor:
-            """Return the full tensor of a value, and record its owner."""
-            owners[id(found := value.shard_storage.read())] = value
-            return found
+        def read_value(value: Sharded) -> Tensor:
+            """Return the full tensor of a value, and record it in `values`."""
+            full = value.shard_storage.read()
+            values[id(full)] = value
+            return full
 
-        args, kwargs = pytree.tree_map_only(Sharded, whole, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Sharded, read_value, (args, kwargs))
         out = func(*args, **kwargs)
         if not schema_of(func).is_mutable:
             return out
-        return pytree.tree_map_only(Tensor, lambda found: owners.get(id(found), found), out)
+        return pytree.tree_map_only(Tensor, lambda x: values.get(id(x), x), out)  # x.add_(1) returns x
 
 
 hide_views(Sharded)
 
 
 def _describe(x: Tensor) -> str:
+    """Return the shape, dtype and device of x for a message."""
     return f"{tuple(x.shape)} {x.dtype} on {x.device}"
 
 
-# Handlers that move a value without reading it. Each returns None for cases that it does not support.
+# Handlers of ops on values that do not read them. Each returns the result, or None for a case that it does not support.
 
 MoveHandler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return another tensor of the same storage, for detach, alias and a view of the value's own shape."""
     value = args[0]
     if func is aten.view.default and tuple(args[1]) != tuple(value.shape):
         return _view(func, args, kwargs) if can_keep_views() else None
@@ -246,41 +240,46 @@ def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    value, *rest = args
-    found = view_storages(value.shard_storage, value.shape, lambda like: func(like, *rest, **kwargs))
+    """Return the view or views as sharded values."""
+    value, *options = args
+    storages = view_storages(value.shard_storage, value.shape, lambda like: func(like, *options, **kwargs))
     with torch.inference_mode(value.is_inference()):
-        return found and pytree.tree_map(lambda one: Sharded(one, one.like.shape), found)
+        return storages and pytree.tree_map(lambda storage: Sharded(storage, storage.like.shape), storages)
 
 
 def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    value, form = args[0], kwargs.get("memory_format")
-    in_order = value.sharding.order == tuple(range(value.ndim))
-    forms = (None, torch.preserve_format, *([torch.contiguous_format] if in_order else []))
-    if form not in forms or kwargs.get("layout") not in (None, torch.strided):
+    """Copy or cast the rows, if the copy has the strides of the value."""
+    value, memory_format = args[0], kwargs.get("memory_format")
+    is_contiguous = value.sharding.order == tuple(range(value.ndim))
+    supported = (None, torch.preserve_format, *([torch.contiguous_format] if is_contiguous else []))
+    if memory_format not in supported or kwargs.get("layout") not in (None, torch.strided):
         return None
     return Sharded(value.shard_storage.map_rows(lambda x: func(x, **kwargs), COPIES[func]), value.shape)
 
 
-def _record_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    value, *rest = args
-    func(value.shard_storage.read() if value.is_gathered else value.local, *rest)
+def _record_stream(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record a stream for the memory that the value has."""
+    value, stream = args
+    func(value.shard_storage.read() if value.is_gathered else value.local, stream)
     return ()
 
 
-def _sum_grads(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add two values of one layout or, in a backward, a sharded value and a full gradient."""
+def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Add the rows of two values of one layout or, in a backward, of a sharded and a full gradient."""
     a, b = args[:2]
     if kwargs or not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return None
-    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return None
     first, *others = [x for x in (a, b) if isinstance(x, Sharded)]
-    same_rows = all(x.sharding.has_same_rows(first.sharding) for x in others) if others else is_in_backward()
-    if not same_rows or (others and first.is_gathered and others[0].is_gathered):
+    can_add = others[0].sharding.has_same_rows(first.sharding) if others else is_in_backward()
+    both_gathered = bool(others) and first.is_gathered and others[0].is_gathered
+    if not can_add or both_gathered:
         return None
     layout = first.sharding
     total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.local_rows(x) for x in (a, b)))
-    origin = replace(first.shard_storage.origin, text=f"a sum with {first.shard_storage.origin.text}")
+    origin = first.shard_storage.origin
+    origin = replace(origin, description=f"a sum with {origin.description}")
     storage = ShardStorage(layout, first.shard_storage.length, total, origin)
     if func is aten.add.Tensor:
         return Sharded(storage, first.shape)
@@ -292,9 +291,9 @@ def _sum_grads(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _make_like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a factory function with a value's shape, dtype and device."""
-    value, *rest = args
+    value, *options = args
     like = torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
-    return func(like, *rest, **kwargs)
+    return func(like, *options, **kwargs)
 
 
 _FACTORIES = """
@@ -302,18 +301,17 @@ empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zer
 """.split()
 COPIES = {aten.clone.default: "a copy", aten._to_copy.default: "a cast"}
 SHARDED_MOVES: dict[OpOverload, MoveHandler] = {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.view.default: _alias,
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.view.default), _alias),
     **dict.fromkeys(COPIES, _copy),
-    aten.record_stream.default: _record_copy,
-    aten.add.Tensor: _sum_grads,
-    aten.add_.Tensor: _sum_grads,
+    aten.record_stream.default: _record_stream,
+    **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor), _add_rows),
     **{getattr(aten, name).default: _make_like for name in _FACTORIES},
 }
 
 
 # Conversions at the boundaries of graphs.
+
+GradientMap = Callable[[Tensor], Iterable[Tensor]]  # gradient of the rows -> gradients of the operands
 
 
 class _FullFunction(torch.autograd.Function):
@@ -356,24 +354,19 @@ class _ToLocalFunction(torch.autograd.Function):
         """Return the gradient as a sharded tensor."""
         if grad is None:
             return None, None
-        layout, origin = ctx.layout, Origin(f"the gradient of {ctx.origin.text}", ctx.origin.meet)
+        layout, origin = ctx.layout, Origin(f"the gradient of {ctx.origin.description}", ctx.origin.check_read)
         return Sharded(ShardStorage(layout, ctx.shape[layout.dim], grad, origin), ctx.shape), None
 
 
 class _FromLocalFunction(torch.autograd.Function):
     """This rank's rows -> value, whose gradient is rows with zeros in padding.
 
-    The operands are the rows, or tokens of their gradients. `gradients` maps the gradient of the rows to those of the
-    operands. The backward raises SpError inside of a transform.
+    The operands `sources` are the rows, or tokens of gradients. The backward raises SpError inside of a transform.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        storage: ShardStorage,
-        shape: Sequence[int],
-        gradients: Callable[[Tensor], Iterable[Tensor]],
-        *sources: Tensor,
+        ctx: Any, storage: ShardStorage, shape: Sequence[int], gradients: GradientMap, *sources: Tensor
     ) -> Tensor:
         """Wrap the storage as a sharded tensor."""
         ctx.set_materialize_grads(False)
@@ -390,10 +383,10 @@ class _FromLocalFunction(torch.autograd.Function):
         layout: Layout = ctx.layout
         frame = layout.frame(grad.shape[layout.dim])
         rows = sp.mask.default(_local_rows(grad, layout), layout.dim, frame, 0, layout.n, layout.group)
-        gradients = list(ctx.gradients(rows))
-        for ticket in gradients if rows.requires_grad else []:
-            ticket.requires_grad_()  # a backward through this one raises, and is not cut off silently
-        return None, None, None, *gradients
+        source_grads = list(ctx.gradients(rows))
+        for source_grad in source_grads if rows.requires_grad else []:
+            source_grad.requires_grad_()  # a backward through this one raises, and is not cut off silently
+        return None, None, None, *source_grads
 
 
 def refuse_transforms(grads: Sequence[Any] = ()) -> None:
@@ -419,7 +412,7 @@ def to_local(x: Sharded, layout: Layout) -> Tensor:
 
 
 def from_local(
-    local: Tensor, layout: Layout, length: int, origin: Origin | None = None, ticket: Tensor | None = None
+    local: Tensor, layout: Layout, length: int, origin: Origin | None = None, grad_token: Tensor | None = None
 ) -> Tensor:
     """Return the value of which a tensor is this rank's rows, differentiable; padding has no gradient.
 
@@ -428,17 +421,18 @@ def from_local(
         layout: Layout of the value.
         length: Length of the sharded dim in the full tensor.
         origin: Origin of the value.
-        ticket: Token under which the gradient is stored, see `grad_tokens`. If None, the gradient flows to `local`.
+        grad_token: Token whose gradient is the number of the stored gradient, see `grad_tokens.py`. If None, the
+            gradient flows to `local`.
     """
     shape = [length if dim == layout.dim else extent for dim, extent in enumerate(local.shape)]
     storage = ShardStorage(layout, length, local.detach(), origin or Origin())
-    if ticket is None:
+    if grad_token is None:
         return _FromLocalFunction.apply(storage, shape, lambda rows: [rows], local)
-    return _FromLocalFunction.apply(storage, shape, lambda rows: [store_grad(rows)], ticket)
+    return _FromLocalFunction.apply(storage, shape, lambda rows: [store_grad(rows)], grad_token)
 
 
 def from_deferred(
-    deferred: DeferredRows, shape: Sequence[int], layout: Layout, length: int, origin: Origin, tickets: Sequence[Tensor]
+    deferred: DeferredRows, shape: Sequence[int], layout: Layout, length: int, origin: Origin, tokens: Sequence[Tensor]
 ) -> Tensor:
     """Return a value whose rows are computed when it is read, differentiable.
 
@@ -448,10 +442,10 @@ def from_deferred(
         layout: Layout of the value.
         length: Length of the sharded dim in the full tensor.
         origin: Origin of the value.
-        tickets: Tokens under which the gradients of the operands are stored.
+        tokens: Tokens of the gradients of the operands that need one.
     """
     storage = ShardStorage(layout, length, None, origin, deferred=deferred)
-    return _FromLocalFunction.apply(storage, shape, lambda rows: map(store_grad, deferred.gradients(rows)), *tickets)
+    return _FromLocalFunction.apply(storage, shape, lambda rows: map(store_grad, deferred.gradients(rows)), *tokens)
 
 
 class _WriteFunction(torch.autograd.Function):
@@ -479,15 +473,15 @@ def write(x: Sharded, new: Tensor) -> None:
 
 def from_replicated(x: Tensor, layout: Layout, origin: Origin | None = None) -> Tensor:
     """Return a full tensor as a value with a layout, for dry runs, which run on no ranks."""
-    return _IdentityFunction.apply(x, layout, origin or Origin())
+    return _FromReplicatedFunction.apply(x, layout, origin or Origin())
 
 
-class _IdentityFunction(torch.autograd.Function):
-    """Identity that wraps a full tensor as a value."""
+class _FromReplicatedFunction(torch.autograd.Function):
+    """Full tensor -> value that is read already, whose gradient is the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, origin: Origin) -> Tensor:
-        """Wrap a full tensor whose local rows are empty."""
+        """Wrap the full tensor; the rows of this rank are uninitialized."""
         length = x.shape[layout.dim]
         rows = layout.outer * local_row_count(layout.frame(length), layout.n) * layout.inner
         shape = [rows if dim == layout.dim else extent for dim, extent in enumerate(x.shape)]

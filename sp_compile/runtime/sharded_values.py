@@ -175,7 +175,7 @@ class ShardedProgram:
         origin = self._origin(result)
         shape = [self._value(extent, args) for extent in result.shape]
         tokens = [out[operand.grad_token] for operand in deferred.operands if operand.grad_token is not None]
-        return from_deferred(deferred.bind(args, out, origin.text), shape, layout, length, origin, tokens)
+        return from_deferred(deferred.bind(args, out, origin.description), shape, layout, length, origin, tokens)
 
     def _origin(self, result: ShardedOutput) -> Origin:
         words = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"
@@ -235,7 +235,7 @@ def simulate_sharded_outputs(
     values = list(results)
     for i, result in edges.results.items():
         if not result.parts and i < len(values):
-            values[i] = from_replicated(values[i], result.layout, Origin(result.name, simulated=looked))
+            values[i] = from_replicated(values[i], result.layout, Origin(result.name, record_read=looked))
     views = [view for view in edges.views if not view.of_argument and view.base < len(values)]
     return rebuild_views(values, args, replace(edges, views=views, hidden=0))
 
