@@ -75,12 +75,12 @@ class RankProgram:
             self.ranks,
             self.options,
             machine=self.machine,
-            edges=self.boundary,
+            boundary=self.boundary,
             trains=torch.is_grad_enabled(),
             is_split_only=not self.exchanges,
         )
         BoundaryPasses(job)(self.graph)
-        self.boundary = job.edges
+        self.boundary = job.boundary
         self.report.passes += job.runs
 
     def halves(self, options: SPConfig | None = None) -> PartitionedPasses | None:

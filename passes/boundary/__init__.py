@@ -1,1 +1,1 @@
-"""Add the outputs of a rank's program that its sharded outputs need."""
+"""Describe the sharded inputs and outputs of a rank's program, and add the outputs that the sharded ones need."""

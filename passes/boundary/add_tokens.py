@@ -1,4 +1,10 @@
-"""Add a local program's extra outputs: balanced orders, operands of deferred outputs, gradient tokens."""
+"""Add a local program's extra outputs: balanced orders, operands of deferred outputs, gradient tokens.
+
+    return (loss, logits)   ->   return (loss, logits.detach(), token)
+
+The local program is the graph of one rank, before AOTAutograd. The runtime wraps its sharded outputs as `Sharded`
+values and uses the extra outputs for that; `GraphBoundary` records their numbers.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +35,17 @@ class ReturnPermutation(Pass):
     provides = frozenset({"row orders"})
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        if job.edges.order_input is not None or not any(one.layout.is_balanced for one in job.edges.results.values()):
+        """Append the three tensors of a `RowPermutation` to the outputs if one is balanced; return 1 or 0."""
+        boundary = job.boundary
+        is_balanced = any(output.layout.is_balanced for output in boundary.results.values())
+        if boundary.order_input is not None or not is_balanced:
             return 0
-        (balanced,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
+        (balance,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
         with gm.graph.inserting_before(gm.graph.output_node()):
-            orders = [self.emit(operator.getitem, (balanced, i), balanced.meta["val"][i], balanced) for i in range(3)]
+            tensors = [self.emit(operator.getitem, (balance, i), balance.meta["val"][i], balance) for i in range(3)]
         leaves = output_leaves(gm)
-        job.edges = replace(job.edges, balanced_order=tuple(range(len(leaves), len(leaves) + 3)))
-        set_outputs(gm, [*leaves, *orders])
+        job.boundary = replace(boundary, balanced_order=tuple(range(len(leaves), len(leaves) + 3)))
+        set_outputs(gm, [*leaves, *tensors])
         return 1
 
 
@@ -52,30 +60,30 @@ class AddGradientTokens(Pass):
 
     @classmethod
     def of(cls, job: BoundaryContext) -> Pass | None:
-        """Create the pass for a job, or return None if it does not apply."""
+        """Create the pass for training on several ranks without collectives of the program, else return None."""
         return cls() if job.is_split_only and job.trains and job.ranks.n > 1 else None
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        leaves, output, found = output_leaves(gm), gm.graph.output_node(), dict[int, int]()
-        memory = Counter(storage_of(x.meta["val"]) for x in leaves if is_tensor(x))
+        """Tap such outputs, return them detached, append their tokens, and return the number of tokens."""
+        leaves, output, tokens = output_leaves(gm), gm.graph.output_node(), dict[int, int]()
+        storage_counts = Counter(storage_of(x.meta["val"]) for x in leaves if is_tensor(x))
         for i in job.differentiable(gm):
             node = leaves[i]
-            if job.edges.results[i].late is not None or node.op != "call_function":
+            if job.boundary.results[i].deferred is not None or node.op != "call_function":
                 continue
-            if memory[storage_of(node.meta["val"])] > 1:  # AOTAutograd treats outputs that share memory as one
-                continue
+            if storage_counts[storage_of(node.meta["val"])] > 1:
+                continue  # AOTAutograd treats outputs that share memory as one
             if any(user is not output for user in node.users):
-                ticket = insert_tap(node)
+                token = insert_tap(node)
                 leaves[i] = insert_detach(node)
-                found[i] = len(leaves)
-                leaves.append(ticket)
+                tokens[i] = len(leaves)
+                leaves.append(token)
         set_outputs(gm, leaves)
-        job.update_outputs(ticket=found)
-        return len(found)
+        job.update_outputs(grad_token=tokens)
+        return len(tokens)
 
 
-VALIDATED = CAPTURED_PROPERTIES | {"validated", "tiled"}
+LOCAL_PROPERTIES = CAPTURED_PROPERTIES | {"validated", "tiled"}
 """Properties of the program of one rank."""
 
 
@@ -85,16 +93,17 @@ class BoundaryPasses(Passes):
     steps = (ReturnPermutation, DeferOutputs, AddGradientTokens)
 
     def __init__(self, job: BoundaryContext) -> None:
-        check_pass_order(iterate_passes(BoundaryPasses), VALIDATED)
+        check_pass_order(iterate_passes(BoundaryPasses), LOCAL_PROPERTIES)
         super().__init__(job)
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_RULES][i].value.shape)) for i in job.edges.results}
+        """Run the passes, and update `job.boundary`: the shapes of its results and the numbers of added outputs."""
+        shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_RULES][i].value.shape)) for i in job.boundary.results}
         job.update_outputs(shape=shapes)
-        own = len(output_leaves(gm))
+        num_outputs = len(output_leaves(gm))
         changes = super().apply(gm, job)
-        own += len(job.edges.balanced_order)
-        order_outputs = range(own, len(output_leaves(gm)))
-        job.edges = replace(job.edges, own_ranks=own, rows=job.edges.rows.union(order_outputs))
+        num_outputs += len(job.boundary.balanced_order)
+        added = range(num_outputs, len(output_leaves(gm)))  # tokens, and rows of deferred outputs' operands
+        rows = job.boundary.rows.union(added)
+        job.boundary = replace(job.boundary, num_base_outputs=num_outputs, rows=rows)
         return changes

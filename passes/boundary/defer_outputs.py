@@ -1,8 +1,8 @@
 """Defer outputs that would repeat the work of tiles: they are computed when the caller reads them.
 
-    (loss, logits)  ->  (loss, hidden, weight)      and a graph of (hidden, weight) that computes the logits
+    return (loss, logits)  ->  return (loss, hidden), and a graph that computes logits from hidden and the weight
 
-See `lowering/collectives/deferred.py`.
+The loss is computed in tiles, without full logits. See `lowering/collectives/deferred.py` for the graph at run time.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile.lowering.collectives.deferred import DeferredGraph
+from sp_compile.lowering.collectives.deferred import DeferredGraph, DeferredOperand
 from sp_compile.lowering.torch_compat import enter_autocast, exit_autocast
 from sp_compile.passes.base import Pass
 from sp_compile.passes.graph.closure import reachable_set
@@ -27,57 +28,70 @@ from .boundary_context import BoundaryContext, insert_detach, insert_tap, output
 
 
 class DeferOutputs(Pass):
-    """Pass that returns the operands of deferred outputs in place of these, after all other outputs."""
+    """Pass that returns the operands of deferred outputs in place of these, after all other outputs.
+
+    An output is deferred if its nodes only repeat work of tiles, as logits do next to a loss that is computed in tiles.
+    """
 
     requires = frozenset({"tiled", "row orders"})
     provides = frozenset({"deferred outputs"})
 
     @classmethod
     def of(cls, job: BoundaryContext) -> Pass | None:
-        """Create the pass for a job, or return None if it does not apply."""
+        """Create the pass for a program without collectives of its own, else return None."""
         return cls() if job.is_split_only else None
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        leaves, found = output_leaves(gm), dict[int, DeferredGraph]()
-        its: dict[Node, list[int]] = {}
+        """Replace such outputs in the graph and in `job.boundary`, and return their number."""
+        leaves, deferred = output_leaves(gm), dict[int, DeferredGraph]()
+        numbers: dict[Node, list[int]] = {}  # of the outputs that return the node
         for i in job.differentiable(gm):
-            its.setdefault(leaves[i], []).append(i)
-        for node, numbers in its.items():
-            inside = _recompute_nodes(node)
-            if inside is None:
+            numbers.setdefault(leaves[i], []).append(i)
+        for node, node_numbers in numbers.items():
+            recomputed = _recompute_nodes(node)
+            if recomputed is None:
                 continue
-            graph, operands = _extract_graph(gm, inside, node)
-            where, tickets = [], []
-            for x in operands:
-                tickets.append(len(leaves) if job.trains and _is_differentiable_input(x) else None)
-                if tickets[-1] is not None:
-                    leaves.append(insert_tap(x))
-                argument = _argument_number(x)
-                where.append((argument is not None, len(leaves) if argument is None else argument))
-                if argument is None:
-                    leaves.append(insert_detach(x))
-            late = DeferredGraph(graph, node.meta["val"], tuple(where), tuple(tickets))
-            for i in numbers:  # a value of which every rank has rows
-                leaves[i] = leaves[next(number for is_argument, number in where if not is_argument)]
-                found[i] = late
-        if found:
+            graph, operands = _extract_graph(gm, recomputed, node)
+            sources = tuple(_return_operand(x, leaves, job.trains) for x in operands)
+            # The output itself becomes a computed operand, of which every rank has rows, too.
+            computed = next(leaves[source.index] for source in sources if not source.is_argument)
+            result = DeferredGraph(graph, node.meta["val"], sources)
+            for i in node_numbers:
+                leaves[i], deferred[i] = computed, result
+        if deferred:
             set_outputs(gm, leaves)
             erase_dead(gm.graph)
-        job.update_outputs(late=found)
+        job.update_outputs(deferred=deferred)
         if job.ranks.n == 1:  # on one rank, other outputs are full tensors
-            job.edges = replace(job.edges, results={i: job.edges.results[i] for i in found})
-        return len(found)
+            job.boundary = replace(job.boundary, results={i: job.boundary.results[i] for i in deferred})
+        return len(deferred)
+
+
+def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand:
+    """Return the source of an operand; append it, unless it is an argument, and its gradient token to `leaves`."""
+    grad_token = None
+    # AOTAutograd returns the gradients of arguments itself.
+    if trains and x.op == "call_function" and _needs_gradient(x):
+        grad_token = len(leaves)
+        leaves.append(insert_tap(x))
+    argument = _argument_number(x)
+    if argument is not None:
+        return DeferredOperand(True, argument, grad_token)
+    leaves.append(insert_detach(x))
+    return DeferredOperand(False, len(leaves) - 1, grad_token)
+
+
+def _needs_gradient(x: Node) -> bool:
+    return node_info(x).requires_grad is not False and x.meta["val"].is_floating_point()
 
 
 def _recompute_nodes(node: Node) -> list[Node] | None:
-    """Return the nodes that compute an output for the caller only, in order; None if other nodes read it."""
+    """Return the nodes that compute an output for the caller only, in order; None if other nodes read them."""
     if not node_info(node).recomputed or set(node.users) != {node.graph.output_node()}:
         return None
-    inside = reachable_set([node], lambda n: [x for x in n.all_input_nodes if node_info(x).recomputed])
-    if any(user not in inside for n in inside if n is not node for user in n.users):
-        return None
-    return [n for n in node.graph.nodes if n in inside]
+    recomputed = reachable_set([node], lambda n: [x for x in n.all_input_nodes if node_info(x).recomputed])
+    users = {user for n in recomputed if n is not node for user in n.users}
+    return [n for n in node.graph.nodes if n in recomputed] if users <= recomputed else None
 
 
 def _extract_graph(gm: GraphModule, nodes: Sequence[Node], result: Node) -> tuple[GraphModule, list[Node]]:
@@ -86,22 +100,21 @@ def _extract_graph(gm: GraphModule, nodes: Sequence[Node], result: Node) -> tupl
     operands = [x for x in dict.fromkeys(x for n in nodes for x in n.all_input_nodes) if x not in nodes]
     for x in operands:
         copies[x] = graph.placeholder(x.name)
-    for regions, together in groupby(nodes, autocast_regions):
-        entered = [graph.call_function(enter_autocast, tuple(one)) for one in regions]
-        for n in together:
+    for regions, members in groupby(nodes, autocast_regions):
+        entered = [graph.call_function(enter_autocast, tuple(region)) for region in regions]
+        for n in members:
             copies[n] = graph.node_copy(n, copies.__getitem__)
-        for token in reversed(entered):
-            graph.call_function(exit_autocast, (token,))
+        for region in reversed(entered):
+            graph.call_function(exit_autocast, (region,))
     graph.output(copies[result])
     return GraphModule(gm, graph), operands
 
 
-def _is_differentiable_input(x: Node) -> bool:
-    return node_info(x).requires_grad is not False and x.meta["val"].is_floating_point() and x.op == "call_function"
-
-
 def _argument_number(x: Node) -> int | None:
-    """Return the number of the program's argument that the node is, or None for a computed value."""
+    """Return the number of the program's argument that the node is, or None for a computed value.
+
+    ``sp::reduce_grad`` returns arguments unchanged.
+    """
     if x.target is operator.getitem and x.args[0].target is torch.ops.sp.reduce_grad.default:  # type: ignore[union-attr]
         x = x.args[0].args[0][x.args[1]]  # type: ignore[union-attr,index]
     return list(x.graph.find_nodes(op="placeholder")).index(x) if x.op == "placeholder" else None

@@ -1,4 +1,4 @@
-"""Describe the sharded inputs and outputs of a rank's program."""
+"""Describe the sharded inputs and outputs of a rank's program, for the runtime that wraps and unwraps them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class ShardedOutput:
     where: str  # the user's line that computes it
     layout: Layout  # without `parts`
     length: Size  # rows of the sharded dim, over all ranks
-    parts: Mapping[str, Size] = field(default_factory=dict)  # outer, inner, before, after: may depend on the call
-    ticket: int | None = None  # number of the output that is its gradient token (collectives/grad_tokens.py)
-    late: DeferredGraph | None = None  # the graph that computes it when it is read
+    # Fields `outer`, `inner`, `before` and `after` of the layout; symbolic ones are evaluated in each call.
+    parts: Mapping[str, Size] = field(default_factory=dict)
+    grad_token: int | None = None  # number of the output that is its gradient token (collectives/grad_tokens.py)
+    deferred: DeferredGraph | None = None  # the graph that computes it when it is read
     shape: tuple[Size, ...] = ()  # of the full tensor
 
 
@@ -35,8 +36,9 @@ class GraphBoundary:
     results: Mapping[int, ShardedOutput] = field(default_factory=dict)  # the sharded outputs
     rows: frozenset[int] = frozenset()  # outputs of which a rank has only rows, plain tensors included
     writes: Mapping[int, int] = field(default_factory=dict)  # outputs that are written to sharded inputs, by input
-    symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)  # see `symbol_sources`
-    own_ranks: int | None = None  # number of outputs before gradient tokens and operands of deferred outputs
+    # The input that is the symbol, or the input and its dim, see `symbol_sources` of `runtime/sharded_values.py`.
+    symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
+    num_base_outputs: int | None = None  # outputs without gradient tokens and operands of deferred outputs
     balanced_order: tuple[int, ...] = ()  # numbers of the three outputs that are a `RowPermutation`
     views: Sequence[ResultView] = ()  # outputs that are views of other outputs or of arguments
     hidden: int = 0  # number of outputs that exist only for `views`

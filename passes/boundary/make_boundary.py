@@ -27,9 +27,10 @@ def make_boundary(
         local: The graph of one rank.
         view: The captured graph that it was lowered from.
         ranks: The ranks that shard the sequence.
-        symbols: The inputs that the symbols of the captured graph are computed from.
+        symbols: The inputs that the symbols of the captured graph are computed from, as in `GraphBoundary`.
     """
-    rows = frozenset(i for i, one in enumerate(local.meta[OUTPUT_RULES]) if one and isinstance(one.placement, Shard))
+    infos = enumerate(local.meta[OUTPUT_RULES])
+    rows = frozenset(i for i, info in infos if info is not None and isinstance(info.placement, Shard))
     inputs = view.graph.graph.find_nodes(op="placeholder")
     return GraphBoundary(
         view.layouts,
@@ -45,18 +46,18 @@ def make_boundary(
 
 
 def _sharded_outputs(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[int, ShardedOutput]:
-    """Return the outputs that stay sharded, by number."""
-    found: dict[int, ShardedOutput] = {}
-    for i, (name, mode, rule) in enumerate(zip(view.names, view.outputs, local.meta[OUTPUT_RULES], strict=True)):
-        if mode == "local" or rule is None or not isinstance(rule.placement, Shard):
+    """Return the outputs that stay sharded, by number: all placed as Shard, without those of option "local"."""
+    outputs: dict[int, ShardedOutput] = {}
+    for i, (name, option, info) in enumerate(zip(view.names, view.outputs, local.meta[OUTPUT_RULES], strict=True)):
+        if option == "local" or info is None or not isinstance(info.placement, Shard):
             continue
-        have, value, where = rule
-        if ranks.n == 1 and gather_reason(value, [mode]):
+        shard, value, where = info
+        if ranks.n == 1 and gather_reason(value, [option]):
             continue
-        order, frame = tuple(order_of_strides(as_sizes(value.stride()))), have.frame
-        layout = Layout(have.dim, ranks.n, ranks.group, order, frame.folds)
+        order, frame = tuple(order_of_strides(as_sizes(value.stride()))), shard.frame
+        layout = Layout(shard.dim, ranks.n, ranks.group, order, frame.folds)
         after = frame.size - frame.start - frame.length
-        parts = {"outer": have.outer, "inner": have.inner, "before": frame.start, "after": after}
-        own = {part: value for part, value in parts.items() if not is_same_size(value, getattr(layout, part))}
-        found[i] = ShardedOutput(name, where, layout, as_sizes(value.shape)[have.dim], own)
-    return found
+        sizes = {"outer": shard.outer, "inner": shard.inner, "before": frame.start, "after": after}
+        parts = {part: size for part, size in sizes.items() if not is_same_size(size, getattr(layout, part))}
+        outputs[i] = ShardedOutput(name, where, layout, as_sizes(value.shape)[shard.dim], parts)
+    return outputs

@@ -20,7 +20,7 @@ from sp_compile import passes
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes import PASSES, Pass, PassContext, check_pass_order, iterate_passes, register_pass
 from sp_compile.passes.base import CAPTURED_PROPERTIES, CanonicalPass, CollectivePass, order_passes, registered_passes
-from sp_compile.passes.boundary.add_tokens import VALIDATED, BoundaryPasses
+from sp_compile.passes.boundary.add_tokens import LOCAL_PROPERTIES, BoundaryPasses
 from sp_compile.passes.context import NoteKind, runs_by_pass
 from sp_compile.passes.graph.edit import copy_graph
 from sp_compile.passes.graph.node_info import clear_node_info, node_info, set_node_info
@@ -28,7 +28,7 @@ from sp_compile.passes.joint.joint import JOINT_PROPERTIES, JointPasses
 from sp_compile.passes.joint.partitioned import PartitionedPasses
 from sp_compile.pipeline import Pipeline, strategy_passes
 
-LATER_PASSES = {BoundaryPasses: VALIDATED, JointPasses: JOINT_PROPERTIES, PartitionedPasses: CAPTURED_PROPERTIES}
+LATER_PASSES = {BoundaryPasses: LOCAL_PROPERTIES, JointPasses: JOINT_PROPERTIES, PartitionedPasses: CAPTURED_PROPERTIES}
 """Passes that run after the pipeline, and the properties that hold at their start."""
 
 
