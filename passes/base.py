@@ -218,7 +218,7 @@ class CanonicalPass(Pass):
 class CollectivePass(Pass):
     """A pass over the collectives of a joint graph, for graphs that all ranks rewrite equally.
 
-    The job is a `CollectiveJob` of `passes.collectives.collective_context`.
+    The job is a `CollectiveContext` of `passes.collectives.collective_context`.
     """
 
 

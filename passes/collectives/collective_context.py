@@ -1,4 +1,4 @@
-"""Provide the context of passes over the collectives of a program."""
+"""Provide the context of passes over the collectives of a program, and the queries that they send to other ranks."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class NoRanks:
 
 
 @dataclass
-class CollectiveJob(PassContext):
+class CollectiveContext(PassContext):
     """The context of a pass over collectives."""
 
-    # The ranks that the program connects. `session.facts` names the function's tensor arguments input_0, input_1, ...
+    # `session.facts` names the tensor arguments of the program input_0, input_1, ...
     session: RankQueries = field(default_factory=NoRanks)

@@ -9,14 +9,14 @@ from typing import Any
 from torch.fx import GraphModule
 
 from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks
-from sp_compile.passes.collectives.collective_context import CollectiveJob
+from sp_compile.passes.collectives.collective_context import CollectiveContext
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.cost.offload_cost import HostValues
 from sp_compile.passes.tensor_parallel.scatter_layers import LinearLayer
 
 
 @dataclass
-class JointContext(CollectiveJob):
+class JointContext(CollectiveContext):
     """The context of passes over one joint graph, and their results for later passes."""
 
     ranks: Ranks = SINGLE_RANK  # the current group

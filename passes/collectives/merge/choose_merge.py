@@ -1,4 +1,10 @@
-"""Choose how to merge a chain of collectives: list the exact options, predict their time, select one."""
+"""Choose how to merge a chain of collectives: list the exact options, predict their time, select one.
+
+    links 0, 1, 2 over groups a, b, c    ->    blocks {(0, 1): "ab", (2,): "c"}: one collective over ab, then one over c
+
+An option partitions the links of the chain into blocks. Each block is one collective over the union of its groups,
+whose ranks are on a grid; a communicator of the union must be declared (`sp_compile.declare_groups`).
+"""
 
 from __future__ import annotations
 
@@ -25,19 +31,21 @@ from sp_compile.passes.cost.machine import Machine
 from .find_chains import CollectiveChain
 
 COMPOSERS = {"all_reduce": reduce_partitions, "reduce_scatter": scatter_partitions, "all_gather": gather_partitions}
+"""Functions that return the union of the groups of a block as lists of ranks, or None if the groups form no grid."""
+
 MERGE_TIE = 1.05
 """Options within this factor of the fastest prediction count as equal; the one with the fewest collectives wins."""
 
-LinkSet = tuple[int, ...]
-"""Numbers of links of a chain."""
+LinkIndices = tuple[int, ...]
+"""Indices of some links of a chain, in order: a block."""
 
 
 @dataclass(frozen=True)
 class MergeOption:
     """A way to run a chain."""
 
-    blocks: dict[LinkSet, str]  # the communicator of each block of links
-    time: float  # predicted seconds
+    communicators: dict[LinkIndices, str]  # name of the communicator of each block
+    time: float  # predicted seconds; nan if sizes are unknown
 
 
 @dataclass(frozen=True)
@@ -50,54 +58,64 @@ class MergeChooser:
 
     def options(self, chain: CollectiveChain) -> list[MergeOption]:
         """Return all exact options that have communicators, including the one that merges nothing."""
-        count = len(chain.links)
-        subsets = [block for k in range(count) for block in itertools.combinations(range(count), k + 1)]
-        names = {block: self._communicator(chain, block) for block in subsets}
-        parts = self._link_groups(chain, tuple(range(count)))
-        pairs = itertools.combinations(parts, 2)
-        free = chain.links[0].kind == "all_reduce" and all(reduce_partitions(pair) is not None for pair in pairs)
-        found = []
-        for blocks in _link_partitions(tuple(range(count))):
-            if free or all(block[-1] - block[0] == len(block) - 1 for block in blocks):
-                candidates = {block: name for block in blocks if (name := names[block]) is not None}
-                if len(candidates) == len(blocks):
-                    seconds = sum(self._seconds(chain, block, name) for block, name in candidates.items())
-                    found.append(MergeOption(candidates, seconds))
-        return found
+        links = tuple(range(len(chain.links)))
+        communicators: dict[LinkIndices, str] = {}
+        for size in range(len(links)):
+            for block in itertools.combinations(links, size + 1):
+                name = self._communicator(chain, block)
+                if name is not None:
+                    communicators[block] = name
+        # All-reduces over the axes of a grid commute, so that a block may skip links.
+        pairs = itertools.combinations(self._link_groups(chain, links), 2)
+        commute = chain.links[0].kind == "all_reduce" and all(reduce_partitions(pair) is not None for pair in pairs)
+        options = []
+        for blocks in _link_partitions(links):
+            in_order = all(block[-1] - block[0] == len(block) - 1 for block in blocks)
+            if (commute or in_order) and all(block in communicators for block in blocks):
+                chosen = {block: communicators[block] for block in blocks}
+                seconds = sum(self._seconds(chain, block, name) for block, name in chosen.items())
+                options.append(MergeOption(chosen, seconds))
+        return options
 
     def best(self, options: list[MergeOption]) -> MergeOption:
         """Return the option that the policy selects."""
         if self.policy == "auto":
-            fastest = min(one.time for one in options)
-            options = [one for one in options if one.time <= fastest * MERGE_TIE] or [unmerged_option(options)]
+            fastest = min(option.time for option in options)
+            # No option is within the factor if the times are nan.
+            options = [x for x in options if x.time <= fastest * MERGE_TIE] or [unmerged_option(options)]
         elif self.policy == "intra_node":
-            inside = self.groups.is_in_one_node
-            options = [one for one in options if all(len(b) == 1 or inside(name) for b, name in one.blocks.items())]
-        return min(options, key=lambda one: (len(one.blocks), one.time))
+            options = [option for option in options if self._merges_in_nodes(option)]
+        return min(options, key=lambda option: (len(option.communicators), option.time))
+
+    def _merges_in_nodes(self, option: MergeOption) -> bool:
+        """Return True if all merged collectives are between ranks of one machine."""
+        merged = [name for block, name in option.communicators.items() if len(block) > 1]
+        return all(map(self.groups.is_in_one_node, merged))
 
     def unmerged_reason(self, chain: CollectiveChain, options: list[MergeOption]) -> str:
-        """Return the reason for which the chain is not merged."""
-        merged = [one for one in options if one is not unmerged_option(options)]
+        """Return the reason for which the chain is not merged; without an option, that of its last two links."""
+        merged = [option for option in options if option is not unmerged_option(options)]
         if merged and self.policy == "intra_node":
             return "the policy is 'intra_node', and the ranks are on several machines"
         if merged:
-            fastest = min(merged, key=lambda one: one.time)
+            fastest = min(merged, key=lambda option: option.time)
             return f"predicted to be slower merged: {format_predictions(fastest, unmerged_option(options))}"
         block = (len(chain.links) - 2, len(chain.links) - 1)
-        parts, kind = self._link_groups(chain, block), chain.links[0].kind
+        partitions, kind = self._link_groups(chain, block), chain.links[0].kind
         groups = " and ".join(repr(chain.links[i].group) for i in block)
-        union = COMPOSERS[kind](parts)
-        if reduce_partitions(parts) is None:
-            return f"the groups {groups} are not the axes of a full grid: {parts[0]} and {parts[1]}"
+        union = COMPOSERS[kind](partitions)
+        if reduce_partitions(partitions) is None:
+            return f"the groups {groups} are not the axes of a full grid: {partitions[0]} and {partitions[1]}"
         if union is None or self.groups.communicator(union, ordered=kind != "all_reduce") is None:
             order = "" if kind == "all_reduce" else ", in the order of their chunks"
             return f"no communicator is declared for the ranks of {groups} together{order}"
         return f"the {len(union[0])} ranks of {groups} are not known to divide the rows"
 
-    def _link_groups(self, chain: CollectiveChain, block: LinkSet) -> list[Partition]:
+    def _link_groups(self, chain: CollectiveChain, block: LinkIndices) -> list[Partition]:
+        """Return the groups of the links, each as the partition of all ranks into groups of its axis."""
         return [self.groups[chain.links[i].group] for i in block]
 
-    def _communicator(self, chain: CollectiveChain, block: LinkSet) -> str | None:
+    def _communicator(self, chain: CollectiveChain, block: LinkIndices) -> str | None:
         """Return the group over which one collective replaces those of the block, or None."""
         if len(block) == 1:
             return chain.links[block[0]].group
@@ -107,39 +125,42 @@ class MergeChooser:
             return None
         return self.groups.communicator(union, ordered=kind != "all_reduce")
 
-    def _keeps_rows(self, chain: CollectiveChain, block: LinkSet, ranks: int) -> bool:
-        """Return True if a merged scatter sends the same rows to each rank as the separate ones."""
+    def _keeps_rows(self, chain: CollectiveChain, block: LinkIndices, ranks: int) -> bool:
+        """Return True unless a merged scatter may send other rows to a rank than the separate ones."""
         first = chain.links[block[0]]
         rows = static_value(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
         return bool(statically_known_true(rows % ranks == 0))
 
-    def _seconds(self, chain: CollectiveChain, block: LinkSet, name: str) -> float:
-        """Return the predicted seconds of a block as one collective.
+    def _seconds(self, chain: CollectiveChain, block: LinkIndices, name: str) -> float:
+        """Return the predicted seconds of a block as one collective over the communicator `name`.
 
-        A line of all_reduces takes twice the time of a gather or a scatter.
+        The cost model has the time of all_reduces, as a line over the bytes; a gather or a scatter takes half of it.
         """
         line, size = self.groups.lines.get(name), self.groups.size(name)
         if line is None:
             machine = self.machine_of(chain.links[block[0]].node)
             line = machine.line("all_reduce", size, inside=self.groups.is_in_one_node(name))
-        sent = collective_bytes("all_reduce", self._bytes(chain, block), size)
-        return line.seconds(sent) / (1 if chain.links[0].kind == "all_reduce" else 2)
+        nbytes = collective_bytes("all_reduce", self._bytes(chain, block), size)
+        return line.seconds(nbytes) / (1 if chain.links[0].kind == "all_reduce" else 2)
 
-    def _bytes(self, chain: CollectiveChain, block: LinkSet) -> float:
+    def _bytes(self, chain: CollectiveChain, block: LinkIndices) -> float:
         """Return the bytes that a block reduces, or gathers or scatters in total."""
-        first, last = chain.links[block[0]], static_value(chain.links[block[-1]].node)
-        full_size = static_value(first.source) if first.kind == "reduce_scatter" else last
-        return _num_elements(full_size) * last.dtype.itemsize
+        first, result = chain.links[block[0]], static_value(chain.links[block[-1]].node)
+        full = static_value(first.source) if first.kind == "reduce_scatter" else result
+        try:  # in the call that is being compiled
+            return math.prod(map(size_hint, full.shape)) * result.dtype.itemsize
+        except TypeError:  # a size without a hint
+            return math.nan
 
 
 def unmerged_option(options: list[MergeOption]) -> MergeOption:
     """Return the option that merges nothing."""
-    return max(options, key=lambda way: len(way.blocks))
+    return max(options, key=lambda option: len(option.communicators))
 
 
-def format_predictions(merged: MergeOption, other: MergeOption) -> str:
-    """Return the predictions of both options as text."""
-    return f"{merged.time * 1e3:.3g} ms instead of {other.time * 1e3:.3g} ms"
+def format_predictions(merged: MergeOption, unmerged: MergeOption) -> str:
+    """Return the predicted times of both options as text."""
+    return f"{merged.time * 1e3:.3g} ms instead of {unmerged.time * 1e3:.3g} ms"
 
 
 def static_value(node: Node) -> torch.Tensor:
@@ -154,20 +175,14 @@ def static_value(node: Node) -> torch.Tensor:
     return value
 
 
-def _num_elements(value: torch.Tensor) -> float:
-    """Return the number of elements in the call that is being compiled, or nan if it is unknown."""
-    try:
-        return math.prod(map(size_hint, value.shape))
-    except TypeError:
-        return math.nan
-
-
-def _link_partitions(links: LinkSet) -> Iterator[tuple[LinkSet, ...]]:
+def _link_partitions(links: LinkIndices) -> Iterator[tuple[LinkIndices, ...]]:
     """Yield all partitions of the links into blocks."""
     if not links:
         yield ()
         return
+    first, *others = links
     for size in range(len(links)):
-        for others in itertools.combinations(links[1:], size):
-            rest = tuple(link for link in links[1:] if link not in others)
-            yield from (((links[0], *others), *blocks) for blocks in _link_partitions(rest))
+        for members in itertools.combinations(others, size):  # of the block of the first link
+            remaining = tuple(link for link in others if link not in members)
+            for blocks in _link_partitions(remaining):
+                yield (first, *members), *blocks

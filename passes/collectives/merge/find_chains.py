@@ -32,13 +32,13 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class ChunkMove:
-    """A move of equal chunks of one dim to another dim, by a split and a cat."""
+    """A move of equal chunks of one dim to another dim: cat(split(x, dim=split_dim), dim=cat_dim)."""
 
     split: Node
-    pieces: tuple[Node, ...]
-    joined: Node  # the cat
-    away: int  # dim of the split
-    onto: int  # dim of the cat
+    pieces: tuple[Node, ...]  # the chunks, results of the split
+    cat: Node
+    split_dim: int
+    cat_dim: int
 
     @property
     def source(self) -> Node:
@@ -53,30 +53,28 @@ def match_chunks(cat: Node) -> ChunkMove | None:
     call = OpCall(cat)
     pieces = tuple(call["tensors"])
     split = pieces[0].args[0] if pieces[0].target is operator.getitem else None
-    found = lookup_rule(split) if isinstance(split, Node) else None
-    rule = found[1] if found is not None else None
+    ruled_call = lookup_rule(split) if isinstance(split, Node) else None
+    rule = ruled_call[1] if ruled_call is not None else None
     if split is None or rule is None or rule.window is None or not len(rule.spans) == len(split.users) == len(pieces):
-        return None
+        return None  # no split, or not all of its chunks
     in_order = all(p.target is operator.getitem and p.args == (split, i) for i, p in enumerate(pieces))
     if not in_order or any(len(p.users) != 1 for p in pieces):
         return None
-    first, *others = (p.meta["val"].shape[rule.window] for p in pieces)
-    equal = all(statically_known_true(rows == first) for rows in others)
-    return ChunkMove(split, pieces, cat, rule.window, call.dim()) if equal else None
+    first_rows, *other_rows = (p.meta["val"].shape[rule.window] for p in pieces)
+    is_equal = all(statically_known_true(rows == first_rows) for rows in other_rows)
+    return ChunkMove(split, pieces, cat, rule.window, call.dim()) if is_equal else None
 
 
-def match_chunks_after(node: Node) -> ChunkMove | None:
+def _match_chunks_after(node: Node) -> ChunkMove | None:
     """Return the move that is the only reader of the node, or None."""
-    for split in node.users:
-        for piece in split.users:
-            for cat in piece.users:
-                found = match_chunks(cat) if len(node.users) == 1 else None
-                return found if found is not None and found.source is node else None
-    return None
+    cat = next((cat for split in node.users for piece in split.users for cat in piece.users), None)
+    move = match_chunks(cat) if cat is not None and len(node.users) == 1 else None
+    return move if move is not None and move.source is node else None
 
 
 autograd = torch.ops._c10d_functional_autograd
 
+# Kinds of links by op.
 COLLECTIVES = {
     c10d.all_reduce.default: "all_reduce",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
@@ -85,18 +83,18 @@ COLLECTIVES = {
     autograd.all_gather_into_tensor.default: "all_gather",
 }
 
-# Families of reductions; those of one family commute.
+# Families of reductions by `reduce_op`; those of one family commute.
 FAMILIES = {"sum": "linear", "avg": "linear", "max": "max", "min": "min", "product": "product"}
-OTHER_NODES = ("band", "bor", "bxor", "premul_sum")
+UNMERGED_REDUCTIONS = ("band", "bor", "bxor", "premul_sum")
 
 MAX_CHAIN = 6
 """Maximum number of links. No mesh has more axes; 6 links have 203 partitions into blocks."""
 
 MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
-QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
+DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
 
-
-_WIDER = {
+# Dtypes to which a dtype can be cast without rounding.
+_WIDER_DTYPES = {
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),
@@ -107,10 +105,10 @@ _WIDER = {
 class ChainLink:
     """A collective of a chain."""
 
-    node: Node
+    node: Node  # the collective
     kind: str  # "all_reduce", "reduce_scatter" or "all_gather"
     op: str  # the reduction; "" for an all_gather
-    group: str
+    group: str  # name of the process group
     chunks: ChunkMove | None = None  # the move that makes it a collective along another dim than 0
 
     @property
@@ -130,7 +128,7 @@ class ChainLink:
         """Return the dim that is gathered or scattered."""
         if self.chunks is None:
             return 0
-        return self.chunks.away if self.kind == "reduce_scatter" else self.chunks.onto
+        return self.chunks.split_dim if self.kind == "reduce_scatter" else self.chunks.cat_dim
 
 
 @dataclass(frozen=True)
@@ -153,24 +151,26 @@ def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, s
     Raises:
         SpError: torch does not know a reduction.
     """
-    found: list[CollectiveChain] = []
+    chains: list[CollectiveChain] = []
     broken: list[tuple[Node, str]] = []
-    used: set[Node] = set()
+    in_chains: set[Node] = set()
     for node in reversed(graph.nodes):
         link = match_link(node)
-        if link is None or node in used:
+        if link is None or node in in_chains:
             continue
         chain = CollectiveChain([link], [])
-        while isinstance(above := _previous_link(chain.links[0]), tuple) and len(chain.links) < MAX_CHAIN:
-            upper, steps = above
-            chain.links.insert(0, upper)
+        previous = _previous_link(link)
+        while isinstance(previous, tuple) and len(chain.links) < MAX_CHAIN:
+            previous_link, steps = previous
+            chain.links.insert(0, previous_link)
             chain.steps.insert(0, steps)
-            used.add(upper.node)
-        if isinstance(above, str):
-            broken.append((chain.links[0].node, above))
+            in_chains.add(previous_link.node)
+            previous = _previous_link(previous_link)
+        if isinstance(previous, str):
+            broken.append((chain.links[0].node, previous))
         if len(chain.links) > 1:
-            found.append(chain)
-    return found[::-1], broken[::-1]
+            chains.append(chain)
+    return chains[::-1], broken[::-1]
 
 
 def check_reductions(graph: Graph) -> None:
@@ -189,64 +189,72 @@ def match_link(node: Node) -> ChainLink | None:
         return None
     call = OpCall(node)
     op = str(call.get("reduce_op", "")).lower()
-    if op and op not in FAMILIES and op not in OTHER_NODES:
-        known = ", ".join((*FAMILIES, *OTHER_NODES))
+    if op and op not in FAMILIES and op not in UNMERGED_REDUCTIONS:
+        known = ", ".join((*FAMILIES, *UNMERGED_REDUCTIONS))
         raise SpError("SP561", f"reduce_op: expected one of {known}, got {op!r} in {describe_node(node)}.")
     group = exchange_group(node)
     return None if group is None else ChainLink(node, kind, op, group, _link_chunks(call, kind))
 
 
 def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
-    """Return the move before a reduce_scatter or after an all_gather, of one chunk per rank of its group."""
+    """Return the move before a reduce_scatter or after an all_gather, of one chunk per rank of its group.
+
+    With it, the collective is one along another dim than 0.
+    """
     if kind == "all_reduce":
         return None
     if kind == "reduce_scatter":
-        found = match_chunks(call["input"])
+        move = match_chunks(call["input"])
     else:
-        (wait,) = call.node.users if len(call.node.users) == 1 else (call.node,)
-        found = match_chunks_after(wait if wait.target is c10d.wait_tensor.default else call.node)
-    if found is None or found.split.target is not aten.split.Tensor:  # its chunk size allows more chunks
+        users = list(call.node.users)
+        is_waited = len(users) == 1 and users[0].target is c10d.wait_tensor.default
+        move = _match_chunks_after(users[0] if is_waited else call.node)
+    if move is None or move.split.target is not aten.split.Tensor:  # only its chunk size allows more chunks
         return None
-    other = found.onto if kind == "reduce_scatter" else found.away
-    return found if other == 0 and len(found.pieces) == call["group_size"] else None
+    collective_dim = move.cat_dim if kind == "reduce_scatter" else move.split_dim
+    return move if collective_dim == 0 and len(move.pieces) == call["group_size"] else None
 
 
 def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None:
-    """Return the previous collective of the same kind and the nodes in between.
+    """Return the previous collective of the same kind and the nodes in between, in order.
 
     Returns the reason if the two cannot be merged, or None if there is no such collective.
     """
-    node, steps, shared = link.source, [], ""
-    moved: ChunkMove | None = None
-    while (upper := match_link(node)) is None:
-        shared = shared or (node.name if len(node.users) > 1 else "")
-        if link.kind == "all_gather" and moved is None and (moved := match_chunks(node)) is not None:
-            node = moved.source
-            continue
-        below = _commuting_operand(node, link)
-        if below is None:
+    visited, steps = [link.source], []
+    move: ChunkMove | None = None  # after the previous all_gather
+    while match_link(visited[-1]) is None:
+        node = visited[-1]
+        if link.kind == "all_gather" and move is None:
+            move = match_chunks(node)
+            if move is not None:
+                visited.append(move.source)
+                continue
+        operand = _commuting_operand(node, link)
+        if operand is None:
             return None
         steps.append(node)
-        node = below
-    shared = shared or (node.name if len(node.users) > 1 else "")
-    if upper.kind != link.kind or upper.dim != link.dim:
+        visited.append(operand)
+    previous = match_link(visited[-1])
+    assert previous is not None, "the loop ends at a collective"
+    if (previous.kind, previous.dim) != (link.kind, link.dim):
         return None
-    if link.kind == "all_gather" and upper.chunks != moved:
+    if link.kind == "all_gather" and previous.chunks != move:
         return None
-    for op in (upper.op, link.op):
-        if op in OTHER_NODES:
+    for op in (previous.op, link.op):
+        if op in UNMERGED_REDUCTIONS:
             return f"reductions by {op!r} are not merged"
-    if FAMILIES.get(upper.op) != FAMILIES.get(link.op):
-        return f"{upper.op!r} over {upper.group!r}, then {link.op!r} over {link.group!r}: the order matters"
-    if shared:
-        return f"{shared} has other users"
-    if any(upper.node < n < link.node and is_mutation(n) for n in node.graph.nodes):
-        return f"an op writes in place between {upper.node.name} and {link.node.name}"
-    return upper, steps[::-1]
+    if FAMILIES.get(previous.op) != FAMILIES.get(link.op):
+        return f"{previous.op!r} over {previous.group!r}, then {link.op!r} over {link.group!r}: the order matters"
+    shared = next((node for node in visited if len(node.users) > 1), None)
+    if shared is not None:
+        return f"{shared.name} has other users"
+    if any(previous.node < node < link.node and is_mutation(node) for node in link.node.graph.nodes):
+        return f"an op writes in place between {previous.node.name} and {link.node.name}"
+    return previous, steps[::-1]
 
 
 def _commuting_operand(node: Node, link: ChainLink) -> Node | None:
-    """Return the operand that commutes through `node` with the collective, or None."""
+    """Return x if collective(node(x)) == node(collective(x)) for the op of the node, else None."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     if node.target is aten.copy.default:
@@ -256,7 +264,7 @@ def _commuting_operand(node: Node, link: ChainLink) -> Node | None:
         commutes = True
     elif is_cast_op(node):
         commutes = _preserves_values(x, node, link)
-    elif node.target in MULTIPLICATIONS or node.target in QUOTIENTS:
+    elif node.target in MULTIPLICATIONS or node.target in DIVISIONS:
         commutes = _is_scaled(node, link)
     elif node.target is aten.neg.default:
         commutes = FAMILIES.get(link.op, "linear") == "linear"
@@ -274,9 +282,9 @@ def _preserves_values(x: Node, node: Node, link: ChainLink) -> bool:
     if before.dtype == after.dtype or link.kind == "all_gather":
         return True
     if link.op in ("max", "min") and _is_int(before.dtype) and _is_int(after.dtype):
-        a, b = torch.iinfo(before.dtype), torch.iinfo(after.dtype)
-        return b.min <= a.min and a.max <= b.max
-    return after.dtype in _WIDER.get(before.dtype, ())
+        narrow, wide = torch.iinfo(before.dtype), torch.iinfo(after.dtype)
+        return wide.min <= narrow.min and narrow.max <= wide.max
+    return after.dtype in _WIDER_DTYPES.get(before.dtype, ())
 
 
 def _is_int(dtype: torch.dtype) -> bool:
@@ -288,8 +296,8 @@ def _is_scaled(node: Node, link: ChainLink) -> bool:
     x, number = node.args[0], node.args[1]
     if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
         return False
-    if node.target in QUOTIENTS and number == 0:
+    if node.target in DIVISIONS and number == 0:
         return False
-    family = FAMILIES.get(link.op, "linear")
-    sign = number > 0 if family in ("max", "min") else family == "linear"
-    return sign and x.meta["val"].dtype == node.meta["val"].dtype
+    family = FAMILIES.get(link.op, "linear")  # an all_gather commutes with all factors
+    commutes = number > 0 if family in ("max", "min") else family == "linear"
+    return commutes and x.meta["val"].dtype == node.meta["val"].dtype

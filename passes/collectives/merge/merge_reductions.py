@@ -39,13 +39,13 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.base.options import OPTION_RULES
 from sp_compile.passes.base import CollectivePass, Pass, register_pass
-from sp_compile.passes.collectives.collective_context import CollectiveJob
+from sp_compile.passes.collectives.collective_context import CollectiveContext
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.cost.known_groups import KnownGroups, declared_groups
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.fakes import infer_value
 
-from .choose_merge import LinkSet, MergeChooser, format_predictions, static_value, unmerged_option
+from .choose_merge import LinkIndices, MergeChooser, format_predictions, static_value, unmerged_option
 from .find_chains import COLLECTIVES, ChunkMove, CollectiveChain, find_chains
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -76,10 +76,10 @@ class MergeReductions(CollectivePass):
     provides = frozenset({"merged reductions"})
 
     @classmethod
-    def of(cls, job: CollectiveJob) -> Pass | None:
-        """Create the pass for a job, or return None if it does not apply."""
-        known, policy = declared_groups(), job.options.merge_reductions
-        return cls(known, policy, job.options.cost, strict=False) if policy != "never" and known.members else None
+    def of(cls, job: CollectiveContext) -> Pass | None:
+        """Create the pass for the declared groups, or return None without any or with merge_reductions="never"."""
+        groups, policy = declared_groups(), job.options.merge_reductions
+        return cls(groups, policy, job.options.cost, strict=False) if policy != "never" and groups.members else None
 
     def __init__(
         self, groups: KnownGroups, policy: str = "auto", cost: Mapping[str, Any] | None = None, strict: bool = True
@@ -91,18 +91,18 @@ class MergeReductions(CollectivePass):
         self.groups, self.policy, self.strict = groups, policy, strict
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Merge chains in place, note the reasons for others, and return the number of merged chains."""
         self.chooser = MergeChooser(self.groups, self.policy, job.machine_of)
-        self.gone: set[Node] = set()
+        self.erased: set[Node] = set()
         for node in gm.graph.nodes:
             if node.target in COLLECTIVES:
-                static_value(node)
-        found, broken = find_chains(gm.graph)
-        refusals = [self._chain_refusal(chain) for chain in found]
-        for node, why in broken:
-            self.note_refusal(node, why)
+                static_value(node)  # raises for a graph without shapes
+        chains, broken = find_chains(gm.graph)
+        refusals = [self._chain_refusal(chain) for chain in chains]  # before any change, as this may raise
+        for node, reason in broken:
+            self.note_refusal(node, reason)
         changes = 0
-        for chain, refusal in zip(found, refusals):
+        for chain, refusal in zip(chains, refusals):
             if refusal is None:
                 changes += self._merge_chain(chain)
             else:
@@ -116,41 +116,45 @@ class MergeReductions(CollectivePass):
         if best is unmerged_option(options):
             self.note_refusal(chain.links[-1].node, self.chooser.unmerged_reason(chain, options))
             return False
-        for block, name in best.blocks.items():
+        predicted = format_predictions(best, unmerged_option(options))
+        for block, name in best.communicators.items():
             if len(block) > 1:
                 links = [chain.links[i] for i in block]
                 self._merge(chain, block, name)
                 groups = ", ".join(repr(link.group) for link in links)
-                size = self.groups.size(name)
-                predicted = format_predictions(best, unmerged_option(options))
-                why = f"over {groups}: one over {size} ranks ({name!r}), {predicted}"
-                self.note(links[-1].node, why)
+                text = f"over {groups}: one over {self.groups.size(name)} ranks ({name!r}), {predicted}"
+                self.note(links[-1].node, text)
         return True
 
     def _chain_refusal(self, chain: CollectiveChain) -> str | None:
-        """Return the reason for which no part of a chain can be merged, or None."""
+        """Return the reason for which no part of a chain can be merged, or None.
+
+        Raises:
+            SpError: A group is not declared, and `strict` is set.
+        """
         if self.policy == "never":
             return "the policy is 'never'"
         undeclared = next((link for link in chain.links if link.group not in self.groups.members), None)
         if undeclared is not None:
-            known = ", ".join(map(repr, sorted(self.groups.members))) or "none"
-            used = f"group {undeclared.group!r} of {describe_node(undeclared.node)}"
-            error = SpError("SP611", f"{used} was not declared; declared groups: {known}.")
+            declared = ", ".join(map(repr, sorted(self.groups.members))) or "none"
+            group = f"group {undeclared.group!r} of {describe_node(undeclared.node)}"
+            error = SpError("SP611", f"{group} was not declared; declared groups: {declared}.")
             if self.strict:
                 raise error
             return str(error)
         value = static_value(chain.links[-1].node)
-        rounds = not (value.dtype.is_floating_point or value.dtype.is_complex)
-        if rounds and any(link.op == "avg" for link in chain.links):
+        is_integer = not (value.dtype.is_floating_point or value.dtype.is_complex)
+        if is_integer and any(link.op == "avg" for link in chain.links):
             return f"an average of {value.dtype} is rounded in every step"
         return None
 
-    # Rewrite a chain.
+    def _merge(self, chain: CollectiveChain, block: LinkIndices, name: str) -> None:
+        """Erase all links of a block but the last, and run the last one over the communicator `name`.
 
-    def _merge(self, chain: CollectiveChain, block: LinkSet, name: str) -> None:
-        """Erase all links of a block but the last, and extend the last one to all ranks."""
+        The values of the nodes from the first to the last link are inferred again: their sizes have changed.
+        """
         last, links = chain.links[block[-1]], [chain.links[i] for i in block]
-        averages = [link for link in links if link.op == "avg"]
+        averaged_ranks = [self.groups.size(link.group) for link in links if link.op == "avg"]
         for i in block[:-1]:
             self._erase_link(chain, i)
         for node in self._nodes_between(chain, block):
@@ -159,10 +163,10 @@ class MergeReductions(CollectivePass):
         if last.chunks is not None and last.kind == "reduce_scatter":
             self._resize_chunks(last.chunks, ranks)
         x, op = last.operand, last.op
-        if averages and len(averages) < len(links):
-            op, divisor = "sum", math.prod(self.groups.size(link.group) for link in averages)
+        if averaged_ranks and len(averaged_ranks) < len(links):  # sums and averages
+            op = "sum"
             with self.graph.inserting_before(last.node):
-                x = self.compute(aten.div.Tensor, (x, divisor), last.node)
+                x = self.compute(aten.div.Tensor, (x, math.prod(averaged_ranks)), last.node)
         changed = {"reduce_op": op, "group_size": ranks, "group_name": name}
         last.node.args, last.node.kwargs = OpCall(last.node).with_operands([x], **changed)
         self._reinfer(last.node)
@@ -171,44 +175,44 @@ class MergeReductions(CollectivePass):
                 self._reinfer(last.chunks.source)
             self._resize_chunks(last.chunks, ranks)
 
-    def _erase_link(self, chain: CollectiveChain, number: int) -> None:
-        """Erase a link, its wait, and the moves of its chunks."""
-        steps, link = chain.steps[number], chain.links[number]
+    def _erase_link(self, chain: CollectiveChain, index: int) -> None:
+        """Erase a link, its wait, and the move of its chunks. Removes the wait from `chain.steps`."""
+        steps, link = chain.steps[index], chain.links[index]
         waits = [node for node in steps if node.target is c10d.wait_tensor.default]
-        chain.steps[number] = [node for node in steps if node not in waits]
+        chain.steps[index] = [node for node in steps if node not in waits]
         if link.chunks is not None:
-            chunks = link.chunks
-            chunks.joined.replace_all_uses_with(chunks.source)
-            for node in (chunks.joined, *chunks.pieces, chunks.split):
+            move = link.chunks
+            move.cat.replace_all_uses_with(move.source)
+            for node in (move.cat, *move.pieces, move.split):
                 self.graph.erase_node(node)
         for node in (*reversed(waits), link.node):
             node.replace_all_uses_with(node.all_input_nodes[0])
             self.graph.erase_node(node)
-        self.gone.add(link.node)
+        self.erased.add(link.node)
 
-    def _resize_chunks(self, chunks: ChunkMove, count: int) -> None:
-        """Move `count` chunks of the same size."""
-        self._reinfer(chunks.split)
-        split, values, pieces = chunks.split, chunks.split.meta["val"], list(chunks.pieces)
+    def _resize_chunks(self, move: ChunkMove, count: int) -> None:
+        """Extend a move to `count` chunks of the same size; the operand of its split has that many."""
+        self._reinfer(move.split)
+        values, pieces = move.split.meta["val"], list(move.pieces)
         for piece, value in zip(pieces, values):
             piece.meta["val"] = value
-        with self.graph.inserting_before(chunks.joined):
-            more = range(len(pieces), count)
-            pieces += [self.emit(operator.getitem, (split, i), values[i], chunks.joined) for i in more]
-        chunks.joined.args = (pieces, *chunks.joined.args[1:])
-        self._reinfer(chunks.joined)
+        with self.graph.inserting_before(move.cat):
+            for i in range(len(pieces), count):
+                pieces.append(self.emit(operator.getitem, (move.split, i), values[i], move.cat))
+        move.cat.args = (pieces, *move.cat.args[1:])
+        self._reinfer(move.cat)
 
-    def _nodes_between(self, chain: CollectiveChain, block: LinkSet) -> Iterator[Node]:
+    def _nodes_between(self, chain: CollectiveChain, block: LinkIndices) -> Iterator[Node]:
         """Yield the remaining nodes between the first and the last link of a block."""
         for i in range(block[0], block[-1]):
             yield from chain.steps[i]
-            if i + 1 < block[-1] and chain.links[i + 1].node not in self.gone:
+            if i + 1 < block[-1] and chain.links[i + 1].node not in self.erased:
                 yield chain.links[i + 1].node
 
     def _reinfer(self, node: Node) -> None:
-        """Infer a value again.
+        """Infer the value of a node again, in place.
 
-        A view may be invalid on the operand that a collective had made contiguous; then the operand is cloned.
+        A view may be invalid without the collective that had made its operand contiguous; then the operand is cloned.
         """
         try:
             node.meta["val"] = infer_value(node.target, node.args, node.kwargs)

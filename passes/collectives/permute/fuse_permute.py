@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.passes.base import CollectivePass, Pass, Passes, register_pass
 from sp_compile.passes.capture.check_captured import require_functional, require_ops
-from sp_compile.passes.collectives.collective_context import CollectiveJob
+from sp_compile.passes.collectives.collective_context import CollectiveContext
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import node_packet
 from sp_compile.passes.graph.inline import lower_exchanges
@@ -138,7 +138,7 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
     steps = (DropBuffers, ConcatPadded, FusePermutes, CancelExchanges, PackExchanges, MergeDimsBeforeExchange)
 
     @classmethod
-    def of(cls, job: CollectiveJob) -> Pass | None:
+    def of(cls, job: CollectiveContext) -> Pass | None:
         """Create the pass for a job, or return None if it does not apply."""
         return cls(decomposed=True) if job.session.groups else None
 
