@@ -1,8 +1,12 @@
 """Track the position of elements through views, permutes and copies, as an arrangement of factors.
 
-Splitting x (b, s, n * h, d) as (b, s, n, h, d) splits the factor of its third dim in two. A permute reorders factors,
-and a flatten combines several in one dim. Two chains move data equally if they arrange the factors of one tensor
-equally, in any form of code. Sizes may be symbolic; a size that does not provably factor has no arrangement.
+    x                              (b, s, n * h, d)       dims [0], [1], [2], [3]       one factor per dim
+    x.unflatten(2, (n, h))         (b, s, n, h, d)        [0], [1], [4], [5], [3]       factor 2 is split into 4 and 5
+    .permute(2, 0, 1, 3, 4)        (n, b, s, h, d)        [4], [0], [1], [5], [3]
+    .flatten(1, 2)                 (n, b * s, h, d)       [4], [0, 1], [5], [3]
+
+Two chains of such ops move data equally if they arrange the factors of one tensor equally, in any form of code. Sizes
+may be symbolic; a size that does not provably factor has no arrangement.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch.fx import Node
 
@@ -28,50 +33,53 @@ from sp_compile.passes.sharding.matchers import (
 from sp_compile.passes.sharding.reshape import reshape_rule
 
 FactorIds = tuple[int, ...]
-"""Numbers of the factors of a dim, outermost first."""
+"""Numbers of the factors of a dim in a `FactorTable`, outermost first."""
+
+
+class FixedFactors(NamedTuple):
+    """Factors of a dim that a piece of a tensor does not have, as a select and a chunk remove them."""
+
+    factors: FactorIds
+    index: int  # of the piece along these factors
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The factors of each dim of a tensor."""
+    """The factors of each dim of a tensor, or of a piece of a tensor."""
 
     dims: tuple[FactorIds, ...]  # factors of each dim
-    fixed: tuple[tuple[FactorIds, int], ...] = ()  # for a piece of a larger tensor: removed factors and their index
+    fixed: tuple[FixedFactors, ...] = ()  # removed factors of a piece, the last removed ones last
 
 
 @dataclass
-class IndexMap:
-    """The factors of some tensors, and how they were split."""
+class FactorTable:
+    """The sizes of factors, and the factors that each was split into."""
 
-    _sizes: list[Size] = field(default_factory=list)
-    _parts: dict[int, FactorIds] = field(default_factory=dict)
+    _sizes: list[Size] = field(default_factory=list)  # by factor
+    _splits: dict[int, FactorIds] = field(default_factory=dict)  # factors of a split factor, outermost first
 
-    def factor(self, size: Size) -> int:
+    def new_factor(self, size: Size) -> int:
         """Create a factor of the given size."""
         self._sizes.append(size)
         return len(self._sizes) - 1
 
-    def tensor(self, shape: Sequence[Size]) -> Arrangement:
-        """Return the arrangement of a new tensor, with one factor per dim."""
-        return Arrangement(tuple((self.factor(size),) for size in shape))
+    def new_tensor(self, shape: Sequence[Size]) -> Arrangement:
+        """Return the arrangement of a new tensor, with one new factor per dim."""
+        return Arrangement(tuple((self.new_factor(size),) for size in shape))
 
     def resolve(self, factors: Sequence[int]) -> list[int]:
-        """Return the current parts of the factors, without those of size 1."""
-        out: list[int] = []
+        """Return the factors with split ones replaced by their splits, without those of size 1."""
+        resolved: list[int] = []
         for factor in factors:
-            if factor in self._parts:
-                out += self.resolve(self._parts[factor])
+            if factor in self._splits:
+                resolved += self.resolve(self._splits[factor])
             elif not is_same_size(self._sizes[factor], 1):
-                out.append(factor)
-        return out
+                resolved.append(factor)
+        return resolved
 
     def order(self, x: Arrangement) -> list[int]:
         """Return all factors in the order of a row-major copy."""
         return [factor for dim in x.dims for factor in self.resolve(dim)]
-
-    def size(self, factors: Sequence[int]) -> Size:
-        """Return the product of the factors."""
-        return size_product(self._sizes[factor] for factor in factors)
 
     def same_factors(self, a: Sequence[int], b: Sequence[int]) -> bool:
         """Return True if both are the same factors in the same order."""
@@ -79,66 +87,66 @@ class IndexMap:
 
     def equal(self, a: Arrangement, b: Arrangement) -> bool:
         """Return True if both have the same elements at the same positions."""
-        equal = len(a.dims) == len(b.dims) and all(map(self.same_factors, a.dims, b.dims))
-        return equal and not a.fixed and not b.fixed
+        if len(a.dims) != len(b.dims) or len(a.fixed) != len(b.fixed):
+            return False
+        same_piece = all(
+            x.index == y.index and self.same_factors(x.factors, y.factors) for x, y in zip(a.fixed, b.fixed)
+        )
+        return same_piece and all(map(self.same_factors, a.dims, b.dims))
 
-    def take(self, dim: FactorIds, length: Size) -> tuple[FactorIds, FactorIds] | None:
-        """Return the leading factor of this size and the rest, and split a larger factor; None if impossible."""
-        rest = exact_quotient(self.size(dim), length)
-        found = self.reshape(Arrangement((dim,)), (length, rest)) if rest is not None else None
+    def split_leading(self, dim: FactorIds, size: Size) -> tuple[FactorIds, FactorIds] | None:
+        """Return the leading factors of a dim, of this size, and the remaining ones; splits a larger factor.
+
+        Returns None if the size does not provably divide the dim.
+        """
+        inner = exact_quotient(size_product(self._sizes[factor] for factor in dim), size)
+        found = None if inner is None else self.reshape(Arrangement((dim,)), (size, inner))
         return None if found is None else (found.dims[0], found.dims[1])
 
     # The effects of ops; None if the result has no arrangement.
 
     def reshape(self, x: Arrangement, shape: Sequence[Size]) -> Arrangement | None:
-        """Return the same row-major order in other dims; a factor in several of them is split."""
+        """Return the same row-major order in other dims; a factor that is in several of them is split."""
         order = self.order(x)
         rule = reshape_rule(tuple(self._sizes[factor] for factor in order), tuple(shape))
         if rule.kinds:
             return None
-        known: dict[str, int] = {}
+        factor_of: dict[str, int] = {}  # factors by their names in the rule
         for factor, dim in zip(order, rule.operands[0]):
             names = dim_factors(dim)
             if len(names) > 1:
-                self._parts[factor] = tuple(self.factor(rule.extents[name]) for name in names)
-            known |= zip(names, self._parts.get(factor, (factor,)))
-        return Arrangement(tuple(tuple(known[name] for name in dim_factors(dim)) for dim in rule.results[0]), x.fixed)
+                self._splits[factor] = tuple(self.new_factor(rule.extents[name]) for name in names)
+            factor_of |= zip(names, self._splits.get(factor, (factor,)))
+        dims = tuple(tuple(factor_of[name] for name in dim_factors(dim)) for dim in rule.results[0])
+        return Arrangement(dims, x.fixed)
 
-    def piece(self, x: Arrangement, dim: int, count: int, at: int, keep: bool) -> Arrangement | None:
+    def piece(self, x: Arrangement, dim: int, count: int, index: int, keeps_dim: bool) -> Arrangement | None:
         """Return one of `count` equal pieces of a dim, or None.
 
-        Without `keep` the piece is one position, and the dim is removed.
+        Without `keeps_dim` the piece is one position, and the dim is removed.
         """
-        cut = self.take(x.dims[dim], count)
-        if cut is None or (not keep and self.resolve(cut[1])):
+        cut = self.split_leading(x.dims[dim], count)
+        if cut is None or (not keeps_dim and self.resolve(cut[1])):
             return None
-        dims = (*x.dims[:dim], *([cut[1]] if keep else []), *x.dims[dim + 1 :])
-        return Arrangement(dims, (*x.fixed, (cut[0], at)))
+        dims = (*x.dims[:dim], *([cut[1]] if keeps_dim else []), *x.dims[dim + 1 :])
+        return Arrangement(dims, (*x.fixed, FixedFactors(cut[0], index)))
 
-    def join(self, parts: Sequence[Arrangement], dim: int, new: bool) -> Arrangement | None:
-        """Undo `piece`, possibly along another dim: a `new` one or an existing one."""
-        first = parts[0]
-        if not first.fixed:
+    def join(self, pieces: Sequence[Arrangement], dim: int, is_new_dim: bool) -> Arrangement | None:
+        """Undo `piece` for all pieces in order, possibly along another dim: a new one or an existing one."""
+        if not pieces[0].fixed:
             return None
-        (factors, _), others = first.fixed[-1], first.fixed[:-1]
-        if not is_same_size(self.size(self.resolve(factors)), len(parts)):
+        *others, (factors, _) = pieces[0].fixed
+        if not is_same_size(size_product(self._sizes[factor] for factor in self.resolve(factors)), len(pieces)):
             return None
-        for i, part in enumerate(parts):
-            if len(part.dims) != len(first.dims) or len(part.fixed) != len(first.fixed):
-                return None
-            if not self._same_place(part.fixed, (*others, (factors, i))) or not all(
-                map(self.same_factors, part.dims, first.dims)
-            ):
-                return None
-        dims = list(first.dims)
-        if new:
+        dims = list(pieces[0].dims)
+        expected = (Arrangement(tuple(dims), (*others, FixedFactors(factors, i))) for i in range(len(pieces)))
+        if not all(map(self.equal, pieces, expected)):
+            return None
+        if is_new_dim:
             dims.insert(dim, factors)
         else:
             dims[dim] = (*factors, *dims[dim])
-        return Arrangement(tuple(dims), others)
-
-    def _same_place(self, a: Sequence[tuple[FactorIds, int]], b: Sequence[tuple[FactorIds, int]]) -> bool:
-        return all(i == j and self.same_factors(x, y) for (x, i), (y, j) in zip(a, b))
+        return Arrangement(tuple(dims), tuple(others))
 
 
 PASSTHROUGH_MOVES = (operator.getitem, WAIT_OPS)
@@ -147,59 +155,69 @@ MAY_COPY = parse_overloads("contiguous reshape reshape_as flatten.using_ints rav
 
 def is_view(node: Node) -> bool:
     """Return True if the value shares the storage of its first operand for all strides."""
-    if node.target in PASSTHROUGH_MOVES or not isinstance(node.target, OpOverload):
-        return node.target in PASSTHROUGH_MOVES
-    return node.target not in MAY_COPY and all(result.alias_info for result in schema_of(node.target).returns)
+    if node.target in PASSTHROUGH_MOVES:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target in MAY_COPY:
+        return False
+    return all(result.alias_info for result in schema_of(node.target).returns)
 
 
 def is_move(node: Node) -> bool:
-    """Return True if the node may only move data."""
+    """Return True if the node only moves data, as far as its op shows: a view, permute, copy, slice, cat or stack."""
     moves = node.target in PASSTHROUGH_MOVES or is_rearrangement(node)
     return moves or match_join(node) is not None or nth_result(node, 0) is not None
 
 
 def moved_operands(node: Node) -> list[Node]:
-    """Return the operands, or pieces of one, that the node moves. Other operands only provide a shape."""
+    """Return the operands that the node of `is_move` moves: the pieces of a cat or stack, else the first one."""
     if node.target in PASSTHROUGH_MOVES:
         return [node.args[0]]
-    found = OpCall(node).operands
-    return found if match_join(node) is not None else found[:1]
+    operands = OpCall(node).operands
+    return operands if match_join(node) is not None else operands[:1]
 
 
 class ArrangementTracker:
-    """The arrangements of nodes that move the elements of the leaves."""
+    """The arrangements of nodes that move the elements of some tensors.
 
-    def __init__(self, index: IndexMap, leaves: Mapping[Node, Arrangement]) -> None:
-        self.index = index
-        self.known: dict[Node, Arrangement | None] = dict(leaves)
+    Args:
+        table: The factors of all arrangements; splits are added to it.
+        known: The arrangements of the tensors.
+    """
 
-    def tensor(self, node: Node) -> Arrangement | None:
-        """Return the arrangement of the leaves' elements in this tensor, or None if it is unknown."""
-        if node not in self.known:
-            self.known[node] = self._move(node)
-        return self.known[node]
+    def __init__(self, table: FactorTable, known: Mapping[Node, Arrangement]) -> None:
+        self.table = table
+        self._arrangements: dict[Node, Arrangement | None] = dict(known)
+
+    def arrangement(self, node: Node) -> Arrangement | None:
+        """Return the arrangement of the elements in this node's value, or None if it is unknown."""
+        if node not in self._arrangements:
+            self._arrangements[node] = self._move(node)
+        return self._arrangements[node]
 
     def _move(self, node: Node) -> Arrangement | None:
+        """Return the arrangement of the node's value from those of its operands."""
         join = match_join(node)
         if join is not None:
-            parts = [self.tensor(operand) for operand in moved_operands(node)]
-            known = [part for part in parts if part is not None]
-            return self.index.join(known, *join) if len(known) == len(parts) else None
+            pieces = [self.arrangement(operand) for operand in moved_operands(node)]
+            known = [piece for piece in pieces if piece is not None]
+            return self.table.join(known, *join) if len(known) == len(pieces) else None
         if is_rearrangement(node):
-            x, order = self.tensor(OpCall(node).operands[0]), permutation_of(node)
+            x, order = self.arrangement(OpCall(node).operands[0]), permutation_of(node)
+            if x is None:
+                return None
             if order is None:
-                return x and self.index.reshape(x, as_sizes(node.meta["val"].shape))
-            return x and Arrangement(tuple(x.dims[d] for d in order), x.fixed)
+                return self.table.reshape(x, as_sizes(node.meta["val"].shape))
+            return Arrangement(tuple(x.dims[dim] for dim in order), x.fixed)
         piece = match_piece(node)
         if piece is not None:
-            x = self.tensor(piece.source)
-            return x and self._piece(x, piece)
-        return self.tensor(node.args[0]) if node.target is WAIT_OPS else None
+            return self._move_piece(piece)
+        return self.arrangement(node.args[0]) if node.target is WAIT_OPS else None
 
-    def _piece(self, x: Arrangement, piece: SlicePiece) -> Arrangement | None:
-        """Return the arrangement of one of several equal pieces, or None."""
+    def _move_piece(self, piece: SlicePiece) -> Arrangement | None:
+        """Return the arrangement of a slice or select if it is one of several equal pieces, else None."""
+        x = self.arrangement(piece.source)
         extent = as_sizes(piece.source.meta["val"].shape)[piece.dim]
-        count, at = exact_quotient(extent, piece.length), exact_quotient(piece.start, piece.length)
-        if piece.step != 1 or not isinstance(count, int) or not isinstance(at, int):
+        count, index = exact_quotient(extent, piece.length), exact_quotient(piece.start, piece.length)
+        if x is None or piece.step != 1 or not isinstance(count, int) or not isinstance(index, int):
             return None
-        return self.index.piece(x, piece.dim, count, at, piece.keeps_dim)
+        return self.table.piece(x, piece.dim, count, index, piece.keeps_dim)

@@ -29,7 +29,7 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import node_packet
 from sp_compile.passes.graph.inline import lower_exchanges
 from sp_compile.passes.graph.mutation import is_written
-from sp_compile.passes.graph.sizes import as_size, as_sizes, exact_quotient, is_same_size
+from sp_compile.passes.graph.sizes import as_sizes, exact_quotient, is_same_size
 
 from .combine_permutes import MergeDimsBeforeExchange, PackExchanges
 from .match_permutes import (
@@ -48,56 +48,58 @@ from .restride import StrideRepair
 from .tidy_permutes import ConcatPadded, DropBuffers
 
 aten = torch.ops.aten
-FUSED_NOTE = "permute_all_to_all"  # name of all passes below in the report
+FUSED_NOTE = "permute_all_to_all"  # subject of the notes of FusePermutes in the report
 
 
 class FusePermutes(Pass):
     """Pass that fuses permute + all-to-all + permute, and DTensor's own op, into sp.all_to_all_permute."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Fuse all matches, note the reasons for other exchanges, and return the number of fused ones."""
         return sum(self._match_and_rewrite(node) for node in list(gm.graph.nodes))
 
     def _match_and_rewrite(self, node: Node) -> bool:
+        """Fuse the node and the moves around it if it is an exchange of two dims; return True if it was fused."""
         if _is_dtensor_exchange(node):
             return self._rewrite_dtensor(node)
         if not is_all_to_all(node):
             return False
         exchange = match_all_to_all(node)
-        found = (
-            match_permute(exchange) or "no exchange of two dims" if isinstance(exchange, AllToAllMatch) else exchange
-        )
-        if isinstance(found, str) or isinstance(exchange, str):
-            if found:
-                self.note_refusal(node, str(found), FUSED_NOTE)
+        if isinstance(exchange, str):
+            if exchange:
+                self.note_refusal(node, exchange, FUSED_NOTE)
             return False
-        self._rewrite(exchange, found)
+        match = match_permute(exchange)
+        if match is None:
+            self.note_refusal(node, "no exchange of two dims", FUSED_NOTE)
+            return False
+        self._rewrite(exchange, match)
         return True
 
-    def _rewrite(self, exchange: AllToAllMatch, found: PermuteMatch) -> None:
-        x, y = found.x, found.y
+    def _rewrite(self, exchange: AllToAllMatch, match: PermuteMatch) -> None:
+        """Replace the chain of a match by one exchange."""
+        x, y = match.x, match.y
         with self.graph.inserting_before(exchange.node):
-            args = (x, found.scatter_dim, found.gather_dim, exchange.n, exchange.group)
-            fresh = self.compute(PERMUTE, args, y)
-            if not found.exact:
-                fresh = self.reshape(fresh, as_sizes(y.meta["val"].shape), y)
-        dims = f"dim {found.scatter_dim} for dim {found.gather_dim} of {list(x.meta['val'].shape)}"
+            args = (x, match.scatter_dim, match.gather_dim, exchange.n, exchange.group)
+            fused = self.compute(PERMUTE, args, y)
+            if not match.exact:
+                fused = self.reshape(fused, as_sizes(y.meta["val"].shape), y)
+        dims = f"dim {match.scatter_dim} for dim {match.gather_dim} of {list(x.meta['val'].shape)}"
         self.note(exchange.node, f"{dims}, {exchange.n} ranks", FUSED_NOTE)
-        y.replace_all_uses_with(fresh)
-        erase_chain(self.graph, found.chain)
+        y.replace_all_uses_with(fused)
+        erase_chain(self.graph, match.chain)
 
     def _rewrite_dtensor(self, node: Node) -> bool:
-        """Rewrite DTensor's op, whose arguments are the dims."""
+        """Replace DTensor's op, whose arguments are the dims; return False for shards of unequal size."""
         x, gather, scatter, group = node.args
-        n = exact_quotient(as_size(node.meta["val"].shape[gather]), as_size(x.meta["val"].shape[gather]))
-        if not isinstance(n, int) or not is_same_size(
-            x.meta["val"].shape[scatter] * 1, node.meta["val"].shape[scatter] * n
-        ):
+        before, after = as_sizes(x.meta["val"].shape), as_sizes(node.meta["val"].shape)
+        n = exact_quotient(after[gather], before[gather])
+        if not isinstance(n, int) or not is_same_size(before[scatter], after[scatter] * n):
             return False
         with self.graph.inserting_before(node):
-            fresh = self.compute(PERMUTE, (x, scatter, gather, n, group), node)
+            fused = self.compute(PERMUTE, (x, scatter, gather, n, group), node)
         self.note(node, f"dim {scatter} for dim {gather}, {n} ranks", FUSED_NOTE)
-        self.replace(node, fresh)
+        self.replace(node, fused)
         return True
 
 
@@ -105,21 +107,19 @@ class CancelExchanges(Pass):
     """Pass that removes an exchange and its inverse."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Remove all such pairs, and return their number."""
         return sum(self._cancel(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE))
 
     def _cancel(self, node: Node) -> bool:
-        """Replace an exchange by the operand of the exchange of which it is the inverse."""
+        """Replace an exchange by the operand of an earlier exchange that it undoes; return True if there is one."""
         for first in source_exchanges(node):
-            how = is_inverse(first, node)
-            if how is None:
+            if not is_inverse(first, node):
                 continue
             source = first.args[0]
             with self.graph.inserting_before(node):
                 if is_written(node) or aliases_input(source):  # may be written, and must not be returned
                     source = self.compute(aten.clone.default, (source,), node)
-                if not how:
-                    source = self.reshape(source, as_sizes(node.meta["val"].shape), node)
+                source = self.reshape(source, as_sizes(node.meta["val"].shape), node)
             self.note(node, f"is the inverse of {first.name}; both are removed", "cancelled")
             self.replace(node, source)
             return True
@@ -139,7 +139,7 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
 
     @classmethod
     def of(cls, job: CollectiveContext) -> Pass | None:
-        """Create the pass for a job, or return None if it does not apply."""
+        """Create the pass for a program that connects ranks, else return None."""
         return cls(decomposed=True) if job.session.groups else None
 
     def __init__(self, decomposed: bool = False) -> None:
@@ -147,7 +147,7 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
         self.decomposed = decomposed
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Run all passes on a graph that has such an exchange, repair strides, and return the number of changes."""
         require_ops(gm, self.name)
         if not any(map(_is_permute_exchange, gm.graph.nodes)):
             return 0
@@ -163,6 +163,7 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
 
 
 def _is_permute_exchange(node: Node) -> bool:
+    """Return True for every op that exchanges equal or unequal shares, functional or in place."""
     in_place = node_packet(node) is torch.ops.c10d.alltoall_base_
     return is_all_to_all(node) or node.target is PERMUTE or _is_dtensor_exchange(node) or in_place
 

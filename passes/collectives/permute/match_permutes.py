@@ -1,18 +1,19 @@
-"""Match exchanges that are an all_to_all_permute.
+"""Match all_to_all_single ops that, with the views and permutes around them, are an all_to_all_permute.
 
     x  (b, s, n * h, d)  -> any views, permutes and copies ->  (n, ...)   all_to_all_single   (n, ...)  -> any ->  y
 
-In dim 0 of the operand, the leading factor of n is `sent`: block p goes to rank p. In the result it is `came`: block r
-is from rank r. The chain exchanges dim a for dim b under two conditions: `sent` is the leading factor of x's dim a, and
-y has the other factors of x in their order, with `came` before the factors of dim b.
+`arrangement.py` tracks the factors of x. In dim 0 of the operand, the leading factors of product n are the sent ones:
+block p is for rank p. In the result, a new factor takes their place, the received one: block r is from rank r. The
+chain exchanges dim a (scatter) for dim b (gather) under two conditions: the sent factors lead x's dim a, and y has the
+other factors of x in their order, with the received factor before those of dim b.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch.fx import Graph, Node
@@ -22,7 +23,7 @@ from sp_compile.passes.graph.call import WAIT_OPS, OpCall, is_tensor, node_packe
 from sp_compile.passes.graph.closure import iterate_reachable, reachable_set
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 
-from .arrangement import Arrangement, ArrangementTracker, FactorIds, IndexMap, is_move, is_view, moved_operands
+from .arrangement import Arrangement, ArrangementTracker, FactorIds, FactorTable, is_move, is_view, moved_operands
 
 c10d = torch.ops._c10d_functional
 PERMUTE = torch.ops.sp.all_to_all_permute.default
@@ -36,20 +37,20 @@ class AllToAllMatch:
 
     sent: Node  # the operand
     node: Node  # the all_to_all_single
-    wait: Node
+    wait: Node  # its wait_tensor
     n: int  # number of shares
-    group: str
+    group: str  # name of the process group
 
 
 @dataclass(frozen=True)
 class PermuteMatch:
     """A chain x -> y that is all_to_all_permute(x, scatter_dim, gather_dim)."""
 
-    x: Node
-    y: Node
-    scatter_dim: int
-    gather_dim: int
-    exact: bool  # False: up to a reshape
+    x: Node  # operand of the exchange of two dims
+    y: Node  # its result
+    scatter_dim: int  # dim of x
+    gather_dim: int  # dim of x
+    exact: bool  # False: y is the result after a reshape
     chain: frozenset[Node]  # all nodes after x, up to y
 
 
@@ -82,44 +83,46 @@ def match_permute(exchange: AllToAllMatch) -> PermuteMatch | None:
     """Return the longest chain around the exchange that is an all_to_all_permute, or None."""
     sources = [exchange.sent, *_upstream_moves(exchange.sent)][::-1]
     results = [exchange.wait, *downstream_moves(exchange.wait)][::-1]
-    for exact in (True, False):
-        for x in sources:
-            before = _upstream_chain(exchange.sent, x)
-            if before is None:
-                continue
-            for y in results:
-                after = exclusive_chain(exchange.wait, y)
-                dims = _exchange_dims(exchange, x, y, exact) if after is not None else None
-                if dims is not None and after is not None:
-                    chain = frozenset((*before, exchange.node, *after)) - {x}
-                    return PermuteMatch(x, y, *dims, exact, chain)
+    chains_before = {x: _upstream_chain(exchange.sent, x) for x in sources}
+    chains_after = {y: exclusive_chain(exchange.wait, y) for y in results}
+    for exact, x, y in itertools.product((True, False), sources, results):
+        before, after = chains_before[x], chains_after[y]
+        if before is None or after is None:
+            continue
+        dims = _exchange_dims(exchange, x, y, exact)
+        if dims is not None:
+            return PermuteMatch(x, y, *dims, exact, frozenset((*before, exchange.node, *after)) - {x})
     return None
 
 
 def _upstream_moves(node: Node) -> list[Node]:
     """Return the values that the node moves, from the nearest to the farthest."""
-    # The operand of a wait is not complete.
-    moved = iterate_reachable([node], lambda n: moved_operands(n) if is_move(n) and n.target is not WAIT_OPS else ())
-    return [x for x in islice(moved, 1, MAX_CANDIDATES + 1) if is_tensor(x)]
+
+    def operands(n: Node) -> Sequence[Node]:
+        """Return the moved operands; that of a wait is not complete."""
+        return moved_operands(n) if is_move(n) and n.target is not WAIT_OPS else ()
+
+    nearest = itertools.islice(iterate_reachable([node], operands), 1, MAX_CANDIDATES + 1)
+    return [x for x in nearest if is_tensor(x)]
 
 
 def downstream_moves(node: Node) -> list[Node]:
     """Return the nodes that only move the node's data, from the nearest to the farthest."""
-    found, waiting = {node: None}, list(node.users)
-    while waiting and len(found) < MAX_CANDIDATES:
-        nearest = waiting.pop(0)
-        if nearest not in found and is_move(nearest) and all(x in found for x in moved_operands(nearest)):
-            found[nearest] = None
-            waiting += nearest.users
-    return [x for x in list(found)[1:] if is_tensor(x)]
+    moves, queue = {node: None}, list(node.users)  # an ordered set, and the users to visit
+    while queue and len(moves) < MAX_CANDIDATES:
+        user = queue.pop(0)
+        if user not in moves and is_move(user) and all(x in moves for x in moved_operands(user)):
+            moves[user] = None
+            queue += user.users
+    return [x for x in list(moves)[1:] if is_tensor(x)]
 
 
 def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
-    """Return all nodes from x to the sent value, or None if a copy in between has other users."""
+    """Return all nodes from x to the sent value, or None if one does not only move data, or a copy has other users."""
     chain = reachable_set([sent], lambda n: moved_operands(n) if n is not x and is_move(n) else ()) | {x}
     for node in chain - {x}:
-        elsewhere = any(user not in chain and not is_all_to_all(user) for user in node.users)
-        if not is_move(node) or (elsewhere and not is_view(node)):
+        has_other_users = any(user not in chain and not is_all_to_all(user) for user in node.users)
+        if not is_move(node) or (has_other_users and not is_view(node)):
             return None
     return chain
 
@@ -137,82 +140,100 @@ def is_unused(node: Node) -> bool:
 
 
 def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tuple[int, int] | None:
-    """Return the scatter and the gather dim if x -> y is an exchange of these, else None."""
-    index = IndexMap()
-    before = index.tensor(as_sizes(x.meta["val"].shape))
-    sent = ArrangementTracker(index, {x: before}).tensor(exchange.sent)
-    cut = index.take(sent.dims[0], exchange.n) if sent is not None and sent.dims and not sent.fixed else None
-    if sent is None or cut is None:
+    """Return the scatter and the gather dim if x -> y is an exchange of two dims, else None.
+
+    Args:
+        exchange: The all-to-all between x and y.
+        x: A value that is moved to its operand.
+        y: A value that its result is moved to.
+        exact: False to accept y that has the shape of the result only after a reshape.
+    """
+    table = FactorTable()
+    before = table.new_tensor(as_sizes(x.meta["val"].shape))
+    sent = ArrangementTracker(table, {x: before}).arrangement(exchange.sent)
+    if sent is None or not sent.dims or sent.fixed:
         return None
-    received_factors = (index.factor(exchange.n),)
-    # The shape is the same on both sides, so that the factors after the leading one do not move.
-    received = Arrangement((received_factors + cut[1], *sent.dims[1:]))
-    after = ArrangementTracker(index, {exchange.wait: received}).tensor(y)
+    cut = table.split_leading(sent.dims[0], exchange.n)
+    if cut is None:
+        return None
+    sent_factors, share = cut
+    received_factors = (table.new_factor(exchange.n),)
+    received = Arrangement((received_factors + share, *sent.dims[1:]))
+    after = ArrangementTracker(table, {exchange.wait: received}).arrangement(y)
     if after is None or after.fixed:
         return None
-    trivial = index.order(sent) == index.order(before) and index.order(after) == index.order(received)
-    return None if trivial else _canonical_dims(index, before, cut[0], received_factors, after, exact)
+    if table.order(sent) == table.order(before) and table.order(after) == table.order(received):
+        return None  # nothing is permuted
+    return _match_dims(table, before, sent_factors, received_factors, after, exact)
 
 
-def _canonical_dims(
-    index: IndexMap, before: Arrangement, sent: FactorIds, received_factors: FactorIds, after: Arrangement, exact: bool
+def _match_dims(
+    table: FactorTable,
+    before: Arrangement,
+    sent_factors: FactorIds,
+    received_factors: FactorIds,
+    after: Arrangement,
+    exact: bool,
 ) -> tuple[int, int] | None:
-    first = index.resolve(sent)
-    leading = [d for d, dim in enumerate(before.dims) if index.resolve(dim)[: len(first)] == first]
-    if len(leading) != 1:
+    """Return the scatter and the gather dim of an exchange from `before` to `after`, or None if it has none."""
+
+    def is_leading(factors: list[int], dim: FactorIds) -> bool:
+        """Return True if the dim starts with these factors."""
+        return table.resolve(dim)[: len(factors)] == factors
+
+    sent = table.resolve(sent_factors)
+    scatter_dims = [d for d, dim in enumerate(before.dims) if is_leading(sent, dim)]
+    if len(scatter_dims) != 1:
         return None
-    scatter = leading[0]
+    (scatter,) = scatter_dims
     for gather in range(len(before.dims)):
         if gather == scatter:
             continue
-        dims = dims_after(index, before, scatter, gather, sent, received_factors)
-        rows, block = index.resolve(before.dims[gather]), index.resolve(dims[scatter])
-        if exact and (rows or block) and index.equal(Arrangement(dims), after):
+        result = exchange_factors(table, before, scatter, gather, sent_factors, received_factors)
+        rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
+        if exact and (rows or block) and table.equal(result, after):
             return scatter, gather
-        lead = index.resolve(dims[gather])
-        is_leading = any(index.resolve(dim)[: len(lead)] == lead for dim in after.dims)
-        if not exact and rows and block and is_leading and index.order(Arrangement(dims)) == index.order(after):
+        if exact or not rows or not block or table.order(result) != table.order(after):
+            continue
+        # y has the order of the result in other dims, one of which starts as the gathered dim does.
+        if any(is_leading(table.resolve(result.dims[gather]), dim) for dim in after.dims):
             return scatter, gather
     return None
 
 
-def dims_after(
-    index: IndexMap, before: Arrangement, scatter: int, gather: int, sent: FactorIds, received_factors: FactorIds
-) -> tuple[FactorIds, ...]:
-    """Return the dims after the exchange, where `sent` leads the scatter dim."""
-    dims = list(before.dims)
-    dims[scatter] = tuple(index.resolve(dims[scatter])[len(index.resolve(sent)) :])
+def exchange_factors(
+    table: FactorTable, x: Arrangement, scatter: int, gather: int, sent_factors: FactorIds, received_factors: FactorIds
+) -> Arrangement:
+    """Return the arrangement of all_to_all_permute(x), where the sent factors lead the scatter dim of x."""
+    dims = list(x.dims)
+    dims[scatter] = tuple(table.resolve(dims[scatter])[len(table.resolve(sent_factors)) :])
     dims[gather] = (*received_factors, *dims[gather])
-    return tuple(dims)
+    return Arrangement(tuple(dims))
 
 
-def is_inverse(first: Node, second: Node) -> bool | None:
-    """Return True if the second all_to_all_permute restores the operand of the first.
-
-    Returns False if it does so up to a reshape, and None if it does not.
-    """
+def is_inverse(first: Node, second: Node) -> bool:
+    """Return True if the second all_to_all_permute restores the operand of the first, up to a reshape."""
     x, scatter, gather, n, group = first.args
     if tuple(second.args[3:]) != (n, group):
-        return None
-    index = IndexMap()
-    before = index.tensor(as_sizes(x.meta["val"].shape))
-    cut = index.take(before.dims[scatter % len(before.dims)], n)
+        return False
+    table = FactorTable()
+    before = table.new_tensor(as_sizes(x.meta["val"].shape))
+    ndim = len(before.dims)
+    cut = table.split_leading(before.dims[scatter % ndim], n)
     if cut is None:
-        return None
-    ndim, received_factors = len(before.dims), (index.factor(n),)
-    dims = dims_after(index, before, scatter % ndim, gather % ndim, cut[0], received_factors)
-    there = ArrangementTracker(index, {first: Arrangement(dims)}).tensor(second.args[0])
-    if there is None or there.fixed:
-        return None
-    scatter, gather = (d % len(there.dims) for d in second.args[1:3])
-    back = index.take(there.dims[scatter], n)
-    # Data from rank r returns to rank r, so that this rank receives its own blocks again.
-    if back is None or not index.same_factors(back[0], received_factors):
-        return None
-    returned = Arrangement(dims_after(index, there, scatter, gather, back[0], cut[0]))
-    if index.equal(returned, before):
-        return True
-    return False if index.order(returned) == index.order(before) else None
+        return False
+    sent_factors, received_factors = cut[0], (table.new_factor(n),)
+    exchanged = exchange_factors(table, before, scatter % ndim, gather % ndim, sent_factors, received_factors)
+    operand = ArrangementTracker(table, {first: exchanged}).arrangement(second.args[0])
+    if operand is None or operand.fixed:
+        return False
+    scatter, gather = (dim % len(operand.dims) for dim in second.args[1:3])
+    cut = table.split_leading(operand.dims[scatter], n)
+    # The blocks from rank r must return to rank r, so that this rank receives its own blocks again.
+    if cut is None or not table.same_factors(cut[0], received_factors):
+        return False
+    returned = exchange_factors(table, operand, scatter, gather, received_factors, sent_factors)
+    return table.order(returned) == table.order(before)
 
 
 def source_exchanges(node: Node) -> Sequence[Node]:
@@ -229,8 +250,8 @@ def aliases_input(node: Node) -> bool:
 
 
 def erase_chain(graph: Graph, chain: frozenset[Node]) -> None:
-    """Erase the nodes that have no other users."""
+    """Erase the nodes of the chain that have no users, from the last one on, with unused results of them."""
     for node in reversed(graph.nodes):
-        unread = is_unused(node) and node.args[0] in chain
-        if (node in chain or unread) and not node.users:
+        is_result = is_unused(node) and node.args[0] in chain
+        if (node in chain or is_result) and not node.users:
             graph.erase_node(node)

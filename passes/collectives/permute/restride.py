@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class StrideRepair:
-    """The values of a graph's nodes before a rewrite; call `apply` after it."""
+    """The values of a graph's nodes before a rewrite; `apply` updates the graph after it."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -29,20 +29,23 @@ class StrideRepair:
         self.results = _graph_results(graph)
 
     def apply(self) -> None:
-        """Infer the changed values again, in place."""
+        """Infer the values after changed nodes again, and restore the strides of the graph's outputs, in place."""
         changed = {node for node in self.graph.nodes if node not in self.before}
         for node in list(self.graph.nodes):
-            if node in self.before and any(i in changed for i in node.all_input_nodes) and self._reinfer(node):
+            if node in self.before and any(x in changed for x in node.all_input_nodes) and self._reinfer(node):
                 changed.add(node)
-        self._keep_results()
+        for earlier, node in zip(self.results, _graph_results(self.graph)):
+            if earlier is not None and node is not None:
+                self._restore_strides(self.graph.output_node(), node, self.before.get(earlier))
 
     def _reinfer(self, node: Node) -> bool:
         """Infer the node's value again, and return True if its strides have changed."""
         if node.target is aten.as_strided.default:
-            self._restore_operands(node)
+            source = node.args[0]  # the op reads its storage directly
+            self._restore_strides(node, source, self.before.get(source))
             return False
-        known = isinstance(node.target, OpOverload) or node.target is operator.getitem
-        if not known or is_mutation(node):
+        is_inferable = isinstance(node.target, OpOverload) or node.target is operator.getitem
+        if not is_inferable or is_mutation(node):
             return False
         try:
             value = infer_value(node.target, node.args, node.kwargs)
@@ -55,18 +58,10 @@ class StrideRepair:
         node.meta["val"] = value
         return _strides_changed(old, value)
 
-    def _restore_operands(self, node: Node) -> None:
-        """Restore the operand's strides for an op that reads storage directly."""
-        source = node.args[0]
-        old = self.before.get(source)
-        if isinstance(old, Tensor) and _strides_changed(old, source.meta["val"]):
-            node.replace_input_with(source, match_strides(self.graph, source, old))
-
-    def _keep_results(self) -> None:
-        for was, node in zip(self.results, _graph_results(self.graph)):
-            old = self.before.get(was) if was is not None else None
-            if node is not None and isinstance(old, Tensor) and _strides_changed(old, node.meta["val"]):
-                self.graph.output_node().replace_input_with(node, match_strides(self.graph, node, old))
+    def _restore_strides(self, user: Node, x: Node, old: Any) -> None:
+        """Pass a copy of x with the strides of the value `old` to the user, if x has others now."""
+        if isinstance(old, Tensor) and _strides_changed(old, x.meta["val"]):
+            user.replace_input_with(x, match_strides(self.graph, x, old))
 
 
 def _graph_results(graph: Graph) -> list[Node | None]:
@@ -76,6 +71,7 @@ def _graph_results(graph: Graph) -> list[Node | None]:
 
 
 def _strides_changed(old: Any, new: Any) -> bool:
+    """Return True if a value, or one of several results, has other strides than before."""
     if isinstance(old, list | tuple):
         return any(_strides_changed(a, b) for a, b in zip(old, new))
     return isinstance(old, Tensor) and has_other_strides(old, new)
