@@ -2,13 +2,11 @@
 
 import torch
 
-HALF = frozenset({torch.float16, torch.bfloat16})
-"""Half-precision dtypes."""
+HALF = frozenset({torch.float16, torch.bfloat16})  # half-precision dtypes
+# Smallest absolute value of a finite number that masks a score like infinity.
+#
+# Next to such a score float32 would lose the low bits of log(number of keys), which merging of blocks adds to it.
 MIN_FILL = 1e4
-"""Smallest absolute value of a finite number that masks a score like infinity.
-
-Next to such a score float32 would lose the low bits of log(number of keys), which merging of blocks adds to it.
-"""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

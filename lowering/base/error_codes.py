@@ -23,6 +23,7 @@ class ErrorInfo:
     fix: str  # what to do, as one or two sentences; it ends every message of this code
 
 
+# Titles of the sections, by the first digit of a code.
 SECTIONS = {
     "1": "Options",
     "2": "Capture of the program",
@@ -34,13 +35,12 @@ SECTIONS = {
     "8": "Data and integrations",
     "9": "Passes and rules of a contributor",
 }
-"""Titles of the sections, by the first digit of a code."""
 
+# Every code of an `SpError`. A code keeps its meaning; the code of an error that is removed is not used again.
 ERRORS = {
     code: ErrorInfo(**row)
     for code, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
 }
-"""Every code of an `SpError`. A code keeps its meaning; the code of an error that is removed is not used again."""
 
 
 def errors_page() -> str:

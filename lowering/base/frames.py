@@ -60,8 +60,8 @@ class RowOrder:
 
 CONTIGUOUS = RowOrder("contiguous", 1)
 BALANCED = RowOrder("balanced", 0, " in balanced order")
+# Row orders by value of the option `layout`; of two equally fast ones, the first is chosen.
 LAYOUTS: Table[RowOrder] = Table("layout")
-"""Row orders by value of the option `layout`; of two equally fast ones, the first is chosen."""
 for _order in (CONTIGUOUS, RowOrder("zigzag", 2, " in zigzag order"), BALANCED):
     LAYOUTS.register(_order.name, _order)
 

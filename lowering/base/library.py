@@ -22,25 +22,22 @@ from sp_compile.lowering.torch_compat import OpOverload
 
 LIBRARY = torch.library.Library("sp", "DEF")
 
+# Operators of `composite`. All others are opaque.
 COMPOSITES: set[OpOverload] = set()
-"""Operators of `composite`. All others are opaque."""
 
+# Collectives of each data-movement operator, forward and backward; "" for none.
 MOVE_OPS: dict[OpOverload, tuple[str, str]] = {}
-"""Collectives of each data-movement operator, forward and backward; "" for none."""
 
+# Contents of padded rows in the results of operators, see ``collectives/pad_rows.py``. "nearest": the nearest valid
+# row, independent of the padding of the operands. "finite": any finite numbers. "as given": each row follows from the
+# same row of the operands. Between ``sort_rows`` and ``from_sorted``, which permute rows, it follows from the row at
+# its original index.
 PADDED: dict[OpOverload, str] = {}
-"""Contents of padded rows in the results of operators, see ``collectives/pad_rows.py``.
 
-"nearest": the nearest valid row, independent of the padding of the operands. "finite": any finite numbers. "as given":
-each row follows from the same row of the operands. Between ``sort_rows`` and ``from_sorted``, which permute rows, it
-follows from the row at its original index.
-"""
-
+# Functions of the temporary bytes of opaque operators, in addition to operands and results; see `opaque`.
 INTERNAL_OPS: dict[OpOverload, Callable[..., int]] = {}
-"""Functions of the temporary bytes of opaque operators, in addition to operands and results; see `opaque`."""
 
-SOURCE_FOLDERS: set[Path] = set()
-"""Source files in which operators are defined."""
+SOURCE_FOLDERS: set[Path] = set()  # source files in which operators are defined
 
 Body = TypeVar("Body", bound=Callable[..., object])
 

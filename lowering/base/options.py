@@ -19,8 +19,7 @@ from .errors import SpError, did_you_mean
 from .frames import LAYOUTS
 from .ranks import STRATEGIES, Ranks, resolve
 
-OUTPUTS = ("auto", "lazy", "gather", "local")
-"""Values of the option `outputs`, from the weakest to the strongest."""
+OUTPUTS = ("auto", "lazy", "gather", "local")  # values of the option `outputs`, from the weakest to the strongest
 
 
 def _is_fraction(value: Any) -> bool:
@@ -69,6 +68,7 @@ class OptionRule:
         raise SpError(self.code, f"{name}: expected {expected}, got {value!r}{hint}.")
 
 
+# The valid values of each option. `resolve` validates `mesh` and `mesh_dim`.
 OPTION_RULES = {
     "seq_dims": OptionRule(
         ("auto",), "'auto' or a mapping from names of inputs to ints", partial(_maps_to, lambda dim: type(dim) is int)
@@ -107,13 +107,12 @@ OPTION_RULES = {
         "SP104",
     ),
 }
-"""The valid values of each option. `resolve` validates `mesh` and `mesh_dim`."""
 
+# Options that change joint graphs: the values that every compiler supports, and the purpose of others.
 JOINT_GRAPH_OPTIONS = {
     "merge_reductions": (("auto", "never"), "passes on collectives"),
     "offload": (("never",), "copies between forward and backward"),
 }
-"""Options that change joint graphs: the values that every compiler supports, and the purpose of others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,12 +269,11 @@ class SPConfig:
         return SPConfig(**(options or {}))
 
 
+# Options as passed to `torch.compile`: an SPConfig, or its fields before validation.
 AnyOptions: TypeAlias = SPConfig | Mapping[str, Any] | None
-"""Options as passed to `torch.compile`: an SPConfig, or its fields before validation."""
 
 
-COMPILE_OPTIONS = "mode", "dynamic", "fullgraph", "backend", "disable"
-"""Arguments of torch.compile next to `options`."""
+COMPILE_OPTIONS = "mode", "dynamic", "fullgraph", "backend", "disable"  # arguments of torch.compile next to `options`
 
 
 def stronger_output(a: str, b: str) -> str:

@@ -76,8 +76,8 @@ class ProgressLine:
                 self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+# Progress line of this process, at most one: nested work counts as a step of the outer one.
 _active_lines: list[ProgressLine] = []
-"""Progress line of this process, at most one: nested work counts as a step of the outer one."""
 
 
 def set_step(step: str) -> None:

@@ -19,8 +19,8 @@ from sp_compile.lowering.torch_compat import flatten_mesh, group_backend, known_
 from .errors import SpError
 from .registry import Table
 
+# Attention strategies (`passes.cost.attention_cost.Strategy`) by value of the option `attention`.
 STRATEGIES: Table[Any] = Table("attention")
-"""Attention strategies (`passes.cost.attention_cost.Strategy`) by value of the option `attention`."""
 
 
 def process_rank() -> int:
@@ -70,8 +70,8 @@ class Ranks:
             )
 
 
+# Ranks as passed to the functions on local shards. None selects the default group.
 Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Ranks | None
-"""Ranks as passed to the functions on local shards. None selects the default group."""
 
 
 def ranks_of(mesh: Mesh) -> Ranks:

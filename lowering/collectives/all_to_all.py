@@ -19,18 +19,9 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering import triton
+from sp_compile.lowering.base import frames
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.frames import (
-    FrameArg,
-    frame_folds,
-    inner_rows,
-    is_known,
-    local_row_count,
-    pad_to_frame,
-    to_rank_order,
-    to_sequence_order,
-    trim,
-)
+from sp_compile.lowering.base.frames import FrameArg
 from sp_compile.lowering.base.library import composite
 from sp_compile.lowering.comm.communicator import current_communicator
 
@@ -57,7 +48,7 @@ class _AllToAllFunction(torch.autograd.Function):
     def forward(ctx: Any, reshard: Reshard, edge: bool, *xs: Tensor) -> tuple[Tensor, ...]:
         """Pad the tensors as `pad_to_frame` does for `edge`, and exchange them with as few collectives as possible."""
         ctx.reshard = reshard
-        padded = [pad_to_frame(x, reshard.scatter_dim, reshard.scatter_frame, reshard.n, edge) for x in xs]
+        padded = [frames.pad_to_frame(x, reshard.scatter_dim, reshard.scatter_frame, reshard.n, edge) for x in xs]
         results: list[Tensor] = list(xs)
         for indices in _shareable_groups(xs, reshard.gather_dim):
             for i, y in zip(indices, exchange([padded[i] for i in indices], reshard), strict=True):
@@ -96,7 +87,7 @@ def _common_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
 
     def divides(rows: int, length: int) -> bool:
         """Return True if `rows` is known to divide `length`."""
-        return is_known(rows == length) or (is_known(rows > 0) and is_known(length % rows == 0))
+        return frames.is_known(rows == length) or (frames.is_known(rows > 0) and frames.is_known(length % rows == 0))
 
     lengths = [x.shape[gather_dim] for x in xs]
     return next((rows for rows in lengths if all(divides(rows, length) for length in lengths)), None)
@@ -114,17 +105,17 @@ def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
         xs: Tensors of one dtype and device. Their scatter dims are padded to n equal blocks.
         reshard: Dims, frames and ranks.
     """
-    rows_per_rank = local_row_count(reshard.gather_frame, reshard.n)
+    rows_per_rank = frames.local_row_count(reshard.gather_frame, reshard.n)
     if reshard.n == 1:
         gather, frame = reshard.gather_dim, reshard.gather_frame
-        return [trim(x, gather, frame, 1, inner_rows(x.shape[gather], rows_per_rank)) for x in xs]
+        return [frames.trim(x, gather, frame, 1, frames.inner_rows(x.shape[gather], rows_per_rank)) for x in xs]
     rows = _common_rows(xs, reshard.gather_dim)
     assert rows is not None, "the tensors of an exchange are a group of `_shareable_groups`"
     blocks = [_to_blocks(x, reshard, rows) for x in xs]
     sent = _pack_blocks(blocks)
     received = current_communicator().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)
-    received = to_sequence_order(received, reshard.gather_frame, reshard.n)
-    received = trim(received, 0, reshard.gather_frame, reshard.n, inner_rows(rows, rows_per_rank))
+    received = frames.to_sequence_order(received, reshard.gather_frame, reshard.n)
+    received = frames.trim(received, 0, reshard.gather_frame, reshard.n, frames.inner_rows(rows, rows_per_rank))
     columns = received.split([math.prod(block.shape[2:]) for block in blocks], 1)
     results = []
     for x, block, x_columns in zip(xs, blocks, columns, strict=True):
@@ -142,10 +133,10 @@ def _to_blocks(x: Tensor, reshard: Reshard, rows: int) -> Tensor:
     them is g / rows.
     """
     n, scatter, gather = reshard.n, reshard.scatter_dim, reshard.gather_dim
-    if frame_folds(reshard.scatter_frame) == 2:
-        x = to_rank_order(x.movedim(scatter, 0), reshard.scatter_frame, n).movedim(0, scatter)
+    if frames.frame_folds(reshard.scatter_frame) == 2:
+        x = frames.to_rank_order(x.movedim(scatter, 0), reshard.scatter_frame, n).movedim(0, scatter)
     x = x.unflatten(scatter, (n, x.shape[scatter] // n)).movedim(scatter, 0).movedim(gather + 1, 1)
-    return x if is_known(x.shape[1] == rows) else x.unflatten(1, (rows, x.shape[1] // rows))
+    return x if frames.is_known(x.shape[1] == rows) else x.unflatten(1, (rows, x.shape[1] // rows))
 
 
 def _pack_blocks(blocks: list[Tensor]) -> Tensor:
@@ -183,7 +174,7 @@ def all_to_all(
     reshard = Reshard(scatter_dim % ndim, scatter, gather_dim % ndim, gather, n, group)
     if reshard.scatter_dim == reshard.gather_dim:
         raise SpError("SP542", f"sp::all_to_all: scatter and gather dim are both {reshard.scatter_dim}.")
-    if not (is_known(scatter[0] == 1) and is_known(gather[0] == 1)):
+    if not (frames.is_known(scatter[0] == 1) and frames.is_known(gather[0] == 1)):
         cause = f"sp::all_to_all: expected frames with outer == 1, got {scatter[0]} and {gather[0]}."
         raise SpError("SP507", cause, "Unflatten the dims, so that the sequence is the first factor of each.")
     return list(_AllToAllFunction.apply(reshard, True, *xs))

@@ -51,8 +51,7 @@ class SymmetricBuffer:
         return x.device == self.memory.device and x.nbytes <= self.memory.numel()
 
 
-BUFFERS: dict[str, SymmetricBuffer] = {}
-"""Declared buffers by group, on all of its ranks or on none."""
+BUFFERS: dict[str, SymmetricBuffer] = {}  # declared buffers by group, on all of its ranks or on none
 
 
 class PermuteProblem(NamedTuple):

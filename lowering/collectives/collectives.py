@@ -16,21 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_compile.lowering.base import frames
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.frames import (
-    FrameArg,
-    from_rows_first,
-    inner_rows,
-    is_padded,
-    local_row_count,
-    nearest_rows,
-    own_positions,
-    pad_to_frame,
-    to_rank_order,
-    to_rows_first,
-    to_sequence_order,
-    trim,
-)
+from sp_compile.lowering.base.frames import FrameArg
 from sp_compile.lowering.base.library import LinearMap, composite, opaque
 from sp_compile.lowering.comm.communicator import current_communicator
 
@@ -41,11 +29,11 @@ from .pad_rows import fill_padding
 
 def _slice_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Return this rank's rows of a full x; positions outside the window repeat the nearest row inside."""
-    if n == 1 and not is_padded(frame, n):
+    if n == 1 and not frames.is_padded(frame, n):
         return x
-    inner = inner_rows(x.shape[dim], frame[0] * frame[3])
-    positions = own_positions(frame, n, group, x.device)
-    return x.index_select(dim, nearest_rows(positions, frame, inner))
+    inner = frames.inner_rows(x.shape[dim], frame[0] * frame[3])
+    positions = frames.own_positions(frame, n, group, x.device)
+    return x.index_select(dim, frames.nearest_rows(positions, frame, inner))
 
 
 def _slice_rows_zeroed(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
@@ -56,10 +44,10 @@ def _slice_rows_zeroed(x: Tensor, dim: int, frame: FrameArg, n: int, group: str)
 def _gather_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Return the full x from all ranks' rows, without padding; for outer 1 a view of the gathered tensor."""
     outer = frame[0]
-    inner = inner_rows(x.shape[dim], outer * local_row_count(frame, n))
-    gathered = current_communicator().all_gather(to_rows_first(x, dim, outer), n, group)
-    rows = to_sequence_order(gathered, frame, n)
-    return from_rows_first(trim(rows, 0, frame, n, inner), dim, outer)
+    inner = frames.inner_rows(x.shape[dim], outer * frames.local_row_count(frame, n))
+    gathered = current_communicator().all_gather(frames.to_rows_first(x, dim, outer), n, group)
+    rows = frames.to_sequence_order(gathered, frame, n)
+    return frames.from_rows_first(frames.trim(rows, 0, frame, n, inner), dim, outer)
 
 
 def _reduce_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge: bool) -> Tensor:
@@ -67,9 +55,9 @@ def _reduce_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge:
 
     Values (edge) use the collective reduce_scatter, which users can find in the graph; cotangents use the fastest way.
     """
-    rows = pad_to_frame(to_rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge)
-    summed = current_communicator().reduce_scatter(to_rank_order(rows, frame, n), n, group, plain=edge)
-    return from_rows_first(summed, dim, frame[0])
+    rows = frames.pad_to_frame(frames.to_rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge)
+    summed = current_communicator().reduce_scatter(frames.to_rank_order(rows, frame, n), n, group, plain=edge)
+    return frames.from_rows_first(summed, dim, frame[0])
 
 
 _reduce_cotangents, _reduce_values = partial(_reduce_rows, edge=False), partial(_reduce_rows, edge=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sp_compile.lowering.base.library import composite, opaque
 
+# Stored gradients by number. The backward that follows immediately removes them.
 _pending_grads: dict[int, Tensor] = {}
-"""Stored gradients by number. The backward that follows immediately removes them."""
 _grad_numbers = itertools.count(1)  # 0: no gradient
 
 sp = torch.ops.sp

@@ -22,18 +22,8 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.frames import (
-    FrameArg,
-    column_along,
-    has_remote_edges,
-    inner_rows,
-    is_known,
-    is_padded,
-    local_row_count,
-    outside_window,
-    own_positions,
-    row_of_position,
-)
+from sp_compile.lowering.base import frames
+from sp_compile.lowering.base.frames import FrameArg
 from sp_compile.lowering.base.library import LinearMap, composite
 from sp_compile.lowering.comm.communicator import current_communicator
 
@@ -45,9 +35,9 @@ def fill_padding(x: Tensor, dim: int, frame: FrameArg, value: float, n: int, gro
     Shapes: any -> same; dtype unchanged. Bytes: none. Backward: the cotangent, zero where filled.
     Source: masked_fill; nothing if no position can be outside.
     """
-    if not is_padded(frame, n):
+    if not frames.is_padded(frame, n):
         return x
-    return x.masked_fill(outside_window(x, dim % x.ndim, frame, n, group), value)
+    return x.masked_fill(frames.outside_window(x, dim % x.ndim, frame, n, group), value)
 
 
 @composite(
@@ -73,13 +63,13 @@ def _zero_outside(grad: Tensor, dim: int, frame: FrameArg, n: int, group: str) -
 def _fill_nearest_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Return x with the nearest valid row of any rank in each padded row."""
     outer, _, start, length = frame[:4]
-    if not is_padded(frame, n) or is_known(length == 0):
+    if not frames.is_padded(frame, n) or frames.is_known(length == 0):
         return x.view_as(x)
-    rows_per_rank = local_row_count(frame, n)
-    inner = inner_rows(x.shape[dim], outer * rows_per_rank)
-    is_flat = is_known(outer * inner == 1)  # the dim has the rows only
+    rows_per_rank = frames.local_row_count(frame, n)
+    inner = frames.inner_rows(x.shape[dim], outer * rows_per_rank)
+    is_flat = frames.is_known(outer * inner == 1)  # the dim has the rows only
     rows, row_dim = (x, dim) if is_flat else (x.unflatten(dim, (outer, rows_per_rank, inner)), dim + 1)
-    positions = column_along(own_positions(frame, n, group, x.device), row_dim, rows.ndim)
+    positions = frames.column_along(frames.own_positions(frame, n, group, x.device), row_dim, rows.ndim)
     first, last = _edge_rows(rows, row_dim, frame, n, group)
     if first is not None:
         rows = torch.where(positions < start, first, rows)
@@ -95,14 +85,15 @@ def _edge_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> tupl
     one that uses it.
     """
     start, length = frame[2:4]
-    has_padding = not is_known(start == 0), not is_known(start + length == n * local_row_count(frame, n))
+    rows = n * frames.local_row_count(frame, n)
+    has_padding = not frames.is_known(start == 0), not frames.is_known(start + length == rows)
     positions = compress((start, start + length - 1), has_padding)
-    owners = [row_of_position(position, frame, n) for position in positions]  # (rank, its row) of each valid row
-    rows = [x.narrow(dim, row, 1) for _, row in owners]
-    if any(compress(has_remote_edges(frame, n), has_padding)):
-        sent = torch.cat([row.movedim(dim, 0) for row in rows])
+    owners = [frames.row_of_position(position, frame, n) for position in positions]  # (rank, its row) of each valid row
+    edges = [x.narrow(dim, row, 1) for _, row in owners]
+    if any(compress(frames.has_remote_edges(frame, n), has_padding)):
+        sent = torch.cat([edge.movedim(dim, 0) for edge in edges])
         gathered = current_communicator().all_gather(sent, n, group)  # len(owners) rows of each rank
-        rows = [gathered.narrow(0, rank * len(owners) + i, 1).movedim(0, dim) for i, (rank, _) in enumerate(owners)]
-    remaining = iter(rows)
+        edges = [gathered.narrow(0, rank * len(owners) + i, 1).movedim(0, dim) for i, (rank, _) in enumerate(owners)]
+    remaining = iter(edges)
     first, last = (next(remaining) if padded else None for padded in has_padding)
     return first, last

@@ -20,22 +20,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import local_row_count
-from sp_compile.lowering.torch_compat import (
-    OpOverload,
-    end_of_view,
-    hide_views,
-    is_batch,
-    is_compiling,
-    is_in_backward,
-    is_in_transform,
-    make_wrapper,
-    no_torch_function,
-    process_group,
-    pytree,
-    schema_of,
-)
+from sp_compile.lowering.torch_compat import OpOverload, is_batch, is_in_transform, make_wrapper, process_group, pytree
 
 from .deferred import DeferredRows
 from .grad_tokens import store_grad
@@ -66,7 +54,7 @@ class Sharded(Tensor):
         value.shard_storage = storage
         return value
 
-    __torch_function__ = no_torch_function
+    __torch_function__ = torch_compat.no_torch_function
 
     @property
     def sharding(self) -> Layout:
@@ -161,7 +149,7 @@ class Sharded(Tensor):
     @torch.compiler.disable
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the storage of the full tensor, or an empty one to compilers that check for aliases."""
-        return super().untyped_storage() if is_compiling() else self.shard_storage.read().untyped_storage()
+        return super().untyped_storage() if torch_compat.is_compiling() else self.shard_storage.read().untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.full().__reduce_ex__(protocol)
@@ -197,7 +185,7 @@ class Sharded(Tensor):
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a handler of `SHARDED_MOVES` or `_view` if it supports the call; else read the values and run the op."""
-        args, kwargs = pytree.tree_map_only(torch.SymInt, end_of_view, args), dict(kwargs or {})
+        args, kwargs = pytree.tree_map_only(torch.SymInt, torch_compat.end_of_view, args), dict(kwargs or {})
         handler = SHARDED_MOVES.get(func) or (_view if func.is_view and can_keep_views() else None)
         moved = handler(func, args, kwargs) if handler is not None else None
         if moved is not None:
@@ -212,12 +200,12 @@ class Sharded(Tensor):
 
         args, kwargs = pytree.tree_map_only(Sharded, read_value, (args, kwargs))
         out = func(*args, **kwargs)
-        if not schema_of(func).is_mutable:
+        if not torch_compat.schema_of(func).is_mutable:
             return out
         return pytree.tree_map_only(Tensor, lambda x: values.get(id(x), x), out)  # x.add_(1) returns x
 
 
-hide_views(Sharded)
+torch_compat.hide_views(Sharded)
 
 
 def _describe(x: Tensor) -> str:
@@ -272,7 +260,7 @@ def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return None
     first, *others = [x for x in (a, b) if isinstance(x, Sharded)]
-    can_add = others[0].sharding.has_same_rows(first.sharding) if others else is_in_backward()
+    can_add = others[0].sharding.has_same_rows(first.sharding) if others else torch_compat.is_in_backward()
     both_gathered = bool(others) and first.is_gathered and others[0].is_gathered
     if not can_add or both_gathered:
         return None

@@ -20,8 +20,8 @@ from sp_compile.lowering.base.errors import SpError
 from . import routes
 from .communicator import Communicator, use_communicator
 
+# Group name for programs that are only simulated. Any other name works as well.
 SIMULATED_GROUP = "sim"
-"""Group name for programs that are only simulated. Any other name works as well."""
 
 T = TypeVar("T")
 Collective = Callable[[list[Tensor]], list[Tensor]]  # operands of all ranks -> results of all ranks

@@ -83,8 +83,7 @@ class AddGradientTokens(Pass):
         return len(tokens)
 
 
-LOCAL_PROPERTIES = CAPTURED_PROPERTIES | {"validated", "tiled"}
-"""Properties of the program of one rank."""
+LOCAL_PROPERTIES = CAPTURED_PROPERTIES | {"validated", "tiled"}  # properties of the program of one rank
 
 
 class BoundaryPasses(Passes):

@@ -18,26 +18,24 @@ from torch.fx import Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.torch_compat import size_hint, statically_known_true
+from sp_compile.passes.cost import known_groups
 from sp_compile.passes.cost.collective_time import collective_bytes
-from sp_compile.passes.cost.known_groups import (
-    KnownGroups,
-    Partition,
-    gather_partitions,
-    reduce_partitions,
-    scatter_partitions,
-)
+from sp_compile.passes.cost.known_groups import KnownGroups, Partition
 from sp_compile.passes.cost.machine import Machine
 
 from .find_chains import CollectiveChain
 
-COMPOSERS = {"all_reduce": reduce_partitions, "reduce_scatter": scatter_partitions, "all_gather": gather_partitions}
-"""Functions that return the union of the groups of a block as lists of ranks, or None if the groups form no grid."""
+# Functions that return the union of the groups of a block as lists of ranks, or None if the groups form no grid.
+COMPOSERS = {
+    "all_reduce": known_groups.reduce_partitions,
+    "reduce_scatter": known_groups.scatter_partitions,
+    "all_gather": known_groups.gather_partitions,
+}
 
+# Options within this factor of the fastest prediction count as equal; the one with the fewest collectives wins.
 MERGE_TIE = 1.05
-"""Options within this factor of the fastest prediction count as equal; the one with the fewest collectives wins."""
 
-LinkIndices = tuple[int, ...]
-"""Indices of some links of a chain, in order: a block."""
+LinkIndices = tuple[int, ...]  # indices of some links of a chain, in order: a block
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,9 @@ class MergeChooser:
                     communicators[block] = name
         # All-reduces over the axes of a grid commute, so that a block may skip links.
         pairs = itertools.combinations(self._link_groups(chain, links), 2)
-        commute = chain.links[0].kind == "all_reduce" and all(reduce_partitions(pair) is not None for pair in pairs)
+        commute = chain.links[0].kind == "all_reduce" and all(
+            known_groups.reduce_partitions(pair) is not None for pair in pairs
+        )
         options = []
         for blocks in _link_partitions(links):
             in_order = all(block[-1] - block[0] == len(block) - 1 for block in blocks)
@@ -104,7 +104,7 @@ class MergeChooser:
         partitions, kind = self._link_groups(chain, block), chain.links[0].kind
         groups = " and ".join(repr(chain.links[i].group) for i in block)
         union = COMPOSERS[kind](partitions)
-        if reduce_partitions(partitions) is None:
+        if known_groups.reduce_partitions(partitions) is None:
             return f"the groups {groups} are not the axes of a full grid: {partitions[0]} and {partitions[1]}"
         if union is None or self.groups.communicator(union, ordered=kind != "all_reduce") is None:
             order = "" if kind == "all_reduce" else ", in the order of their chunks"

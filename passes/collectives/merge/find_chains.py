@@ -87,8 +87,8 @@ COLLECTIVES = {
 FAMILIES = {"sum": "linear", "avg": "linear", "max": "max", "min": "min", "product": "product"}
 UNMERGED_REDUCTIONS = ("band", "bor", "bxor", "premul_sum")
 
+# Maximum number of links. No mesh has more axes; 6 links have 203 partitions into blocks.
 MAX_CHAIN = 6
-"""Maximum number of links. No mesh has more axes; 6 links have 203 partitions into blocks."""
 
 MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})

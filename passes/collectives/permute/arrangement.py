@@ -21,19 +21,11 @@ from torch.fx import Node
 from sp_compile.lowering.torch_compat import OpOverload, schema_of
 from sp_compile.passes.graph.call import WAIT_OPS, OpCall, parse_overloads
 from sp_compile.passes.graph.sizes import Size, as_sizes, exact_quotient, is_same_size, size_product
+from sp_compile.passes.sharding import matchers
 from sp_compile.passes.sharding.factors import dim_factors
-from sp_compile.passes.sharding.matchers import (
-    SlicePiece,
-    is_rearrangement,
-    match_join,
-    match_piece,
-    nth_result,
-    permutation_of,
-)
 from sp_compile.passes.sharding.reshape import reshape_rule
 
-FactorIds = tuple[int, ...]
-"""Numbers of the factors of a dim in a `FactorTable`, outermost first."""
+FactorIds = tuple[int, ...]  # numbers of the factors of a dim in a `FactorTable`, outermost first
 
 
 class FixedFactors(NamedTuple):
@@ -164,8 +156,8 @@ def is_view(node: Node) -> bool:
 
 def is_move(node: Node) -> bool:
     """Return True if the node only moves data, as far as its op shows: a view, permute, copy, slice, cat or stack."""
-    moves = node.target in PASSTHROUGH_MOVES or is_rearrangement(node)
-    return moves or match_join(node) is not None or nth_result(node, 0) is not None
+    moves = node.target in PASSTHROUGH_MOVES or matchers.is_rearrangement(node)
+    return moves or matchers.match_join(node) is not None or matchers.nth_result(node, 0) is not None
 
 
 def moved_operands(node: Node) -> list[Node]:
@@ -173,7 +165,7 @@ def moved_operands(node: Node) -> list[Node]:
     if node.target in PASSTHROUGH_MOVES:
         return [node.args[0]]
     operands = OpCall(node).operands
-    return operands if match_join(node) is not None else operands[:1]
+    return operands if matchers.match_join(node) is not None else operands[:1]
 
 
 class ArrangementTracker:
@@ -196,24 +188,24 @@ class ArrangementTracker:
 
     def _move(self, node: Node) -> Arrangement | None:
         """Return the arrangement of the node's value from those of its operands."""
-        join = match_join(node)
+        join = matchers.match_join(node)
         if join is not None:
             pieces = [self.arrangement(operand) for operand in moved_operands(node)]
             known = [piece for piece in pieces if piece is not None]
             return self.table.join(known, *join) if len(known) == len(pieces) else None
-        if is_rearrangement(node):
-            x, order = self.arrangement(OpCall(node).operands[0]), permutation_of(node)
+        if matchers.is_rearrangement(node):
+            x, order = self.arrangement(OpCall(node).operands[0]), matchers.permutation_of(node)
             if x is None:
                 return None
             if order is None:
                 return self.table.reshape(x, as_sizes(node.meta["val"].shape))
             return Arrangement(tuple(x.dims[dim] for dim in order), x.fixed)
-        piece = match_piece(node)
+        piece = matchers.match_piece(node)
         if piece is not None:
             return self._move_piece(piece)
         return self.arrangement(node.args[0]) if node.target is WAIT_OPS else None
 
-    def _move_piece(self, piece: SlicePiece) -> Arrangement | None:
+    def _move_piece(self, piece: matchers.SlicePiece) -> Arrangement | None:
         """Return the arrangement of a slice or select if it is one of several equal pieces, else None."""
         x = self.arrangement(piece.source)
         extent = as_sizes(piece.source.meta["val"].shape)[piece.dim]
