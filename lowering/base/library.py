@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,16 +56,12 @@ def composite(schema: str, moves: tuple[str, str] | None = None, padded: str | N
 
     def register(body: Body) -> Body:
         """Register the body for the schema."""
-        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        name = schema.split("(")[0]
-        LIBRARY.impl(name, body, "CompositeImplicitAutograd")
-        op = getattr(torch.ops.sp, name).default
+        op = _define(schema, body, "CompositeImplicitAutograd")
         COMPOSITES.add(op)
         if moves is not None:
             MOVE_OPS[op] = moves
         if padded is not None:
             PADDED[op] = padded
-        _record_body(body)
         return body
 
     return register
@@ -85,28 +81,29 @@ def opaque(
             launches depend on the contents of its operands.
         inside: Function of the bytes that its kernels allocate, and of its operands, that returns its temporary bytes.
     """
-    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) if not replays else None
-    tags = (torch.Tag.pt2_compliant_tag, *([] if unsafe is None else [unsafe]))
+    has_tag = not replays and hasattr(torch.Tag, "cudagraph_unsafe")  # depends on the torch version
+    tags = [torch.Tag.cudagraph_unsafe] if has_tag else []
 
     def register(body: Body) -> Body:
         """Register the body for the schema."""
-        name = schema.split("(")[0]
-        LIBRARY.define(schema, tags=tags)
-        LIBRARY.impl(name, torch.no_grad()(body), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"sp::{name}", fake, lib=LIBRARY)
+        op = _define(schema, torch.no_grad()(body), "CompositeExplicitAutograd", tags)
+        torch.library.register_fake(op, fake, lib=LIBRARY)
         if inside is not None:
-            INTERNAL_OPS[getattr(torch.ops.sp, name).default] = inside
-        _record_body(body)
+            INTERNAL_OPS[op] = inside
         return body
 
     return register
 
 
-def _record_body(body: Callable[..., object]) -> None:
-    """Add the file of an operator's body to `SOURCE_FOLDERS`."""
+def _define(schema: str, body: Callable[..., object], key: str, tags: Sequence[torch.Tag] = ()) -> OpOverload:
+    """Define the operator ``sp::<schema>`` with a body for a dispatch key, record its file, and return it."""
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    name = schema.split("(")[0]
+    LIBRARY.impl(name, body, key)
     source = Path(inspect.unwrap(body).__code__.co_filename)
     if source.is_file():  # functions from an interactive prompt have no file
         SOURCE_FOLDERS.add(source.resolve())
+    return getattr(torch.ops.sp, name).default
 
 
 class LinearMap(torch.autograd.Function):

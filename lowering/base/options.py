@@ -261,7 +261,7 @@ class SPConfig:
             raise SpError("SP103", f"options: expected {expected}, got {options!r}.")
         known = [f.name for f in fields(SPConfig)]
         for name in options or {}:
-            if name in COMPILE_OPTIONS:
+            if name in ("mode", "dynamic", "fullgraph", "backend", "disable"):
                 raise SpError("SP101", f"options: {name!r} is an argument of torch.compile itself, {name}=....")
             if name not in known:
                 hint = did_you_mean(name, known)
@@ -271,19 +271,3 @@ class SPConfig:
 
 # Options as passed to `torch.compile`: an SPConfig, or its fields before validation.
 AnyOptions: TypeAlias = SPConfig | Mapping[str, Any] | None
-
-
-COMPILE_OPTIONS = "mode", "dynamic", "fullgraph", "backend", "disable"  # arguments of torch.compile next to `options`
-
-
-def stronger_output(a: str, b: str) -> str:
-    """Return the stronger of two values of the option `outputs` for one result.
-
-    Args:
-        a: A value of `OUTPUTS`.
-        b: Another value of `OUTPUTS`.
-
-    Returns:
-        The value that satisfies both requests.
-    """
-    return max(a, b, key=OUTPUTS.index)

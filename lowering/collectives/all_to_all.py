@@ -93,11 +93,6 @@ def _common_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
     return next((rows for rows in lengths if all(divides(rows, length) for length in lengths)), None)
 
 
-def equal_reshard(scatter_dim: int, gather_dim: int, n: int, group: str) -> Reshard:
-    """Return the reshard of dims that n divides, of any sizes: a frame of n positions and an inner factor."""
-    return Reshard(scatter_dim, (1, n, 0, n), gather_dim, (1, n, 0, n), n, group)
-
-
 def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
     """Exchange ``xs`` in one all_to_all_single. Not differentiable.
 

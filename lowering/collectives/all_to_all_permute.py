@@ -31,7 +31,7 @@ from sp_compile.lowering.base.registry import Table
 from sp_compile.lowering.comm.communicator import FunctionalCommunicator, current_communicator
 from sp_compile.lowering.torch_compat import symmetric_all_to_all
 
-from .all_to_all import equal_reshard, exchange
+from .all_to_all import Reshard, exchange
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ def _packed_exchange(problem: PermuteProblem) -> Tensor:
     """Run the exchange with one all_to_all_single and one copy."""
     x, scatter, gather, n, group = problem
     if not all(is_known(size == 1) for size in x.shape[:scatter]):
-        return exchange([x], equal_reshard(scatter, gather, n, group))[0]
+        frame = (1, n, 0, n)  # n positions, one per rank: equal shares of any size
+        return exchange([x], Reshard(scatter, frame, gather, frame, n, group))[0]
     # The first dim is the scatter dim: its blocks can be sent without a copy, and the result is permuted.
     received = current_communicator().all_to_all(x.unflatten(scatter, (n, -1)).movedim(scatter, 0), n, group)
     blocks = received.movedim(0, gather)

@@ -96,9 +96,7 @@ def sample_view(x: torch.Tensor, limit: int, turn: int) -> torch.Tensor:
     """
     dims = sorted(range(x.ndim), key=x.shape.__getitem__) if x.numel() > limit else []
     for i, dim in enumerate(dims):
-        dim_limit = max(
-            1, int(limit ** (1 / (len(dims) - i)))
-        )  # elements of this dim: the larger dims have equal limits
+        dim_limit = max(1, int(limit ** (1 / (len(dims) - i))))  # this dim and the larger ones have equal limits
         step = -(-x.shape[dim] // dim_limit)
         x = x[(slice(None),) * dim + (slice(turn % step, None, step),)]
         limit, turn = limit // x.shape[dim], turn // step

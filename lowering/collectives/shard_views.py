@@ -188,9 +188,7 @@ def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | N
     if length < 2 or 0 in like.shape:
         return None
     strides = {dim: like.stride(dim) for dim, extent in enumerate(like.shape) if extent > 1}
-    spans = {
-        dim: (like.shape[dim] - 1) * stride for dim, stride in strides.items()
-    }  # elements from first to last entry
+    spans = {dim: (like.shape[dim] - 1) * stride for dim, stride in strides.items()}  # from the first entry to the last
     inside_block = [dim for dim, stride in strides.items() if stride % block]
     sequence_dims = [dim for dim in inside_block if spans[dim] >= step]
     if len(sequence_dims) != 1:

@@ -23,6 +23,7 @@ from sp_compile.passes.sharding.output_rules import OUTPUT_RULES
 
 from .boundary_context import BoundaryContext, insert_detach, insert_tap, output_leaves, set_outputs
 from .defer_outputs import DeferOutputs
+from .graph_boundary import first_balanced
 
 
 class ReturnPermutation(Pass):
@@ -38,7 +39,7 @@ class ReturnPermutation(Pass):
         """Append the three tensors of a `RowPermutation` to the outputs if one is balanced; return 1 or 0."""
         boundary = job.boundary
         is_balanced = any(output.layout.is_balanced for output in boundary.results.values())
-        if boundary.order_input is not None or not is_balanced:
+        if first_balanced(boundary.layouts) is not None or not is_balanced:
             return 0
         (balance,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
         with gm.graph.inserting_before(gm.graph.output_node()):

@@ -45,12 +45,7 @@ class GraphBoundary:
     written: Sequence[int] = ()  # arguments that the program changes in place
     own_rows: frozenset[int] = frozenset()  # inputs of which each rank passes its own rows, as plain tensors
 
-    @property
-    def order_input(self) -> int | None:
-        """Return the number of the input whose balanced order the program keeps, or None."""
-        return first_balanced(self.layouts)
-
 
 def first_balanced(layouts: Mapping[int, Layout]) -> int | None:
-    """Return the number of the first balanced argument, or None."""
+    """Return the number of the first balanced input, whose order the program keeps, or None."""
     return next((i for i, layout in layouts.items() if layout.is_balanced), None)

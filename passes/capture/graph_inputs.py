@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, node_line
-from sp_compile.lowering.base.options import SPConfig, stronger_output
+from sp_compile.lowering.base.options import OUTPUTS, SPConfig
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.shard_storage import Layout
 from sp_compile.lowering.collectives.sharded import Sharded
@@ -287,7 +287,8 @@ def _omitted_views(
         if view.base == own + len(hidden):
             hidden.append(view)
             outputs.append(outputs[view.number])
-        outputs[view.base] = stronger_output(outputs[view.base], outputs[view.number])
+        options = outputs[view.base], outputs[view.number]
+        outputs[view.base] = max(options, key=OUTPUTS.index)  # the one that satisfies both
     views = tuple(sorted([*of_results, *of_inputs], key=lambda view: view.number))
     omit_views(graph, views, len(hidden))
     return views, hidden

@@ -31,19 +31,9 @@ from sp_compile.passes.graph.inline import lower_exchanges
 from sp_compile.passes.graph.mutation import is_written
 from sp_compile.passes.graph.sizes import as_sizes, exact_quotient, is_same_size
 
+from . import match_permutes
 from .combine_permutes import MergeDimsBeforeExchange, PackExchanges
-from .match_permutes import (
-    PERMUTE,
-    AllToAllMatch,
-    PermuteMatch,
-    aliases_input,
-    erase_chain,
-    is_all_to_all,
-    is_inverse,
-    match_all_to_all,
-    match_permute,
-    source_exchanges,
-)
+from .match_permutes import PERMUTE, AllToAllMatch, PermuteMatch, is_all_to_all
 from .restride import StrideRepair
 from .tidy_permutes import ConcatPadded, DropBuffers
 
@@ -64,12 +54,12 @@ class FusePermutes(Pass):
             return self._rewrite_dtensor(node)
         if not is_all_to_all(node):
             return False
-        exchange = match_all_to_all(node)
+        exchange = match_permutes.match_all_to_all(node)
         if isinstance(exchange, str):
             if exchange:
                 self.note_refusal(node, exchange, FUSED_NOTE)
             return False
-        match = match_permute(exchange)
+        match = match_permutes.match_permute(exchange)
         if match is None:
             self.note_refusal(node, "no exchange of two dims", FUSED_NOTE)
             return False
@@ -87,7 +77,7 @@ class FusePermutes(Pass):
         dims = f"dim {match.scatter_dim} for dim {match.gather_dim} of {list(x.meta['val'].shape)}"
         self.note(exchange.node, f"{dims}, {exchange.n} ranks", FUSED_NOTE)
         y.replace_all_uses_with(fused)
-        erase_chain(self.graph, match.chain)
+        match_permutes.erase_chain(self.graph, match.chain)
 
     def _rewrite_dtensor(self, node: Node) -> bool:
         """Replace DTensor's op, whose arguments are the dims; return False for shards of unequal size."""
@@ -112,18 +102,17 @@ class CancelExchanges(Pass):
 
     def _cancel(self, node: Node) -> bool:
         """Replace an exchange by the operand of an earlier exchange that it undoes; return True if there is one."""
-        for first in source_exchanges(node):
-            if not is_inverse(first, node):
-                continue
-            source = first.args[0]
-            with self.graph.inserting_before(node):
-                if is_written(node) or aliases_input(source):  # may be written, and must not be returned
-                    source = self.compute(aten.clone.default, (source,), node)
-                source = self.reshape(source, as_sizes(node.meta["val"].shape), node)
-            self.note(node, f"is the inverse of {first.name}; both are removed", "cancelled")
-            self.replace(node, source)
-            return True
-        return False
+        first = match_permutes.undone_exchange(node)
+        if first is None:
+            return False
+        source = first.args[0]
+        with self.graph.inserting_before(node):
+            if is_written(node) or match_permutes.aliases_input(source):  # may be written, and must not be returned
+                source = self.compute(aten.clone.default, (source,), node)
+            source = self.reshape(source, as_sizes(node.meta["val"].shape), node)
+        self.note(node, f"is the inverse of {first.name}; both are removed", "cancelled")
+        self.replace(node, source)
+        return True
 
 
 @register_pass

@@ -211,7 +211,7 @@ def exchange_factors(
     return Arrangement(tuple(dims))
 
 
-def is_inverse(first: Node, second: Node) -> bool:
+def _is_inverse(first: Node, second: Node) -> bool:
     """Return True if the second all_to_all_permute restores the operand of the first, up to a reshape."""
     x, scatter, gather, n, group = first.args
     if tuple(second.args[3:]) != (n, group):
@@ -236,10 +236,10 @@ def is_inverse(first: Node, second: Node) -> bool:
     return table.order(returned) == table.order(before)
 
 
-def source_exchanges(node: Node) -> Sequence[Node]:
-    """Return the exchanges whose results are moved to this one's operand."""
+def undone_exchange(node: Node) -> Node | None:
+    """Return the exchange whose result is moved to this one's operand, and whose operand this one restores, or None."""
     x = node.args[0]
-    return [n for n in [x, *_upstream_moves(x)] if n.target is PERMUTE]
+    return next((n for n in (x, *_upstream_moves(x)) if n.target is PERMUTE and _is_inverse(n, node)), None)
 
 
 def aliases_input(node: Node) -> bool:
