@@ -23,10 +23,12 @@ OUTPUTS = ("auto", "lazy", "gather", "local")  # values of the option `outputs`,
 
 
 def _is_fraction(value: Any) -> bool:
+    """Return True for a number from 0 to 1."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _is_count(value: Any) -> bool:
+    """Return True for a positive int."""
     return type(value) is int and value >= 1
 
 
@@ -189,6 +191,7 @@ class SPConfig:
     compiler: str | Callable[..., Any] = "inductor"
 
     def __post_init__(self) -> None:
+        """Validate each option, then the options that depend on the compiler or on the attention strategy."""
         for name, rule in OPTION_RULES.items():
             rule.check(name, getattr(self, name))
         for name, (supported, purpose) in JOINT_GRAPH_OPTIONS.items():
@@ -259,13 +262,13 @@ class SPConfig:
         if not isinstance(options, Mapping | None):
             expected = "a mapping from the names of options to values, or an SPConfig"
             raise SpError("SP103", f"options: expected {expected}, got {options!r}.")
-        known = [f.name for f in fields(SPConfig)]
+        names = [field.name for field in fields(SPConfig)]
         for name in options or {}:
             if name in ("mode", "dynamic", "fullgraph", "backend", "disable"):
                 raise SpError("SP101", f"options: {name!r} is an argument of torch.compile itself, {name}=....")
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise SpError("SP102", f"options: unknown option {name!r}{hint}, expected one of {', '.join(known)}.")
+            if name not in names:
+                hint = did_you_mean(name, names)
+                raise SpError("SP102", f"options: unknown option {name!r}{hint}, expected one of {', '.join(names)}.")
         return SPConfig(**(options or {}))
 
 

@@ -196,7 +196,7 @@ def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | N
     (dim,) = sequence_dims
     extent, stride = like.shape[dim], strides[dim]
     inner = step // stride
-    inside_position = sum(spans[other] for other in inside_block if other != dim) + start % step
+    inside_position = sum(spans[smaller] for smaller in inside_block if smaller != dim) + start % step
     if inner * stride != step or extent % inner or inside_position >= stride:
         return None
     rows, first = extent // inner, start // step % length

@@ -71,6 +71,8 @@ class Communicator(ABC):
     def rank(self, group: str) -> int:
         """Return this rank's index in the group. Only operators that are opaque in graphs may call it."""
 
+    # The collectives above for n > 1.
+
     @abstractmethod
     def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor: ...
 

@@ -210,12 +210,14 @@ class _SimulatedRank(Communicator):
         return x
 
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
+        """Exchange blocks between all ranks, or over a route."""
         if routes.parent_group(group) == group:
             return self._exchange("all_to_all", x, lambda xs: list(torch.stack(xs, 1).unbind(0)))
         ends = [routes.route_ends(group, rank, self._world.n) for rank in range(self._world.n)]
         return self._exchange(group, x, lambda xs: _route_blocks(xs, ends))
 
     def _exchange(self, name: str, x: Tensor, combine: Collective) -> Tensor:
+        """Run a collective with the other ranks, see `_SimulatedWorld.exchange`."""
         return self._world.exchange(self._rank, name, x.contiguous(), combine)
 
 

@@ -82,6 +82,7 @@ def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand
 
 
 def _needs_gradient(x: Node) -> bool:
+    """Return True if gradients may reach the node."""
     return node_info(x).requires_grad is not False and x.meta["val"].is_floating_point()
 
 

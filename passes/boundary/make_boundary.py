@@ -48,16 +48,18 @@ def make_boundary(
 def _sharded_outputs(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[int, ShardedOutput]:
     """Return the outputs that stay sharded, by number: all placed as Shard, without those of option "local"."""
     outputs: dict[int, ShardedOutput] = {}
-    for i, (name, option, info) in enumerate(zip(view.names, view.outputs, local.meta[OUTPUT_RULES], strict=True)):
+    for i, (output_name, option, info) in enumerate(
+        zip(view.names, view.outputs, local.meta[OUTPUT_RULES], strict=True)
+    ):
         if option == "local" or info is None or not isinstance(info.placement, Shard):
             continue
-        shard, value, where = info
+        shard, value, source_line = info
         if ranks.n == 1 and gather_reason(value, [option]):
             continue
         order, frame = tuple(order_of_strides(as_sizes(value.stride()))), shard.frame
         layout = Layout(shard.dim, ranks.n, ranks.group, order, frame.folds)
         after = frame.size - frame.start - frame.length
         sizes = {"outer": shard.outer, "inner": shard.inner, "before": frame.start, "after": after}
-        parts = {part: size for part, size in sizes.items() if not is_same_size(size, getattr(layout, part))}
-        outputs[i] = ShardedOutput(name, where, layout, as_sizes(value.shape)[shard.dim], parts)
+        parts = {name: size for name, size in sizes.items() if not is_same_size(size, getattr(layout, name))}
+        outputs[i] = ShardedOutput(output_name, source_line, layout, as_sizes(value.shape)[shard.dim], parts)
     return outputs

@@ -20,14 +20,14 @@ from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.torch_compat import size_hint, statically_known_true
 from sp_compile.passes.cost import known_groups
 from sp_compile.passes.cost.collective_time import collective_bytes
-from sp_compile.passes.cost.known_groups import KnownGroups, Partition
+from sp_compile.passes.cost.known_groups import KnownGroups, Partition, reduce_partitions
 from sp_compile.passes.cost.machine import Machine
 
 from .find_chains import CollectiveChain
 
 # Functions that return the union of the groups of a block as lists of ranks, or None if the groups form no grid.
 COMPOSERS = {
-    "all_reduce": known_groups.reduce_partitions,
+    "all_reduce": reduce_partitions,
     "reduce_scatter": known_groups.scatter_partitions,
     "all_gather": known_groups.gather_partitions,
 }
@@ -65,9 +65,7 @@ class MergeChooser:
                     communicators[block] = name
         # All-reduces over the axes of a grid commute, so that a block may skip links.
         pairs = itertools.combinations(self._link_groups(chain, links), 2)
-        commute = chain.links[0].kind == "all_reduce" and all(
-            known_groups.reduce_partitions(pair) is not None for pair in pairs
-        )
+        commute = chain.links[0].kind == "all_reduce" and all(reduce_partitions(pair) is not None for pair in pairs)
         options = []
         for blocks in _link_partitions(links):
             in_order = all(block[-1] - block[0] == len(block) - 1 for block in blocks)
@@ -104,7 +102,7 @@ class MergeChooser:
         partitions, kind = self._link_groups(chain, block), chain.links[0].kind
         groups = " and ".join(repr(chain.links[i].group) for i in block)
         union = COMPOSERS[kind](partitions)
-        if known_groups.reduce_partitions(partitions) is None:
+        if reduce_partitions(partitions) is None:
             return f"the groups {groups} are not the axes of a full grid: {partitions[0]} and {partitions[1]}"
         if union is None or self.groups.communicator(union, ordered=kind != "all_reduce") is None:
             order = "" if kind == "all_reduce" else ", in the order of their chunks"
@@ -180,9 +178,9 @@ def _link_partitions(links: LinkIndices) -> Iterator[tuple[LinkIndices, ...]]:
     if not links:
         yield ()
         return
-    first, *others = links
+    first, *later = links
     for size in range(len(links)):
-        for members in itertools.combinations(others, size):  # of the block of the first link
-            remaining = tuple(link for link in others if link not in members)
+        for members in itertools.combinations(later, size):  # of the block of the first link
+            remaining = tuple(link for link in later if link not in members)
             for blocks in _link_partitions(remaining):
                 yield (first, *members), *blocks

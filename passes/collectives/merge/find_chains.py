@@ -190,8 +190,8 @@ def match_link(node: Node) -> ChainLink | None:
     call = OpCall(node)
     op = str(call.get("reduce_op", "")).lower()
     if op and op not in FAMILIES and op not in UNMERGED_REDUCTIONS:
-        known = ", ".join((*FAMILIES, *UNMERGED_REDUCTIONS))
-        raise SpError("SP561", f"reduce_op: expected one of {known}, got {op!r} in {describe_node(node)}.")
+        reductions = ", ".join((*FAMILIES, *UNMERGED_REDUCTIONS))
+        raise SpError("SP561", f"reduce_op: expected one of {reductions}, got {op!r} in {describe_node(node)}.")
     group = exchange_group(node)
     return None if group is None else ChainLink(node, kind, op, group, _link_chunks(call, kind))
 
@@ -288,6 +288,7 @@ def _preserves_values(x: Node, node: Node, link: ChainLink) -> bool:
 
 
 def _is_int(dtype: torch.dtype) -> bool:
+    """Return True for integer dtypes, without bool."""
     return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
 
 

@@ -92,8 +92,8 @@ class FactorTable:
         Returns None if the size does not provably divide the dim.
         """
         inner = exact_quotient(size_product(self._sizes[factor] for factor in dim), size)
-        found = None if inner is None else self.reshape(Arrangement((dim,)), (size, inner))
-        return None if found is None else (found.dims[0], found.dims[1])
+        split = None if inner is None else self.reshape(Arrangement((dim,)), (size, inner))
+        return None if split is None else (split.dims[0], split.dims[1])
 
     # The effects of ops; None if the result has no arrangement.
 
@@ -127,18 +127,18 @@ class FactorTable:
         """Undo `piece` for all pieces in order, possibly along another dim: a new one or an existing one."""
         if not pieces[0].fixed:
             return None
-        *others, (factors, _) = pieces[0].fixed
+        *outer_fixed, (factors, _) = pieces[0].fixed
         if not is_same_size(size_product(self._sizes[factor] for factor in self.resolve(factors)), len(pieces)):
             return None
         dims = list(pieces[0].dims)
-        expected = (Arrangement(tuple(dims), (*others, FixedFactors(factors, i))) for i in range(len(pieces)))
+        expected = (Arrangement(tuple(dims), (*outer_fixed, FixedFactors(factors, i))) for i in range(len(pieces)))
         if not all(map(self.equal, pieces, expected)):
             return None
         if is_new_dim:
             dims.insert(dim, factors)
         else:
             dims[dim] = (*factors, *dims[dim])
-        return Arrangement(tuple(dims), tuple(others))
+        return Arrangement(tuple(dims), tuple(outer_fixed))
 
 
 PASSTHROUGH_MOVES = (operator.getitem, WAIT_OPS)

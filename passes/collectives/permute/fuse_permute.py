@@ -152,10 +152,11 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
 
 
 def _is_permute_exchange(node: Node) -> bool:
-    """Return True for every op that exchanges equal or unequal shares, functional or in place."""
+    """Return True for every op that exchanges shares of a tensor, also for in-place and unequal ones."""
     in_place = node_packet(node) is torch.ops.c10d.alltoall_base_
     return is_all_to_all(node) or node.target is PERMUTE or _is_dtensor_exchange(node) or in_place
 
 
 def _is_dtensor_exchange(node: Node) -> bool:
+    """Return True for the op by which DTensor moves a sharded dim."""
     return node_packet(node) is torch.ops._dtensor.shard_dim_alltoall
