@@ -46,10 +46,6 @@ class SymmetricBuffer:
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.memory[:size].view(dtype).view(shape)
 
-    def has_space(self, x: Tensor) -> bool:
-        """Return True if x is on the device of the memory and fits into it."""
-        return x.device == self.memory.device and x.nbytes <= self.memory.numel()
-
 
 BUFFERS: dict[str, SymmetricBuffer] = {}  # declared buffers by group, on all of its ranks or on none
 
@@ -77,8 +73,9 @@ class PermuteProblem(NamedTuple):
         is_eager = triton.is_plain_memory(self.x) and self.x.numel() > 0 and not torch.compiler.is_compiling()
         if not is_eager or not isinstance(current_communicator(), FunctionalCommunicator):
             return None
-        buffer = BUFFERS.get(self.group)
-        return buffer if buffer is not None and buffer.has_space(self.x) else None
+        buffer, x = BUFFERS.get(self.group), self.x
+        fits = buffer is not None and x.device == buffer.memory.device and x.nbytes <= buffer.memory.numel()
+        return buffer if fits else None
 
 
 def _fits_torch(problem: PermuteProblem) -> bool:

@@ -91,11 +91,6 @@ class Layout:
             full = sp.reorder.default(full, self.dim, self.frame(length), self.balanced.inverse, self.balanced.order)
         return self.as_dense(full)
 
-    def empty(self, local: Tensor, length: int) -> Tensor:
-        """Return an uninitialized full tensor for these rows."""
-        shape = [length if dim == self.dim else extent for dim, extent in enumerate(local.shape)]
-        return local.new_empty_strided(shape, self.strides(shape))
-
     def local_rows(self, full: Tensor) -> Tensor:
         """Return this rank's rows of a full tensor; padding contains copies of valid rows."""
         frame = self.frame(full.shape[self.dim])
@@ -192,7 +187,9 @@ class ShardStorage:
             self.origin.check_read(f"{self.origin.description} ({local.dtype} of {self.length} rows)")
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(local, FakeTensor):
-                return self.layout.empty(local, self.length)
+                shape = [*local.shape]
+                shape[self.layout.dim] = self.length
+                return local.new_empty_strided(shape, self.layout.strides(shape))
             full = self.layout.gather(local, self.length)
         if not is_traced:
             self.full, self.local = full, None

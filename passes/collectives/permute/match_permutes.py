@@ -14,6 +14,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -52,6 +53,13 @@ class PermuteMatch:
     gather_dim: int  # dim of x
     exact: bool  # False: y is the result after a reshape
     chain: frozenset[Node]  # all nodes after x, up to y
+
+
+class ExchangedFactors(NamedTuple):
+    """The factors, of product n, that an exchange of a scatter and a gather dim removes and adds."""
+
+    sent: FactorIds  # that lead the scatter dim of the operand: block p is for rank p
+    received: FactorIds  # that lead the gather dim of the result: block r is from rank r
 
 
 def is_all_to_all(node: Node) -> bool:
@@ -157,23 +165,18 @@ def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tu
     if cut is None:
         return None
     sent_factors, share = cut
-    received_factors = (table.new_factor(exchange.n),)
-    received = Arrangement((received_factors + share, *sent.dims[1:]))
+    factors = ExchangedFactors(sent_factors, (table.new_factor(exchange.n),))
+    received = Arrangement((factors.received + share, *sent.dims[1:]))
     after = ArrangementTracker(table, {exchange.wait: received}).arrangement(y)
     if after is None or after.fixed:
         return None
     if table.order(sent) == table.order(before) and table.order(after) == table.order(received):
         return None  # nothing is permuted
-    return _match_dims(table, before, sent_factors, received_factors, after, exact)
+    return _match_dims(table, factors, before, after, exact)
 
 
 def _match_dims(
-    table: FactorTable,
-    before: Arrangement,
-    sent_factors: FactorIds,
-    received_factors: FactorIds,
-    after: Arrangement,
-    exact: bool,
+    table: FactorTable, exchanged: ExchangedFactors, before: Arrangement, after: Arrangement, exact: bool
 ) -> tuple[int, int] | None:
     """Return the scatter and the gather dim of an exchange from `before` to `after`, or None if it has none."""
 
@@ -181,7 +184,7 @@ def _match_dims(
         """Return True if the dim starts with these factors."""
         return table.resolve(dim)[: len(factors)] == factors
 
-    sent = table.resolve(sent_factors)
+    sent = table.resolve(exchanged.sent)
     scatter_dims = [d for d, dim in enumerate(before.dims) if is_leading(sent, dim)]
     if len(scatter_dims) != 1:
         return None
@@ -189,25 +192,26 @@ def _match_dims(
     for gather in range(len(before.dims)):
         if gather == scatter:
             continue
-        result = exchange_factors(table, before, scatter, gather, sent_factors, received_factors)
+        result = exchange_factors(table, exchanged, before, scatter, gather)
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
-        if exact and (rows or block) and table.equal(result, after):
-            return scatter, gather
-        if exact or not rows or not block or table.order(result) != table.order(after):
-            continue
-        # y has the order of the result in other dims, one of which starts as the gathered dim does.
-        if any(is_leading(table.resolve(result.dims[gather]), dim) for dim in after.dims):
+        if exact:
+            is_match = bool(rows or block) and table.equal(result, after)
+        else:  # the order of the result in other dims, one of which starts as the gathered dim does
+            gathered = table.resolve(result.dims[gather])
+            starts_dim = any(is_leading(gathered, dim) for dim in after.dims)
+            is_match = bool(rows and block) and starts_dim and table.order(result) == table.order(after)
+        if is_match:
             return scatter, gather
     return None
 
 
 def exchange_factors(
-    table: FactorTable, x: Arrangement, scatter: int, gather: int, sent_factors: FactorIds, received_factors: FactorIds
+    table: FactorTable, exchanged: ExchangedFactors, x: Arrangement, scatter: int, gather: int
 ) -> Arrangement:
-    """Return the arrangement of all_to_all_permute(x), where the sent factors lead the scatter dim of x."""
+    """Return the arrangement of all_to_all_permute(x, scatter, gather), where the sent factors lead the scatter dim."""
     dims = list(x.dims)
-    dims[scatter] = tuple(table.resolve(dims[scatter])[len(table.resolve(sent_factors)) :])
-    dims[gather] = (*received_factors, *dims[gather])
+    dims[scatter] = tuple(table.resolve(dims[scatter])[len(table.resolve(exchanged.sent)) :])
+    dims[gather] = (*exchanged.received, *dims[gather])
     return Arrangement(tuple(dims))
 
 
@@ -222,17 +226,18 @@ def _is_inverse(first: Node, second: Node) -> bool:
     cut = table.split_leading(before.dims[scatter % ndim], n)
     if cut is None:
         return False
-    sent_factors, received_factors = cut[0], (table.new_factor(n),)
-    exchanged = exchange_factors(table, before, scatter % ndim, gather % ndim, sent_factors, received_factors)
-    operand = ArrangementTracker(table, {first: exchanged}).arrangement(second.args[0])
+    factors = ExchangedFactors(cut[0], (table.new_factor(n),))
+    result = exchange_factors(table, factors, before, scatter % ndim, gather % ndim)
+    operand = ArrangementTracker(table, {first: result}).arrangement(second.args[0])
     if operand is None or operand.fixed:
         return False
     scatter, gather = (dim % len(operand.dims) for dim in second.args[1:3])
     cut = table.split_leading(operand.dims[scatter], n)
     # The blocks from rank r must return to rank r, so that this rank receives its own blocks again.
-    if cut is None or not table.same_factors(cut[0], received_factors):
+    if cut is None or not table.same_factors(cut[0], factors.received):
         return False
-    returned = exchange_factors(table, operand, scatter, gather, received_factors, sent_factors)
+    inverse_factors = ExchangedFactors(factors.received, factors.sent)
+    returned = exchange_factors(table, inverse_factors, operand, scatter, gather)
     return table.order(returned) == table.order(before)
 
 
