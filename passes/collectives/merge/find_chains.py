@@ -220,6 +220,7 @@ def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None
 
     Returns the reason if the two cannot be merged, or None if there is no such collective.
     """
+    # Follow operands up to a collective, through nodes that commute with this one.
     visited, steps = [link.source], []
     move: ChunkMove | None = None  # after the previous all_gather
     while match_link(visited[-1]) is None:
@@ -234,6 +235,7 @@ def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None
             return None
         steps.append(node)
         visited.append(operand)
+    # Compare the two collectives.
     previous = match_link(visited[-1])
     assert previous is not None, "the loop ends at a collective"
     if (previous.kind, previous.dim) != (link.kind, link.dim):
@@ -245,6 +247,7 @@ def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None
             return f"reductions by {op!r} are not merged"
     if FAMILIES.get(previous.op) != FAMILIES.get(link.op):
         return f"{previous.op!r} over {previous.group!r}, then {link.op!r} over {link.group!r}: the order matters"
+    # Moving the previous one down must not change other values.
     shared = next((node for node in visited if len(node.users) > 1), None)
     if shared is not None:
         return f"{shared.name} has other users"
