@@ -35,9 +35,9 @@ class ReturnPermutation(Pass):
     requires = frozenset({"validated"})
     provides = frozenset({"row orders"})
 
-    def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
+    def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
         """Append the three tensors of a `RowPermutation` to the outputs if one is balanced; return 1 or 0."""
-        boundary = job.boundary
+        boundary = context.boundary
         is_balanced = any(output.layout.is_balanced for output in boundary.results.values())
         if first_balanced(boundary.layouts) is not None or not is_balanced:
             return 0
@@ -45,7 +45,7 @@ class ReturnPermutation(Pass):
         with gm.graph.inserting_before(gm.graph.output_node()):
             tensors = [self.emit(operator.getitem, (balance, i), balance.meta["val"][i], balance) for i in range(3)]
         leaves = output_leaves(gm)
-        job.boundary = replace(boundary, balanced_order=tuple(range(len(leaves), len(leaves) + 3)))
+        context.boundary = replace(boundary, balanced_order=tuple(range(len(leaves), len(leaves) + 3)))
         set_outputs(gm, [*leaves, *tensors])
         return 1
 
@@ -60,17 +60,17 @@ class AddGradientTokens(Pass):
     requires = frozenset({"validated", "deferred outputs"})
 
     @classmethod
-    def of(cls, job: BoundaryContext) -> Pass | None:
+    def of(cls, context: BoundaryContext) -> Pass | None:
         """Create the pass for training on several ranks without collectives of the program, else return None."""
-        return cls() if job.is_split_only and job.trains and job.ranks.n > 1 else None
+        return cls() if context.is_split_only and context.trains and context.ranks.n > 1 else None
 
-    def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
+    def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
         """Tap such outputs, return them detached, append their tokens, and return the number of tokens."""
         leaves, output, tokens = output_leaves(gm), gm.graph.output_node(), dict[int, int]()
         storage_counts = Counter(storage_of(x.meta["val"]) for x in leaves if is_tensor(x))
-        for i in job.differentiable(gm):
+        for i in context.differentiable(gm):
             node = leaves[i]
-            if job.boundary.results[i].deferred is not None or node.op != "call_function":
+            if context.boundary.results[i].deferred is not None or node.op != "call_function":
                 continue
             if storage_counts[storage_of(node.meta["val"])] > 1:
                 continue  # AOTAutograd treats outputs that share memory as one
@@ -80,7 +80,7 @@ class AddGradientTokens(Pass):
                 tokens[i] = len(leaves)
                 leaves.append(token)
         set_outputs(gm, leaves)
-        job.update_outputs(grad_token=tokens)
+        context.update_outputs(grad_token=tokens)
         return len(tokens)
 
 
@@ -92,18 +92,18 @@ class BoundaryPasses(Passes):
 
     steps = (ReturnPermutation, DeferOutputs, AddGradientTokens)
 
-    def __init__(self, job: BoundaryContext) -> None:
+    def __init__(self, context: BoundaryContext) -> None:
         check_pass_order(iterate_passes(BoundaryPasses), LOCAL_PROPERTIES)
-        super().__init__(job)
+        super().__init__(context)
 
-    def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
-        """Run the passes, and update `job.boundary`: the shapes of its results and the numbers of added outputs."""
-        shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_RULES][i].value.shape)) for i in job.boundary.results}
-        job.update_outputs(shape=shapes)
+    def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
+        """Run the passes, and update `context.boundary`: the shapes of its results and the numbers of added outputs."""
+        shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_RULES][i].value.shape)) for i in context.boundary.results}
+        context.update_outputs(shape=shapes)
         num_outputs = len(output_leaves(gm))
-        changes = super().apply(gm, job)
-        num_outputs += len(job.boundary.balanced_order)
+        changes = super().apply(gm, context)
+        num_outputs += len(context.boundary.balanced_order)
         added = range(num_outputs, len(output_leaves(gm)))  # tokens, and rows of deferred outputs' operands
-        rows = job.boundary.rows.union(added)
-        job.boundary = replace(job.boundary, num_base_outputs=num_outputs, rows=rows)
+        rows = context.boundary.rows.union(added)
+        context.boundary = replace(context.boundary, num_base_outputs=num_outputs, rows=rows)
         return changes

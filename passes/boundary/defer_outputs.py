@@ -37,22 +37,22 @@ class DeferOutputs(Pass):
     provides = frozenset({"deferred outputs"})
 
     @classmethod
-    def of(cls, job: BoundaryContext) -> Pass | None:
+    def of(cls, context: BoundaryContext) -> Pass | None:
         """Create the pass for a program without collectives of its own, else return None."""
-        return cls() if job.is_split_only else None
+        return cls() if context.is_split_only else None
 
-    def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
-        """Replace such outputs in the graph and in `job.boundary`, and return their number."""
+    def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
+        """Replace such outputs in the graph and in `context.boundary`, and return their number."""
         leaves, deferred = output_leaves(gm), dict[int, DeferredGraph]()
         numbers: dict[Node, list[int]] = {}  # of the outputs that return the node
-        for i in job.differentiable(gm):
+        for i in context.differentiable(gm):
             numbers.setdefault(leaves[i], []).append(i)
         for node, node_numbers in numbers.items():
             recomputed = _recompute_nodes(node)
             if recomputed is None:
                 continue
             graph, operands = _extract_graph(gm, recomputed, node)
-            sources = tuple(_return_operand(x, leaves, job.trains) for x in operands)
+            sources = tuple(_return_operand(x, leaves, context.trains) for x in operands)
             # The output itself becomes a computed operand, of which every rank has rows, too.
             computed = next(leaves[source.index] for source in sources if not source.is_argument)
             result = DeferredGraph(graph, node.meta["val"], sources)
@@ -61,9 +61,9 @@ class DeferOutputs(Pass):
         if deferred:
             set_outputs(gm, leaves)
             erase_dead(gm.graph)
-        job.update_outputs(deferred=deferred)
-        if job.ranks.n == 1:  # on one rank, other outputs are full tensors
-            job.boundary = replace(job.boundary, results={i: job.boundary.results[i] for i in deferred})
+        context.update_outputs(deferred=deferred)
+        if context.ranks.n == 1:  # on one rank, other outputs are full tensors
+            context.boundary = replace(context.boundary, results={i: context.boundary.results[i] for i in deferred})
         return len(deferred)
 
 

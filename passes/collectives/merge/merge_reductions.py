@@ -76,10 +76,10 @@ class MergeReductions(CollectivePass):
     provides = frozenset({"merged reductions"})
 
     @classmethod
-    def of(cls, job: CollectiveContext) -> Pass | None:
+    def of(cls, context: CollectiveContext) -> Pass | None:
         """Create the pass for the declared groups, or return None without any or with merge_reductions="never"."""
-        groups, policy = declared_groups(), job.options.merge_reductions
-        return cls(groups, policy, job.options.cost, strict=False) if policy != "never" and groups.members else None
+        groups, policy = declared_groups(), context.options.merge_reductions
+        return cls(groups, policy, context.options.cost, strict=False) if policy != "never" and groups.members else None
 
     def __init__(
         self, groups: KnownGroups, policy: str = "auto", cost: Mapping[str, Any] | None = None, strict: bool = True
@@ -90,9 +90,9 @@ class MergeReductions(CollectivePass):
             raise SpError("SP905", f"policy: expected one of {', '.join(map(repr, allowed))}, got {policy!r}.")
         self.groups, self.policy, self.strict = groups, policy, strict
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Merge chains in place, note the reasons for others, and return the number of merged chains."""
-        self.chooser = MergeChooser(self.groups, self.policy, job.machine_of)
+        self.chooser = MergeChooser(self.groups, self.policy, context.machine_of)
         self.erased: set[Node] = set()
         for node in gm.graph.nodes:
             if node.target in COLLECTIVES:

@@ -37,7 +37,7 @@ aten = torch.ops.aten
 class PackExchanges(Pass):
     """Pass that packs independent exchanges of the same two dims into one sp::all_to_all, in place of the last one."""
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Pack all groups of such exchanges, and return the number of groups."""
         groups = _combinable_exchanges(gm.graph)
         for exchanges in groups:
@@ -109,7 +109,7 @@ def _move_users_after(exchanges: list[Node]) -> None:
 class MergeDimsBeforeExchange(Pass):
     """Pass that merges dims before an exchange in place of after it."""
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Move such merges, and return the number of changed exchanges."""
         return sum(self._rewrite(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE))
 

@@ -44,7 +44,7 @@ FUSED_NOTE = "permute_all_to_all"  # subject of the notes of FusePermutes in the
 class FusePermutes(Pass):
     """Pass that fuses permute + all-to-all + permute, and DTensor's own op, into sp.all_to_all_permute."""
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Fuse all matches, note the reasons for other exchanges, and return the number of fused ones."""
         return sum(self._match_and_rewrite(node) for node in list(gm.graph.nodes))
 
@@ -96,7 +96,7 @@ class FusePermutes(Pass):
 class CancelExchanges(Pass):
     """Pass that removes an exchange and its inverse."""
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Remove all such pairs, and return their number."""
         return sum(self._cancel(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE))
 
@@ -127,22 +127,22 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
     steps = (DropBuffers, ConcatPadded, FusePermutes, CancelExchanges, PackExchanges, MergeDimsBeforeExchange)
 
     @classmethod
-    def of(cls, job: CollectiveContext) -> Pass | None:
+    def of(cls, context: CollectiveContext) -> Pass | None:
         """Create the pass for a program that connects ranks, else return None."""
-        return cls(decomposed=True) if job.session.groups else None
+        return cls(decomposed=True) if context.session.groups else None
 
     def __init__(self, decomposed: bool = False) -> None:
         super().__init__()
         self.decomposed = decomposed
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Run all passes on a graph that has such an exchange, repair strides, and return the number of changes."""
         require_ops(gm, self.name)
         if not any(map(_is_permute_exchange, gm.graph.nodes)):
             return 0
         require_functional(gm, self.name)
         restride = StrideRepair(gm.graph)
-        changes = super().apply(gm, job)
+        changes = super().apply(gm, context)
         if changes:
             if self.decomposed:
                 lower_exchanges(gm)

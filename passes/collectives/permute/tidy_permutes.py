@@ -31,7 +31,7 @@ aten = torch.ops.aten
 class DropBuffers(Pass):
     """Pass that replaces a buffer by the result of an exchange that fills it."""
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace such copies by the copied results, and return their number."""
         copies = gm.graph.find_nodes(op="call_function", target=aten.copy.default)
         changes = 0
@@ -52,7 +52,7 @@ def _memory_format(node: Node) -> tuple[Any, ...]:
 class ConcatPadded(Pass):
     """Pass that replaces a sum of padded pieces by a cat or stack of the pieces."""
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace the largest sums of that form, and return their number."""
         changes = 0
         for node in reversed(list(gm.graph.nodes)):
