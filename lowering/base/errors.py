@@ -1,7 +1,7 @@
 """Define the package's exceptions, and find the user's source lines for their messages.
 
 A message names the line of the model that an FX node was traced from: `source_line` reads it from the stack trace that
-Dynamo or make_fx stores in `node.meta["stack_trace"]`, as "folder/model.py:12: y = x.cumsum(1)".
+Dynamo or make_fx stores in `node.meta["stack_trace"]`, as "folder/file.py:12: y = x.cumsum(1)".
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class FunctionalCommunicator(Communicator):
 
     def start_shift(self, x: Tensor, route: str) -> Tensor:
         """Start an all_to_all_single over the route, whose group has a single destination."""
-        rows = [x.shape[0]]  # all rows are sent to that destination, and as many are received
+        rows = [x.shape[0]]  # sent to that destination, and received from the source
         return c10d.all_to_all_single(x.contiguous(), rows, rows, routes.ensure_route(route))
 
     def wait(self, x: Tensor) -> Tensor:
