@@ -106,7 +106,7 @@ class Layout:
 
 
 def _ignore_read(description: str) -> None:
-    """Do nothing at a read, for simulated ranks and tracers."""
+    """Ignore a read, as in simulations and while tracing."""
 
 
 @dataclass(frozen=True)
