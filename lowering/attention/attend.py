@@ -28,20 +28,14 @@ from .op_args import LocalArgs
 from .packed import split_by_length
 from .ring_kernel import split_keys_values
 
+# The maximum number of scores, or of tensor mask elements, that one kernel call materializes. A CPU is fastest while
+# they fit its cache.
 CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
-"""The maximum number of scores, or of tensor mask elements, that one kernel call materializes.
-
-A CPU is fastest while they fit its cache.
-"""
+# The maximum number of elements of a bias, or of its gradient, in one kernel call. A kernel with a bias has one such
+# tensor of q's dtype at a time; dense arithmetic has four in float32. Each call writes the gradients of all its keys.
 GPU_BIAS = 4 * GPU_SCORES
-"""The maximum number of elements of a bias, or of its gradient, in one kernel call.
 
-A kernel with a bias has one such tensor of q's dtype at a time; dense arithmetic has four in float32. Each call writes
-the gradients of all its keys.
-"""
-
-QueryStrip = list[tuple[Block | PackedCall, Kernel]]
-"""Blocks with the same queries, and their kernels."""
+QueryStrip = list[tuple[Block | PackedCall, Kernel]]  # blocks with the same queries, and their kernels
 AttendBody = TypeVar("AttendBody", bound=Callable[..., tuple[Tensor, ...]])
 
 

@@ -14,12 +14,9 @@ from .merge_blocks import add_sinks, sinks_grad
 from .op_args import LocalArgs
 from .ring_kernel import RingKeys
 
+# The source of keys and values, and their exchange. `forward` returns out and lse over all keys. `backward` takes
+# (cotangent, out, lse) and returns dq, dk, dv, and dmask or the gradients of tables if they are required.
 KeySource = GatheredKeys | RingKeys
-"""The source of keys and values, and their exchange.
-
-`forward` returns out and lse over all keys. `backward` takes (cotangent, out, lse) and returns dq, dk, dv, and dmask or
-the gradients of tables if they are required.
-"""
 
 
 def attention(

@@ -36,11 +36,9 @@ from sp_compile.lowering.torch_compat import FakeTensor, size_hint, use_real_ten
 from .masking import CallMask
 from .op_args import LocalArgs
 
-MAX_COUNTED_BLOCKS = 1 << 15
-"""The maximum number of undecided blocks that are evaluated for one attention."""
+MAX_COUNTED_BLOCKS = 1 << 15  # the maximum number of undecided blocks that are evaluated for one attention
 
-PlanArgs = tuple[str, Rows, Rows, tuple[int, ...], tuple[Pieces, ...], tuple[Pieces, ...]]
-"""Arguments of `plan_blocks`."""
+PlanArgs = tuple[str, Rows, Rows, tuple[int, ...], tuple[Pieces, ...], tuple[Pieces, ...]]  # arguments of `plan_blocks`
 
 
 @register_flop_formula(torch.ops.sp.attend, get_raw=True)

@@ -35,14 +35,11 @@ from .ring_kernel import Cat, accumulate, split_keys_values, wait_then_concat
 class GatheredKeys(NamedTuple):
     """All-gathered keys and values."""
 
-    frame: FrameArg | None
-    """Placement of the keys' sequence dim; None if keys are replicated."""
-    n: int
-    """Number of ranks."""
-    group: str
-    """Name of the process group."""
+    frame: FrameArg | None  # placement of the keys' sequence dim; None if keys are replicated
+    n: int  # number of ranks
+    group: str  # name of the process group
+    # None, or the order in which ranks store keys, and its inverse (see ``masks/balance_rows.py``)
     orders: Sequence[Tensor] | None = None
-    """None, or the order in which ranks store keys, and its inverse (see ``masks/balance_rows.py``)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
         """Return the output and log-sum-exps of local queries over all keys.

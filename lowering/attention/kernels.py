@@ -165,18 +165,16 @@ def _math_backward(
     return dq, products.mT @ _group_heads(q, heads, dtype), dv, dbias
 
 
-DENSE_KINDS = frozenset({Kind.FULL, Kind.CAUSAL})
-"""Block kinds of kernels without windows."""
-PACKED_KINDS = DENSE_KINDS | {Kind.BAND, Kind.PACKED}
-"""Block kinds of kernels with windows and packed sequences."""
-BIAS_KINDS = BiasSupport(same=True, other=True)
-"""Support for a bias of any dtype, without its gradient."""
+DENSE_KINDS = frozenset({Kind.FULL, Kind.CAUSAL})  # block kinds of kernels without windows
+PACKED_KINDS = DENSE_KINDS | {Kind.BAND, Kind.PACKED}  # block kinds of kernels with windows and packed sequences
+BIAS_KINDS = BiasSupport(same=True, other=True)  # support for a bias of any dtype, without its gradient
 _FP32, _FP16, _BF16 = (frozenset({dtype}) for dtype in (torch.float32, torch.float16, torch.bfloat16))
 _efficient = partial(
     Kernel, "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", aligned_at_end=True,
     capability=(7, 0), windows=cuda.supports_efficient_window, pads=True, rate="efficient",
 )  # fmt: skip
 
+# all kernels, in order of preference
 BLOCK_KERNELS = (
     Kernel(
         "flash, CPU", _cpu_forward, _cpu_backward, device="cpu", dtypes=HALF | {torch.float32, torch.float64},
@@ -219,7 +217,6 @@ BLOCK_KERNELS = (
     _efficient(dtypes=_BF16, biases=BiasSupport(same=True, grad=True), capability=(8, 0)),
     Kernel("dense", _math_forward, _math_backward, dense=True, biases=BIAS_KINDS._replace(grad=True), rate="dense"),
 )  # fmt: skip
-"""All kernels, in order of preference."""
 
 
 def kernel_for(need: KernelKey) -> Kernel:

@@ -88,14 +88,10 @@ def cudnn_backward(
 class _FlashRows(NamedTuple):
     """Row layout of one FlashAttention call: a batch of blocks, or packed sequences."""
 
-    ends: tuple[Tensor | None, Tensor | None]
-    """Ends of the sequences of queries and of keys; None for a batch."""
-    max_length: tuple[int, int]
-    """Maximum number of queries and of keys."""
-    causal: bool
-    """Whether the window is causal."""
-    sizes: dict[str, int | None]
-    """Arguments of the window."""
+    ends: tuple[Tensor | None, Tensor | None]  # ends of the sequences of queries and of keys; None for a batch
+    max_length: tuple[int, int]  # maximum number of queries and of keys
+    causal: bool  # whether the window is causal
+    sizes: dict[str, int | None]  # arguments of the window
 
     @staticmethod
     def of(q: Tensor, k: Tensor, case: KernelArgs) -> _FlashRows:
@@ -180,16 +176,11 @@ def _efficient_mask(case: KernelArgs) -> tuple[int, dict[str, int]]:
 class _EfficientRows(NamedTuple):
     """Row layout of one efficient attention call: (B, S, H, X), or (1, rows, H, X) for packed sequences."""
 
-    queries: PackedRows | None
-    """Query rows of packed sequences."""
-    keys: PackedRows | None
-    """Key rows of packed sequences."""
-    batch: int
-    """Batch size."""
-    ends: tuple[Tensor | None, Tensor | None]
-    """Ends of the sequences of queries and of keys; None for a batch."""
-    max_length: tuple[int, int]
-    """Maximum number of queries and of keys."""
+    queries: PackedRows | None  # query rows of packed sequences
+    keys: PackedRows | None  # key rows of packed sequences
+    batch: int  # batch size
+    ends: tuple[Tensor | None, Tensor | None]  # ends of the sequences of queries and of keys; None for a batch
+    max_length: tuple[int, int]  # maximum number of queries and of keys
 
     @staticmethod
     def of(q: Tensor, k: Tensor, case: KernelArgs) -> _EfficientRows:

@@ -35,14 +35,10 @@ _HASH_HALF_FACTORS = (-0x7A143589, -0x3D4D51C3)
 class Dropout(NamedTuple):
     """Attention dropout of some batch entries and heads."""
 
-    seed: Tensor
-    """int64 ()."""
-    p: float
-    """Probability to drop a weight."""
-    batch: Tensor
-    """int64 (B,), indices of the batch entries."""
-    heads: Tensor
-    """int64 (H,), global indices of the heads."""
+    seed: Tensor  # int64 ()
+    p: float  # probability to drop a weight
+    batch: Tensor  # int64 (B,), indices of the batch entries
+    heads: Tensor  # int64 (H,), global indices of the heads
 
     def keep_mask(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return the mask of kept weights, bool (B, H, Q, K), True with probability 1 - p.
@@ -84,32 +80,19 @@ def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
 class CallMask:
     """The mask of one attention call, which provides the part of each block."""
 
-    plan: BlockPlan
-    """Blocks and packed calls to compute."""
-    q_rows: Rows
-    """Valid local query rows."""
-    k_rows: Rows
-    """Valid local key rows."""
-    predicate: str
-    """Text of the mask predicate, "" for none."""
-    mask: Tensor | None
-    """Tensor mask: bool or additive float (B | 1, Hq | 1, Sq | 1, global key length | 1)."""
-    vectors: dict[str, Tensor]
-    """row<i> and col<i>, unsharded: int or bool (B | 1, S)."""
-    sizes: dict[str, int]
-    """Values of the predicate's n<i>."""
-    dropout: Dropout | None
-    """Dropout of the call, None without."""
-    score: str
-    """Name of the score function, "" for none."""
-    heads: list[Tensor]
-    """Vectors (H,) that the score function reads."""
-    tables: list[Tensor]
-    """Tables that the score function indexes."""
-    device: torch.device
-    """Device of the call."""
-    batch: int
-    """Batch size."""
+    plan: BlockPlan  # blocks and packed calls to compute
+    q_rows: Rows  # valid local query rows
+    k_rows: Rows  # valid local key rows
+    predicate: str  # text of the mask predicate, "" for none
+    mask: Tensor | None  # tensor mask: bool or additive float (B | 1, Hq | 1, Sq | 1, global key length | 1)
+    vectors: dict[str, Tensor]  # row<i> and col<i>, unsharded: int or bool (B | 1, S)
+    sizes: dict[str, int]  # values of the predicate's n<i>
+    dropout: Dropout | None  # dropout of the call, None without
+    score: str  # name of the score function, "" for none
+    heads: list[Tensor]  # vectors (H,) that the score function reads
+    tables: list[Tensor]  # tables that the score function indexes
+    device: torch.device  # device of the call
+    batch: int  # batch size
 
     @staticmethod
     def of(q: Tensor, k: Tensor, args: LocalArgs) -> "CallMask":

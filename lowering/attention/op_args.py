@@ -35,30 +35,18 @@ _SCHEMA_TYPES = {
 class AttentionArgs:
     """Arguments of the softmax weights that all attention operators share."""
 
-    mask: Tensor | None
-    """Tensor mask: bool or additive, (B | 1, H | 1, S | 1, T | 1)."""
-    rows: list[Tensor]
-    """Query vectors that the predicate reads, (B | 1, S), replicated."""
-    cols: list[Tensor]
-    """Key vectors that the predicate reads, (B | 1, T), replicated."""
-    pieces: list[Tensor]
-    """Tables of rows, then of cols (see ``masks/pieces.py``); [] if they do not exist yet."""
-    sizes: list[int]
-    """Sizes that the predicate reads."""
-    predicate: str
-    """Text of the mask predicate (see ``masks/predicate.py``), "" if every query attends to all keys."""
-    seed: Tensor | None
-    """Dropout seed, int64 (). One seed drops the same weights on any number of ranks."""
-    dropout_p: float
-    """Probability to drop a weight."""
-    scale: float | None
-    """Factor of the scores."""
-    score: str
-    """Name of the score function, applied before masks (see ``masks/score.py``), "" for none."""
-    heads: list[Tensor]
-    """Constant vectors (H,) that the score function reads, one number per query head."""
-    tables: list[Tensor]
-    """Tables that the score function indexes, replicated; not together with a mask."""
+    mask: Tensor | None  # tensor mask: bool or additive, (B | 1, H | 1, S | 1, T | 1)
+    rows: list[Tensor]  # query vectors that the predicate reads, (B | 1, S), replicated
+    cols: list[Tensor]  # key vectors that the predicate reads, (B | 1, T), replicated
+    pieces: list[Tensor]  # Tables of rows, then of cols (see ``masks/pieces.py``); [] if they do not exist yet
+    sizes: list[int]  # sizes that the predicate reads
+    predicate: str  # Text of the mask predicate (see ``masks/predicate.py``), "" if every query attends to all keys
+    seed: Tensor | None  # Dropout seed, int64 (). One seed drops the same weights on any number of ranks.
+    dropout_p: float  # probability to drop a weight
+    scale: float | None  # factor of the scores
+    score: str  # Name of the score function, applied before masks (see ``masks/score.py``), "" for none
+    heads: list[Tensor]  # constant vectors (H,) that the score function reads, one number per query head
+    tables: list[Tensor]  # tables that the score function indexes, replicated; not together with a mask
 
     @classmethod
     def schema(cls) -> str:
@@ -93,16 +81,11 @@ class AttentionArgs:
 class LocalArgs(AttentionArgs):
     """Arguments of attention over local queries and local keys."""
 
-    scale: float
-    """Factor of the scores."""
-    q_span: Span
-    """Span of the local queries (see ``masks/spans.py``)."""
-    k_span: Span
-    """Span of the local keys."""
-    split_heads: int
-    """Number of neighboring ranks that split the heads."""
-    group: str
-    """Process group of the spans."""
+    scale: float  # factor of the scores
+    q_span: Span  # Span of the local queries (see ``masks/spans.py``)
+    k_span: Span  # span of the local keys
+    split_heads: int  # number of neighboring ranks that split the heads
+    group: str  # process group of the spans
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, k_span: Span, after: list[Tensor] | None = None
@@ -186,20 +169,13 @@ class ShardArgs(AttentionArgs):
     The mask is replicated and its cotangent is partial. A seed of None is drawn.
     """
 
-    sinks: Tensor | None
-    """(H,), a logit per query head that belongs to no key; replicated, with a partial cotangent."""
-    lse: bool
-    """Whether each row of the result ends with its log-sum-exp; not together with sinks."""
-    q_frame: FrameArg
-    """Placement of the queries' sequence dim."""
-    k_frame: FrameArg
-    """Placement of the keys' sequence dim; [] if keys are replicated."""
-    n: int
-    """Number of ranks."""
-    group: str
-    """Name of the process group."""
-    balance: bool
-    """Whether the operator exchanges contiguous shards for zigzag ones, and back."""
+    sinks: Tensor | None  # (H,), a logit per query head that belongs to no key; replicated, with a partial cotangent
+    lse: bool  # whether each row of the result ends with its log-sum-exp; not together with sinks
+    q_frame: FrameArg  # placement of the queries' sequence dim
+    k_frame: FrameArg  # placement of the keys' sequence dim; [] if keys are replicated
+    n: int  # number of ranks
+    group: str  # name of the process group
+    balance: bool  # whether the operator exchanges contiguous shards for zigzag ones, and back
 
     def local(self, q: Tensor, stride: int) -> LocalArgs:
         """Return the arguments of this rank's blocks.

@@ -25,41 +25,31 @@ from torch import Tensor
 from sp_compile.lowering.masks.blocks import AttendedRun, PackedCall, merge_runs
 from sp_compile.lowering.masks.pieces import Ints
 
-MAX_CALLS = 3
-"""The usual maximum number of calls of one attention; see `split_by_length`."""
+MAX_CALLS = 3  # the usual maximum number of calls of one attention; see `split_by_length`
+# minimum ratio of allocated to used rows for a further call, below and from MAX_CALLS calls on
 MIN_SAVING, MAX_PADDING = 2, 8
-"""Minimum ratio of allocated to used rows for a further call, below and from MAX_CALLS calls on."""
-UNSPLIT_BYTES = 64 << 20
-"""Allocations up to this size (bytes) are not split."""
-MAX_SEQUENCES = (1 << 16) - 1
-"""The maximum number of sequences of one call: the size of a CUDA grid dim."""
-ROW_ALIGNMENT = 32
-"""Memory-efficient attention pads log-sum-exps to a multiple of this number of rows."""
+UNSPLIT_BYTES = 64 << 20  # allocations up to this size (bytes) are not split
+MAX_SEQUENCES = (1 << 16) - 1  # the maximum number of sequences of one call: the size of a CUDA grid dim
+ROW_ALIGNMENT = 32  # memory-efficient attention pads log-sum-exps to a multiple of this number of rows
 
 
 class SequenceSide(NamedTuple):
     """The sequences of the queries or of the keys of a call, on the host."""
 
+    # int32 (2, sequences + 1): each sequence's end in the packed rows, from 0 on; and its first row in all rows
     table: Tensor
-    """int32 (2, sequences + 1): each sequence's end in the packed rows, from 0 on; and its first row in all rows."""
-    is_scattered: bool
-    """Whether there are rows between sequences that belong to none."""
-    total: int
-    """Number of rows of all sequences."""
-    max_length: int
-    """Number of rows of the longest sequence."""
+    is_scattered: bool  # whether there are rows between sequences that belong to none
+    total: int  # number of rows of all sequences
+    max_length: int  # number of rows of the longest sequence
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
     """The queries or keys of a call on its device, with the rows of all batch entries concatenated."""
 
-    table: Tensor
-    """`SequenceSide.table` on the device."""
-    side: SequenceSide
-    """Sequences of this side, on the host."""
-    size: int
-    """Number of all rows, including rows that belong to no sequence."""
+    table: Tensor  # `SequenceSide.table` on the device
+    side: SequenceSide  # sequences of this side, on the host
+    size: int  # number of all rows, including rows that belong to no sequence
 
     @property
     def ends(self) -> Tensor:
@@ -114,10 +104,8 @@ class PackedRows:
 class PackedSequences(NamedTuple):
     """The queries and keys of a PACKED call."""
 
-    queries: PackedRows
-    """Query rows."""
-    keys: PackedRows
-    """Key rows."""
+    queries: PackedRows  # query rows
+    keys: PackedRows  # key rows
 
     @staticmethod
     def of(call: PackedCall, batch: int, device: torch.device, unpadded: bool) -> PackedSequences:

@@ -45,18 +45,12 @@ def window_hops(window: int, rows: int, n: int) -> int:
 class RingKeys(NamedTuple):
     """Keys that rotate over a ring of ranks."""
 
-    frame: FrameArg
-    """Placement of the keys' sequence dim."""
-    n: int
-    """Number of ranks."""
-    stride: int
-    """Number of neighboring ranks that split the heads; the ring links every stride-th rank."""
-    steps: int
-    """Number of key blocks that a query needs, counted backward from its own."""
-    grads: str
-    """"travel" or "scatter" (which needs the full ring)."""
-    group: str
-    """Name of the process group."""
+    frame: FrameArg  # placement of the keys' sequence dim
+    n: int  # number of ranks
+    stride: int  # number of neighboring ranks that split the heads; the ring links every stride-th rank
+    steps: int  # number of key blocks that a query needs, counted backward from its own
+    grads: str  # "travel" or "scatter" (which needs the full ring)
+    group: str  # name of the process group
 
     @property
     def size(self) -> int:
@@ -215,8 +209,8 @@ class _ScatteredGradients:
         return current_communicator().all_to_all(parts, ring.size, routes.cross_route(ring.group, ring.stride)).sum(0)
 
 
+# classes of the ways to return gradients, by name
 RING_GRADIENTS: dict[str, type[_RingGradients] | type[_ScatteredGradients]] = {
     "travel": _RingGradients,
     "scatter": _ScatteredGradients,
 }
-"""Classes of the ways to return gradients, by name."""

@@ -20,12 +20,12 @@ from . import tile_ops as ops  # noqa: F401  (registers the operators)
 from .tile_program import PROGRAMS, TilePart
 from .tile_sums import TILE_SUMS, TileSum
 
+# Grouped products. torch has no formula for them; none is registered, because its counters belong to the user.
 GROUPED_PRODUCT_OPS = {
     "aten::_grouped_mm": 1,
     "transformers::grouped_mm_fallback": 1,
     "transformers::grouped_mm_fallback_backward": 2,
 }
-"""Grouped products. torch has no formula for them; none is registered, because its counters belong to the user."""
 
 
 @register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)

@@ -20,8 +20,7 @@ from sp_compile.lowering.torch_compat import check_guards, evaluate_expr, is_sym
 
 from .tile_sums import TILE_SUMS
 
-ROWS = sympy.Symbol("rows", integer=True, positive=True)
-"""The number of rows, in the shape of a value."""
+ROWS = sympy.Symbol("rows", integer=True, positive=True)  # the number of rows, in the shape of a value
 Extent: TypeAlias = int | sympy.Expr
 Extents: TypeAlias = Mapping[sympy.Expr, Any]
 Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
@@ -162,8 +161,6 @@ class TileProgram:
                 part.compile(compiler, key)
 
 
-ANY_LENGTH = 0
-"""The length of tiles whose number of rows is a symbol."""
+ANY_LENGTH = 0  # the length of tiles whose number of rows is a symbol
 
-PROGRAMS: ProgramTable[TileProgram] = ProgramTable("tiles")
-"""Programs by name."""
+PROGRAMS: ProgramTable[TileProgram] = ProgramTable("tiles")  # programs by name

@@ -7,8 +7,7 @@ from torch import Tensor
 from .device import use_device
 
 CHECKSUM_BLOCK = 1024
-STEPS = 32
-"""Blocks that one program of the kernel sums before it adds to the result."""
+STEPS = 32  # blocks that one program of the kernel sums before it adds to the result
 
 
 @triton.jit

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ELEMENTS = 2048
-"""Elements that one program of the kernel merges."""
+TILE_ELEMENTS = 2048  # elements that one program of the kernel merges
 
 
 @triton.jit

@@ -22,8 +22,8 @@ from sp_compile.lowering.torch_compat import FlexProgram, flex_backward, flex_fo
 from .flex_tables import BlockTables, build_tables, tile_size
 from .flex_texts import PairFunctions, PairTexts, pair_functions
 
+# compiler of a graph of fake tensors, without a device, in place of Inductor: for tests
 COMPILER: Override[Any] = Override()
-"""Compiler of a graph of fake tensors, without a device, in place of Inductor: for tests."""
 
 _programs: dict[Hashable, list[FlexProgram]] = {}
 _known_lengths: dict[Hashable, Hashable] = {}

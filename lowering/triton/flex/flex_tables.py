@@ -16,10 +16,8 @@ from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind
 from sp_compile.lowering.masks.pieces import copy_async
 
 EMPTY_TILE, PARTIAL_TILE, FULL_TILE = 0, 1, 2
-FLEX_TILE = 128
-"""Rows and keys of the smallest tile. The blocks of a kernel divide it."""
-MAX_TILES = 1 << 20
-"""Maximum number of tiles of a table, of four bytes per tile. Larger problems use larger tiles."""
+FLEX_TILE = 128  # Rows and keys of the smallest tile. The blocks of a kernel divide it.
+MAX_TILES = 1 << 20  # Maximum number of tiles of a table, of four bytes per tile. Larger problems use larger tiles.
 
 
 class BlockTables(NamedTuple):

@@ -22,8 +22,7 @@ from sp_compile.lowering.masks.spans import Rows
 from sp_compile.lowering.torch_compat import flex_lookup
 
 aten = torch.ops.aten
-SMALL_INDEX = 1 << 24
-"""Bound below which sums of a few indices and sizes are 32-bit integers."""
+SMALL_INDEX = 1 << 24  # bound below which sums of a few indices and sizes are 32-bit integers
 _AXES = "bhqk"
 
 
