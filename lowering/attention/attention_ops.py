@@ -25,16 +25,18 @@ from .zigzag import to_zigzag_rows
 ATTENTION_ARGUMENTS = f"Tensor q, Tensor k, Tensor v, {ShardArgs.schema()}"
 
 
-def _ring_keys(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps: int, grads: str) -> Tensor:
+def _attend_in_rings(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps: int, grads: str) -> Tensor:
+    """Compute attention with Ulysses among ``stride`` neighbors and a ring of every stride-th rank."""
     if args.balance:
         q, k, v = to_zigzag_rows([q, k, v], args.n, args.group)
-        out = _ring_keys(q, k, v, args.to_zigzag(), stride, steps, grads)
+        out = _attend_in_rings(q, k, v, args.to_zigzag(), stride, steps, grads)
         return to_zigzag_rows([out], args.n, args.group, back=True)[0]
     if stride > 1:
         q, k, v = to_heads(q, k, v, args, stride)
     keys = RingKeys(list(args.k_frame), args.n, stride, steps, grads, args.group)
     out = attention(q, k, v, autocast_args(args.local(q, stride)), keys, args.local_sinks(stride), args.lse)
-    return _zero_padding_lse(to_sequence(out, args, stride) if stride > 1 else out, args)
+    out = to_sequence(out, args, stride) if stride > 1 else out
+    return _zero_padding_lse(out, args)
 
 
 def _zero_padding_lse(out: Tensor, args: ShardArgs) -> Tensor:
@@ -64,7 +66,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """
     args, (steps, grads) = ShardArgs.of(rest)
     q, k, v = autocast(q, k, v)
-    return _ring_keys(q, k, v, args, 1, steps, grads)
+    return _attend_in_rings(q, k, v, args, 1, steps, grads)
 
 
 @composite(f"hybrid_attention({ATTENTION_ARGUMENTS}, int ulysses, str grads) -> Tensor", padded="finite")
@@ -88,7 +90,7 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """
     args, (ulysses, grads) = ShardArgs.of(rest)
     q, k, v = autocast(q, k, v)
-    return _ring_keys(q, k, v, args, ulysses, args.n // ulysses, grads)
+    return _attend_in_rings(q, k, v, args, ulysses, args.n // ulysses, grads)
 
 
 @composite(f"gathered_attention({ATTENTION_ARGUMENTS}, Tensor[]? orders=None) -> Tensor", padded="finite")
@@ -108,13 +110,11 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
     Bytes: (n - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
-    args, others = ShardArgs.of(rest)
+    args, optional_orders = ShardArgs.of(rest)
     q, k, v = autocast(q, k, v)
-    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *others)
-    if not args.balance:
-        out = attention(q, k, v, autocast_args(args.local(q, 1)), keys, args.sinks, args.lse)
-        return _zero_padding_lse(out, args)
-    (q,), inside = to_zigzag_rows([q], args.n, args.group), args.to_zigzag()
-    out = attention(q, k, v, autocast_args(inside.local(q, 1)), keys, args.sinks, args.lse)
-    out = _zero_padding_lse(out, inside)
-    return to_zigzag_rows([out], args.n, args.group, back=True)[0]
+    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *optional_orders)
+    layout = args.to_zigzag() if args.balance else args  # of the queries during the computation
+    q = to_zigzag_rows([q], args.n, args.group)[0] if args.balance else q
+    out = attention(q, k, v, autocast_args(layout.local(q, 1)), keys, args.sinks, args.lse)
+    out = _zero_padding_lse(out, layout)
+    return to_zigzag_rows([out], args.n, args.group, back=True)[0] if args.balance else out
