@@ -154,7 +154,7 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
 def wait_then_concat(tensor: Tensor) -> Cat:
     """Return a concatenation that a compiler does not move before ``tensor``; see ``sp::pack``.
 
-    Without it, the keys of a backward would be exchanged again in the forward, and occupy memory until the backward.
+    A compiler would otherwise run the exchanges of forward and backward once, and save all keys and values.
     """
     return lambda xs, dim: torch.ops.sp.pack(xs, dim, tensor)
 
