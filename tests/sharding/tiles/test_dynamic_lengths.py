@@ -65,7 +65,7 @@ def compare(compiler: str, tiles: int, **options: object) -> list[TileProgram]:
 def test_lengths(compiler: str) -> None:
     (program,) = compare(compiler, 3)
     assert list(program.bodies) == [ANY_LENGTH]
-    (fits,) = [part.fits for part in program.bodies[ANY_LENGTH].parts if part.fits]
+    (fits,) = [part.supported_sizes for part in program.bodies[ANY_LENGTH].parts if part.supported_sizes]
     assert all(fits.values())
     rows = {extents[1] for extents in fits}
     assert {2, 3, 5, 6, 7, 8, 13, 14} <= rows  # a process caches one program for all callers
