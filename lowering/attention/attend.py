@@ -66,16 +66,15 @@ def _dmask_shape(args: LocalArgs, is_needed: bool) -> Sequence[int]:
 
 
 def _kernel_key(
-    device: torch.device, q: Tensor, v: Tensor, kind: Kind, rows: int, mask: Tensor | None, mask_grad: bool,
-    dropout: bool, score: bool,
+    device: torch.device, q: Tensor, v: Tensor, rows: int, mask: Tensor | None, mask_grad: bool, dropout: bool,
+    score: bool,
 ) -> KernelKey:  # fmt: skip
-    """Return the key that selects the kernel of a block.
+    """Return the key that selects the kernel of a block without a predicate.
 
     Args:
         device: The device of the call.
         q: The queries.
         v: The values.
-        kind: The kind by the predicate alone.
         rows: The smaller number of rows, of queries and keys.
         mask: A tensor mask, bool or additive.
         mask_grad: Whether the mask needs a gradient.
@@ -83,7 +82,7 @@ def _kernel_key(
         score: Whether there is a score function.
     """
     bias = None if mask is None or mask.dtype == torch.bool else mask.dtype
-    kind = kind if mask is None or bias is not None else Kind.MASKED
+    kind = Kind.FULL if mask is None or bias is not None else Kind.MASKED
     return KernelKey(device, q.dtype, kind, max(q.shape[3], v.shape[3]), rows, dropout, score, bias, mask_grad)
 
 
@@ -93,7 +92,7 @@ class KernelSelector:
     def __init__(self, q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> None:
         """Store the properties of the attention that select kernels."""
         dropout, score = masking.dropout is not None, bool(masking.score)
-        self._key = _kernel_key(q.device, q, v, Kind.FULL, 0, masking.mask, mask_grad, dropout, score)
+        self._key = _kernel_key(q.device, q, v, 0, masking.mask, mask_grad, dropout, score)
         self._plan, self._has_mask = masking.plan, masking.mask is not None
         self._batch, heads, self._rows, _ = q.shape
         self._row_bytes = heads * self._key.head_dim * q.element_size()
@@ -228,10 +227,10 @@ def _parse_backward(arguments: Sequence[Any]) -> tuple[LocalArgs, bool, str]:
 
 
 def _fake_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     """Return empty results of ``attend_backward``."""
-    (args, mask_grad, packed), dtype = _parse_backward(rest), accumulation_dtype(q.dtype)
+    (args, mask_grad, packed), dtype = _parse_backward(arguments), accumulation_dtype(q.dtype)
     dmask = q.new_empty(_dmask_shape(args, mask_grad), dtype=dtype)
     return empty_rows_first(q, dtype), *_key_grad_buffers(k, v, dtype, packed), dmask
 
@@ -254,8 +253,7 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
     """Return the bytes of ``tensors`` score tensors of a strip for a dense kernel; 0 for other kernels."""
     queries, keys = size_hint(q.shape[2]), size_hint(k.shape[2])
     device, has_dropout = torch.device("cuda") if q.is_meta else q.device, args.dropout_p > 0
-    rows = min(queries, keys)
-    key = _kernel_key(device, q, v, Kind.FULL, rows, args.mask, mask_grad, has_dropout, bool(args.score))
+    key = _kernel_key(device, q, v, min(queries, keys), args.mask, mask_grad, has_dropout, bool(args.score))
     if not expected_kernel(key).dense:
         return 0
     max_scores = CPU_SCORES if device.type == "cpu" else GPU_SCORES
@@ -264,12 +262,12 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
     return tensors * scores * accumulation_dtype(q.dtype).itemsize
 
 
-def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
+def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> int:
     """Return the peak memory of the forward, without its operands and results, in bytes.
 
     A kernel has its workspace, copies of its operands and another lse. Then its output may be copied.
     """
-    args, _ = LocalArgs.of(rest)
+    args, _ = LocalArgs.of(arguments)
     workspace = _score_bytes(q, k, v, args, False, 4 if args.dropout_p else 3) or workspace
     rows = size_hint(q.shape[:3].numel())
     out_bytes = rows * size_hint(v.shape[3]) * q.element_size()
@@ -278,7 +276,7 @@ def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *rest: A
 
 
 def _backward_workspace(
-    workspace: int, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    workspace: int, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> int:
     """Return the peak memory of the backward, without its operands and results, in bytes.
 
@@ -286,7 +284,7 @@ def _backward_workspace(
     gradients of a single kernel without either are results without a copy. For a zigzag shard each kernel has half of
     the queries, and adds to existing results.
     """
-    args, mask_grad, packed = _parse_backward(rest)
+    args, mask_grad, packed = _parse_backward(arguments)
     workspace = _score_bytes(q, k, v, args, mask_grad, 6 if args.score else 5) or workspace
     widening = accumulation_dtype(q.dtype).itemsize // q.element_size()  # 2 for half types, else 1
     grad_bytes, key_grad_bytes = operand_bytes(q, k, v), operand_bytes(k, v)  # of the kernel, in q's dtype
@@ -310,7 +308,7 @@ def _backward_workspace(
     inside=_forward_workspace,
 )
 @_retry_without_flex
-def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Compute the softmax average of local queries over local keys.
 
     The mask has the rows of the local queries: (B | 1, Hq | 1, Sq | 1, global key length | 1). Dropout keeps weights by
@@ -320,7 +318,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
         q: (B, Hq, Sq, D), any strides.
         k: (B, Hkv, Sk, D), any strides. Hkv divides Hq.
         v: (B, Hkv, Sk, E), any strides.
-        *rest: The fields of ``LocalArgs``, then ``after``, which only orders: tensors that are sent or accumulated
+        *arguments: The fields of ``LocalArgs``, then ``after``, which only orders: tensors that are sent or accumulated
             first.
 
     Returns:
@@ -329,12 +327,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
 
     Bytes: none.
     """
-    args, _ = LocalArgs.of(rest)
+    args, _ = LocalArgs.of(arguments)
     q, _, scale = _split_scale_sign(q, args.scale)
     masking, accumulator = CallMask.of(q, k, args), SoftmaxAccumulator(q, v.shape[3])
     for strip in _query_strips(q, v, masking, mask_grad=False):
         results = [
-            kernel.forward(*_block_operands(q, k, v, block), masking.kernel_args(block, q.shape[0], scale, kernel))
+            kernel.forward(*_block_operands(q, k, v, block), masking.kernel_args(block, scale, kernel))
             for block, kernel in strip
         ]
         out, lse = reduce(lambda merged, result: merge(*merged, *result), results)
@@ -352,7 +350,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
 )
 @_retry_without_flex
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of ``attend`` over some of the keys, from out and lse over all of them.
 
@@ -365,7 +363,7 @@ def attend_backward(
         v: (B, Hkv, Sk, E).
         out: (B, Hq, Sq, E), over all keys.
         lse: (B, Hq, Sq), over all keys.
-        *rest: The fields of ``LocalArgs``, then:
+        *arguments: The fields of ``LocalArgs``, then:
             mask_grad: Whether the mask or the tables need a gradient.
             after: As for ``attend``.
             packed: "" or the layout in which dk and dv are sent. They are one tensor (B, Hkv, Sk, D + E) in place of
@@ -379,7 +377,7 @@ def attend_backward(
 
     Bytes: none.
     """
-    args, mask_grad, packed = _parse_backward(rest)
+    args, mask_grad, packed = _parse_backward(arguments)
     q, sign, scale = _split_scale_sign(q, args.scale)
     masking, dtype = CallMask.of(q, k, args), accumulation_dtype(q.dtype)
     grad, out = grad.to(q.dtype), out.to(q.dtype)
@@ -395,7 +393,7 @@ def attend_backward(
     for block, kernel in (call for strip in _query_strips(q, v, masking, bias_grad) for call in strip):
         queries, keys = block.query_rows, block.key_rows
         block_grad, *saved = (x.narrow(2, *queries) for x in (grad, out, lse))
-        case = masking.kernel_args(block, q.shape[0], scale, kernel)
+        case = masking.kernel_args(block, scale, kernel)
         case = replace(case, bias_grad=bias_grad, table_grads=table_grads)
         block_dq, block_dk, block_dv, dbias = kernel.backward(
             block_grad, *_block_operands(q, k, v, block), *saved, case

@@ -42,22 +42,22 @@ PlanArgs = tuple[str, Rows, Rows, tuple[int, ...], tuple[Pieces, ...], tuple[Pie
 
 
 @register_flop_formula(torch.ops.sp.attend, get_raw=True)
-def attend_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_meta: Any) -> int:
+def attend_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_meta: Any) -> int:
     """Return the FLOPs of ``sp::attend``: two products per pair, with inner dims D and E."""
-    args, _ = LocalArgs.of(rest)
+    args, _ = LocalArgs.of(arguments)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
     return 2 * _attended_pairs(q, k, args) * (dim + value_dim)
 
 
 @register_flop_formula(torch.ops.sp.attend_backward, get_raw=True)
 def attend_backward_flops(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **_meta: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any, **_meta: Any
 ) -> int:
     """Return the FLOPs of ``sp::attend_backward``: five products per pair.
 
     The scores, dq and dk use D; dv and the gradient of the weights use E.
     """
-    args, _ = LocalArgs.of(rest)
+    args, _ = LocalArgs.of(arguments)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
     return 2 * _attended_pairs(q, k, args) * (3 * dim + 2 * value_dim)
 

@@ -90,10 +90,6 @@ def _fused_backward(
     return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], None
 
 
-def _is_fused_available() -> bool:
-    return AVAILABLE and fused.is_flex_available()
-
-
 # Dense arithmetic, for any device and dtype. Query heads that share a key head form the rows of one product.
 
 
@@ -178,6 +174,9 @@ DENSE_KINDS = frozenset({Kind.FULL, Kind.CAUSAL})  # block kinds of kernels with
 PACKED_KINDS = DENSE_KINDS | {Kind.BAND, Kind.PACKED}  # block kinds of kernels with windows and packed sequences
 BIAS_KINDS = BiasSupport(same=True, other=True)  # support for a bias of any dtype, without its gradient
 _FP32, _FP16, _BF16 = (frozenset({dtype}) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+_flash = partial(
+    Kernel, forward=cuda.flash_forward, backward=cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS
+)
 _efficient = partial(
     Kernel, "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", aligned_at_end=True,
     capability=(7, 0), windows=cuda.supports_efficient_window, pads=True, rate="efficient",
@@ -190,28 +189,16 @@ BLOCK_KERNELS = (
         kinds=DENSE_KINDS | {Kind.MASKED}, biases=BIAS_KINDS,
     ),
     # Activating one of these replaces torch's own flash attention in aten.
-    Kernel(
-        "FlashAttention-3", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS,
-        head_dim=256, generations=frozenset({9}), flash="FA3", repeatable=192, rate="flash3",
-    ),
-    Kernel(
-        "FlashAttention-4", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS,
-        head_dim=256, generations=frozenset({9}), flash="FA4", rate="flash4",
-    ),
-    Kernel(
-        "FlashAttention-4", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS,
-        head_dim=128, generations=frozenset({10}), flash="FA4", rate="flash4",
-    ),
+    _flash("FlashAttention-3", head_dim=256, generations=frozenset({9}), flash="FA3", repeatable=192, rate="flash3"),
+    _flash("FlashAttention-4", head_dim=256, generations=frozenset({9}), flash="FA4", rate="flash4"),
+    _flash("FlashAttention-4", head_dim=128, generations=frozenset({10}), flash="FA4", rate="flash4"),
     # Its backward is reliable for head dims up to 128. It builds a program for each shape, which pays off
     # only if there are few shapes.
     Kernel(
         "cuDNN", cuda.cudnn_forward, cuda.cudnn_backward, device="cuda", dtypes=HALF, kinds=DENSE_KINDS, head_dim=128,
         rows=128, capability=(9, 0), switch=torch.backends.cuda.cudnn_sdp_enabled, repeatable=0, rate="cudnn",
     ),
-    Kernel(
-        "flash", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS, head_dim=256,
-        capability=(8, 0), flash="", rate="flash",
-    ),
+    _flash("flash", head_dim=256, capability=(8, 0), flash="", rate="flash"),
     _efficient(dtypes=_FP32 | _FP16, kinds=PACKED_KINDS),
     _efficient(dtypes=_BF16, kinds=PACKED_KINDS, capability=(8, 0)),
     # In float32 it uses tensor cores, which flex does not. Pure masks go to flex, which skips blocks by their texts.
@@ -219,7 +206,8 @@ BLOCK_KERNELS = (
     # Compilation takes about a minute, so it is not used for few rows.
     Kernel(
         "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | _FP32, biases=BIAS_KINDS,
-        head_dim=256, rows=128, capability=(8, 0), switch=_is_fused_available, rate="fused",
+        head_dim=256, rows=128, capability=(8, 0), rate="fused",
+        switch=lambda: AVAILABLE and fused.is_flex_available(),
     ),
     # Cases without flex: gradients of a bias, few rows, wider heads, or no compiler.
     _efficient(dtypes=_FP32 | _FP16, biases=BiasSupport(same=True, grad=True)),

@@ -134,12 +134,11 @@ class CallMask:
             Dropout.of(q, args), args.score, args.heads, args.tables, q.device, q.shape[0],
         )  # fmt: skip
 
-    def kernel_args(self, block: Block | PackedCall, batch: int, scale: float, kernel: Kernel) -> KernelArgs:
+    def kernel_args(self, block: Block | PackedCall, scale: float, kernel: Kernel) -> KernelArgs:
         """Return the kernel arguments of a block or a packed call.
 
         Args:
             block: The block or packed call.
-            batch: The batch size.
             scale: The factor of the scores.
             kernel: The kernel that runs the block.
         """
@@ -149,7 +148,7 @@ class CallMask:
             values = self.vectors, self.sizes, self.heads, self.tables, self.mask
             return KernelArgs(scale, pairs=PairTexts(*texts, *values))
         if isinstance(block, PackedCall):
-            sequences = PackedSequences.of(block, batch, self.device, kernel.pads)
+            sequences = PackedSequences.of(block, self.batch, self.device, kernel.pads)
             return KernelArgs(scale, window=block.window, sequences=sequences)
         if block.kind is Kind.BAND:
             return KernelArgs(scale, window=block.window)

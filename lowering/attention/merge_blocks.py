@@ -4,14 +4,16 @@ A compiler that traces additions may postpone them: it adds all parts in one ker
 then. The accumulators of a ring are therefore updated in place, by opaque operators.
 """
 
-from bisect import bisect_left
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.library import opaque
+from sp_compile.lowering.masks.pieces import Flags
 from sp_compile.lowering.triton import can_use_triton
 
 from .kernel_args import finite_lse
@@ -130,42 +132,37 @@ def add_into(total: Tensor, part: Tensor) -> None:
 
 
 class RowRange(NamedTuple):
-    """Consecutive rows of a buffer that were all written, or all not written, before."""
+    """Consecutive rows of a buffer that are all written or all not written."""
 
     offset: int  # first row
     length: int  # number of rows
-    is_new: bool  # whether they were not written before
+    is_new: bool  # whether they are not written
 
 
 class WrittenRows:
-    """Record of the written rows of a buffer, as sorted disjoint runs (start, stop) that do not touch."""
+    """Record of the written rows of a buffer."""
 
-    def __init__(self) -> None:
-        """Create a record without written rows."""
-        self._runs: list[tuple[int, int]] = []
+    def __init__(self, length: int) -> None:
+        """Create a record of ``length`` unwritten rows."""
+        self._is_written = np.zeros(length, np.bool_)
 
     def add(self, rows: tuple[int, int]) -> list[RowRange]:
-        """Mark the rows (offset, length) as written; return them in order, split into new and old ones."""
-        start, stop = rows[0], sum(rows)
-        if start == stop:
-            return []
-        # Runs [first, last) overlap or touch the rows. Before each of them, from `position` on, rows are new.
-        first = last = bisect_left(self._runs, start, key=lambda run: run[1])
-        position, ranges = start, []
-        while last < len(self._runs) and self._runs[last][0] <= stop:
-            low, high = max(self._runs[last][0], position), min(self._runs[last][1], stop)
-            ranges += [RowRange(position, low - position, True), RowRange(low, high - low, False)]
-            position, last = high, last + 1
-        ranges.append(RowRange(position, stop - position, True))
-        # Replace these runs by their union with the rows.
-        touched = [(start, stop), *self._runs[first:last]]
-        self._runs[first:last] = [(min(run[0] for run in touched), max(run[1] for run in touched))]
-        return [part for part in ranges if part.length > 0]
+        """Mark the rows (offset, length) as written; return them in order, split by their state before."""
+        offset, length = rows
+        is_written = self._is_written[offset : offset + length]
+        ranges = [RowRange(offset + start, length, is_new) for start, length, is_new in _split_by_state(is_written)]
+        is_written[:] = True
+        return ranges
 
-    def gaps(self, length: int) -> list[tuple[int, int]]:
-        """Return the unwritten rows among the first ``length`` as a list of (offset, length)."""
-        edges = [0, *(edge for run in self._runs for edge in run), length]
-        return [(low, high - low) for low, high in zip(edges[::2], edges[1::2]) if high > low]
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the unwritten rows as a list of (offset, length)."""
+        return [(offset, length) for offset, length, is_new in _split_by_state(self._is_written) if is_new]
+
+
+def _split_by_state(is_written: Flags) -> list[RowRange]:
+    """Split rows where their state changes."""
+    edges = [0, *(np.flatnonzero(np.diff(is_written)) + 1).tolist(), len(is_written)]
+    return [RowRange(start, stop - start, not is_written[start]) for start, stop in pairwise(edges) if start < stop]
 
 
 class GradAccumulator:
@@ -183,7 +180,7 @@ class GradAccumulator:
             buffer: (B, H, S, D), the tensor to write to; None to allocate one.
         """
         self._like, self._dtype, self._total, self._has_fixed_buffer = like, dtype, buffer, buffer is not None
-        self._written = WrittenRows()
+        self._written = WrittenRows(like.shape[2])
 
     def add(self, part: Tensor, rows: tuple[int, int]) -> None:
         """Add ``part`` to the rows (offset, length)."""
@@ -204,7 +201,7 @@ class GradAccumulator:
     def total(self) -> Tensor:
         """Return the sum, 0 in unwritten rows; in an own buffer in the memory layout of `empty_rows_first`."""
         total = self._buffer()
-        for gap in self._written.gaps(self._like.shape[2]):
+        for gap in self._written.gaps():
             total.narrow(2, *gap).zero_()
         return total if self._has_fixed_buffer else total.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -225,7 +222,7 @@ class SoftmaxAccumulator:
         """Create an empty accumulator for the queries q (B, H, S, D) and values of ``width`` elements."""
         self._q, self._shape = q, (*q.shape[:3], width)
         self._total: tuple[Tensor, Tensor] | None = None
-        self._written = WrittenRows()
+        self._written = WrittenRows(q.shape[2])
 
     def add(self, out: Tensor, lse: Tensor, rows: tuple[int, int]) -> None:
         """Merge a part into the accumulator.
@@ -261,7 +258,7 @@ class SoftmaxAccumulator:
     def total(self) -> tuple[Tensor, Tensor]:
         """Return (out, lse), contiguous, out in q's dtype; 0 and -inf in unwritten rows."""
         out, lse = self._buffers()
-        for gap in self._written.gaps(self._shape[2]):
+        for gap in self._written.gaps():
             out.narrow(2, *gap).zero_()
             lse.narrow(2, *gap).fill_(-torch.inf)
         return out.to(self._q.dtype).contiguous(), lse.contiguous()

@@ -6,7 +6,7 @@ torch.utils.flop_counter uses these functions.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -21,7 +21,8 @@ from . import tile_ops as ops  # noqa: F401  (registers the operators)
 from .tile_program import PROGRAMS, TilePart
 from .tile_sums import TILE_SUMS, TileSum
 
-# Grouped products. torch has no formula for them; none is registered, because its counters belong to the user.
+# Grouped products, and the number of products that each computes. torch has no formula for them; none is registered,
+# because its counters belong to the user.
 GROUPED_PRODUCT_OPS = {
     "aten::_grouped_mm": 1,
     "transformers::grouped_mm_fallback": 1,
@@ -29,28 +30,16 @@ GROUPED_PRODUCT_OPS = {
 }
 
 
-@register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)
-def tiles_forward_flops(rows: list[Tensor], shared: Any, tiles: int, program: str, *_: Any, **_meta: Any) -> int:
-    """Return the FLOPs of the program. Shapes: those of ``sp::tiles_forward``."""
-    return _tiled_flops(rows, program, "forward")
+def _tiled_flops(part: str, rows: list[Tensor], shared: Any, tiles: int, name: str, *_: Any, **_meta: Any) -> int:
+    """Return the FLOPs of a program's "forward" or "gradients" over all rows, from those of its longest tile.
 
-
-@register_flop_formula(torch.ops.sp.tiles_at_once, get_raw=True)
-def tiles_at_once_flops(rows: list[Tensor], shared: Any, tiles: int, program: str, *_: Any, **_meta: Any) -> int:
-    """Return the FLOPs of the program and its gradients."""
-    return _tiled_flops(rows, program, "gradients")
-
-
-@register_flop_formula(torch.ops.sp.tiles_backward, get_raw=True)
-def tiles_backward_flops(
-    cotangents: Any, rows: list[Tensor], shared: Any, tiles: int, program: str, *_: Any, **_meta: Any
-) -> int:
-    """Return the FLOPs of the gradients, and of the recomputation for them."""
-    return _tiled_flops(rows, program, "gradients")
-
-
-def _tiled_flops(rows: list[Tensor], name: str, part: str) -> int:
-    """Return the FLOPs of a program's "forward" or "gradients" over all rows, from those of its longest tile."""
+    Args:
+        part: Field of `TileBody`. The gradients include the recomputation, or the results if they are computed at once.
+        rows: Rows of the call, and so are ``shared``, ``tiles`` and the program's name.
+        shared: Operands that every tile reads.
+        tiles: Number of tiles.
+        name: Name of the program.
+    """
     program = PROGRAMS[name]
     _, body = max(program.bodies.items())
     tile_part: TilePart = getattr(body, part)
@@ -58,6 +47,16 @@ def _tiled_flops(rows: list[Tensor], name: str, part: str) -> int:
     tile_rows, all_rows = size_hint(tile_part.inputs[0].shape[row_dim]), size_hint(rows[0].shape[row_dim])
     sums = [TILE_SUMS[value.adds] for value in program.gradients] if part == "gradients" else []
     return (_graph_flops(tile_part) + _accumulated_flops(tile_part, sums)) * all_rows // tile_rows
+
+
+register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)(partial(_tiled_flops, "forward"))
+register_flop_formula(torch.ops.sp.tiles_at_once, get_raw=True)(partial(_tiled_flops, "gradients"))
+
+
+@register_flop_formula(torch.ops.sp.tiles_backward, get_raw=True)
+def tiles_backward_flops(cotangents: Any, *operands: Any, **meta: Any) -> int:
+    """Return the FLOPs of ``sp::tiles_backward``."""
+    return _tiled_flops("gradients", *operands, **meta)
 
 
 def _accumulated_flops(part: TilePart, sums: list[TileSum]) -> int:

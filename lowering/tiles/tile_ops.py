@@ -10,7 +10,6 @@ the program once per tile, so the size of the compiled code does not depend on t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from sp_compile.lowering.base.library import composite, opaque
 from .tile_program import ANY_LENGTH, PROGRAMS, TileBody, TileProgram, TileValue
 
 sp = torch.ops.sp
-TileOperands = list[Tensor]
+Tensors = list[Tensor]
 TILE_ARGUMENTS = "Tensor[] rows, Tensor[] shared, int tiles, str program, Tensor? seed"
 
 
@@ -31,7 +30,7 @@ def tile_length(rows: int, tiles: int) -> int:
     return -(-rows // tiles)
 
 
-def _iterate_tiles(program: TileProgram, rows: TileOperands, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
+def _iterate_tiles(program: TileProgram, rows: Tensors, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
     """Yield the body, the first row and the number of rows of each tile."""
     total, first = rows[0].shape[program.rows[0]], 0
     if ANY_LENGTH in program.bodies:  # tiles of one row would need other programs: sizes of 1 broadcast
@@ -45,42 +44,35 @@ def _iterate_tiles(program: TileProgram, rows: TileOperands, tiles: int) -> Iter
         first += length
 
 
-def _slice_tile(operands: Sequence[Tensor], dims: Sequence[int | None], first: int, length: int) -> TileOperands:
+def _slice_tile(operands: Sequence[Tensor], dims: Sequence[int | None], first: int, length: int) -> Tensors:
     """Return the rows [first, first + length) of each operand along its dim, contiguous; all of it if that is None."""
     return [
         x if dim is None else x.narrow(dim, first, length).contiguous() for x, dim in zip(operands, dims, strict=True)
     ]
 
 
-@contextmanager
-def _tile_rng(seed: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Restore the state of the generators after the context; do nothing without a seed."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-
-
 def _run_tiles(
-    program: TileProgram, rows: TileOperands, shared: TileOperands, tiles: int, seed: Tensor | None,
-    values: Sequence[TileValue], cotangents: TileOperands,
-) -> TileOperands:  # fmt: skip
-    """Run the part of the program that computes ``values`` for each tile, and combine the results of all tiles.
+    kinds: Sequence[str], rows: Tensors, shared: Tensors, tiles: int, name: str, seed: Tensor | None,
+    cotangents: Sequence[Tensor] = (),
+) -> Tensors:  # fmt: skip
+    """Run a program tile by tile, and return its values of these kinds, "results", "gradients" or both.
 
     Each tile seeds the generators with ``seed`` plus the index of its first row, so that a backward that recomputes the
-    tile draws the same numbers.
+    tile draws the same numbers. The state of the generators is restored at the end.
     """
-    operands, extents = [*rows, *shared, *cotangents], program.sizes([*rows, *shared])
+    program, device = PROGRAMS[name], rows[0].device
+    operands, values = [*rows, *shared, *cotangents], _values_of(program, kinds)
     cotangent_dims = [program.results[i].dim for i in program.differentiable] if cotangents else []
     dims = [*program.rows, *[None] * len(shared), *cotangent_dims]
+    extents = program.sizes([*rows, *shared])
     totals = [value.allocate_total(extents, rows[0]) for value in values]
     first_seed = None if seed is None else int(seed.item())
-    with torch.autocast(rows[0].device.type, enabled=False), _tile_rng(seed, rows[0].device):
+    fork_rng = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None)
+    with torch.autocast(device.type, enabled=False), fork_rng:
         for body, first, length in _iterate_tiles(program, rows, tiles):
             if first_seed is not None:
                 torch.manual_seed(first_seed + first)
-            part = body.forward if values is program.results else body.gradients
+            part = body.gradients if "gradients" in kinds else body.forward
             assert part is not None
             tile_results = iter(part(_slice_tile(operands, dims, first, length)))
             for value, total in zip(values, totals):
@@ -89,11 +81,15 @@ def _run_tiles(
     return [total.to(value.dtype) for value, total in zip(values, totals)]
 
 
-def _fake_results(rows: TileOperands, shared: TileOperands, name: str, *kinds: str) -> TileOperands:
+def _fake_results(rows: Tensors, shared: Tensors, name: str, *kinds: str) -> Tensors:
     """Return empty tensors for the program's values of these kinds, "results" or "gradients"."""
     program = PROGRAMS[name]
     extents = program.sizes([*rows, *shared])
-    return [value.empty(extents, rows[0]) for kind in kinds for value in getattr(program, kind)]
+    return [value.empty(extents, rows[0]) for value in _values_of(program, kinds)]
+
+
+def _values_of(program: TileProgram, kinds: Sequence[str]) -> list[TileValue]:
+    return [value for kind in kinds for value in getattr(program, kind)]
 
 
 @opaque(
@@ -101,16 +97,13 @@ def _fake_results(rows: TileOperands, shared: TileOperands, name: str, *kinds: s
     lambda rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "results"),
     replays=False,  # the seed is read on the CPU in every call
 )
-def tiles_forward(
-    rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None
-) -> TileOperands:
+def tiles_forward(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
     """Return the results of all tiles: rows, or sums over the tiles.
 
     Shapes: rows (.., R, ..), shared any -> as the program defines. Peak: intermediate values of a tile, in addition
     to operands and results.
     """
-    tile_program = PROGRAMS[program]
-    return _run_tiles(tile_program, rows, shared, tiles, seed, tile_program.results, [])
+    return _run_tiles(["results"], rows, shared, tiles, program, seed)
 
 
 @opaque(
@@ -118,16 +111,12 @@ def tiles_forward(
     lambda rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "results", "gradients"),
     replays=False,
 )
-def tiles_at_once(
-    rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None
-) -> TileOperands:
+def tiles_at_once(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
     """Return the results of all tiles, followed by gradients for a cotangent of 1.
 
     Shapes: as of ``tiles_forward``; gradients as their operands.
     """
-    tile_program = PROGRAMS[program]
-    values = (*tile_program.results, *tile_program.gradients)
-    return _run_tiles(tile_program, rows, shared, tiles, seed, values, [])
+    return _run_tiles(["results", "gradients"], rows, shared, tiles, program, seed)
 
 
 @opaque(
@@ -136,14 +125,13 @@ def tiles_at_once(
     replays=False,
 )
 def tiles_backward(
-    cotangents: TileOperands, rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None
-) -> TileOperands:
+    cotangents: Tensors, rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None
+) -> Tensors:
     """Return the gradients of the operands that need one; a tile is recomputed.
 
     Shapes: cotangents as the differentiable results; gradients as their operands.
     """
-    tile_program = PROGRAMS[program]
-    return _run_tiles(tile_program, rows, shared, tiles, seed, tile_program.gradients, cotangents)
+    return _run_tiles(["gradients"], rows, shared, tiles, program, seed, cotangents)
 
 
 class _RecomputeFunction(torch.autograd.Function):
@@ -202,18 +190,18 @@ class _AtOnceFunction(torch.autograd.Function):
         return None, None, None, None, *_grads_per_operand(ctx.num_operands, program, operand_grads)
 
 
-def _non_differentiable_results(program: TileProgram, results: TileOperands) -> TileOperands:
+def _non_differentiable_results(program: TileProgram, results: Tensors) -> Tensors:
     return [x for i, x in enumerate(results) if i not in program.differentiable]
 
 
-def _grads_per_operand(num_operands: int, program: TileProgram, grads: TileOperands) -> list[Tensor | None]:
+def _grads_per_operand(num_operands: int, program: TileProgram, grads: Tensors) -> list[Tensor | None]:
     """Return the gradient of each operand, None for those without one."""
     grad_of = dict(zip(program.grad_operands, grads, strict=True))
     return [grad_of.get(i) for i in range(num_operands)]
 
 
 @composite(f"tiled({TILE_ARGUMENTS}) -> Tensor[]")
-def run_tiled(rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None) -> TileOperands:
+def run_tiled(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
     """Run the program on all rows, tile by tile, differentiable once.
 
     Shapes: rows (.., R, ..), shared any -> as the program defines; tiles of ceil(R / tiles) rows, the last one shorter.
