@@ -113,7 +113,7 @@ class KernelSelector:
     def _select_for(self, call: Block | PackedCall) -> Kernel:
         """Return the kernel of a block or of a packed call."""
         queries, keys = call.query_rows[1], call.key_rows[1]
-        if isinstance(call, PackedCall):
+        if isinstance(call, PackedCall):  # without a window it does not matter whether it is square
             return self.select(call.kind, queries, call.window, call.window.left is not None and call.square)
         return self.select(call.kind, min(queries, keys), call.window, queries == keys)
 
@@ -393,10 +393,10 @@ def attend_backward(
     for block, kernel in (call for strip in _query_strips(q, v, masking, bias_grad) for call in strip):
         queries, keys = block.query_rows, block.key_rows
         block_grad, *saved = (x.narrow(2, *queries) for x in (grad, out, lse))
-        case = masking.kernel_args(block, scale, kernel)
-        case = replace(case, bias_grad=bias_grad, table_grads=table_grads)
+        kernel_args = masking.kernel_args(block, scale, kernel)
+        kernel_args = replace(kernel_args, bias_grad=bias_grad, table_grads=table_grads)
         block_dq, block_dk, block_dv, dbias = kernel.backward(
-            block_grad, *_block_operands(q, k, v, block), *saved, case
+            block_grad, *_block_operands(q, k, v, block), *saved, kernel_args
         )
         dq.add(block_dq, queries)
         dk.add(block_dk, keys)

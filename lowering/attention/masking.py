@@ -161,9 +161,8 @@ class CallMask:
         # Dropout and the score function.
         keep_mask, keep_prob = None, 1.0
         if self.dropout is not None:
-            queries, keys = (
-                row_indices(*rows, self.device) for rows in (self._query_rows(block), self._key_rows(block))
-            )
+            queries = row_indices(*self._query_rows(block), self.device)
+            keys = row_indices(*self._key_rows(block), self.device)
             keep_mask, keep_prob = self.dropout.keep_mask(queries, keys), 1 - self.dropout.p
         return KernelArgs(scale, causal, allowed, bias, keep_mask, self._score_call(block), keep_prob)
 

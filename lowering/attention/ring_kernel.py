@@ -40,10 +40,10 @@ class RingStep(NamedTuple):
 
 
 def window_hops(window: int, rows: int, n: int) -> int:
-    """Return the number of ranks backward that a causal window reaches.
+    """Return the number of preceding ranks that a causal window reaches.
 
     Args:
-        window: The window in rows.
+        window: The number of keys of a query, counted backward from its own position.
         rows: The number of rows per rank, in sequence order.
         n: The number of ranks.
     """

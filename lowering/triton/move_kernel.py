@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .device import use_device
 
-MAX_UNIT_BYTES = 16  # bytes that a thread moves at once
+MAX_UNIT = 16  # maximum bytes that a thread moves at once
 CACHE_LINE = 128  # bytes of a run that needs no columns
 MOVE_TILE = 16384  # bytes of a tile
 MIN_TILE_BYTES = 4096  # minimum bytes of a tile, if the array has that many
@@ -80,11 +80,7 @@ class TileShape:
 
 @lru_cache(maxsize=4096)
 def choose_tiling(
-    shape: tuple[int, ...],
-    read: tuple[int, ...],
-    written: tuple[int, ...],
-    itemsize: int,
-    aligned: int = MAX_UNIT_BYTES,
+    shape: tuple[int, ...], read: tuple[int, ...], written: tuple[int, ...], itemsize: int, aligned: int = MAX_UNIT
 ) -> TileShape | None:
     """Return the tiling of a copy, or None if more than `MAX_LOOPS` dims remain to loop over.
 
@@ -100,7 +96,7 @@ def choose_tiling(
     others = [dim for dim in dims if not dim.is_contiguous]
     # Convert lengths and strides from elements to the largest possible unit.
     lengths = [run, *(dim.read for dim in others), *(dim.written for dim in others)]
-    unit = math.gcd(MAX_UNIT_BYTES, aligned, *(length * itemsize for length in lengths))
+    unit = math.gcd(MAX_UNIT, aligned, *(length * itemsize for length in lengths))
     run = run * itemsize // unit
     others = [Stride(dim.size, dim.read * itemsize // unit, dim.written * itemsize // unit) for dim in others]
     # Select the rows, and columns if runs are short in the source.
@@ -123,8 +119,9 @@ def _merge_strides(dims: list[Stride]) -> list[Stride]:
     """Sort dims from the outermost of the target to the innermost, and merge contiguous ones."""
     merged: list[Stride] = []
     for dim in sorted(dims, key=lambda dim: (-dim.written, -dim.read)):
-        if merged and merged[-1][1:] == (dim.size * dim.read, dim.size * dim.written):
-            merged[-1] = Stride(merged[-1].size * dim.size, dim.read, dim.written)
+        outer = merged[-1] if merged else None
+        if outer is not None and (outer.read, outer.written) == (dim.size * dim.read, dim.size * dim.written):
+            merged[-1] = Stride(outer.size * dim.size, dim.read, dim.written)
         else:
             merged.append(dim)
     return merged
@@ -204,7 +201,7 @@ def copy_strided(target: Tensor, source: Tensor) -> bool:
         return False
     if target.is_complex():
         return copy_strided(torch.view_as_real(target), torch.view_as_real(source))
-    aligned = math.gcd(MAX_UNIT_BYTES, target.data_ptr(), source.data_ptr())
+    aligned = math.gcd(MAX_UNIT, target.data_ptr(), source.data_ptr())
     tiling = choose_tiling(source.shape, source.stride(), target.stride(), source.element_size(), aligned)
     if tiling is not None and source.numel():
         _launch_move(tiling, target, source.data_ptr())

@@ -105,7 +105,7 @@ def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 def _forward_program(
     pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run flex_attention's forward, for a trace. Arguments: see `_call_program`."""
+    """Run flex_attention's forward, for a trace; ``learned`` is not used. Arguments: see `_call_program`."""
     (q, k, v), tables, captured = _split_inputs(inputs, 3)
     options = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
     return flex_forward(q, k, v, pair.modify_score, pair.attends, tables, tile, scale, options, captured)
@@ -140,7 +140,7 @@ def _call_program(
         operands: q, k, v, and in the backward grad, out and lse; the lengths are dim 2 of each.
         pairs: Texts and tables of the pairs.
         scale: Factor of the scores.
-        learned: Names of the tables of the score that need a gradient.
+        learned: Names of the tables of the score that need a gradient, in the backward.
     """
     q, k, *_ = operands
     queries, keys = q.shape[2], k.shape[2]
