@@ -37,7 +37,8 @@ CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
 # The maximum number of elements of a bias, or of its gradient, in one kernel call. A kernel with a bias has one such
 # tensor of q's dtype at a time; dense arithmetic has four in float32. Each call writes the gradients of all its keys.
 GPU_BIAS = 4 * GPU_SCORES
-BlockCall, PackedKernelCall = tuple[Block, Kernel], tuple[PackedCall, Kernel]
+BlockCall = tuple[Block, Kernel]
+PackedKernelCall = tuple[PackedCall, Kernel]
 QueryStrip = list[tuple[Block | PackedCall, Kernel]]  # calls with the same queries, whose results are merged
 
 

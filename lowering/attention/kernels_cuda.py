@@ -96,15 +96,17 @@ class _FlashLayout(NamedTuple):
     @staticmethod
     def of(q: Tensor, k: Tensor, args: KernelArgs) -> _FlashLayout:
         """Create the layout of a call."""
-        window, window_args = CAUSAL_WINDOW if args.causal else args.window, {}
+        window = CAUSAL_WINDOW if args.causal else args.window
+        window_args: dict[str, int | None] = {}
         if window not in (FULL_WINDOW, CAUSAL_WINDOW):
             window_args = {"window_size_left": window.left, "window_size_right": window.right}
-        ends, max_length = (None, None), (q.shape[2], k.shape[2])
-        if args.sequences is not None:
-            queries, keys = args.sequences
-            # With one query per sequence the kernel would assume one sequence per query; 2 is an upper bound.
-            ends, max_length = (queries.ends, keys.ends), (max(2, queries.max_length), keys.max_length)
-        return _FlashLayout(ends, max_length, window == CAUSAL_WINDOW, window_args)
+        causal = window == CAUSAL_WINDOW
+        if args.sequences is None:
+            return _FlashLayout((None, None), (q.shape[2], k.shape[2]), causal, window_args)
+        queries, keys = args.sequences
+        # With one query per sequence the kernel would assume one sequence per query; 2 is an upper bound.
+        max_length = max(2, queries.max_length), keys.max_length
+        return _FlashLayout((queries.ends, keys.ends), max_length, causal, window_args)
 
     def to_kernel(self, *xs: Tensor) -> list[Tensor]:
         """Convert (B, H, S, X) to (B, S, H, X), or to (B * S, H, X) for sequences; views if possible."""

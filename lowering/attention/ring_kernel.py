@@ -79,7 +79,9 @@ class RingKeys(NamedTuple):
             v: (B, Hkv, t, E), this rank's shard.
             args: Arguments of the local queries.
         """
-        out = lse = last_result = None
+        out: Any = None
+        lse: Any = None
+        last_result: Tensor | None = None
         for step in self._ring_steps(k, v, torch.cat):
             after = _drop_none(step.next_shift, last_result)
             block_out, block_lse = args.attend(q, step.keys, step.values, step.span, after)
