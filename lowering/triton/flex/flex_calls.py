@@ -126,7 +126,7 @@ def _split_inputs(
     inputs: tuple[Tensor, ...], num_operands: int
 ) -> tuple[tuple[Tensor, ...], BlockTables, tuple[Tensor, ...]]:
     """Split the inputs of a program into operands, block tables and captured tensors."""
-    end = num_operands + len(BlockTables._fields)
+    end = num_operands + len(BlockTables.__match_args__)
     return inputs[:num_operands], BlockTables(*inputs[num_operands:end]), inputs[end:]
 
 
