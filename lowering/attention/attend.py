@@ -1,14 +1,17 @@
 """Compute attention of local queries over local keys: the opaque operators attend and attend_backward.
 
-They read the rank and the vectors at run time, so their Python bodies can skip blocks. The graph that contains them is
-equal on every rank. One operator call runs the kernels of all blocks and merges their results.
+    mask of the call  ->  plan of blocks, some FULL, CAUSAL or MASKED, none empty  ->  one kernel call per block
+                      ->  merge of the results by log-sum-exp
+
+They read the rank, and the vectors that masks compare (documents, positions), at run time, so their Python bodies can
+skip blocks in which no pair attends. The graph that contains them is equal on every rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce, wraps
 from itertools import groupby
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,58 +31,51 @@ from .op_args import LocalArgs
 from .packed import split_by_length
 from .ring_kernel import split_keys_values
 
+# The maximum number of scores, or of tensor mask elements, that one kernel call materializes. A CPU is fastest while
+# they fit its cache.
 CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
-"""The maximum number of scores, or of tensor mask elements, that one kernel call materializes.
-
-A CPU is fastest while they fit its cache.
-"""
+# The maximum number of elements of a bias, or of its gradient, in one kernel call. A kernel with a bias has one such
+# tensor of q's dtype at a time; dense arithmetic has four in float32. Each call writes the gradients of all its keys.
 GPU_BIAS = 4 * GPU_SCORES
-"""The maximum number of elements of a bias, or of its gradient, in one kernel call.
-
-A kernel with a bias has one such tensor of q's dtype at a time; dense arithmetic has four in float32. Each call writes
-the gradients of all its keys.
-"""
-
-QueryStrip = list[tuple[Block | PackedCall, Kernel]]
-"""Blocks with the same queries, and their kernels."""
-AttendBody = TypeVar("AttendBody", bound=Callable[..., tuple[Tensor, ...]])
+BlockCall = tuple[Block, Kernel]
+PackedKernelCall = tuple[PackedCall, Kernel]
+QueryStrip = list[tuple[Block | PackedCall, Kernel]]  # calls with the same queries, whose results are merged
 
 
-def _retry_without_fused(body: AttendBody) -> AttendBody:
-    """Run the body again with other kernels if a fused kernel cannot be compiled.
+def _retry_without_flex(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Run an operator's body again if flex_attention cannot be compiled.
 
-    The table excludes the fused kernel from then on.
+    The error marks flex as unavailable in this process, so that the second run selects other kernels.
     """
 
     @wraps(body)
-    def run(*args: Any) -> tuple[Tensor, ...]:
+    def run(*args: Any) -> Any:
         """Run the body, at most twice."""
         try:
             return body(*args)
         except CannotCompileError:
             return body(*args)
 
-    return cast(AttendBody, run)
+    return run
 
 
-def _grad_shape(args: LocalArgs, wanted: bool) -> Sequence[int]:
-    """Return the shape of dmask: that of the mask, (number of table elements,), or (0,)."""
-    if not wanted:
+def _dmask_shape(args: LocalArgs, is_needed: bool) -> Sequence[int]:
+    """Return the shape of dmask: that of the mask, (number of table elements,), or (0,) if it is not needed."""
+    if not is_needed:
         return (0,)
     return (args.num_learned(),) if args.mask is None else args.mask.shape
 
 
 def _kernel_key(
-    device: torch.device, q: Tensor, v: Tensor, kind: Kind, rows: int, mask: Tensor | None, mask_grad: bool,
-    dropout: bool, score: bool,
+    device: torch.device, q: Tensor, v: Tensor, rows: int, mask: Tensor | None, mask_grad: bool, dropout: bool,
+    score: bool,
 ) -> KernelKey:  # fmt: skip
-    """Return the key that selects the kernel of a block.
+    """Return the key that selects the kernel of a block without a predicate.
 
     Args:
         device: The device of the call.
         q: The queries.
         v: The values.
-        kind: The kind by the predicate alone.
         rows: The smaller number of rows, of queries and keys.
         mask: A tensor mask, bool or additive.
         mask_grad: Whether the mask needs a gradient.
@@ -87,21 +83,22 @@ def _kernel_key(
         score: Whether there is a score function.
     """
     bias = None if mask is None or mask.dtype == torch.bool else mask.dtype
-    kind = kind if mask is None or bias is not None else Kind.MASKED
+    kind = Kind.FULL if mask is None or bias is not None else Kind.MASKED
     return KernelKey(device, q.dtype, kind, max(q.shape[3], v.shape[3]), rows, dropout, score, bias, mask_grad)
 
 
-class PlanRunner:
-    """Kernel selection for the calls and blocks of a plan."""
+class KernelSelector:
+    """Kernel selection for the blocks and packed calls of one attention."""
 
     def __init__(self, q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> None:
-        """Store the properties of the call that select kernels."""
+        """Store the properties of the attention that select kernels."""
         dropout, score = masking.dropout is not None, bool(masking.score)
-        self._need = _kernel_key(q.device, q, v, Kind.FULL, 0, masking.mask, mask_grad, dropout, score)
-        self._plan, self._data, self._rows, self._batch = masking.plan, masking.mask is not None, q.shape[2], q.shape[0]
-        self._row_bytes = q.shape[1] * self._need.head_dim * q.element_size()
+        self._key = _kernel_key(q.device, q, v, 0, masking.mask, mask_grad, dropout, score)
+        self._plan, self._has_mask = masking.plan, masking.mask is not None
+        self._batch, heads, self._rows, _ = q.shape
+        self._row_bytes = heads * self._key.head_dim * q.element_size()
 
-    def of(self, kind: Kind, rows: int, window: Window = FULL_WINDOW, square: bool = False) -> Kernel:
+    def select(self, kind: Kind, rows: int, window: Window = FULL_WINDOW, square: bool = False) -> Kernel:
         """Return the kernel of a block of this kind.
 
         Args:
@@ -110,110 +107,110 @@ class PlanRunner:
             window: The window of a BAND or PACKED call.
             square: Whether the block, or each of its sequences, has the same number of queries and keys.
         """
-        if self._need.kind is Kind.MASKED:
+        if self._key.kind is Kind.MASKED:
             kind = Kind.MASKED
-        return kernel_for(self._need._replace(kind=kind, rows=rows, window=window, square=square))
+        return kernel_for(self._key._replace(kind=kind, rows=rows, window=window, square=square))
 
-    def _from_call(self, call: Block | PackedCall) -> Kernel:
+    def _select_for(self, call: Block | PackedCall) -> Kernel:
+        """Return the kernel of a block or of a packed call."""
         queries, keys = call.query_rows[1], call.key_rows[1]
-        if isinstance(call, PackedCall):
-            return self.of(call.kind, queries, call.window, call.window.left is not None and call.square)
-        return self.of(call.kind, min(queries, keys), call.window, queries == keys)
+        if isinstance(call, PackedCall):  # without a window it does not matter whether it is square
+            return self.select(call.kind, queries, call.window, call.window.left is not None and call.square)
+        return self.select(call.kind, min(queries, keys), call.window, queries == keys)
 
-    def calls(self) -> tuple[list[tuple[PackedCall, Kernel]], list[tuple[Block, Kernel]]]:
-        """Return the packed calls and the other blocks, with their kernels.
+    def select_all(self) -> tuple[list[PackedKernelCall], list[BlockCall]]:
+        """Return the packed calls and the other blocks of the plan, with their kernels.
 
-        If a kernel does not support a window of the plan, all calls are blocks.
+        A kernel that supports mask tensors would compute a window from a mask. If one is selected for a window or for
+        packed sequences, there are no packed calls, and all pairs are in blocks without windows.
         """
-        packed, others = self._plan.packed, self._plan.others
-        if not self._data and not self.of(Kind.PACKED, self._rows).supports_masks:
-            calls = [(call, self._from_call(call)) for call in packed]
-            blocks = [(block, self._from_call(block)) for block in others]
-            has_mask_kernel = any(kernel.supports_masks for block, kernel in blocks if block.kind is not Kind.MASKED)
-            if not has_mask_kernel and not any(kernel.supports_masks for _, kernel in calls):
-                return [*self._split_by_length(calls, len(blocks))], blocks
-        return [], [(block, self._from_call(block)) for block in self._plan.blocks]
+        if not self._has_mask and not self.select(Kind.PACKED, self._rows).supports_masks:
+            packed = [(call, self._select_for(call)) for call in self._plan.packed]
+            blocks = [(block, self._select_for(block)) for block in self._plan.others]
+            window_kernels = [kernel for _, kernel in packed]
+            window_kernels += [kernel for block, kernel in blocks if block.kind is not Kind.MASKED]
+            if not any(kernel.supports_masks for kernel in window_kernels):
+                return [*self._split_by_length(packed, len(blocks))], blocks
+        return [], [(block, self._select_for(block)) for block in self._plan.blocks]
 
-    def _split_by_length(
-        self, calls: list[tuple[PackedCall, Kernel]], other_sequences: int
-    ) -> Iterator[tuple[PackedCall, Kernel]]:
-        """Split the calls by sequence length if their kernel pads sequences."""
-        for kernel, group in groupby(calls, key=lambda pair: pair[1]):
-            same = tuple(call for call, _ in group)
-            row_bytes = self._row_bytes if kernel.pads else None
-            yield from ((call, kernel) for call in split_by_length(same, self._batch, row_bytes, other_sequences))
+    def _split_by_length(self, packed: list[PackedKernelCall], other_calls: int) -> Iterator[PackedKernelCall]:
+        """Split packed calls by sequence length if their kernel pads sequences to the longest of the call."""
+        for kernel, group in groupby(packed, key=lambda pair: pair[1]):
+            calls, row_bytes = tuple(call for call, _ in group), self._row_bytes if kernel.pads else None
+            yield from ((call, kernel) for call in split_by_length(calls, self._batch, row_bytes, other_calls))
 
 
 def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterator[QueryStrip]:
-    """Yield the calls in strips of the same queries, cut where a kernel would create too large tensors.
+    """Yield the kernel calls of an attention in strips of the same queries.
 
-    If masks would be tensors and a fused kernel supports their texts, there is one call. If scores may hold fills, all
-    keys of a query are in one block.
+    A strip is cut into fewer queries where a kernel would create too large tensors. If masks would be tensors and a
+    fused kernel can evaluate their texts instead, it computes everything in one call. If scores may be fills, all keys
+    of a query are in one block.
     """
-    kernels = PlanRunner(q, v, masking, mask_grad)
-    calls, found = kernels.calls()
-    if any(one.supports_masks for _, one in found):
-        every = Block(0, q.shape[2], 0, v.shape[2], Kind.MASKED)
-        one = kernels.of(every.kind, min(every.q_len, every.k_len))
-        if one.fused:
-            yield [(every, one)]
+    selector = KernelSelector(q, v, masking, mask_grad)
+    packed_calls, block_calls = selector.select_all()
+    if any(kernel.supports_masks for _, kernel in block_calls):
+        all_pairs = Block(0, q.shape[2], 0, v.shape[2], Kind.MASKED)
+        kernel = selector.select(all_pairs.kind, min(all_pairs.q_len, all_pairs.k_len))
+        if kernel.fused:
+            yield [(all_pairs, kernel)]
             return
     if may_have_fills(masking.score):
-        found = list(_merge_same_queries(found, masking.predicate, kernels))
-    yield from (QueryStrip([call]) for call in calls)
-    for _, same in groupby(found, key=lambda pair: (pair[0].query_rows, pair[0].kind is Kind.BAND)):
-        together = list(same)
-        unmaskable: QueryStrip = [pair for pair in together if not pair[1].supports_masks]
-        if unmaskable:
-            yield unmaskable  # a part of a causal block would be masked
-        strip = [pair for pair in together if pair[1].supports_masks]
-        if not strip:
-            continue
-        rows = min(_max_strip_rows(q, masking, mask_grad, *pair) for pair in strip)
-        first = strip[0][0]
-        for low in range(0, first.q_len, rows):
-            yield [(_slice_block_rows(block, low, rows, kernel), kernel) for block, kernel in strip]
+        block_calls = list(_merge_same_queries(block_calls, masking.predicate, selector))
+    yield from (QueryStrip([call]) for call in packed_calls)
+    for _, group in groupby(block_calls, key=lambda call: (call[0].query_rows, call[0].kind is Kind.BAND)):
+        calls = list(group)
+        # A kernel without masks cannot run a part of a causal block, so its blocks are not cut.
+        uncut: QueryStrip = [call for call in calls if not call[1].supports_masks]
+        if uncut:
+            yield uncut
+        strip = [call for call in calls if call[1].supports_masks]
+        if strip:
+            rows = min(_max_strip_rows(q, masking, mask_grad, block, kernel) for block, kernel in strip)
+            for low in range(0, strip[0][0].q_len, rows):
+                yield [(_slice_block_rows(block, low, rows, kernel), kernel) for block, kernel in strip]
 
 
-def _merge_same_queries(
-    found: Sequence[tuple[Block, Kernel]], predicate: str, kernels: PlanRunner
-) -> Iterator[tuple[Block, Kernel]]:
-    """Merge blocks with the same queries into one MASKED block."""
-    for _, same in groupby(found, key=lambda pair: pair[0].query_rows):
-        blocks = [block for block, _ in same]
+def _merge_same_queries(calls: Sequence[BlockCall], predicate: str, selector: KernelSelector) -> Iterator[BlockCall]:
+    """Merge all blocks with the same queries into one MASKED block over all of their keys."""
+    for _, group in groupby(calls, key=lambda call: call[0].query_rows):
+        blocks = [block for block, _ in group]
         first, low = blocks[0], min(block.k_off for block in blocks)
         keys = max(block.k_off + block.k_len for block in blocks) - low
         merged = Block(*first.query_rows, low, keys, Kind.MASKED, (predicate,) if predicate else ())
-        yield merged, kernels.of(Kind.MASKED, min(first.q_len, keys))
+        yield merged, selector.select(Kind.MASKED, min(first.q_len, keys))
 
 
 def _max_strip_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block, kernel: Kernel) -> int:
-    """Return the maximum number of query rows of one call."""
+    """Return the maximum number of query rows of one call, so that its scores or masks fit the limits above."""
     if kernel.dense or mask_grad:
         tensors = q.shape[0] * q.shape[1]
     elif masking.mask is not None:
         tensors = masking.mask.shape[0] * masking.mask.shape[1]
     else:
         return block.q_len
-    scores = CPU_SCORES if q.device.type == "cpu" else GPU_SCORES if kernel.dense else GPU_BIAS
-    scores //= num_saved_tensors(masking.score)
-    return max(1, min(block.q_len, scores // (tensors * block.k_len)))
+    elements = GPU_SCORES if kernel.dense else GPU_BIAS
+    if q.device.type == "cpu":
+        elements = CPU_SCORES
+    elements //= num_saved_tensors(masking.score)
+    return max(1, min(block.q_len, elements // (tensors * block.k_len)))
 
 
 def _slice_block_rows(block: Block, low: int, rows: int, kernel: Kernel) -> Block:
-    """Return the rows [low, low + rows) of a block, clipped to its end."""
+    """Return the query rows [low, low + rows) of a block, clipped to its end."""
     if rows >= block.q_len:
         return block
     rows = min(rows, block.q_len - low)
-    cut = block._replace(q_off=block.q_off + low, q_len=rows)
+    sliced = block._replace(q_off=block.q_off + low, q_len=rows)
     if block.kind is not Kind.CAUSAL:
-        return cut
-    return cut._replace(kind=Kind.CAUSAL if kernel.aligned_at_end else Kind.MASKED, k_len=low + rows)
+        return sliced
+    # The last row of the slice attends to its own and all earlier keys.
+    return sliced._replace(kind=Kind.CAUSAL if kernel.aligned_at_end else Kind.MASKED, k_len=low + rows)
 
 
 def _block_operands(q: Tensor, k: Tensor, v: Tensor, block: Block | PackedCall) -> tuple[Tensor, Tensor, Tensor]:
-    keys = block.key_rows
-    return q.narrow(2, *block.query_rows), k.narrow(2, *keys), v.narrow(2, *keys)
+    """Return views of the block's queries, keys and values."""
+    return q.narrow(2, *block.query_rows), k.narrow(2, *block.key_rows), v.narrow(2, *block.key_rows)
 
 
 def _split_scale_sign(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
@@ -224,21 +221,25 @@ def _split_scale_sign(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
     return q * sign, sign, -scale if sign else 1.0
 
 
+def _parse_backward(arguments: Sequence[Any]) -> tuple[LocalArgs, bool, str]:
+    """Parse (the fields of LocalArgs, mask_grad, after, packed) to (LocalArgs, mask_grad, packed)."""
+    args, (mask_grad, *optional) = LocalArgs.of(arguments)
+    return args, mask_grad, optional[1] if len(optional) > 1 else ""
+
+
 def _fake_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     """Return empty results of ``attend_backward``."""
-    args, (mask_grad, *others) = LocalArgs.of(rest)
-    dtype = accumulation_dtype(q.dtype)
-    dmask = q.new_empty(_grad_shape(args, mask_grad), dtype=dtype)
-    return empty_rows_first(q, dtype), *_key_grad_buffers(k, v, dtype, *others[1:]), dmask
+    (args, mask_grad, packed), dtype = _parse_backward(arguments), accumulation_dtype(q.dtype)
+    dmask = q.new_empty(_dmask_shape(args, mask_grad), dtype=dtype)
+    return empty_rows_first(q, dtype), *_key_grad_buffers(k, v, dtype, packed), dmask
 
 
-def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = "") -> tuple[Tensor, Tensor]:
-    """Create the buffers of dk and dv: separate, or one for both and an empty tensor."""
+def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str) -> tuple[Tensor, Tensor]:
+    """Create the buffers of dk and dv: separate, or one for both and an empty tensor (see ``attend_backward``)."""
     if not packed:
-        dk, dv = (empty_rows_first(x, dtype) for x in (k, v))
-        return dk, dv
+        return empty_rows_first(k, dtype), empty_rows_first(v, dtype)
     batch, heads, rows, width = k.shape
     if packed == "stack":
         both = k.new_empty((2, *k.shape), dtype=dtype)
@@ -252,26 +253,31 @@ def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = ""
 def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, tensors: int) -> int:
     """Return the bytes of ``tensors`` score tensors of a strip for a dense kernel; 0 for other kernels."""
     queries, keys = size_hint(q.shape[2]), size_hint(k.shape[2])
-    device, of_scores = torch.device("cuda") if q.is_meta else q.device, (args.dropout_p > 0, bool(args.score))
-    need = _kernel_key(device, q, v, Kind.FULL, min(queries, keys), args.mask, mask_grad, *of_scores)
-    if not expected_kernel(need).dense:
+    device, has_dropout = torch.device("cuda") if q.is_meta else q.device, args.dropout_p > 0
+    key = _kernel_key(device, q, v, min(queries, keys), args.mask, mask_grad, has_dropout, bool(args.score))
+    if not expected_kernel(key).dense:
         return 0
-    most, heads = CPU_SCORES if device.type == "cpu" else GPU_SCORES, size_hint(q.shape[:2].numel())
+    max_scores = CPU_SCORES if device.type == "cpu" else GPU_SCORES
+    scores = min(max_scores, size_hint(q.shape[:2].numel()) * queries * keys)
     tensors += num_saved_tensors(args.score) > 1  # the intermediate scores of a smaller strip
-    return tensors * min(most, heads * queries * keys) * accumulation_dtype(q.dtype).itemsize
+    return tensors * scores * accumulation_dtype(q.dtype).itemsize
 
 
-def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
-    """Return the peak of the kernel's workspace and of the copy of its output, in bytes."""
-    args, _ = LocalArgs.of(rest)
+def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> int:
+    """Return the peak memory of the forward, without its operands and results, in bytes.
+
+    A kernel has its workspace, copies of its operands and another lse. Then its output may be copied.
+    """
+    args, _ = LocalArgs.of(arguments)
     workspace = _score_bytes(q, k, v, args, False, 4 if args.dropout_p else 3) or workspace
     rows = size_hint(q.shape[:3].numel())
-    out, lse = rows * size_hint(v.shape[3]) * q.element_size(), rows * accumulation_dtype(q.dtype).itemsize
-    return max(workspace + cpu_copy_bytes(q, k, v) + lse, out + lse)
+    out_bytes = rows * size_hint(v.shape[3]) * q.element_size()
+    lse_bytes = rows * accumulation_dtype(q.dtype).itemsize
+    return max(workspace + cpu_copy_bytes(q, k, v) + lse_bytes, out_bytes + lse_bytes)
 
 
 def _backward_workspace(
-    workspace: int, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    workspace: int, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> int:
     """Return the peak memory of the backward, without its operands and results, in bytes.
 
@@ -279,15 +285,18 @@ def _backward_workspace(
     gradients of a single kernel without either are results without a copy. For a zigzag shard each kernel has half of
     the queries, and adds to existing results.
     """
-    args, (mask_grad, *others) = LocalArgs.of(rest)
+    args, mask_grad, packed = _parse_backward(arguments)
     workspace = _score_bytes(q, k, v, args, mask_grad, 6 if args.score else 5) or workspace
-    wide = accumulation_dtype(q.dtype).itemsize // q.element_size()
-    upstream, packed = operand_bytes(q, k, v), any(others[1:])
-    sent = operand_bytes(k, v) * wide if packed else 0
-    moved = upstream if wide > 1 else operand_bytes(k, v) if packed else 0
-    if wide > 1 and args.q_span[1] > 1:
-        moved = max(moved, (workspace + operand_bytes(q)) // 2 + operand_bytes(k, v))
-    return max(workspace + cpu_copy_bytes(q, k, v) + operand_bytes(lse) + sent + upstream - upstream * wide, moved)
+    widening = accumulation_dtype(q.dtype).itemsize // q.element_size()  # 2 for half types, else 1
+    grad_bytes, key_grad_bytes = operand_bytes(q, k, v), operand_bytes(k, v)  # of the kernel, in q's dtype
+    sent_bytes = key_grad_bytes * widening if packed else 0
+    # During a kernel call its gradients exist. The operator's results replace them later, unless they are sent.
+    in_kernel = workspace + cpu_copy_bytes(q, k, v) + operand_bytes(lse) + sent_bytes + grad_bytes * (1 - widening)
+    copied = grad_bytes if widening > 1 else key_grad_bytes if packed else 0
+    is_zigzag = args.q_span[1] > 1
+    if widening > 1 and is_zigzag:
+        copied = max(copied, (workspace + operand_bytes(q)) // 2 + key_grad_bytes)
+    return max(in_kernel, copied)
 
 
 @opaque(
@@ -299,8 +308,8 @@ def _backward_workspace(
     replays=False,  # the kernel calls depend on the documents
     inside=_forward_workspace,
 )
-@_retry_without_fused
-def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+@_retry_without_flex
+def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Compute the softmax average of local queries over local keys.
 
     The mask has the rows of the local queries: (B | 1, Hq | 1, Sq | 1, global key length | 1). Dropout keeps weights by
@@ -310,7 +319,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
         q: (B, Hq, Sq, D), any strides.
         k: (B, Hkv, Sk, D), any strides. Hkv divides Hq.
         v: (B, Hkv, Sk, E), any strides.
-        *rest: The fields of ``LocalArgs``, then ``after``, which only orders: tensors that are sent or accumulated
+        *arguments: The fields of ``LocalArgs``, then ``after``, which only orders: tensors that are sent or accumulated
             first.
 
     Returns:
@@ -319,16 +328,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
 
     Bytes: none.
     """
-    args, _ = LocalArgs.of(rest)
+    args, _ = LocalArgs.of(arguments)
     q, _, scale = _split_scale_sign(q, args.scale)
-    masking, total = CallMask.of(q, k, args), SoftmaxAccumulator(q, v.shape[3])
+    masking, accumulator = CallMask.of(q, k, args), SoftmaxAccumulator(q, v.shape[3])
     for strip in _query_strips(q, v, masking, mask_grad=False):
-        parts = [
-            kernel.forward(*_block_operands(q, k, v, block), masking.kernel_args(block, q.shape[0], scale, kernel))
+        results = [
+            kernel.forward(*_block_operands(q, k, v, block), masking.kernel_args(block, scale, kernel))
             for block, kernel in strip
         ]
-        total.add(*reduce(lambda a, b: merge(*a, *b), parts), strip[0][0].query_rows)
-    return total.total()
+        out, lse = reduce(lambda merged, result: merge(*merged, *result), results)
+        accumulator.add(out, lse, strip[0][0].query_rows)
+    return accumulator.total()
 
 
 @opaque(
@@ -339,9 +349,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
     replays=False,
     inside=_backward_workspace,
 )
-@_retry_without_fused
+@_retry_without_flex
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of ``attend`` over some of the keys, from out and lse over all of them.
 
@@ -354,7 +364,7 @@ def attend_backward(
         v: (B, Hkv, Sk, E).
         out: (B, Hq, Sq, E), over all keys.
         lse: (B, Hq, Sq), over all keys.
-        *rest: The fields of ``LocalArgs``, then:
+        *arguments: The fields of ``LocalArgs``, then:
             mask_grad: Whether the mask or the tables need a gradient.
             after: As for ``attend``.
             packed: "" or the layout in which dk and dv are sent. They are one tensor (B, Hkv, Sk, D + E) in place of
@@ -368,28 +378,33 @@ def attend_backward(
 
     Bytes: none.
     """
-    args, (mask_grad, *others) = LocalArgs.of(rest)
+    args, mask_grad, packed = _parse_backward(arguments)
     q, sign, scale = _split_scale_sign(q, args.scale)
     masking, dtype = CallMask.of(q, k, args), accumulation_dtype(q.dtype)
     grad, out = grad.to(q.dtype), out.to(q.dtype)
-    sent = _key_grad_buffers(k, v, dtype, *others[1:]) if any(others[1:]) else None
-    places = (None, None) if sent is None else split_keys_values(sent[0], k, v)
-    dq, dk, dv = (GradAccumulator(x, dtype, place) for x, place in zip((q, k, v), (None, *places)))
-    wanted = args.mask is not None and mask_grad
-    dmask = q.new_zeros(_grad_shape(args, mask_grad), dtype=dtype)
-    tables = enumerate(args.split_tables(dmask) if mask_grad else [])
-    of_tables = {f"table{i}": x for i, x in tables if x is not None}
-    for block, kernel in (pair for strip in _query_strips(q, v, masking, wanted) for pair in strip):
+    # Accumulators of the results; packed dk and dv are views of the tensor that is sent.
+    key_buffers = _key_grad_buffers(k, v, dtype, packed) if packed else None
+    dk_buffer, dv_buffer = (None, None) if key_buffers is None else split_keys_values(key_buffers[0], k, v)
+    dq, dk, dv = GradAccumulator(q, dtype), GradAccumulator(k, dtype, dk_buffer), GradAccumulator(v, dtype, dv_buffer)
+    dmask = q.new_zeros(_dmask_shape(args, mask_grad), dtype=dtype)
+    table_views = enumerate(args.split_tables(dmask) if mask_grad else [])
+    table_grads = {f"table{i}": x for i, x in table_views if x is not None}
+    bias_grad = args.mask is not None and mask_grad
+    # Add the gradients of every kernel call.
+    for block, kernel in (call for strip in _query_strips(q, v, masking, bias_grad) for call in strip):
         queries, keys = block.query_rows, block.key_rows
-        upstream, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
-        case = masking.kernel_args(block, q.shape[0], scale, kernel)
-        case = replace(case, bias_grad=wanted, table_grads=of_tables)
-        dq_part, dk_part, dv_part, dbias = kernel.backward(upstream, *_block_operands(q, k, v, block), *of_rows, case)
-        dq.add(dq_part, queries)
-        dk.add(dk_part, keys)
-        dv.add(dv_part, keys)
+        block_grad, *saved = (x.narrow(2, *queries) for x in (grad, out, lse))
+        kernel_args = masking.kernel_args(block, scale, kernel)
+        kernel_args = replace(kernel_args, bias_grad=bias_grad, table_grads=table_grads)
+        block_dq, block_dk, block_dv, dbias = kernel.backward(
+            block_grad, *_block_operands(q, k, v, block), *saved, kernel_args
+        )
+        dq.add(block_dq, queries)
+        dk.add(block_dk, keys)
+        dv.add(block_dv, keys)
         if dbias is not None and isinstance(block, Block):
             masking.add_grad(dmask, dbias, block)
-    of_queries, *of_keys = (one.total() for one in (dq, dk, dv))
-    of_queries = of_queries if sign == 1 else of_queries * sign
-    return of_queries, *(of_keys if sent is None else sent), dmask
+    # Sum, and undo the sign that was moved from the scale to q.
+    q_total, *key_totals = (accumulator.total() for accumulator in (dq, dk, dv))
+    q_total = q_total if sign == 1 else q_total * sign
+    return q_total, *(key_totals if key_buffers is None else key_buffers), dmask

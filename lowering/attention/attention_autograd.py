@@ -1,4 +1,8 @@
-"""Define attention as one differentiable function for every way of exchanging keys."""
+"""Define attention as one differentiable function for every exchange of keys.
+
+Local queries attend to the keys that a ``KeySource`` provides: it gathers the shards of all ranks, or rotates them in a
+ring. The forward saves shards, the output and its log-sum-exps; the backward exchanges the keys again.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,9 @@ from .merge_blocks import add_sinks, sinks_grad
 from .op_args import LocalArgs
 from .ring_kernel import RingKeys
 
+# An exchange of keys and values. `forward` returns out and lse over all keys. `backward` takes (cotangent, out, lse)
+# and returns dq, dk, dv, and dmask or the flat gradients of tables if they are required.
 KeySource = GatheredKeys | RingKeys
-"""The source of keys and values, and their exchange.
-
-`forward` returns out and lse over all keys. `backward` takes (cotangent, out, lse) and returns dq, dk, dv, and dmask or
-the gradients of tables if they are required.
-"""
 
 
 def attention(
@@ -42,24 +43,19 @@ def attention(
     Returns:
         (B, H, s, E) in q's dtype; with ``lse`` (B, H, s, E + 1) in float32 or wider.
     """
-    out, sums = _AttentionFunction.apply(args, keys, lse, q, k, v, sinks, *args.tensors())
-    return torch.cat([out.to(sums.dtype), sums.unsqueeze(-1)], -1) if lse else out
+    out, row_lse = _AttentionFunction.apply(args, keys, lse, q, k, v, sinks, *args.tensors())
+    return torch.cat([out.to(row_lse.dtype), row_lse.unsqueeze(-1)], -1) if lse else out
 
 
 class _AttentionFunction(Function):
+    """Autograd function of `attention`; its operands are listed in the order of `forward`."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        args: LocalArgs,
-        keys: KeySource,
-        with_lse: bool,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute out and lse, and save shards."""
+        ctx: Any, args: LocalArgs, keys: KeySource, with_lse: bool, q: Tensor, k: Tensor, v: Tensor,
+        sinks: Tensor | None, *tensors: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Compute out and lse, and save shards; ``tensors`` are those of `LocalArgs.tensors`."""
         out, lse = keys.forward(q, k, v, args.with_tensors(list(tensors)))
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
@@ -74,22 +70,24 @@ class _AttentionFunction(Function):
     @staticmethod
     @torch.compiler.disable
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, of_lse: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v, sinks, a mask and tables."""
+    def backward(ctx: Any, grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v, sinks, the mask and the tables, and None for all other operands."""
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
-        wants_sinks, wants_mask, *others = ctx.needs_input_grad[6:]
         args = ctx.args.with_tensors(tensors)
-        wants_tables = any(others[len(others) - len(args.tables) :])
-        dsinks = sinks_grad(grad, out, lse, sinks) if wants_sinks else None
+        # The operands after v: sinks, then `LocalArgs.tensors`, of which the mask is the first and tables are the last.
+        needs_sinks, needs_mask, *needs_others = ctx.needs_input_grad[6:]
+        needs_tables = any(needs_others[len(needs_others) - len(args.tables) :])
+        dsinks = sinks_grad(grad, out, lse, sinks) if needs_sinks else None
         upstream, values = (grad, out, lse), v
         if ctx.with_lse:
             # An additional value column of ones carries the cotangent of lse to all scores; its output is unused.
             ones, zeros = torch.ones_like(v[..., :1]), torch.zeros_like(out[..., :1])
-            grad = torch.cat([grad, of_lse.unsqueeze(-1).to(grad.dtype)], -1)
+            grad = torch.cat([grad, lse_grad.unsqueeze(-1).to(grad.dtype)], -1)
             upstream, values = (grad, torch.cat([out, zeros], -1), lse), torch.cat([v, ones], -1)
-        dq, dk, dv, learned = ctx.keys.backward(upstream, q, k, values, args, wants_mask or wants_tables)
-        dv = dv[..., : v.shape[-1]]
-        dtables = args.table_grads(learned) if wants_tables else [None] * len(args.tables)
-        rest = [None] * (len(tensors) - 1 - len(dtables))
-        grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), learned if wants_mask else None
-        return None, None, None, *grads[:3], dsinks, grads[3], *rest, *dtables
+        # `learned` is the gradient of the mask or the flat one of all tables: an attention never has both.
+        dq, dk, dv, learned = ctx.keys.backward(upstream, q, k, values, args, needs_mask or needs_tables)
+        dmask = learned if needs_mask else None
+        dtables = args.table_grads(learned) if needs_tables else [None] * len(args.tables)
+        other_grads = [None] * (len(tensors) - 1 - len(dtables))
+        dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv[..., : v.shape[-1]].to(v.dtype)
+        return None, None, None, dq, dk, dv, dsinks, dmask, *other_grads, *dtables

@@ -36,38 +36,28 @@ from sp_compile.lowering.torch_compat import FakeTensor, size_hint, use_real_ten
 from .masking import CallMask
 from .op_args import LocalArgs
 
-MAX_COUNTED_BLOCKS = 1 << 15
-"""The maximum number of undecided blocks that are evaluated for one attention."""
+MAX_COUNTED_BLOCKS = 1 << 15  # the maximum number of undecided blocks that are evaluated for one attention
 
-PlanArgs = tuple[str, Rows, Rows, tuple[int, ...], tuple[Pieces, ...], tuple[Pieces, ...]]
-"""Arguments of `plan_blocks`."""
+PlanArgs = tuple[str, Rows, Rows, tuple[int, ...], tuple[Pieces, ...], tuple[Pieces, ...]]  # arguments of `plan_blocks`
 
 
 @register_flop_formula(torch.ops.sp.attend, get_raw=True)
-def attend_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **_meta: Any) -> int:
+def attend_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_meta: Any) -> int:
     """Return the FLOPs of ``sp::attend``: two products per pair, with inner dims D and E."""
-    args, _ = LocalArgs.of(rest)
+    args, _ = LocalArgs.of(arguments)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
     return 2 * _attended_pairs(q, k, args) * (dim + value_dim)
 
 
 @register_flop_formula(torch.ops.sp.attend_backward, get_raw=True)
 def attend_backward_flops(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-    out_val: Any = None,
-    **_meta: Any,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any, **_meta: Any
 ) -> int:
     """Return the FLOPs of ``sp::attend_backward``: five products per pair.
 
     The scores, dq and dk use D; dv and the gradient of the weights use E.
     """
-    args, _ = LocalArgs.of(rest)
+    args, _ = LocalArgs.of(arguments)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
     return 2 * _attended_pairs(q, k, args) * (3 * dim + 2 * value_dim)
 
@@ -81,17 +71,13 @@ def _attended_pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
         return 0
     if isinstance(q, FakeTensor) or q.is_meta:
         return batch * heads * _mean_pairs(args.predicate, *spans, queries, keys, sizes)
-    q_rows, k_rows = (local_valid_rows(s, length, args.group) for s, length in zip(spans, (queries, keys)))
+    q_rows, k_rows = local_valid_rows(spans[0], queries, args.group), local_valid_rows(spans[1], keys, args.group)
     pieces = tuple(map(Pieces.of, args.make_pieces()))
     plan_args = args.predicate, q_rows, k_rows, sizes, pieces[: len(args.rows)], pieces[len(args.rows) :]
-    if all(map(_has_known_table, pieces)):
+    # A table whose lower and upper bounds are equal determines all values of its vector.
+    if all(np.array_equal(table.lows, table.highs) for table in pieces):
         return batch * heads * _count_known_pairs(*plan_args)
-    return heads * _count_rows(plan_blocks(*plan_args), plan_args, (args.rows, args.cols), batch, q.device)
-
-
-def _has_known_table(vector: Pieces) -> bool:
-    """Return True if the table determines all values of the vector."""
-    return np.array_equal(vector.lows, vector.highs)
+    return heads * _count_planned_pairs(plan_blocks(*plan_args), plan_args, args.rows, args.cols, batch, q.device)
 
 
 def _table_values(vector: Pieces) -> Tensor:
@@ -102,54 +88,59 @@ def _table_values(vector: Pieces) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _count_known_pairs(
-    predicate: str,
-    q_rows: Rows,
-    k_rows: Rows,
-    sizes: tuple[int, ...],
-    rows: tuple[Pieces, ...] = (),
-    cols: tuple[Pieces, ...] = (),
-) -> int:
-    """Count the pairs of one batch entry from tables that determine all values."""
-    args = predicate, q_rows, k_rows, sizes, rows, cols
-    plan = plan_blocks(*args) if rows or cols else tiles_by_position(*args[:4])
-    vectors = [list(map(_table_values, side)) for side in (rows, cols)]
-    return _count_rows(plan, args, vectors, 1, torch.device("cpu"))
+    predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...], row_tables: tuple[Pieces, ...] = (),
+    col_tables: tuple[Pieces, ...] = (),
+) -> int:  # fmt: skip
+    """Count the attending pairs of one batch entry from tables that determine all values."""
+    args = predicate, q_rows, k_rows, sizes, row_tables, col_tables
+    plan = plan_blocks(*args) if row_tables or col_tables else tiles_by_position(*args[:4])
+    rows, cols = list(map(_table_values, row_tables)), list(map(_table_values, col_tables))
+    return _count_planned_pairs(plan, args, rows, cols, 1, torch.device("cpu"))
 
 
-def _count_rows(
-    plan: BlockPlan, args: PlanArgs, vectors: Sequence[Sequence[Tensor]], batch: int, device: torch.device
+def _count_planned_pairs(
+    plan: BlockPlan, args: PlanArgs, rows: Sequence[Tensor], cols: Sequence[Tensor], batch: int, device: torch.device
 ) -> int:
     """Count the attending pairs of all batch entries.
 
-    vectors: the vectors of rows, and of cols.
+    Args:
+        plan: Blocks of the attention.
+        args: Arguments from which the plan was made.
+        rows: Vectors (B | 1, Sq) that the predicate reads.
+        cols: Vectors (B | 1, Sk) that the predicate reads.
+        batch: Number of batch entries.
+        device: Device of the vectors.
     """
     masked = [block for block in plan.others if block.kind is Kind.MASKED]
-    of_formulas = count_pairs(plan) - sum(block.q_len * block.k_len for block in masked)
-    known, left = settle_blocks(masked, MAX_COUNTED_BLOCKS, *args)
-    return batch * of_formulas + round(
-        batch * known + _count_block_pairs(_evaluate_mask(args, vectors, device), left, batch)
-    )
+    in_bands = count_pairs(plan) - sum(block.q_len * block.k_len for block in masked)
+    settled, undecided = settle_blocks(masked, MAX_COUNTED_BLOCKS, *args)
+    evaluated = _count_block_pairs(_evaluation_mask(args, rows, cols, device), undecided, batch)
+    return batch * in_bands + round(batch * settled + evaluated)
 
 
-def _evaluate_mask(args: PlanArgs, vectors: Sequence[Sequence[Tensor]], device: torch.device) -> CallMask:
+def _evaluation_mask(args: PlanArgs, rows: Sequence[Tensor], cols: Sequence[Tensor], device: torch.device) -> CallMask:
     """Return a mask without a plan, which evaluates the predicate of blocks."""
     predicate, q_rows, k_rows, sizes, *_ = args
-    named = {f"{side}{i}": x for side, xs in zip(("row", "col"), vectors) for i, x in enumerate(xs)}
+    vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
     numbers = {f"n{i}": size for i, size in enumerate(sizes)}
-    return CallMask(BlockPlan(), q_rows, k_rows, predicate, None, named, numbers, None, "", [], [], device, 1)
+    return CallMask(BlockPlan(), q_rows, k_rows, predicate, None, vectors, numbers, None, "", [], [], device, 1)
 
 
 def _count_block_pairs(masking: CallMask, blocks: Sequence[tuple[float, Block]], batch: int) -> float:
-    """Count the pairs of these blocks over all batch entries, with one synchronization."""
+    """Count the attending pairs of (weight, block) over all batch entries, with one synchronization.
+
+    A block of a sample has the weight of all blocks that it represents.
+    """
     sums, factors = [], []
     with use_real_tensors():
         for weight, block in blocks:
             allowed = masking.evaluate_predicate(block)
             assert allowed is not None  # because the block is masked
             sums.append(allowed.sum())
+            # `allowed` broadcasts to all batch entries and pairs of the block.
             factors.append(weight * (batch * block.q_len * block.k_len // allowed.numel()))
-        found = torch.stack(sums).tolist() if sums else []
-    return sum(count * factor for count, factor in zip(found, factors))
+        counts = torch.stack(sums).tolist() if sums else []
+    return sum(count * factor for count, factor in zip(counts, factors))
 
 
 @lru_cache(maxsize=1024)
@@ -160,24 +151,26 @@ def _mean_pairs(
 
     The result does not depend on the order of a rank's rows.
     """
-    known, places = position_conditions(predicate), range(max(q_span[0], k_span[0]))
-    of_queries = [span_rows(q_span, queries, place) for place in places]
+    conditions, ranks = position_conditions(predicate), range(max(q_span[0], k_span[0]))
+    query_rows = [span_rows(q_span, queries, rank) for rank in ranks]
     if k_span[0] == 1:  # all ranks have the same keys and different queries
-        sides = [(tuple(chain(*of_queries)), span_rows(k_span, keys, 0))]
+        row_pairs = [(tuple(chain(*query_rows)), span_rows(k_span, keys, 0))]
     else:
-        sides = [(rows, span_rows(k_span, keys, place)) for place, rows in zip(places, of_queries)]
-    sides = [(sort_by_index(q), sort_by_index(k)) for q, k in sides]
-    if not depends_on_distance(known, sizes):
-        return sum(_count_known_pairs(known, q, k, sizes) for q, k in sides) // len(places)
-    apart = Counter((q.length, k.length, k.first - q.first) for rows, others in sides for q in rows for k in others)
-    return sum(times * _count_pairs_at_distance(known, *one, sizes) for one, times in apart.items()) // len(places)
+        row_pairs = [(rows, span_rows(k_span, keys, rank)) for rank, rows in zip(ranks, query_rows)]
+    row_pairs = [(sort_by_index(q), sort_by_index(k)) for q, k in row_pairs]
+    if not depends_on_distance(conditions, sizes):
+        return sum(_count_known_pairs(conditions, q, k, sizes) for q, k in row_pairs) // len(ranks)
+    # Pairs of segments with the same lengths and the same distance have the same count.
+    segment_pairs = Counter((q.length, k.length, k.first - q.first) for qs, ks in row_pairs for q in qs for k in ks)
+    counts = (times * _count_pairs_at_distance(conditions, *key, sizes) for key, times in segment_pairs.items())
+    return sum(counts) // len(ranks)
 
 
 @lru_cache(maxsize=1 << 14)
 def _count_pairs_at_distance(predicate: str, queries: int, keys: int, distance: int, sizes: tuple[int, ...]) -> int:
-    """Count the pairs of two contiguous runs.
+    """Count the attending pairs of consecutive queries and consecutive keys.
 
-    distance: the first key's index minus the first query's.
+    ``distance`` is the first key's index minus the first query's.
     """
-    rows, of_keys = Segment(max(0, -distance), 0, queries), Segment(max(0, distance), 0, keys)
-    return _count_known_pairs(predicate, (rows,), (of_keys,), sizes)
+    q_rows, k_rows = (Segment(max(0, -distance), 0, queries),), (Segment(max(0, distance), 0, keys),)
+    return _count_known_pairs(predicate, q_rows, k_rows, sizes)

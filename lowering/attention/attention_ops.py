@@ -25,16 +25,18 @@ from .zigzag import to_zigzag_rows
 ATTENTION_ARGUMENTS = f"Tensor q, Tensor k, Tensor v, {ShardArgs.schema()}"
 
 
-def _ring_keys(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps: int, grads: str) -> Tensor:
+def _attend_in_rings(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps: int, grads: str) -> Tensor:
+    """Compute attention with Ulysses among ``stride`` neighbors and a ring of every stride-th rank."""
     if args.balance:
         q, k, v = to_zigzag_rows([q, k, v], args.n, args.group)
-        out = _ring_keys(q, k, v, args.to_zigzag(), stride, steps, grads)
+        out = _attend_in_rings(q, k, v, args.to_zigzag(), stride, steps, grads)
         return to_zigzag_rows([out], args.n, args.group, back=True)[0]
     if stride > 1:
         q, k, v = to_heads(q, k, v, args, stride)
     keys = RingKeys(list(args.k_frame), args.n, stride, steps, grads, args.group)
     out = attention(q, k, v, autocast_args(args.local(q, stride)), keys, args.local_sinks(stride), args.lse)
-    return _zero_padding_lse(to_sequence(out, args, stride) if stride > 1 else out, args)
+    out = to_sequence(out, args, stride) if stride > 1 else out
+    return _zero_padding_lse(out, args)
 
 
 def _zero_padding_lse(out: Tensor, args: ShardArgs) -> Tensor:
@@ -43,7 +45,7 @@ def _zero_padding_lse(out: Tensor, args: ShardArgs) -> Tensor:
 
 
 @composite(f"ring_attention({ATTENTION_ARGUMENTS}, int steps, str grads) -> Tensor", padded="finite")
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     """Compute attention over Shard(2) operands with a ring exchange of keys and values over n ranks.
 
     Source: arXiv:2310.01889; see ``ring_kernel.py``.
@@ -52,7 +54,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         q: (B, H, s, D), Shard(2).
         k: (B, Hkv, t, D), Shard(2).
         v: (B, Hkv, t, E), Shard(2).
-        *rest: The fields of ``ShardArgs``, then:
+        *arguments: The fields of ``ShardArgs``, then:
             steps: The number of ranks whose keys a query needs, counted backward from its own rank (n, or fewer for a
                 sliding window).
             grads: "travel" or "scatter": how dK and dV return to their owners.
@@ -62,13 +64,13 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
     Bytes: (steps - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
-    args, (steps, grads) = ShardArgs.of(rest)
+    args, (steps, grads) = ShardArgs.of(arguments)
     q, k, v = autocast(q, k, v)
-    return _ring_keys(q, k, v, args, 1, steps, grads)
+    return _attend_in_rings(q, k, v, args, 1, steps, grads)
 
 
 @composite(f"hybrid_attention({ATTENTION_ARGUMENTS}, int ulysses, str grads) -> Tensor", padded="finite")
-def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     """Compute attention over Shard(2) operands with Ulysses in groups of ranks and a ring between them.
 
     Source: USP, arXiv:2405.07719.
@@ -77,7 +79,7 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         q: (B, H, s, D), Shard(2).
         k: (B, Hkv, t, D), Shard(2).
         v: (B, Hkv, t, E), Shard(2).
-        *rest: The fields of ``ShardArgs``, then:
+        *arguments: The fields of ``ShardArgs``, then:
             ulysses: The number of neighboring ranks that split the heads. Divides n and the number of query heads.
             grads: As for ``ring_attention``.
 
@@ -86,20 +88,20 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
     Bytes: those of Ulysses over ``ulysses`` ranks and of a ring over n / ulysses ranks.
     """
-    args, (ulysses, grads) = ShardArgs.of(rest)
+    args, (ulysses, grads) = ShardArgs.of(arguments)
     q, k, v = autocast(q, k, v)
-    return _ring_keys(q, k, v, args, ulysses, args.n // ulysses, grads)
+    return _attend_in_rings(q, k, v, args, ulysses, args.n // ulysses, grads)
 
 
 @composite(f"gathered_attention({ATTENTION_ARGUMENTS}, Tensor[]? orders=None) -> Tensor", padded="finite")
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     """Compute attention over Shard(2) operands with all-gathered keys and values; save only shards.
 
     Args:
         q: (B, H, s, D), Shard(2).
         k: (B, Hkv, t, D), Shard(2). If k_frame is [], k and v are replicated and their cotangents are partial.
         v: (B, Hkv, t, E), Shard(2).
-        *rest: The fields of ``ShardArgs``, then:
+        *arguments: The fields of ``ShardArgs``, then:
             orders: The order in which the ranks store the keys and its inverse, int64 (T,) each. The gathered keys are
                 permuted to sequence order, which is also the order of cols.
 
@@ -108,13 +110,11 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
     Bytes: (n - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
-    args, others = ShardArgs.of(rest)
+    args, optional_orders = ShardArgs.of(arguments)
     q, k, v = autocast(q, k, v)
-    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *others)
-    if not args.balance:
-        out = attention(q, k, v, autocast_args(args.local(q, 1)), keys, args.sinks, args.lse)
-        return _zero_padding_lse(out, args)
-    (q,), inside = to_zigzag_rows([q], args.n, args.group), args.to_zigzag()
-    out = attention(q, k, v, autocast_args(inside.local(q, 1)), keys, args.sinks, args.lse)
-    out = _zero_padding_lse(out, inside)
-    return to_zigzag_rows([out], args.n, args.group, back=True)[0]
+    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *optional_orders)
+    layout = args.to_zigzag() if args.balance else args  # of the queries during the computation
+    q = to_zigzag_rows([q], args.n, args.group)[0] if args.balance else q
+    out = attention(q, k, v, autocast_args(layout.local(q, 1)), keys, args.sinks, args.lse)
+    out = _zero_padding_lse(out, layout)
+    return to_zigzag_rows([out], args.n, args.group, back=True)[0] if args.balance else out

@@ -17,6 +17,7 @@ The causal part of a contiguous or zigzag shard is cut into full blocks and diag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -33,103 +34,79 @@ from .ring_kernel import Cat, accumulate, split_keys_values, wait_then_concat
 
 
 class GatheredKeys(NamedTuple):
-    """All-gathered keys and values."""
+    """Keys and values that are all-gathered; see `KeySource`. Arguments of its methods: see `RingKeys`."""
 
-    frame: FrameArg | None
-    """Placement of the keys' sequence dim; None if keys are replicated."""
-    n: int
-    """Number of ranks."""
-    group: str
-    """Name of the process group."""
+    frame: FrameArg | None  # placement of the keys' sequence dim; None if keys are replicated
+    n: int  # number of ranks
+    group: str  # name of the process group
+    # None, or the order in which ranks store keys, and its inverse (see ``masks/balance_rows.py``)
     orders: Sequence[Tensor] | None = None
-    """None, or the order in which ranks store keys, and its inverse (see ``masks/balance_rows.py``)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
-        """Return the output and log-sum-exps of local queries over all keys.
-
-        Args:
-            q: (B, H, s, D), any floating dtype.
-            k: (B, Hkv, t, D), this rank's shard.
-            v: (B, Hkv, t, E), this rank's shard.
-            args: Arguments of the local queries.
-
-        Returns:
-            out (B, H, s, E) and lse (B, H, s).
-        """
-        found: tuple[Tensor, Tensor] | None = None
-        for keys, values, where in self._gather_parts(k, v, args, torch.cat):
-            block = args.attend(q, keys, values, where)
-            found = block if found is None else merge(*found, *block)
-        assert found is not None
-        return found
+        """Return out (B, H, s, E) and lse (B, H, s) of local queries over all keys."""
+        gathered = self._gather_parts(k, v, args, torch.cat)
+        results = [args.attend(q, keys, values, span) for keys, values, span in gathered]
+        return reduce(lambda merged, result: merge(*merged, *result), results)
 
     def backward(
         self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv and dmask.
-
-        Args:
-            upstream: The cotangent, out and lse of the forward.
-            q: (B, H, s, D).
-            k: (B, Hkv, t, D), this rank's shard.
-            v: (B, Hkv, t, E), this rank's shard.
-            args: Arguments of the local queries.
-            mask_grad: Whether the mask or the tables need a gradient.
-        """
+        """Return dq, dk, dv, and the gradient of the mask or the flat gradient of the tables."""
         dq: Tensor | None = None
         dmask: Tensor | None = None
-        of_keys = []
-        for keys, values, where in self._gather_parts(k, v, args, wait_then_concat(upstream[0])):
-            packed = "rows" if self.n > 1 and self.frame is not None else ""
-            dq_, dk, dv, dmask_ = args.grads(upstream, q, keys, values, where, mask_grad, packed=packed)
-            dq, dmask = accumulate(dq, dq_), accumulate(dmask, dmask_) if mask_grad else dmask_
+        key_grads = []  # of each gathered part: dk and dv of this rank's keys
+        packed = "rows" if self.n > 1 and self.frame is not None else ""
+        for keys, values, span in self._gather_parts(k, v, args, wait_then_concat(upstream[0])):
+            part_dq, dk, dv, part_dmask = args.grads(upstream, q, keys, values, span, mask_grad, packed=packed)
+            dq = accumulate(dq, part_dq)
+            dmask = accumulate(dmask, part_dmask) if mask_grad else part_dmask
             if packed:
                 dk, dv = split_keys_values(self._reduce_scatter(dk, self._keeps_rank_order(args)), k, v)
             elif self.frame is not None:
                 dk, dv = (pad_to_frame(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
-            of_keys.append((dk, dv))
+            key_grads.append((dk, dv))
         assert dq is not None
         assert dmask is not None
-        dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE) for parts in zip(*of_keys))
+        dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE) for parts in zip(*key_grads))
         return dq, dk, dv, dmask
 
     def _keeps_rank_order(self, args: LocalArgs) -> bool:
-        """Return True if queries attend to keys in rank order, including padding.
+        """Return True if queries attend to the gathered keys in rank order, including padding, in one or two parts.
 
-        False for a tensor mask, which has a column for each key in sequence order. Tensor masks and score functions
-        may also hold large finite numbers, whose log-sum-exps cannot be merged.
+        A tensor mask has a column for each key in sequence order. Tensor masks and score functions may also hold fills
+        (large finite numbers in place of -inf), and the results of two parts with fills cannot be merged.
         """
-        frame, n = self.frame, self.n
-        return not (frame is None or n == 1 or self.orders or args.mask is not None or may_have_fills(args.score))
+        if self.frame is None or self.n == 1 or self.orders:
+            return False
+        return args.mask is None and not may_have_fills(args.score)
 
     def _gather_parts(self, k: Tensor, v: Tensor, args: LocalArgs, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span]]:
-        """Yield the gathered keys, values and their span, in one part or in two."""
+        """Yield the gathered keys, values and their span: in two parts for zigzag shards in rank order, else in one."""
         if self.frame is None or not self._keeps_rank_order(args):
             keys, values = self._gather(k, v, cat)
             yield keys, values, full_span(keys.shape[SEQUENCE])
             return
-        folds = frame_folds(self.frame)
-        for part, where in zip(_concat_keys_values(k, v, cat).chunk(folds), shard_spans(self.frame, self.n)):
-            rows = current_communicator().all_gather(part, self.n, self.group)
-            yield *split_keys_values(rows.movedim(0, SEQUENCE), k, v), where
+        chunks = _concat_keys_values(k, v, cat).chunk(frame_folds(self.frame))
+        for chunk, span in zip(chunks, shard_spans(self.frame, self.n)):
+            rows = current_communicator().all_gather(chunk, self.n, self.group)
+            yield *split_keys_values(rows.movedim(0, SEQUENCE), k, v), span
 
     def _gather(self, k: Tensor, v: Tensor, cat: Cat) -> tuple[Tensor, Tensor]:
+        """Return all keys and values in sequence order, without padding."""
         frame, n = self.frame, self.n
         if frame is None:
             return k, v
         if n == 1:
             return trim(k, SEQUENCE, frame, 1, 1), trim(v, SEQUENCE, frame, 1, 1)
-        rows = to_sequence_order(
-            current_communicator().all_gather(_concat_keys_values(k, v, cat), n, self.group), frame, n
-        )
-        rows = trim(rows, 0, frame, n, 1)
+        rows = current_communicator().all_gather(_concat_keys_values(k, v, cat), n, self.group)
+        rows = trim(to_sequence_order(rows, frame, n), 0, frame, n, 1)
         if self.orders:
             order, inverse = self.orders
             rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
         return split_keys_values(rows.movedim(0, SEQUENCE), k, v)
 
     def _reduce_scatter(self, both: Tensor, in_rank_order: bool) -> Tensor:
-        """Reduce-scatter the gradients (B, Hkv, S, D + E) of all keys, or of one half of them."""
+        """Reduce-scatter the gradients (B, Hkv, S, D + E) of a gathered part to this rank's (B, Hkv, s, D + E)."""
         frame, n = self.frame, self.n
         assert frame is not None
         rows = both.movedim(SEQUENCE, 0)

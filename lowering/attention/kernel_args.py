@@ -27,182 +27,139 @@ from .packed import PackedSequences
 class ScoreCall(NamedTuple):
     """The name of a score function (``masks/score.py``) and its inputs, which broadcast to (B, Hq, Q, K)."""
 
-    name: str
-    """Name of the score function."""
-    values: dict[str, Tensor]
-    """Value of each input, except the score."""
+    name: str  # name of the score function
+    values: dict[str, Tensor]  # value of each input, except the score
 
 
 @dataclass(frozen=True)
 class KernelArgs:
     """Arguments of one block-attention kernel call."""
 
-    scale: float
-    """Factor of the scores."""
+    scale: float  # factor of the scores
+    # Whether the last query attends to all keys, and each query before it to one key less. Not for dense kernels. The
+    # numbers of queries and keys are equal, except for kernels with `aligned_at_end`.
     causal: bool = False
-    """Whether the last query attends to all keys, and each query before it to one key less.
-
-    Not for dense kernels. The numbers of queries and keys are equal, except for kernels with `aligned_at_end`.
-    """
-    allowed: Tensor | None = None
-    """bool (B | 1, Hq | 1, Q | 1, K | 1): True where a query may attend."""
-    bias: Tensor | None = None
-    """float (B | 1, Hq | 1, Q | 1, K | 1), added to the scaled scores."""
-    keep_mask: Tensor | None = None
-    """bool (B, Hq, Q, K): True for weights that dropout keeps."""
-    score: ScoreCall | None = None
-    """Function of the scaled scores, applied before the bias."""
-    keep_prob: float = 1.0
-    """Probability that dropout keeps a weight."""
-    bias_grad: bool = False
-    """Whether the bias needs a gradient."""
+    allowed: Tensor | None = None  # bool (B | 1, Hq | 1, Q | 1, K | 1): True where a query may attend
+    bias: Tensor | None = None  # float (B | 1, Hq | 1, Q | 1, K | 1), added to the scaled scores
+    keep_mask: Tensor | None = None  # bool (B, Hq, Q, K): True for weights that dropout keeps
+    score: ScoreCall | None = None  # function of the scaled scores, applied before the bias
+    keep_prob: float = 1.0  # probability that dropout keeps a weight
+    bias_grad: bool = False  # whether the bias needs a gradient
+    # tensors to which the gradients of the score's tables are added, by table name
     table_grads: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors to which the gradients of the score's tables are added, by table name."""
+    # Numbers of keys that a query attends to before and after its own position. Not for dense kernels.
     window: Window = FULL_WINDOW
-    """Numbers of keys that a query attends to before and after its own position. Not for dense kernels."""
-    sequences: PackedSequences | None = None
-    """Queries and keys of a PACKED call."""
+    sequences: PackedSequences | None = None  # queries and keys of a PACKED call
+    # Mask text and score function of all queries and keys. Only a fused kernel has it, and no other mask argument.
     pairs: PairTexts | None = None
-    """Mask text and score function of all queries and keys. Only a fused kernel has it, and no other mask argument."""
 
 
 class KernelKey(NamedTuple):
     """Properties of a block that select its kernel."""
 
-    device: torch.device
-    """Device of the call."""
-    dtype: torch.dtype
-    """Dtype of q."""
-    kind: Kind
-    """MASKED if tensors select the pairs that attend; an additive bias does not count as such."""
-    head_dim: int
-    """The larger of D and E."""
-    rows: int
-    """The smaller of Q and K."""
-    dropout: bool = False
-    """Whether there is dropout."""
-    score: bool = False
-    """Whether there is a score function."""
-    bias: torch.dtype | None = None
-    """Dtype of an additive mask; None without one."""
-    bias_grad: bool = False
-    """Whether the bias needs a gradient, which has one element per score."""
-    window: Window = FULL_WINDOW
-    """Window of a BAND or PACKED call."""
-    square: bool = False
-    """Whether the block, or each of its sequences, has the same number of queries and keys."""
+    device: torch.device  # device of the call
+    dtype: torch.dtype  # dtype of q
+    kind: Kind  # MASKED if tensors select the pairs that attend; an additive bias does not count as such
+    head_dim: int  # the larger of D and E
+    rows: int  # the smaller of Q and K
+    dropout: bool = False  # whether there is dropout
+    score: bool = False  # whether there is a score function
+    bias: torch.dtype | None = None  # dtype of an additive mask; None without one
+    bias_grad: bool = False  # whether the bias needs a gradient, which has one element per score
+    window: Window = FULL_WINDOW  # window of a BAND or PACKED call
+    square: bool = False  # whether the block, or each of its sequences, has the same number of queries and keys
 
 
 class BiasSupport(NamedTuple):
     """The additive masks that a kernel supports."""
 
-    none: bool = True
-    """Blocks without a bias."""
-    same: bool = False
-    """A bias of q's dtype."""
+    none: bool = True  # blocks without a bias
+    same: bool = False  # a bias of q's dtype
+    # a bias of another dtype, without rounding to q's dtype if that is narrower than the dtype of the computation
     other: bool = False
-    """A bias of another dtype, without rounding to q's dtype if that is narrower than the dtype of the computation."""
-    grad: bool = False
-    """The gradient of the bias."""
+    grad: bool = False  # the gradient of the bias
 
-    def supports(self, need: KernelKey) -> bool:
+    def supports(self, key: KernelKey) -> bool:
         """Return True if the kernel supports the bias of such a block."""
-        if need.bias is None:
+        if key.bias is None:
             return self.none
-        return (self.same if need.bias == need.dtype else self.other) and (self.grad or not need.bias_grad)
+        if key.bias_grad and not self.grad:
+            return False
+        return self.same if key.bias == key.dtype else self.other
 
 
-NO_BIAS = BiasSupport()
-"""Support for blocks without a bias only."""
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""dq, dk, dv and dbias."""
+NO_BIAS = BiasSupport()  # support for blocks without a bias only
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv and dbias
 
 
 @dataclass(frozen=True)
 class Kernel:
     """A kernel: its functions and the blocks that it supports. None means no restriction."""
 
-    name: str
-    """Name in reports."""
+    name: str  # name in reports
+    # returns out and lse from q, k, v and the arguments
     forward: Callable[[Tensor, Tensor, Tensor, KernelArgs], tuple[Tensor, Tensor]]
-    """Return out and lse from q, k, v and the arguments."""
-    backward: Callable[..., Gradients]
-    """Return dq, dk, dv and dbias from grad, q, k, v, out, lse and the arguments."""
-    dense: bool = False
-    """Whether it stores all scores of its block. Such a kernel supports masks only as ``allowed``."""
+    backward: Callable[..., Gradients]  # returns the gradients from grad, q, k, v, out, lse and the arguments
+    dense: bool = False  # Whether it stores all scores of its block. Such a kernel supports masks only as ``allowed``.
+    # Whether it reads mask texts and score functions. Such a kernel runs all queries and keys of a call at once.
     fused: bool = False
-    """Whether it reads mask texts and score functions. Such a kernel runs all queries and keys of a call at once."""
-    device: str | None = None
-    """Type of the device."""
-    dtypes: frozenset[torch.dtype] | None = None
-    """Dtypes of q."""
-    kinds: frozenset[Kind] | None = None
-    """Kinds of blocks."""
-    biases: BiasSupport = NO_BIAS
-    """Additive masks."""
-    aligned_at_end: bool = False
-    """Whether a causal block may have fewer queries than keys."""
+    device: str | None = None  # type of the device
+    dtypes: frozenset[torch.dtype] | None = None  # dtypes of q
+    kinds: frozenset[Kind] | None = None  # kinds of blocks
+    biases: BiasSupport = NO_BIAS  # additive masks
+    aligned_at_end: bool = False  # whether a causal block may have fewer queries than keys
+    # returns True if it supports a window, for `KernelKey.window` and `KernelKey.square`
     windows: Callable[[Window, bool], bool] = lambda window, square: True
-    """Return True if it supports a window, for `KernelKey.window` and `KernelKey.square`."""
+    # whether it allocates memory for each sequence of a PACKED call as for the longest, and accepts no empty sequence
     pads: bool = False
-    """Whether it allocates memory for each sequence of a PACKED call as for the longest, and accepts no empty
-    sequence."""
-    head_dim: int | None = None
-    """Maximum head dim."""
-    rows: int = 0
-    """Minimum number of rows."""
-    capability: tuple[int, int] = (0, 0)
-    """Minimum CUDA capability."""
-    generations: frozenset[int] | None = None
-    """Major versions of supported CUDA capabilities."""
-    flash: str | None = None
-    """Implementation that must be active in aten's flash attention; "" for torch's own."""
-    repeatable: int | None = None
-    """Maximum head dim for which its backward is deterministic; 0 if it never is."""
-    rate: str = "named"
-    """Name of its throughput in the cost model."""
-    switch: Callable[[], bool] = lambda: True
-    """Return True if further conditions of this process hold."""
+    head_dim: int | None = None  # maximum head dim
+    rows: int = 0  # minimum number of rows
+    capability: tuple[int, int] = (0, 0)  # minimum CUDA capability
+    generations: frozenset[int] | None = None  # major versions of supported CUDA capabilities
+    flash: str | None = None  # implementation that must be active in aten's flash attention; "" for torch's own
+    repeatable: int | None = None  # maximum head dim for which its backward is deterministic; 0 if it never is
+    rate: str = "named"  # name of its throughput in the cost model
+    switch: Callable[[], bool] = lambda: True  # returns True if further conditions of this process hold
 
     @property
     def supports_masks(self) -> bool:
         """Return True if it supports mask tensors."""
         return self.kinds is None or Kind.MASKED in self.kinds
 
-    def can_run(self, need: KernelKey) -> bool:
+    def can_run(self, key: KernelKey) -> bool:
         """Return True if it can run such a block on this device."""
-        return self.is_for_device(need) and self._supports(need.device) and self.switch()
+        return self.is_for_device(key) and self._supports_capability(key.device) and self.switch()
 
-    def _supports(self, device: torch.device) -> bool:
-        """Return True if the device has a supported capability."""
+    def _supports_capability(self, device: torch.device) -> bool:
+        """Return True if the device has a supported CUDA capability, or if there is no restriction."""
         if self.capability == (0, 0) and self.generations is None:
             return True
         capability = _device_capability(device)
         return self.capability <= capability and (self.generations is None or capability[0] in self.generations)
 
-    def is_for_device(self, need: KernelKey) -> bool:
+    def is_for_device(self, key: KernelKey) -> bool:
         """Return True if it can run such a block on a device of this type with a supported capability."""
-        if self.device not in (None, need.device.type) or (not self.dense and need.head_dim == 0):
+        if self.device not in (None, key.device.type):
+            return False
+        if not self.dense and (key.dropout or key.head_dim == 0 or (key.score and not self.fused)):
             return False
         if self.flash is not None and self.flash != _active_flash_attention():
             return False
-        if torch.are_deterministic_algorithms_enabled() and not is_within(need.head_dim, self.repeatable):
+        if torch.are_deterministic_algorithms_enabled() and not _is_within(key.head_dim, self.repeatable):
             return False
         return (
-            (self.dtypes is None or need.dtype in self.dtypes)
-            and (self.kinds is None or need.kind in self.kinds)
-            and self.windows(need.window, need.square)
-            and self.biases.supports(need)
-            and (self.dense or not need.dropout)
-            and (self.dense or self.fused or not need.score)
-            and is_within(need.head_dim, self.head_dim)
-            and self.rows <= need.rows
+            (self.dtypes is None or key.dtype in self.dtypes)
+            and (self.kinds is None or key.kind in self.kinds)
+            and self.windows(key.window, key.square)
+            and self.biases.supports(key)
+            and _is_within(key.head_dim, self.head_dim)
+            and self.rows <= key.rows
         )
 
 
-def is_within(width: int, most: int | None) -> bool:
-    """Return True if ``width`` is at most ``most``; None means no limit."""
-    return most is None or width <= most
+def _is_within(width: int, limit: int | None) -> bool:
+    """Return True if ``width`` is at most ``limit``; None means no limit."""
+    return limit is None or width <= limit
 
 
 def _active_flash_attention() -> str:
@@ -234,24 +191,19 @@ def cpu_copy_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
     both sides on this saves 1 to 15 % of the kernel's time (float32 and float64; no gain for half types, which the
     kernel packs itself), and a copy costs less than 1 %.
     """
-    apart = [x for x in (q, k, v) if not x.is_contiguous()]
-    is_large = min(size_hint(q.shape[2]), size_hint(k.shape[2])) >= _LARGE_ROWS
-    if not apart or not is_large or q.device.type != "cpu" or q.dtype in HALF:
+    if q.device.type != "cpu" or q.dtype in HALF or min(size_hint(q.shape[2]), size_hint(k.shape[2])) < 512:
         return 0
-    nbytes = operand_bytes(*apart)
-    return nbytes if nbytes <= _MAX_COPIED else 0
+    copied_bytes = operand_bytes(*(x for x in (q, k, v) if not x.is_contiguous()))
+    return copied_bytes if copied_bytes <= _MAX_COPIED_BYTES else 0
 
 
-_LARGE_ROWS, _MAX_COPIED = 512, 64 << 20
+_MAX_COPIED_BYTES = 64 << 20
 
 
 def pad_last_dim(width: int, *xs: Tensor) -> list[Tensor]:
-    """Pad the last dim with zeros to ``width``, which changes neither scores nor the retained part.
+    """Pad the last dim with zeros to ``width``, which changes neither scores nor the first elements of outputs.
 
     The kernels assume that the last dim is contiguous.
     """
-    return [_make_rows_dense(x) if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
-
-
-def _make_rows_dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    padded = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]

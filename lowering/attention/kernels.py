@@ -25,72 +25,72 @@ aten = torch.ops.aten
 # CPU.
 
 
-def _additive_mask(case: KernelArgs, like: Tensor) -> Tensor | None:
-    """Return the mask as an additive tensor of q's dtype, as the CPU kernel requires."""
-    bias = None if case.bias is None else case.bias.to(like.dtype)
-    if case.allowed is None:
+def _additive_mask(args: KernelArgs, q: Tensor) -> Tensor | None:
+    """Return `allowed` and the bias as one additive mask of q's dtype, as the CPU kernel requires."""
+    bias = None if args.bias is None else args.bias.to(q.dtype)
+    if args.allowed is None:
         return bias
-    return torch.where(case.allowed, like.new_zeros(()) if bias is None else bias, -torch.inf)
+    return torch.where(args.allowed, q.new_zeros(()) if bias is None else bias, -torch.inf)
 
 
-def _with_dense_rows(*xs: Tensor) -> Sequence[Tensor]:
-    """Return q, k and v with contiguous rows if `cpu_copy_bytes` finds that copies are worth their cost."""
+def _copy_rows(*xs: Tensor) -> Sequence[Tensor]:
+    """Return q, k and v, as contiguous copies if `cpu_copy_bytes` finds that these are worth their cost."""
     return tuple(map(Tensor.contiguous, xs)) if cpu_copy_bytes(*xs) else xs
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
-    mask, width = _additive_mask(case, q), max(q.shape[-1], v.shape[-1])
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
+    """Run PyTorch's CPU flash kernel, which requires equal widths of keys and values."""
+    mask, width = _additive_mask(args, q), max(q.shape[-1], v.shape[-1])
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *_with_dense_rows(*pad_last_dim(width, q, k, v)), 0.0, case.causal, attn_mask=mask, scale=case.scale
+        *_copy_rows(*pad_last_dim(width, q, k, v)), 0.0, args.causal, attn_mask=mask, scale=args.scale
     )
-    if mask is not None:
+    if mask is not None:  # the kernel returns no -inf for rows without keys
         lse = lse.masked_fill(mask.amax(-1) == -torch.inf, -torch.inf)
     return out[..., : v.shape[-1]], lse
 
 
 def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
-    mask, width = _additive_mask(case, q), max(q.shape[-1], v.shape[-1])
+    """Run the backward of PyTorch's CPU flash kernel."""
+    mask, width = _additive_mask(args, q), max(q.shape[-1], v.shape[-1])
     grad, query, key, value, out = pad_last_dim(width, grad, q, k, v, out)
-    query, key, value = _with_dense_rows(query, key, value)
+    query, key, value = _copy_rows(query, key, value)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, finite_lse(lse), 0.0, case.causal, attn_mask=mask, scale=case.scale
+        grad, query, key, value, out, finite_lse(lse), 0.0, args.causal, attn_mask=mask, scale=args.scale
     )
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], None
 
 
-# CUDA, compiled from mask texts and score functions. The head dim is at least the minimum size of a matrix product.
-
-_MIN_WIDTH = 16
+# CUDA, compiled from mask texts and score functions.
 
 
 def _fused_width(x: Tensor) -> int:
-    return max(x.shape[-1], _MIN_WIDTH)
+    """Return the head dim, at least the minimum size of a matrix product in Triton."""
+    return max(x.shape[-1], 16)
 
 
-def _fused_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
-    assert case.pairs is not None
-    (query, key), (value,) = pad_last_dim(_fused_width(q), q, k), pad_last_dim(_fused_width(v), v)
-    out, lse = fused.flex_block_forward(query, key, value, case.pairs, case.scale)
+def _fused_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
+    """Run flex_attention on all queries and keys of a call."""
+    assert args.pairs is not None
+    query, key = pad_last_dim(_fused_width(q), q, k)
+    (value,) = pad_last_dim(_fused_width(v), v)
+    out, lse = fused.flex_block_forward(query, key, value, args.pairs, args.scale)
     return out[..., : v.shape[-1]], lse
 
 
 def _fused_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
-    assert case.pairs is not None
+    """Run flex_attention's backward; it adds the gradients of tables to ``args.table_grads`` in place."""
+    assert args.pairs is not None
     query, key = pad_last_dim(_fused_width(q), q, k)
     grad, value, out = pad_last_dim(_fused_width(v), grad, v, out)
-    dq, dk, dv = fused.flex_block_backward(grad, query, key, value, out, lse, case.pairs, case.scale, case.table_grads)
+    dq, dk, dv = fused.flex_block_backward(grad, query, key, value, out, lse, args.pairs, args.scale, args.table_grads)
     return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], None
 
 
-def _is_fused_available() -> bool:
-    return AVAILABLE and fused.is_flex_available()
-
-
-# Any device and dtype. Query heads that share a key head form the rows of one product.
+# Dense arithmetic, for any device and dtype. Query heads that share a key head form the rows of one product.
 
 
 def _group_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
@@ -98,113 +98,107 @@ def _group_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).unflatten(1, (heads, -1)).flatten(2, 3)
 
 
-def _scaled_scores(q: Tensor, k: Tensor, case: KernelArgs) -> Tensor:
+def _scaled_scores(q: Tensor, k: Tensor, args: KernelArgs) -> Tensor:
     """Return the scaled products of queries and keys, (B, Hq, Q, K) in the accumulation dtype."""
     dtype = accumulation_dtype(q.dtype)
-    scores = _group_heads(q, k.shape[1], dtype) @ k.to(dtype).mT * case.scale
+    scores = _group_heads(q, k.shape[1], dtype) @ k.to(dtype).mT * args.scale
     return scores.view(*q.shape[:3], k.shape[2])
 
 
-def _masked_scores(scaled: Tensor, case: KernelArgs) -> Tensor:
+def _masked_scores(scaled: Tensor, args: KernelArgs) -> Tensor:
     """Apply the score function, the bias and the mask; masked scores are -inf."""
     scores, dtype = scaled, scaled.dtype
-    if case.score is not None:
-        scores = evaluate_score(case.score.name, scores, case.score.values)
-    if case.bias is not None:
-        scores = scores + case.bias.to(dtype)
-    return scores if case.allowed is None else scores.masked_fill(~case.allowed, -torch.inf)
+    if args.score is not None:
+        scores = evaluate_score(args.score.name, scores, args.score.values)
+    if args.bias is not None:
+        scores = scores + args.bias.to(dtype)
+    return scores if args.allowed is None else scores.masked_fill(~args.allowed, -torch.inf)
 
 
-def _apply_dropout(weights: Tensor, case: KernelArgs) -> Tensor:
-    if case.keep_mask is None:
+def _apply_dropout(weights: Tensor, args: KernelArgs) -> Tensor:
+    """Zero the weights that dropout drops, and divide the others by the probability to keep them."""
+    if args.keep_mask is None:
         return weights
     # A keep probability of 0 keeps no weight; avoid the division by 0.
-    return torch.where(case.keep_mask, weights / (case.keep_prob or 1.0), 0.0)
+    return torch.where(args.keep_mask, weights / (args.keep_prob or 1.0), 0.0)
 
 
-def _softmax_weights(scores: Tensor, lse: Tensor, case: KernelArgs) -> Tensor:
+def _softmax_weights(scores: Tensor, lse: Tensor, args: KernelArgs) -> Tensor:
     """Return the weights of these keys in the softmax over all keys.
 
     If scores may hold fills, the block must contain all keys of its queries.
     """
-    if case.score is not None and may_have_fills(case.score.name):
+    if args.score is not None and may_have_fills(args.score.name):
         return scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
-    if case.bias is None or case.bias_grad:
+    if args.bias is None or args.bias_grad:
         return torch.exp(scores - finite_lse(lse).unsqueeze(-1))
-    # In a row of fills only, the log-sum-exp does not encode their number. A mask that may have one is never cut.
-    filled = (lse <= -MIN_FILL) & (lse != -torch.inf)
-    weights = torch.exp(scores - torch.where(filled, scores.amax(-1), finite_lse(lse)).unsqueeze(-1))
-    return weights.div_(torch.where(filled, weights.sum(-1), 1.0).unsqueeze(-1))
+    # In a row of fills only (large finite numbers in place of -inf), the rounded log-sum-exp does not encode their
+    # number, so the softmax is computed from the scores. Keys are never split for a mask that may have such a row.
+    has_only_fills = (lse <= -MIN_FILL) & (lse != -torch.inf)
+    weights = torch.exp(scores - torch.where(has_only_fills, scores.amax(-1), finite_lse(lse)).unsqueeze(-1))
+    return weights.div_(torch.where(has_only_fills, weights.sum(-1), 1.0).unsqueeze(-1))
 
 
-def _math_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
-    scores = _masked_scores(_scaled_scores(q, k, case), case)
+def _math_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
+    """Compute softmax(scores) @ v and the log-sum-exps with matrix products."""
+    scores = _masked_scores(_scaled_scores(q, k, args), args)
     lse = scores.logsumexp(-1)
-    weights = _apply_dropout(_softmax_weights(scores, lse, case), case)
+    weights = _apply_dropout(_softmax_weights(scores, lse, args), args)
     out = _group_heads(weights, k.shape[1], scores.dtype) @ v.to(scores.dtype)
     return out.view(*q.shape[:3], v.shape[-1]).to(q.dtype), lse
 
 
 def _math_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
+    """Compute the gradients with matrix products, from scores that are computed again."""
     heads, dtype = k.shape[1], accumulation_dtype(q.dtype)
-    scaled = _scaled_scores(q, k, case)
-    weights = _softmax_weights(_masked_scores(scaled, case), lse, case)
-    rows = _group_heads(grad, heads, dtype)
-    dv = _group_heads(_apply_dropout(weights, case), heads, dtype).mT @ rows
-    dweights = _apply_dropout((rows @ v.to(dtype).mT).view(weights.shape), case)
+    scaled = _scaled_scores(q, k, args)
+    weights = _softmax_weights(_masked_scores(scaled, args), lse, args)
+    grouped_grad = _group_heads(grad, heads, dtype)
+    dv = _group_heads(_apply_dropout(weights, args), heads, dtype).mT @ grouped_grad
+    dweights = _apply_dropout((grouped_grad @ v.to(dtype).mT).view(weights.shape), args)
+    # The gradient of the softmax; the sum of weights * dweights over all keys is that of grad * out.
     delta = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     dscores = weights * (dweights - delta)
     del weights, dweights  # a score function saves tensors of the same size
-    dbias = dscores.sum_to_size(case.bias.shape) if case.bias is not None and case.bias_grad else None
-    if case.score is not None:
-        dscores = score_vjp(case.score.name, scaled, case.score.values, dscores, case.table_grads)
-    products = _group_heads(dscores, heads, dtype) * case.scale
-    dq = (products @ k.to(dtype)).view(q.shape)
-    return dq, products.mT @ _group_heads(q, heads, dtype), dv, dbias
+    dbias = dscores.sum_to_size(args.bias.shape) if args.bias is not None and args.bias_grad else None
+    if args.score is not None:
+        dscores = score_vjp(args.score.name, scaled, args.score.values, dscores, args.table_grads)
+    dproducts = _group_heads(dscores, heads, dtype) * args.scale
+    dq = (dproducts @ k.to(dtype)).view(q.shape)
+    return dq, dproducts.mT @ _group_heads(q, heads, dtype), dv, dbias
 
 
-DENSE_KINDS = frozenset({Kind.FULL, Kind.CAUSAL})
-"""Block kinds of kernels without windows."""
-PACKED_KINDS = DENSE_KINDS | {Kind.BAND, Kind.PACKED}
-"""Block kinds of kernels with windows and packed sequences."""
-BIAS_KINDS = BiasSupport(same=True, other=True)
-"""Support for a bias of any dtype, without its gradient."""
+DENSE_KINDS = frozenset({Kind.FULL, Kind.CAUSAL})  # block kinds of kernels without windows
+PACKED_KINDS = DENSE_KINDS | {Kind.BAND, Kind.PACKED}  # block kinds of kernels with windows and packed sequences
+BIAS_KINDS = BiasSupport(same=True, other=True)  # support for a bias of any dtype, without its gradient
 _FP32, _FP16, _BF16 = (frozenset({dtype}) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+_flash = partial(
+    Kernel, forward=cuda.flash_forward, backward=cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS
+)
 _efficient = partial(
     Kernel, "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", aligned_at_end=True,
     capability=(7, 0), windows=cuda.supports_efficient_window, pads=True, rate="efficient",
 )  # fmt: skip
 
+# All kernels, in order of preference. Their criteria: see `Kernel`.
 BLOCK_KERNELS = (
     Kernel(
         "flash, CPU", _cpu_forward, _cpu_backward, device="cpu", dtypes=HALF | {torch.float32, torch.float64},
         kinds=DENSE_KINDS | {Kind.MASKED}, biases=BIAS_KINDS,
     ),
     # Activating one of these replaces torch's own flash attention in aten.
-    Kernel(
-        "FlashAttention-3", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS,
-        head_dim=256, generations=frozenset({9}), flash="FA3", repeatable=192, rate="flash3",
-    ),
-    Kernel(
-        "FlashAttention-4", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS,
-        head_dim=256, generations=frozenset({9}), flash="FA4", rate="flash4",
-    ),
-    Kernel(
-        "FlashAttention-4", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS,
-        head_dim=128, generations=frozenset({10}), flash="FA4", rate="flash4",
-    ),
+    _flash("FlashAttention-3", head_dim=256, generations=frozenset({9}), flash="FA3", repeatable=192, rate="flash3"),
+    _flash("FlashAttention-4", head_dim=256, generations=frozenset({9}), flash="FA4", rate="flash4"),
+    _flash("FlashAttention-4", head_dim=128, generations=frozenset({10}), flash="FA4", rate="flash4"),
     # Its backward is reliable for head dims up to 128. It builds a program for each shape, which pays off
     # only if there are few shapes.
     Kernel(
         "cuDNN", cuda.cudnn_forward, cuda.cudnn_backward, device="cuda", dtypes=HALF, kinds=DENSE_KINDS, head_dim=128,
         rows=128, capability=(9, 0), switch=torch.backends.cuda.cudnn_sdp_enabled, repeatable=0, rate="cudnn",
     ),
-    Kernel(
-        "flash", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS, head_dim=256,
-        capability=(8, 0), flash="", rate="flash",
-    ),
+    _flash("flash", head_dim=256, capability=(8, 0), flash="", rate="flash"),
     _efficient(dtypes=_FP32 | _FP16, kinds=PACKED_KINDS),
     _efficient(dtypes=_BF16, kinds=PACKED_KINDS, capability=(8, 0)),
     # In float32 it uses tensor cores, which flex does not. Pure masks go to flex, which skips blocks by their texts.
@@ -212,24 +206,24 @@ BLOCK_KERNELS = (
     # Compilation takes about a minute, so it is not used for few rows.
     Kernel(
         "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | _FP32, biases=BIAS_KINDS,
-        head_dim=256, rows=128, capability=(8, 0), switch=_is_fused_available, rate="fused",
+        head_dim=256, rows=128, capability=(8, 0), rate="fused",
+        switch=lambda: AVAILABLE and fused.is_flex_available(),
     ),
     # Cases without flex: gradients of a bias, few rows, wider heads, or no compiler.
     _efficient(dtypes=_FP32 | _FP16, biases=BiasSupport(same=True, grad=True)),
     _efficient(dtypes=_BF16, biases=BiasSupport(same=True, grad=True), capability=(8, 0)),
     Kernel("dense", _math_forward, _math_backward, dense=True, biases=BIAS_KINDS._replace(grad=True), rate="dense"),
 )  # fmt: skip
-"""All kernels, in order of preference."""
 
 
-def kernel_for(need: KernelKey) -> Kernel:
+def kernel_for(key: KernelKey) -> Kernel:
     """Return the first kernel that can run the block on this device."""
-    return next(kernel for kernel in BLOCK_KERNELS if kernel.can_run(need))
+    return next(kernel for kernel in BLOCK_KERNELS if kernel.can_run(key))
 
 
-def expected_kernel(need: KernelKey) -> Kernel:
+def expected_kernel(key: KernelKey) -> Kernel:
     """Return the kernel for the newest device of this type.
 
     All ranks get the same result, independent of their own device.
     """
-    return next(kernel for kernel in BLOCK_KERNELS if kernel.is_for_device(need))
+    return next(kernel for kernel in BLOCK_KERNELS if kernel.is_for_device(key))

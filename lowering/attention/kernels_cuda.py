@@ -60,24 +60,24 @@ def _unused_rng_state(q: Tensor) -> Tensor:
 # cuDNN.
 
 
-def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
     """Run cuDNN's forward; return out (B, Hq, Q, E) and lse (B, Hq, Q). Shapes: see ``kernel_args.py``."""
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        *pad_last_dim(_padded_width(q, v), q, k, v), None, True, 0.0, case.causal, False, scale=case.scale
+        *pad_last_dim(_padded_width(q, v), q, k, v), None, True, 0.0, args.causal, False, scale=args.scale
     )
     return out[..., : v.shape[-1]], lse.reshape(q.shape[:3])
 
 
 def cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
     """Run cuDNN's backward; return dq, dk, dv and None. Shapes: see ``kernel_args.py``."""
     grad, query, key, value, out = pad_last_dim(_padded_width(q, v), grad, q, k, v, out)
     lse = finite_lse(lse).contiguous().unsqueeze(-1)
     unused = _unused_rng_state(q)
     grads = aten._scaled_dot_product_cudnn_attention_backward(
-        grad, query, key, value, out, lse, unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, case.causal,
-        scale=case.scale,
+        grad, query, key, value, out, lse, unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, args.causal,
+        scale=args.scale,
     )  # fmt: skip
     return _trim_grads(q, v, *grads)
 
@@ -85,34 +85,28 @@ def cudnn_backward(
 # FlashAttention, whose layout has rows before heads.
 
 
-class _FlashRows(NamedTuple):
-    """Row layout of one FlashAttention call: a batch of blocks, or packed sequences."""
+class _FlashLayout(NamedTuple):
+    """Layout of one FlashAttention call: (B, S, H, X), or (B * S, H, X) for packed sequences."""
 
-    ends: tuple[Tensor | None, Tensor | None]
-    """Ends of the sequences of queries and of keys; None for a batch."""
-    max_length: tuple[int, int]
-    """Maximum number of queries and of keys."""
-    causal: bool
-    """Whether the window is causal."""
-    sizes: dict[str, int | None]
-    """Arguments of the window."""
+    ends: tuple[Tensor | None, Tensor | None]  # ends of the sequences of queries and of keys; None for a batch
+    max_length: tuple[int, int]  # maximum number of queries and of keys
+    causal: bool  # whether the window is causal
+    window_args: dict[str, int | None]  # keyword arguments of other windows
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, case: KernelArgs) -> _FlashRows:
+    def of(q: Tensor, k: Tensor, args: KernelArgs) -> _FlashLayout:
         """Create the layout of a call."""
-        window = CAUSAL_WINDOW if case.causal else case.window
-        sizes = (
-            {}
-            if window in (FULL_WINDOW, CAUSAL_WINDOW)
-            else {"window_size_left": window.left, "window_size_right": window.right}
-        )
-        if case.sequences is None:
-            return _FlashRows((None, None), (q.shape[2], k.shape[2]), window == CAUSAL_WINDOW, sizes)
-        queries, keys = case.sequences
+        window = CAUSAL_WINDOW if args.causal else args.window
+        window_args: dict[str, int | None] = {}
+        if window not in (FULL_WINDOW, CAUSAL_WINDOW):
+            window_args = {"window_size_left": window.left, "window_size_right": window.right}
+        causal = window == CAUSAL_WINDOW
+        if args.sequences is None:
+            return _FlashLayout((None, None), (q.shape[2], k.shape[2]), causal, window_args)
+        queries, keys = args.sequences
         # With one query per sequence the kernel would assume one sequence per query; 2 is an upper bound.
-        return _FlashRows(
-            (queries.ends, keys.ends), (max(2, queries.max_length), keys.max_length), window == CAUSAL_WINDOW, sizes
-        )
+        max_length = max(2, queries.max_length), keys.max_length
+        return _FlashLayout((queries.ends, keys.ends), max_length, causal, window_args)
 
     def to_kernel(self, *xs: Tensor) -> list[Tensor]:
         """Convert (B, H, S, X) to (B, S, H, X), or to (B * S, H, X) for sequences; views if possible."""
@@ -124,42 +118,43 @@ class _FlashRows(NamedTuple):
         return [(x if self.ends[0] is None else x.unflatten(0, (batch, -1))).transpose(1, 2) for x in xs]
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
     """Run FlashAttention's forward; return out (B, Hq, Q, E) and lse (B, Hq, Q)."""
-    rows = _FlashRows.of(q, k, case)
-    query, key, value = rows.to_kernel(*pad_last_dim(_padded_width(q, v), q, k, v))
+    layout = _FlashLayout.of(q, k, args)
+    query, key, value = layout.to_kernel(*pad_last_dim(_padded_width(q, v), q, k, v))
     out, lse, *_ = aten._flash_attention_forward(
-        query, key, value, *rows.ends, *rows.max_length, 0.0, rows.causal, False, scale=case.scale, **rows.sizes
-    )
-    if case.sequences is not None:
-        # Its lse is (H, rows), and some sequences may have no keys.
+        query, key, value, *layout.ends, *layout.max_length, 0.0, layout.causal, False, scale=args.scale,
+        **layout.window_args,
+    )  # fmt: skip
+    if args.sequences is not None:
+        # Its lse is (H, B * Q), and some sequences may have no keys.
         lse = lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
         lse = torch.where(lse == torch.inf, -torch.inf, lse)
-    return rows.from_kernel(q.shape[0], out)[0][..., : v.shape[-1]], lse
+    return layout.from_kernel(q.shape[0], out)[0][..., : v.shape[-1]], lse
 
 
 def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
     """Run FlashAttention's backward; return dq, dk, dv and None. Shapes: see ``kernel_args.py``."""
-    rows = _FlashRows.of(q, k, case)
-    grad, query, key, value, out = rows.to_kernel(*pad_last_dim(_padded_width(q, v), grad, q, k, v, out))
+    layout = _FlashLayout.of(q, k, args)
+    grad, query, key, value, out = layout.to_kernel(*pad_last_dim(_padded_width(q, v), grad, q, k, v, out))
     lse, unused = finite_lse(lse), _unused_rng_state(q)
-    lse = lse if case.sequences is None else lse.transpose(0, 1).flatten(1)
+    if args.sequences is not None:
+        lse = lse.transpose(0, 1).flatten(1)  # (H, B * Q)
     grads = aten._flash_attention_backward(
-        grad, query, key, value, out, lse.contiguous(), *rows.ends, *rows.max_length, 0.0, rows.causal, unused, unused,
-        scale=case.scale, **rows.sizes,
+        grad, query, key, value, out, lse.contiguous(), *layout.ends, *layout.max_length, 0.0, layout.causal, unused,
+        unused, scale=args.scale, **layout.window_args,
     )  # fmt: skip
-    return _trim_grads(q, v, *rows.from_kernel(q.shape[0], *grads))
+    return _trim_grads(q, v, *layout.from_kernel(q.shape[0], *grads))
 
 
 # Memory-efficient attention, which does not support grouped query heads.
 
 _EFFICIENT_CAUSAL = 2  # aligned at the end; 0: every pair
 _ALIGNED_ELEMENTS = 16  # torch pads rows of a bias to a multiple of this; it reads 16 bytes at a time
-_MIN_ALIGNED = -torch.finfo(torch.float32).max * math.log(
-    2
-)  # it converts scores to powers of 2, which turns smaller values into -inf
+# The least finite score: it converts scores to powers of 2, which turns smaller values into -inf.
+_MIN_SCORE = -torch.finfo(torch.float32).max * math.log(2)
 
 
 def supports_efficient_window(window: Window, square: bool) -> bool:
@@ -171,35 +166,30 @@ def supports_efficient_window(window: Window, square: bool) -> bool:
     return window in (FULL_WINDOW, CAUSAL_WINDOW) or (window.right == 0 and square)
 
 
-def _efficient_mask(case: KernelArgs) -> tuple[int, dict[str, int]]:
+def _efficient_mask(args: KernelArgs) -> tuple[int, dict[str, int]]:
     """Return the kernel's mask type and its window argument, which counts the query's own position."""
-    left, right = case.window
-    return _EFFICIENT_CAUSAL if case.causal or right == 0 else 0, {} if left is None else {"window_size": left + 1}
+    left, right = args.window
+    mask_type = _EFFICIENT_CAUSAL if args.causal or right == 0 else 0
+    return mask_type, {} if left is None else {"window_size": left + 1}
 
 
-class _EfficientRows(NamedTuple):
-    """Row layout of one efficient attention call: (B, S, H, X), or (1, rows, H, X) for packed sequences."""
+class _EfficientLayout(NamedTuple):
+    """Layout of one efficient attention call: (B, S, H, X), or (1, rows, H, X) for packed sequences."""
 
-    queries: PackedRows | None
-    """Query rows of packed sequences."""
-    keys: PackedRows | None
-    """Key rows of packed sequences."""
-    batch: int
-    """Batch size."""
-    ends: tuple[Tensor | None, Tensor | None]
-    """Ends of the sequences of queries and of keys; None for a batch."""
-    max_length: tuple[int, int]
-    """Maximum number of queries and of keys."""
+    queries: PackedRows | None  # query rows of packed sequences; None for a batch
+    keys: PackedRows | None  # key rows of packed sequences; None for a batch
+    batch: int  # batch size
+    ends: tuple[Tensor | None, Tensor | None]  # ends of the sequences of queries and of keys; None for a batch
+    max_length: tuple[int, int]  # maximum number of queries and of keys
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, case: KernelArgs) -> _EfficientRows:
+    def of(q: Tensor, k: Tensor, args: KernelArgs) -> _EfficientLayout:
         """Create the layout of a call."""
-        if case.sequences is None:
-            return _EfficientRows(None, None, q.shape[0], (None, None), (q.shape[2], k.shape[2]))
-        queries, keys = case.sequences
-        return _EfficientRows(
-            queries, keys, q.shape[0], (queries.ends, keys.ends), (queries.max_length, keys.max_length)
-        )
+        if args.sequences is None:
+            return _EfficientLayout(None, None, q.shape[0], (None, None), (q.shape[2], k.shape[2]))
+        queries, keys = args.sequences
+        ends, max_length = (queries.ends, keys.ends), (queries.max_length, keys.max_length)
+        return _EfficientLayout(queries, keys, q.shape[0], ends, max_length)
 
     def pack_queries(self, *xs: Tensor) -> list[Tensor]:
         """Convert tensors (B, H, S, X) or (B, H, S) to the kernel's layout."""
@@ -208,13 +198,13 @@ class _EfficientRows(NamedTuple):
 
     def pack_keys(self, x: Tensor, heads: int) -> Tensor:
         """Convert (B, Hkv, S, X) to the kernel's layout and repeat key heads for the query heads."""
-        swapped, shared = x.transpose(1, 2), heads // x.shape[1]
-        rows = swapped if self.keys is None else self.keys.pack(swapped)
-        return rows if shared == 1 else rows.repeat_interleave(shared, 2)
+        rows, heads_per_key_head = x.transpose(1, 2), heads // x.shape[1]
+        rows = rows if self.keys is None else self.keys.pack(rows)
+        return rows if heads_per_key_head == 1 else rows.repeat_interleave(heads_per_key_head, 2)
 
-    def unpack_queries(self, x: Tensor, other: float = 0.0) -> Tensor:
-        """Undo `pack_queries`; rows that belong to no sequence are filled with ``other``."""
-        return (x if self.queries is None else self.queries.unpack(x, self.batch, other)).transpose(1, 2)
+    def unpack_queries(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """Undo `pack_queries`; rows that belong to no sequence are filled with ``fill``."""
+        return (x if self.queries is None else self.queries.unpack(x, self.batch, fill)).transpose(1, 2)
 
     def unpack_keys(self, x: Tensor, heads: int) -> Tensor:
         """Apply the transpose of `pack_keys`: sum over the query heads of a key head."""
@@ -234,82 +224,77 @@ class _EfficientRows(NamedTuple):
         return self.queries.pad_per_sequence(*self.pack_queries(lse))
 
 
-def _align_bias(bias: Tensor, keys: int) -> bool:
+def _is_bias_aligned(bias: Tensor, keys: int) -> bool:
     """Return True if the kernel can read the bias without a copy.
 
     It reads 16 bytes at a time, so rows must be aligned and must not end before a read does.
     """
     if bias.shape[3] != keys or bias.stride(3) != 1:
         return False
-    steps = [stride for stride, size in zip(bias.stride()[:3], bias.shape) if size > 1]
-    return not any(x % _ALIGNED_ELEMENTS for x in (keys, bias.storage_offset(), *steps))
+    strides = [stride for stride, size in zip(bias.stride()[:3], bias.shape) if size > 1]
+    return all(x % _ALIGNED_ELEMENTS == 0 for x in (keys, bias.storage_offset(), *strides))
 
 
-def _combine_bias_and_mask(q: Tensor, case: KernelArgs, keys: int) -> Tensor | None:
+def _combine_bias_and_mask(q: Tensor, args: KernelArgs, keys: int) -> Tensor | None:
     """Combine bias and mask to (B | 1, H | 1, Q | 1, K); copy only if necessary.
 
     A copy is necessary if there is a mask or if rows are not aligned.
     """
-    bias = case.bias
-    if case.allowed is not None:
-        bias = torch.where(case.allowed, q.new_zeros(()) if bias is None else bias, -torch.inf)
-    if bias is None or _align_bias(bias, keys):
+    bias = args.bias
+    if args.allowed is not None:
+        bias = torch.where(args.allowed, q.new_zeros(()) if bias is None else bias, -torch.inf)
+    if bias is None or _is_bias_aligned(bias, keys):
         return bias
     rows = bias.new_zeros((*bias.shape[:3], keys + -keys % _ALIGNED_ELEMENTS))[..., :keys]
     return rows.copy_(bias)
 
 
-def _rows_without_keys(added: Tensor, case: KernelArgs, queries: int) -> Tensor:
+def _rows_without_keys(added: Tensor, args: KernelArgs, queries: int) -> Tensor:
     """Return a mask of the rows that attend to nothing, bool (B | 1, H | 1, Q | 1)."""
-    keys, least = added.shape[3], -torch.inf if added.dtype == torch.float16 else _MIN_ALIGNED
-    if not case.causal:
-        return added.amax(-1) <= least
-    attended = (added > least).view(torch.uint8)
-    first = attended.argmax(-1, keepdim=True)  # 0 if there is none
-    last = torch.arange(keys - queries, keys, device=added.device)[:, None]
-    return ((attended.gather(-1, first) == 0) | (first > last)).squeeze(-1)
+    keys, masked_score = added.shape[3], -torch.inf if added.dtype == torch.float16 else _MIN_SCORE
+    if not args.causal:
+        return added.amax(-1) <= masked_score
+    is_allowed = (added > masked_score).view(torch.uint8)
+    first_key = is_allowed.argmax(-1, keepdim=True)  # 0 if there is none
+    last_key = torch.arange(keys - queries, keys, device=added.device)[:, None]  # of each row, by the causal mask
+    return ((is_allowed.gather(-1, first_key) == 0) | (first_key > last_key)).squeeze(-1)
 
 
-def efficient_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
+def efficient_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
     """Run efficient attention's forward; return out (B, Hq, Q, E) and lse (B, Hq, Q)."""
     query, key, value = pad_last_dim(_padded_width(q, v), q, k, v)
-    rows, (kind, window), added = (
-        _EfficientRows.of(q, k, case),
-        _efficient_mask(case),
-        _combine_bias_and_mask(q, case, k.shape[2]),
-    )
+    layout, (mask_type, window) = _EfficientLayout.of(q, k, args), _efficient_mask(args)
+    added = _combine_bias_and_mask(q, args, k.shape[2])
     out, lse, *_ = aten._efficient_attention_forward(
-        *rows.pack_queries(query), *(rows.pack_keys(x, q.shape[1]) for x in (key, value)),
-        None if added is None else added.expand(*q.shape[:3], k.shape[2]), *rows.ends, *rows.max_length, 0.0, kind,
-        True, scale=case.scale, **window,
+        *layout.pack_queries(query), *(layout.pack_keys(x, q.shape[1]) for x in (key, value)),
+        None if added is None else added.expand(*q.shape[:3], k.shape[2]), *layout.ends, *layout.max_length, 0.0,
+        mask_type, True, scale=args.scale, **window,
     )  # fmt: skip
-    out, lse = rows.unpack_queries(out), rows.unpack_lse(lse)
+    out, lse = layout.unpack_queries(out), layout.unpack_lse(lse)
     if added is not None:
-        lse = lse.masked_fill(_rows_without_keys(added, case, q.shape[2]), -torch.inf)  # 0 there, and out as well
+        lse = lse.masked_fill(_rows_without_keys(added, args, q.shape[2]), -torch.inf)  # 0 there, and out as well
     return out[..., : v.shape[-1]], lse
 
 
 def efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
     """Run efficient attention's backward; return dq, dk, dv and the bias gradient or None."""
     grad, query, key, value, out = pad_last_dim(_padded_width(q, v), grad, q, k, v, out)
-    rows, (kind, window), added = (
-        _EfficientRows.of(q, k, case),
-        _efficient_mask(case),
-        _combine_bias_and_mask(q, case, k.shape[2]),
-    )
-    grad, query, out = rows.pack_queries(grad, query, out)
-    bias, wanted, unused = case.bias, case.bias is not None and case.bias_grad, _unused_rng_state(q)
+    layout, (mask_type, window) = _EfficientLayout.of(q, k, args), _efficient_mask(args)
+    added = _combine_bias_and_mask(q, args, k.shape[2])
+    grad, query, out = layout.pack_queries(grad, query, out)
+    bias, unused = args.bias if args.bias_grad else None, _unused_rng_state(q)
     dq, dk, dv, dadded = aten._efficient_attention_backward(
-        grad, query, *(rows.pack_keys(x, q.shape[1]) for x in (key, value)),
+        grad, query, *(layout.pack_keys(x, q.shape[1]) for x in (key, value)),
         None if added is None else added.expand(*q.shape[:3], k.shape[2]),
         out.contiguous(),  # for half types it assumes contiguous rows
-        *rows.ends, *rows.max_length, rows.pack_lse(finite_lse(lse)), 0.0, unused, unused, kind, wanted,
-        scale=case.scale, **window,
+        *layout.ends, *layout.max_length, layout.pack_lse(finite_lse(lse)), 0.0, unused, unused, mask_type,
+        bias is not None, scale=args.scale, **window,
     )  # fmt: skip
-    dbias = _bias_grad(dadded, bias.shape, case.causal) if bias is not None and wanted else None
-    return *_trim_grads(q, v, rows.unpack_queries(dq), *(rows.unpack_keys(x, k.shape[1]) for x in (dk, dv)))[:3], dbias
+    dk, dv = (layout.unpack_keys(x, k.shape[1]) for x in (dk, dv))
+    dq, dk, dv, _ = _trim_grads(q, v, layout.unpack_queries(dq), dk, dv)
+    return dq, dk, dv, None if bias is None else _bias_grad(dadded, bias.shape, args.causal)
 
 
 def _bias_grad(grad: Tensor, shape: torch.Size, causal: bool) -> Tensor:

@@ -1,7 +1,9 @@
-"""Define ``sp::masked_attention``: attention over unsharded sequences whose mask is a predicate."""
+"""Define ``sp::masked_attention``: attention over unsharded sequences whose mask is a predicate.
+
+scaled_dot_product_attention(q, k, v, mask)   ->   sp.masked_attention(q, k, v, ..., "(k <= q) & (q - k < 4)", ...)
+"""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,12 @@ from .op_args import LocalArgs
     "bool lse=False) -> Tensor",
     padded="as given",
 )
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, rows: list[Tensor], cols: list[Tensor], sizes: list[int], predicate: str,
+    dropout_p: float, scale: float | None, enable_gqa: bool, pieces: list[Tensor] | None = None, score: str = "",
+    heads: list[Tensor] | None = None, attn_mask: Tensor | None = None, sinks: Tensor | None = None,
+    tables: list[Tensor] | None = None, lse: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute ``scaled_dot_product_attention`` with a predicate in place of a mask tensor.
 
     See ``masks/predicate.py`` for predicates. Leading dims are batch dims, then heads; they broadcast. With
@@ -31,17 +38,20 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         q: (..., Sq, D), any floating dtype.
         k: (..., Sk, D).
         v: (..., Sk, E).
-        *rest: The remaining arguments of the schema, in order:
-            rows, cols: Vectors (B | 1, Sq) and (B | 1, Sk) that the predicate reads; B is all batch dims, flattened.
-            sizes, predicate: The sizes that the predicate reads, and its text.
-            dropout_p, scale, enable_gqa: As for ``scaled_dot_product_attention``.
-            pieces: Tables of rows and cols (``sp::pieces``), if they exist already.
-            score: Name of the score modification (``masks/score.py``).
-            heads: Vectors (H,) that the score modification reads.
-            attn_mask: An additional bool or additive mask that broadcasts to (..., Sq, Sk).
-            sinks: (H,), one additional logit per head that takes a share of the weights and has no value.
-            tables: Tensors of any shape that the score modification indexes; not together with ``attn_mask``.
-            lse: Append each row's log-sum-exp as the last column; not together with sinks.
+        rows: Vectors (B | 1, Sq) that the predicate reads; B is the number of batch entries over all batch dims.
+        cols: Vectors (B | 1, Sk) that the predicate reads.
+        sizes: The sizes that the predicate reads.
+        predicate: The text of the predicate.
+        dropout_p: As for ``scaled_dot_product_attention``, and so are ``scale`` and ``enable_gqa``.
+        scale: The factor of the scores.
+        enable_gqa: Whether k and v may have fewer heads than q.
+        pieces: Tables of rows and cols (``sp::pieces``), if they exist already.
+        score: Name of the score function (``masks/score.py``).
+        heads: Vectors (H,) that the score function reads.
+        attn_mask: An additional bool or additive mask that broadcasts to (..., Sq, Sk).
+        sinks: (H,), one additional logit per head that takes a share of the weights and has no value.
+        tables: Tensors of any shape that the score function indexes; not together with ``attn_mask``.
+        lse: Append each row's log-sum-exp as the last column; not together with sinks.
 
     Returns:
         (..., Sq, E) in q's dtype; with ``lse`` (..., Sq, E + 1) in float32 or wider.
@@ -51,22 +61,19 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
     Bytes: none. Differentiable in q, k, v, floating masks, tables and sinks.
     """
-    rows, cols, sizes, predicate, dropout_p, scale, enable_gqa, *data = rest
-    rest_of_them: list[Any] = [None, "", None, None, None, None, False]
-    pieces, score, heads, mask, sinks, tables, lse = data + rest_of_them[len(data) :]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    seed = None
-    if dropout_p > 0:
-        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
-    lookups = rows, cols, pieces or [], sizes, predicate
-    reads = heads or [], tables or []
-    args = LocalArgs(mask, *lookups, seed, dropout_p, scale, score, *reads, full_span(q.shape[-2]), [], 1, "")
+    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
+    args = LocalArgs(
+        attn_mask, rows, cols, pieces or [], sizes, predicate, seed, dropout_p, scale, score, heads or [], tables or [],
+        q_span=full_span(q.shape[-2]), k_span=[], split_heads=1, group="",
+    )  # fmt: skip
     args = replace(args, pieces=args.make_pieces())
+    # Operands of up to three dims have batch dims and no heads: insert a dim of one head.
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
-    if mask is not None:
-        args = autocast_args(replace(args, mask=_expand_mask(mask, batch, headless)))
+    if attn_mask is not None:
+        args = autocast_args(replace(args, mask=_expand_mask(attn_mask, batch, headless)))
     out = attention(*_to_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""), sinks, lse)
     out = out.reshape(*batch, *out.shape[1:])
     return out.squeeze(-3) if headless else out
@@ -112,8 +119,8 @@ def _to_four_dims(
     """
     key_heads = torch.broadcast_shapes(k.shape[-3:-2], v.shape[-3:-2])
     heads = q.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(q.shape[-3:-2], key_heads)
-    wanted = zip((q, k, v), (heads, key_heads, key_heads))
-    query, key, value = (
-        x.expand(*batch, *h, *x.shape[-2:]).reshape(batch.numel(), *h, *x.shape[-2:]) for x, h in wanted
-    )
-    return query, key, value
+
+    def expand(x: Tensor, heads: torch.Size) -> Tensor:
+        return x.expand(*batch, *heads, *x.shape[-2:]).reshape(batch.numel(), *heads, *x.shape[-2:])
+
+    return expand(q, heads), expand(k, key_heads), expand(v, key_heads)

@@ -1,5 +1,8 @@
 """Build the masks of attention blocks from an operator's arguments, for local queries and keys.
 
+A ``CallMask`` describes the mask of one attention call. It returns the ``KernelArgs`` of each block: the part of the
+mask tensor, the evaluated predicate ("(k <= q) & Eq(row0, col0)"), the dropout mask and the inputs of a score function.
+
 Dropout selects weights by a hash of their global position, not by a stream of random numbers. The backward therefore
 computes the mask again instead of saving it. Every partition of a sequence or its heads over ranks and blocks drops the
 same weights.
@@ -35,14 +38,26 @@ _HASH_HALF_FACTORS = (-0x7A143589, -0x3D4D51C3)
 class Dropout(NamedTuple):
     """Attention dropout of some batch entries and heads."""
 
-    seed: Tensor
-    """int64 ()."""
-    p: float
-    """Probability to drop a weight."""
-    batch: Tensor
-    """int64 (B,), indices of the batch entries."""
-    heads: Tensor
-    """int64 (H,), global indices of the heads."""
+    seed: Tensor  # int64 (), of the hash
+    p: float  # probability to drop a weight
+    batch: Tensor  # int64 (B,), indices of the batch entries
+    heads: Tensor  # int64 (H,), global indices of the heads
+
+    @staticmethod
+    def of(q: Tensor, args: LocalArgs) -> "Dropout | None":
+        """Return the dropout of the local queries q (B, H, Q, D), or None if nothing is dropped.
+
+        Raises:
+            SpError: If there is no seed.
+        """
+        if args.dropout_p <= 0:
+            return None
+        if args.seed is None:
+            raise SpError("SP431", f"sp::attend: dropout_p={args.dropout_p} needs a seed, got None.")
+        batch, heads = (torch.arange(size, device=q.device) for size in q.shape[:2])
+        if args.split_heads > 1:
+            heads += current_communicator().rank(args.group) % args.split_heads * q.shape[1]
+        return Dropout(args.seed, args.dropout_p, batch, heads)
 
     def keep_mask(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return the mask of kept weights, bool (B, H, Q, K), True with probability 1 - p.
@@ -51,16 +66,17 @@ class Dropout(NamedTuple):
             queries: int64 (Q,), global indices of the queries.
             keys: int64 (K,), global indices of the keys.
         """
+        # One 64-bit hash per query, of the seed, batch entry, head and query: (B, H, Q, 1).
         state = _mix_bits(self.seed + self.batch * _HASH_FACTORS[0])[:, None]
         state = _mix_bits(state + self.heads * _HASH_FACTORS[1])[:, :, None]
         state = _mix_bits(state + queries * _HASH_FACTORS[2])[:, :, :, None]
         first, second = _split_int64(state)
-        # The work per weight is small: 32-bit arithmetic in one buffer.
+        # One 32-bit hash per weight, from both halves of the query's hash and that of the key, in one buffer.
         numbers = first ^ _split_int64(_mix_bits(keys * _HASH_FACTORS[0] + _HASH_FACTORS[1]))[0]
         numbers.mul_(_HASH_HALF_FACTORS[0])
         numbers ^= numbers >> 15
         numbers.add_(second).mul_(_HASH_HALF_FACTORS[1])
-        return numbers >= min(int(self.p * 2**32) - 2**31, 2**31 - 1)
+        return numbers >= min(int(self.p * 2**32) - 2**31, 2**31 - 1)  # int32 numbers are uniform from -2**31 on
 
 
 def _split_int64(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,34 +98,21 @@ def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class CallMask:
-    """The mask of one attention call, which provides the part of each block."""
+    """The mask of one attention call, which returns the arguments of each block."""
 
-    plan: BlockPlan
-    """Blocks and packed calls to compute."""
-    q_rows: Rows
-    """Valid local query rows."""
-    k_rows: Rows
-    """Valid local key rows."""
-    predicate: str
-    """Text of the mask predicate, "" for none."""
-    mask: Tensor | None
-    """Tensor mask: bool or additive float (B | 1, Hq | 1, Sq | 1, global key length | 1)."""
-    vectors: dict[str, Tensor]
-    """row<i> and col<i>, unsharded: int or bool (B | 1, S)."""
-    sizes: dict[str, int]
-    """Values of the predicate's n<i>."""
-    dropout: Dropout | None
-    """Dropout of the call, None without."""
-    score: str
-    """Name of the score function, "" for none."""
-    heads: list[Tensor]
-    """Vectors (H,) that the score function reads."""
-    tables: list[Tensor]
-    """Tables that the score function indexes."""
-    device: torch.device
-    """Device of the call."""
-    batch: int
-    """Batch size."""
+    plan: BlockPlan  # blocks and packed calls to compute
+    q_rows: Rows  # valid local query rows
+    k_rows: Rows  # valid local key rows
+    predicate: str  # text of the mask predicate, "" for none
+    mask: Tensor | None  # tensor mask: bool or additive float (B | 1, Hq | 1, Sq | 1, global key length | 1)
+    vectors: dict[str, Tensor]  # row<i> and col<i>, unsharded: int or bool (B | 1, S)
+    sizes: dict[str, int]  # values of the predicate's n<i>
+    dropout: Dropout | None  # dropout of the call, None without
+    score: str  # name of the score function, "" for none
+    heads: list[Tensor]  # vectors (H,) that the score function reads
+    tables: list[Tensor]  # tables that the score function indexes
+    device: torch.device  # device of the call
+    batch: int  # batch size
 
     @staticmethod
     def of(q: Tensor, k: Tensor, args: LocalArgs) -> "CallMask":
@@ -118,85 +121,69 @@ class CallMask:
         Raises:
             SpError: If there is dropout without a seed.
         """
-        rows, cols, group = args.rows, args.cols, args.group
-        q_rows, k_rows = (
-            local_valid_rows(args.q_span, q.shape[2], group),
-            local_valid_rows(args.k_span, k.shape[2], group),
-        )
-        numbers = tuple(int(size) for size in args.sizes)
-        found_plan = BlockPlan()
+        q_rows = local_valid_rows(args.q_span, q.shape[2], args.group)
+        k_rows = local_valid_rows(args.k_span, k.shape[2], args.group)
+        sizes, plan = tuple(int(size) for size in args.sizes), BlockPlan()
         if q.shape[0] * q.shape[1] and q_rows and k_rows:
-            found = tuple(map(Pieces.of, args.make_pieces()))
-            vectors_of = found[: len(rows)], found[len(rows) :]
-            found_plan = plan_blocks(args.predicate, q_rows, k_rows, numbers, *vectors_of)
-        dropout = None
-        if args.dropout_p > 0:
-            if args.seed is None:
-                raise SpError("SP431", f"sp::attend: dropout_p={args.dropout_p} needs a seed, got None.")
-            rank = current_communicator().rank(group) if args.split_heads > 1 else 0
-            heads = torch.arange(q.shape[1], device=q.device) + rank % args.split_heads * q.shape[1]
-            batch = torch.arange(q.shape[0], device=q.device)
-            dropout = Dropout(args.seed, args.dropout_p, batch, heads)
-        vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
-        named = {f"n{i}": size for i, size in enumerate(numbers)}
-        of_scores = dropout, args.score, args.heads, args.tables
+            tables = tuple(map(Pieces.of, args.make_pieces()))
+            row_tables, col_tables = tables[: len(args.rows)], tables[len(args.rows) :]
+            plan = plan_blocks(args.predicate, q_rows, k_rows, sizes, row_tables, col_tables)
+        vectors = {f"row{i}": x for i, x in enumerate(args.rows)} | {f"col{i}": x for i, x in enumerate(args.cols)}
         return CallMask(
-            found_plan, q_rows, k_rows, args.predicate, args.mask, vectors, named, *of_scores, q.device, q.shape[0]
-        )
+            plan, q_rows, k_rows, args.predicate, args.mask, vectors, {f"n{i}": size for i, size in enumerate(sizes)},
+            Dropout.of(q, args), args.score, args.heads, args.tables, q.device, q.shape[0],
+        )  # fmt: skip
 
-    def kernel_args(self, block: Block | PackedCall, batch: int, scale: float, kernel: Kernel) -> KernelArgs:
+    def kernel_args(self, block: Block | PackedCall, scale: float, kernel: Kernel) -> KernelArgs:
         """Return the kernel arguments of a block or a packed call.
 
         Args:
             block: The block or packed call.
-            batch: The batch size.
             scale: The factor of the scores.
             kernel: The kernel that runs the block.
         """
+        # Kernels that evaluate mask texts, and windows without mask tensors.
         if kernel.fused:
-            return KernelArgs(scale, pairs=self._masked_pairs())
+            texts = self.plan, self.q_rows, self.k_rows, self.predicate, self.score
+            values = self.vectors, self.sizes, self.heads, self.tables, self.mask
+            return KernelArgs(scale, pairs=PairTexts(*texts, *values))
         if isinstance(block, PackedCall):
-            return KernelArgs(
-                scale, window=block.window, sequences=PackedSequences.of(block, batch, self.device, kernel.pads)
-            )
+            sequences = PackedSequences.of(block, self.batch, self.device, kernel.pads)
+            return KernelArgs(scale, window=block.window, sequences=sequences)
         if block.kind is Kind.BAND:
             return KernelArgs(scale, window=block.window)
+        # Mask tensors: the evaluated predicate, unless the kernel is causal itself, and the block's part of the mask.
         causal = block.kind is Kind.CAUSAL and not kernel.dense and (self.mask is None or kernel.aligned_at_end)
         allowed = None if causal else self.evaluate_predicate(block)
         bias = self._mask_block(block)
         if bias is not None and bias.dtype == torch.bool:
             allowed, bias = bias if allowed is None else allowed & bias, None
-        keep_mask = None
+        # Dropout and the score function.
+        keep_mask, keep_prob = None, 1.0
         if self.dropout is not None:
-            keep_mask = self.dropout.keep_mask(
-                *(row_indices(*rows, self.device) for rows in (self._query_rows(block), self._key_rows(block)))
-            )
-        rate = 1 if self.dropout is None else 1 - self.dropout.p
-        return KernelArgs(scale, causal, allowed, bias, keep_mask, self._score_call(block), rate)
-
-    def _masked_pairs(self) -> PairTexts:
-        """Return the texts and values for a fused kernel."""
-        rows, texts = (self.q_rows, self.k_rows), (self.predicate, self.score)
-        return PairTexts(self.plan, *rows, *texts, self.vectors, self.sizes, self.heads, self.tables, self.mask)
+            queries = row_indices(*self._query_rows(block), self.device)
+            keys = row_indices(*self._key_rows(block), self.device)
+            keep_mask, keep_prob = self.dropout.keep_mask(queries, keys), 1 - self.dropout.p
+        return KernelArgs(scale, causal, allowed, bias, keep_mask, self._score_call(block), keep_prob)
 
     def _score_call(self, block: Block) -> ScoreCall | None:
         """Return the score function of a block with the values that it reads."""
         if not self.score:
             return None
-        of_heads = {f"head{i}": x[:, None, None] for i, x in enumerate(self.heads)}
-        vectors = of_heads | {f"table{i}": x for i, x in enumerate(self.tables)}
-        places = {name: self._symbol_value(name, block) for name in scores.score_symbols(self.score) - vectors.keys()}
-        return ScoreCall(self.score, places | vectors)
+        values: dict[str, Any] = {f"head{i}": x[:, None, None] for i, x in enumerate(self.heads)}
+        values |= {f"table{i}": x for i, x in enumerate(self.tables)}
+        for name in scores.score_symbols(self.score) - values.keys():
+            values[name] = self._symbol_value(name, block)
+        return ScoreCall(self.score, values)
 
     def evaluate_predicate(self, block: Block) -> Tensor | None:
         """Evaluate the block's remaining conditions for each pair: bool (B | 1, 1, Q | 1, K | 1), or None."""
         if not block.conditions:
             return None
-        names = {name for condition in block.conditions for name in language.predicate_symbols(condition)}
+        names = frozenset().union(*map(language.predicate_symbols, block.conditions))
         values = {name: self._symbol_value(name, block) for name in names}
-        allowed = reduce(
-            torch.logical_and, (torch.as_tensor(language.evaluate_mask(c, values)) for c in block.conditions)
-        )
+        masks = [torch.as_tensor(language.evaluate_mask(condition, values)) for condition in block.conditions]
+        allowed = reduce(torch.logical_and, masks)
         return allowed.view([1] * (4 - allowed.ndim) + list(allowed.shape))
 
     def _symbol_value(self, name: str, block: Block) -> Any:
@@ -205,40 +192,44 @@ class CallMask:
             return self.sizes[name]
         if name == "b":
             return torch.arange(self.batch, device=self.device)[:, None, None, None]
-        of_query = is_query_symbol(name)
-        where = self._query_rows(block) if of_query else self._key_rows(block)
-        if name not in self.vectors:
-            x = row_indices(*where, self.device)
-            return x[:, None] if of_query else x[None, :]
-        x = take_rows(self.vectors[name], 1, *where)[:, None, :].unsqueeze(-1 if of_query else -2)
-        return x.to(torch.int64) if x.dtype == torch.bool else x
+        is_query = is_query_symbol(name)
+        rows = self._query_rows(block) if is_query else self._key_rows(block)
+        if name not in self.vectors:  # q or k
+            indices = row_indices(*rows, self.device)
+            return indices[:, None] if is_query else indices[None, :]
+        values = take_rows(self.vectors[name], 1, *rows)[:, None, :].unsqueeze(-1 if is_query else -2)
+        return values.to(torch.int64) if values.dtype == torch.bool else values
 
     def _mask_block(self, block: Block) -> Tensor | None:
         """Return the block's part of the tensor mask."""
         if self.mask is None:
             return None
-        part = self.mask.narrow(2, *block.query_rows) if self.mask.shape[2] > 1 else self.mask
-        return take_rows(part, 3, *self._key_rows(block)) if part.shape[3] > 1 else part
+        mask = self.mask.narrow(2, *block.query_rows) if self.mask.shape[2] > 1 else self.mask
+        return take_rows(mask, 3, *self._key_rows(block)) if mask.shape[3] > 1 else mask
 
     def _query_rows(self, block: Block) -> tuple[Rows, int, int]:
+        """Return the rows of the local queries, and the first and the end of the block's."""
         return self.q_rows, block.q_off, block.q_off + block.q_len
 
     def _key_rows(self, block: Block) -> tuple[Rows, int, int]:
+        """Return the rows of the local keys, and the first and the end of the block's."""
         return self.k_rows, block.k_off, block.k_off + block.k_len
 
-    def add_grad(self, total: Tensor, part: Tensor, block: Block) -> None:
+    def add_grad(self, dmask: Tensor, block_dmask: Tensor, block: Block) -> None:
         """Add the gradient of a block's mask to the gradient of the mask in place.
 
         Args:
-            total: The gradient of the mask, in the shape of the mask.
-            part: The gradient of the block's mask.
+            dmask: The gradient of the mask, in the shape of the mask.
+            block_dmask: The gradient of the block's mask.
             block: The block.
         """
-        rows = total.narrow(2, *block.query_rows) if total.shape[2] > 1 else total
-        if total.shape[3] == 1:
-            rows += part
+        rows = dmask.narrow(2, *block.query_rows) if dmask.shape[2] > 1 else dmask
+        if dmask.shape[3] == 1:
+            rows += block_dmask
             return
-        done = 0
+        # The block's keys are consecutive local rows, which may be several intervals of global indices.
+        offset = 0
         for first, last in index_intervals(*self._key_rows(block)):
-            rows.narrow(3, first, last + 1 - first).add_(part.narrow(3, done, last + 1 - first))
-            done += last + 1 - first
+            length = last + 1 - first
+            rows.narrow(3, first, length).add_(block_dmask.narrow(3, offset, length))
+            offset += length

@@ -4,13 +4,16 @@ A compiler that traces additions may postpone them: it adds all parts in one ker
 then. The accumulators of a ring are therefore updated in place, by opaque operators.
 """
 
-from bisect import bisect_left
+from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.library import opaque
+from sp_compile.lowering.masks.pieces import Flags
 from sp_compile.lowering.triton import can_use_triton
 
 from .kernel_args import finite_lse
@@ -40,8 +43,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 def merge_pointwise(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``merge`` with pointwise operations."""
-    old_share, share, lse = _merge_weights(lse_a, lse_b)
-    return out_a.to(lse.dtype) * old_share + out_b.to(lse.dtype) * share, lse
+    weight_a, weight_b, lse = _merge_weights(lse_a, lse_b)
+    return out_a.to(lse.dtype) * weight_a + out_b.to(lse.dtype) * weight_b, lse
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,8 +60,8 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The new (out, lse) in lse's dtype.
     """
-    both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    return out.to(lse.dtype) * torch.exp(lse - finite_lse(both)).unsqueeze(-1), both
+    total_lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return out.to(lse.dtype) * torch.exp(lse - finite_lse(total_lse)).unsqueeze(-1), total_lse
 
 
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -76,13 +79,13 @@ def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weights (..., S, 1) of both operands and the merged lse (..., S)."""
-    top = torch.maximum(lse_a, lse_b)
-    finite = torch.where(top == -torch.inf, 0.0, top)
-    a, b = torch.exp(lse_a - finite), torch.exp(lse_b - finite)
-    total = a + b
-    # The larger of the two is 1, so only the empty sum 0 is less than 1.
+    max_lse = torch.maximum(lse_a, lse_b)
+    finite_max = torch.where(max_lse == -torch.inf, 0.0, max_lse)
+    exp_a, exp_b = torch.exp(lse_a - finite_max), torch.exp(lse_b - finite_max)
+    total = exp_a + exp_b
+    # The larger of the two is 1, so the total is less than 1 only if both are 0.
     divisor = total.clamp_min(1.0)
-    return (a / divisor).unsqueeze(-1), (b / divisor).unsqueeze(-1), finite + torch.log(total)
+    return (exp_a / divisor).unsqueeze(-1), (exp_b / divisor).unsqueeze(-1), finite_max + torch.log(total)
 
 
 @opaque(
@@ -104,14 +107,13 @@ def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> No
         from sp_compile.lowering.triton.merge_kernel import launch_merge
 
         launch_merge(out, lse, block, block_lse, into=(out, lse))
-    else:
-        rows = (
-            _rows_with_keys(block_lse) if out.device.type == "cpu" else slice(None)
-        )  # on a GPU this would synchronize
+        return
+    if out.device.type == "cpu":  # on a GPU this would synchronize
+        rows = _rows_with_keys(block_lse)
         out, lse, block, block_lse = out[..., rows, :], lse[..., rows], block[..., rows, :], block_lse[..., rows]
-        old_share, share, both = _merge_weights(lse, block_lse)
-        out.mul_(old_share).addcmul_(block, share)
-        lse.copy_(both)
+    old_weight, block_weight, merged_lse = _merge_weights(lse, block_lse)
+    out.mul_(old_weight).addcmul_(block, block_weight)
+    lse.copy_(merged_lse)
 
 
 def _rows_with_keys(lse: Tensor) -> slice:
@@ -119,8 +121,8 @@ def _rows_with_keys(lse: Tensor) -> slice:
 
     In most steps of a ring this is half of a zigzag shard.
     """
-    found = (lse != -torch.inf).flatten(0, -2).any(0).nonzero()
-    return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0)
+    rows = (lse != -torch.inf).flatten(0, -2).any(0).nonzero()
+    return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0)
 
 
 @opaque("add_into(Tensor(a!) total, Tensor part) -> ()", lambda total, part: None)
@@ -129,51 +131,56 @@ def add_into(total: Tensor, part: Tensor) -> None:
     total.add_(part)
 
 
+class RowRange(NamedTuple):
+    """Consecutive rows of a buffer that are all written or all not written."""
+
+    offset: int  # first row
+    length: int  # number of rows
+    is_new: bool  # whether they are not written
+
+
 class WrittenRows:
-    """Record of the written rows of a buffer, as sorted disjoint runs that do not touch."""
+    """Record of the written rows of a buffer."""
 
-    def __init__(self) -> None:
-        """Create a record without written rows."""
-        self._runs: list[tuple[int, int]] = []
+    def __init__(self, length: int) -> None:
+        """Create a record of ``length`` unwritten rows."""
+        self._is_written = np.zeros(length, np.bool_)
 
-    def add(self, rows: tuple[int, int]) -> list[tuple[int, int, bool]]:
-        """Mark the rows (offset, length) as written; return their parts (offset, length, is_new) in order."""
-        start, stop = rows[0], sum(rows)
-        if start == stop:
-            return []
-        first = last = bisect_left(self._runs, start, key=lambda run: run[1])
-        at, found = start, []
-        while last < len(self._runs) and self._runs[last][0] <= stop:
-            low, high = max(self._runs[last][0], at), min(self._runs[last][1], stop)
-            found += [(at, low, True), (low, high, False)]
-            at, last = high, last + 1
-        found.append((at, stop, True))
-        touched = [(start, stop), *self._runs[first:last]]
-        self._runs[first:last] = [(min(run[0] for run in touched), max(run[1] for run in touched))]
-        return [(low, high - low, new) for low, high, new in found if high > low]
+    def add(self, rows: tuple[int, int]) -> list[RowRange]:
+        """Mark the rows (offset, length) as written; return them in order, split by their state before."""
+        offset, length = rows
+        is_written = self._is_written[offset : offset + length]
+        ranges = [RowRange(offset + start, length, is_new) for start, length, is_new in _split_by_state(is_written)]
+        is_written[:] = True
+        return ranges
 
-    def gaps(self, length: int) -> list[tuple[int, int]]:
-        """Return the unwritten rows among the first ``length`` as a list of (offset, length)."""
-        edges = [0, *(edge for run in self._runs for edge in run), length]
-        return [(low, high - low) for low, high in zip(edges[::2], edges[1::2]) if high > low]
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the unwritten rows as a list of (offset, length)."""
+        return [(offset, length) for offset, length, is_new in _split_by_state(self._is_written) if is_new]
+
+
+def _split_by_state(is_written: Flags) -> list[RowRange]:
+    """Split rows where their state changes."""
+    edges = [0, *(np.flatnonzero(np.diff(is_written)) + 1).tolist(), len(is_written)]
+    return [RowRange(start, stop - start, not is_written[start]) for start, stop in pairwise(edges) if start < stop]
 
 
 class GradAccumulator:
-    """Accumulator of a gradient that arrives in parts along dim 2.
+    """Accumulator of a gradient (B, H, S, D) whose parts along S are added one after the other.
 
     A first part that covers all rows is stored without a copy if its dtype matches.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype, place: Tensor | None = None) -> None:
+    def __init__(self, like: Tensor, dtype: torch.dtype, buffer: Tensor | None = None) -> None:
         """Create an empty accumulator.
 
         Args:
             like: (B, H, S, D), the tensor whose gradient is accumulated.
             dtype: Dtype of the gradient.
-            place: The buffer to write to; None to allocate one.
+            buffer: (B, H, S, D), the tensor to write to; None to allocate one.
         """
-        self._like, self._dtype, self._total, self._fixed = like, dtype, place, place is not None
-        self._written = WrittenRows()
+        self._like, self._dtype, self._total, self._has_fixed_buffer = like, dtype, buffer, buffer is not None
+        self._written = WrittenRows(like.shape[2])
 
     def add(self, part: Tensor, rows: tuple[int, int]) -> None:
         """Add ``part`` to the rows (offset, length)."""
@@ -181,21 +188,22 @@ class GradAccumulator:
         if self._total is None and rows == (0, self._like.shape[2]) and part.dtype == self._dtype:
             self._total = part
             return
-        for start, length, new in parts:
-            here, more = self._buffer().narrow(2, start, length), part.narrow(2, start - rows[0], length)
-            here.copy_(more) if new else here.add_(more)
+        for offset, length, is_new in parts:
+            total, addend = self._buffer().narrow(2, offset, length), part.narrow(2, offset - rows[0], length)
+            total.copy_(addend) if is_new else total.add_(addend)
 
     def _buffer(self) -> Tensor:
+        """Return the buffer of the sum, allocated at the first call."""
         if self._total is None:
             self._total = empty_rows_first(self._like, self._dtype)
         return self._total
 
     def total(self) -> Tensor:
-        """Return the sum, 0 in unwritten rows; without ``place`` in the memory layout of `empty_rows_first`."""
+        """Return the sum, 0 in unwritten rows; in an own buffer in the memory layout of `empty_rows_first`."""
         total = self._buffer()
-        for gap in self._written.gaps(self._like.shape[2]):
+        for gap in self._written.gaps():
             total.narrow(2, *gap).zero_()
-        return total if self._fixed else total.transpose(1, 2).contiguous().transpose(1, 2)
+        return total if self._has_fixed_buffer else total.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def empty_rows_first(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -205,16 +213,16 @@ def empty_rows_first(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class SoftmaxAccumulator:
-    """Accumulator of attention outputs that arrive in parts.
+    """Accumulator of the outputs of several kernel calls.
 
-    A part belongs to other queries, or to other keys of the same queries.
+    Each call has other queries, or other keys of the same queries. In the second case outputs are merged.
     """
 
     def __init__(self, q: Tensor, width: int) -> None:
         """Create an empty accumulator for the queries q (B, H, S, D) and values of ``width`` elements."""
         self._q, self._shape = q, (*q.shape[:3], width)
         self._total: tuple[Tensor, Tensor] | None = None
-        self._written = WrittenRows()
+        self._written = WrittenRows(q.shape[2])
 
     def add(self, out: Tensor, lse: Tensor, rows: tuple[int, int]) -> None:
         """Merge a part into the accumulator.
@@ -229,18 +237,19 @@ class SoftmaxAccumulator:
             self._total = out, lse
             return
         total = self._buffers()
-        if not all(new for _, _, new in parts):
+        if not all(part.is_new for part in parts):  # merged results need the precision of lse
             total = self._total = total[0].to(lse.dtype), total[1]
         if parts == [(*all_rows, False)]:
             self._total = merge(*total, out, lse)
             return
-        for start, length, new in parts:
-            here = [x.narrow(2, start, length) for x in total]
-            more = [x.narrow(2, start - rows[0], length) for x in (out, lse)]
-            for x, value in zip(here, more if new else merge(*here, *more)):
+        for offset, length, is_new in parts:
+            old = [x.narrow(2, offset, length) for x in total]
+            new = [x.narrow(2, offset - rows[0], length) for x in (out, lse)]
+            for x, value in zip(old, new if is_new else merge(*old, *new)):
                 x.copy_(value)
 
     def _buffers(self) -> tuple[Tensor, Tensor]:
+        """Return the buffers of out and lse, allocated at the first call."""
         if self._total is None:
             lse = self._q.new_empty(self._shape[:3], dtype=accumulation_dtype(self._q.dtype))
             self._total = self._q.new_empty(self._shape), lse
@@ -249,7 +258,7 @@ class SoftmaxAccumulator:
     def total(self) -> tuple[Tensor, Tensor]:
         """Return (out, lse), contiguous, out in q's dtype; 0 and -inf in unwritten rows."""
         out, lse = self._buffers()
-        for gap in self._written.gaps(self._shape[2]):
+        for gap in self._written.gaps():
             out.narrow(2, *gap).zero_()
             lse.narrow(2, *gap).fill_(-torch.inf)
         return out.to(self._q.dtype).contiguous(), lse.contiguous()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor
 from sp_compile.lowering.base.frames import FrameArg, is_padded, nearest_rows, own_positions
 from sp_compile.lowering.masks.spans import Span, shard_span
 
-HEADS, SEQUENCE = 1, 2
-_SCHEMA_TYPES = {
+HEADS, SEQUENCE = 1, 2  # dims of q, k and v
+_SCHEMA_TYPES = {  # types of fields in an operator's schema, where they differ from Python's
     "Tensor | None": "Tensor?",
     "list[Tensor]": "Tensor[]",
     "list[int]": "SymInt[]",
@@ -35,30 +36,18 @@ _SCHEMA_TYPES = {
 class AttentionArgs:
     """Arguments of the softmax weights that all attention operators share."""
 
-    mask: Tensor | None
-    """Tensor mask: bool or additive, (B | 1, H | 1, S | 1, T | 1)."""
-    rows: list[Tensor]
-    """Query vectors that the predicate reads, (B | 1, S), replicated."""
-    cols: list[Tensor]
-    """Key vectors that the predicate reads, (B | 1, T), replicated."""
-    pieces: list[Tensor]
-    """Tables of rows, then of cols (see ``masks/pieces.py``); [] if they do not exist yet."""
-    sizes: list[int]
-    """Sizes that the predicate reads."""
-    predicate: str
-    """Text of the mask predicate (see ``masks/predicate.py``), "" if every query attends to all keys."""
-    seed: Tensor | None
-    """Dropout seed, int64 (). One seed drops the same weights on any number of ranks."""
-    dropout_p: float
-    """Probability to drop a weight."""
-    scale: float | None
-    """Factor of the scores."""
-    score: str
-    """Name of the score function, applied before masks (see ``masks/score.py``), "" for none."""
-    heads: list[Tensor]
-    """Constant vectors (H,) that the score function reads, one number per query head."""
-    tables: list[Tensor]
-    """Tables that the score function indexes, replicated; not together with a mask."""
+    mask: Tensor | None  # tensor mask: bool or additive, (B | 1, H | 1, S | 1, T | 1)
+    rows: list[Tensor]  # query vectors that the predicate reads, (B | 1, S), replicated
+    cols: list[Tensor]  # key vectors that the predicate reads, (B | 1, T), replicated
+    pieces: list[Tensor]  # tables of rows, then of cols (see ``masks/pieces.py``); [] if they do not exist yet
+    sizes: list[int]  # sizes that the predicate reads
+    predicate: str  # text of the mask predicate (see ``masks/predicate.py``), "" if every query attends to all keys
+    seed: Tensor | None  # Dropout seed, int64 (). One seed drops the same weights on any number of ranks.
+    dropout_p: float  # probability to drop a weight
+    scale: float | None  # factor of the scores
+    score: str  # name of the score function, applied before masks (see ``masks/score.py``), "" for none
+    heads: list[Tensor]  # constant vectors (H,) that the score function reads, one number per query head
+    tables: list[Tensor]  # tables that the score function indexes, replicated; not together with a mask
 
     @classmethod
     def schema(cls) -> str:
@@ -84,25 +73,20 @@ class AttentionArgs:
         vectors = [*self.rows, *self.cols]
         if self.pieces or not vectors:
             return self.pieces
-        distinct = list({id(x): x for x in vectors}.values())
-        found = dict(zip(map(id, distinct), torch.ops.sp.pieces(distinct), strict=True))
-        return [found[id(x)] for x in vectors]
+        distinct = {id(x): x for x in vectors}
+        tables = dict(zip(distinct, torch.ops.sp.pieces(list(distinct.values())), strict=True))
+        return [tables[id(x)] for x in vectors]
 
 
 @dataclass(frozen=True)
 class LocalArgs(AttentionArgs):
     """Arguments of attention over local queries and local keys."""
 
-    scale: float
-    """Factor of the scores."""
-    q_span: Span
-    """Span of the local queries (see ``masks/spans.py``)."""
-    k_span: Span
-    """Span of the local keys."""
-    split_heads: int
-    """Number of neighboring ranks that split the heads."""
-    group: str
-    """Process group of the spans."""
+    scale: float  # factor of the scores
+    q_span: Span  # span of the local queries (see ``masks/spans.py``)
+    k_span: Span  # span of the local keys
+    split_heads: int  # number of neighboring ranks that split the heads
+    group: str  # process group of the spans
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, k_span: Span, after: list[Tensor] | None = None
@@ -122,27 +106,20 @@ class LocalArgs(AttentionArgs):
         return torch.ops.sp.attend(q, k, v, *replace(self, k_span=k_span).to_flat(), after)
 
     def grads(
-        self,
-        upstream: tuple[Tensor, Tensor, Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_span: Span,
-        mask_grad: bool,
-        after: list[Tensor] | None = None,
-        packed: str = "",
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, k_span: Span, mask_grad: bool,
+        after: list[Tensor] | None = None, packed: str = "",
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Return dq, dk, dv and the gradient of the mask or of the tables from these keys.
 
         Args:
             upstream: The cotangent, and the out and lse over all keys.
-            q: (B, H, s, D).
-            k: (B, Hkv, t, D).
-            v: (B, Hkv, t, E).
+            q: As in `attend`, and so are k, v, k_span and after.
+            k: The keys.
+            v: The values.
             k_span: The span of the keys.
             mask_grad: Whether the mask or the tables need a gradient.
             after: Tensors that must exist before the operator runs.
-            packed: "" or "last", "stack" or "rows": return dk and dv packed for sending in place of dk.
+            packed: "" or the layout in which dk and dv are packed in place of dk (see ``sp::attend_backward``).
         """
         grad, out, lse = upstream
         args = replace(self, k_span=k_span).to_flat()
@@ -153,11 +130,11 @@ class LocalArgs(AttentionArgs):
         return [self.mask, self.seed, *self.rows, *self.cols, *self.pieces, *self.heads, *self.tables]
 
     def with_tensors(self, tensors: list[Tensor | None]) -> LocalArgs:
-        """Return a copy with other `tensors()`."""
+        """Return a copy with other `tensors()`, in their order."""
         mask, seed, *vectors = tensors
-        lengths = [len(x) for x in (self.rows, self.cols, self.pieces, self.heads, self.tables)]
-        rows, cols, pieces, heads, tables = ([vectors.pop(0) for _ in range(length)] for length in lengths)
-        return replace(self, mask=mask, seed=seed, rows=rows, cols=cols, pieces=pieces, heads=heads, tables=tables)
+        names, remaining = ("rows", "cols", "pieces", "heads", "tables"), iter(vectors)
+        lists: dict[str, Any] = {name: list(islice(remaining, len(getattr(self, name)))) for name in names}
+        return replace(self, mask=mask, seed=seed, **lists)
 
     def num_learned(self) -> int:
         """Return the number of elements of the floating-point tables, whose gradients form one flat tensor."""
@@ -165,14 +142,11 @@ class LocalArgs(AttentionArgs):
 
     def split_tables(self, learned: Tensor) -> list[Tensor | None]:
         """Split the flat gradient into a view per table; None for tables without a floating dtype."""
-        found: list[Tensor | None] = []
-        for x in self.tables:
-            if not x.is_floating_point():
-                found.append(None)
-                continue
-            found.append(learned[: x.numel()].view(x.shape))
-            learned = learned[x.numel() :]
-        return found
+        ends = accumulate(x.numel() if x.is_floating_point() else 0 for x in self.tables)
+        return [
+            learned[end - x.numel() : end].view(x.shape) if x.is_floating_point() else None
+            for end, x in zip(ends, self.tables)
+        ]
 
     def table_grads(self, learned: Tensor) -> list[Tensor | None]:
         """Split the flat gradient into a tensor per table, in the tables' dtypes."""
@@ -186,20 +160,13 @@ class ShardArgs(AttentionArgs):
     The mask is replicated and its cotangent is partial. A seed of None is drawn.
     """
 
-    sinks: Tensor | None
-    """(H,), a logit per query head that belongs to no key; replicated, with a partial cotangent."""
-    lse: bool
-    """Whether each row of the result ends with its log-sum-exp; not together with sinks."""
-    q_frame: FrameArg
-    """Placement of the queries' sequence dim."""
-    k_frame: FrameArg
-    """Placement of the keys' sequence dim; [] if keys are replicated."""
-    n: int
-    """Number of ranks."""
-    group: str
-    """Name of the process group."""
-    balance: bool
-    """Whether the operator exchanges contiguous shards for zigzag ones, and back."""
+    sinks: Tensor | None  # (H,), a logit per query head that belongs to no key; replicated, with a partial cotangent
+    lse: bool  # whether each row of the result ends with its log-sum-exp; not together with sinks
+    q_frame: FrameArg  # placement of the queries' sequence dim
+    k_frame: FrameArg  # placement of the keys' sequence dim; [] if keys are replicated
+    n: int  # number of ranks
+    group: str  # name of the process group
+    balance: bool  # whether the operator exchanges contiguous shards for zigzag ones, and back
 
     def local(self, q: Tensor, stride: int) -> LocalArgs:
         """Return the arguments of this rank's blocks.
@@ -212,10 +179,12 @@ class ShardArgs(AttentionArgs):
         if self.dropout_p and seed is None:
             seed = torch.randint(1 << 62, (), dtype=torch.int64, device=q.device)
         scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
-        lookups = list(self.rows), list(self.cols), self.make_pieces(), list(self.sizes), self.predicate
-        rows = shard_span(self.q_frame, self.n, stride)
-        scores = seed, self.dropout_p, scale, self.score, [self._local_heads(x, 0, stride) for x in self.heads]
-        return LocalArgs(self._local_mask(stride), *lookups, *scores, list(self.tables), rows, [], stride, self.group)
+        heads = [self._local_heads(x, 0, stride) for x in self.heads]
+        return LocalArgs(
+            self._local_mask(stride), list(self.rows), list(self.cols), self.make_pieces(), list(self.sizes),
+            self.predicate, seed, self.dropout_p, scale, self.score, heads, list(self.tables),
+            q_span=shard_span(self.q_frame, self.n, stride), k_span=[], split_heads=stride, group=self.group,
+        )  # fmt: skip
 
     def local_sinks(self, stride: int) -> Tensor | None:
         """Return the sinks of this rank's heads among ``stride`` neighbors."""
@@ -240,6 +209,6 @@ class ShardArgs(AttentionArgs):
         return mask if mask.shape[HEADS] == 1 else self._local_heads(mask, HEADS, stride)
 
     def to_zigzag(self) -> ShardArgs:
-        """Return a copy for the zigzag layout."""
+        """Return a copy whose frames have the zigzag layout (two folds), without a further exchange."""
         q_frame, k_frame = ([*frame[:4], 2] if len(frame) else frame for frame in (self.q_frame, self.k_frame))
         return replace(self, q_frame=q_frame, k_frame=k_frame, balance=False)

@@ -1,4 +1,4 @@
-"""Prepare the sequences of a packed kernel call: boundaries, packed rows and padded log-sum-exps.
+"""Prepare the sequences of a packed kernel call (varlen attention): boundaries, packed rows, padded log-sum-exps.
 
 FlashAttention treats rows between two sequences as sequences of their own that attend to nothing. Memory-efficient
 attention allocates memory for every sequence as for the longest, and its backward divides by the number of queries. It
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,41 +25,31 @@ from torch import Tensor
 from sp_compile.lowering.masks.blocks import AttendedRun, PackedCall, merge_runs
 from sp_compile.lowering.masks.pieces import Ints
 
-MAX_CALLS = 3
-"""The usual maximum number of calls of one attention; see `split_by_length`."""
+MAX_CALLS = 3  # the usual maximum number of calls of one attention; see `split_by_length`
+# Minimum ratio of allocated to used rows that justifies a further call: for fewer than MAX_CALLS calls, and otherwise.
 MIN_SAVING, MAX_PADDING = 2, 8
-"""Minimum ratio of allocated to used rows for a further call, below and from MAX_CALLS calls on."""
-UNSPLIT_BYTES = 64 << 20
-"""Allocations up to this size (bytes) are not split."""
-MAX_SEQUENCES = (1 << 16) - 1
-"""The maximum number of sequences of one call: the size of a CUDA grid dim."""
-ROW_ALIGNMENT = 32
-"""Memory-efficient attention pads log-sum-exps to a multiple of this number of rows."""
+UNSPLIT_BYTES = 64 << 20  # allocations up to this size (bytes) are not split
+MAX_SEQUENCES = (1 << 16) - 1  # the maximum number of sequences of one call: the size of a CUDA grid dim
+ROW_ALIGNMENT = 32  # memory-efficient attention pads log-sum-exps to a multiple of this number of rows
 
 
 class SequenceSide(NamedTuple):
     """The sequences of the queries or of the keys of a call, on the host."""
 
+    # int32 (2, sequences + 1): each sequence's end in the packed rows, from 0 on; and its first row in all rows
     table: Tensor
-    """int32 (2, sequences + 1): each sequence's end in the packed rows, from 0 on; and its first row in all rows."""
-    is_scattered: bool
-    """Whether there are rows between sequences that belong to none."""
-    total: int
-    """Number of rows of all sequences."""
-    max_length: int
-    """Number of rows of the longest sequence."""
+    is_scattered: bool  # whether there are rows between sequences that belong to none
+    total: int  # number of rows of all sequences
+    max_length: int  # number of rows of the longest sequence
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
     """The queries or keys of a call on its device, with the rows of all batch entries concatenated."""
 
-    table: Tensor
-    """`SequenceSide.table` on the device."""
-    side: SequenceSide
-    """Sequences of this side, on the host."""
-    size: int
-    """Number of all rows, including rows that belong to no sequence."""
+    table: Tensor  # `SequenceSide.table` on the device
+    side: SequenceSide  # sequences of this side, on the host
+    size: int  # number of all rows, including rows that belong to no sequence
 
     @property
     def ends(self) -> Tensor:
@@ -72,7 +62,7 @@ class PackedRows:
         return self.side.max_length
 
     def _repeat_per_row(self, numbers: Tensor) -> Tensor:
-        """Repeat a number of each sequence for each of its rows."""
+        """Repeat a number of each sequence for each of its rows: (sequences,) to (total,)."""
         return numbers.repeat_interleave(self.ends.diff(), output_size=self.side.total)
 
     @cached_property
@@ -92,17 +82,17 @@ class PackedRows:
         rows = x.flatten(0, 1)
         return (rows.index_select(0, self._packed_positions) if self.side.is_scattered else rows)[None]
 
-    def unpack(self, x: Tensor, batch: int, other: float = 0.0) -> Tensor:
-        """Undo `pack`; rows that belong to no sequence are filled with ``other``."""
+    def unpack(self, x: Tensor, batch: int, fill: float = 0.0) -> Tensor:
+        """Undo `pack`; rows that belong to no sequence are filled with ``fill``."""
         rows = x[0]
         if self.side.is_scattered:
-            rows = x.new_full((self.size, *x.shape[2:]), other).index_copy_(0, self._packed_positions, rows)
+            rows = x.new_full((self.size, *x.shape[2:]), fill).index_copy_(0, self._packed_positions, rows)
         return rows.unflatten(0, (batch, -1))
 
     def pad_per_sequence(self, x: Tensor) -> Tensor:
         """Pad (1, total, H) to (sequences, H, max_length rounded up to ROW_ALIGNMENT) with +inf."""
-        longest = self.max_length + -self.max_length % ROW_ALIGNMENT
-        padded = x.new_full((len(self.ends) - 1, x.shape[2], longest), torch.inf)
+        padded_length = self.max_length + -self.max_length % ROW_ALIGNMENT
+        padded = x.new_full((len(self.ends) - 1, x.shape[2], padded_length), torch.inf)
         padded[self._padded_positions] = x[0]
         return padded
 
@@ -114,10 +104,8 @@ class PackedRows:
 class PackedSequences(NamedTuple):
     """The queries and keys of a PACKED call."""
 
-    queries: PackedRows
-    """Query rows."""
-    keys: PackedRows
-    """Key rows."""
+    queries: PackedRows  # query rows
+    keys: PackedRows  # key rows
 
     @staticmethod
     def of(call: PackedCall, batch: int, device: torch.device, unpadded: bool) -> PackedSequences:
@@ -129,13 +117,10 @@ class PackedSequences(NamedTuple):
             device: The device of the tables.
             unpadded: Leave out rows that belong to no sequence, and sequences without queries or without keys.
         """
-        pinned = device.type == "cuda"
-        sides = _packed_sides(call, batch, unpadded, pinned)
-        rows = call.query_rows[1] * batch, call.key_rows[1] * batch
-        queries, keys = (
-            PackedRows(side.table.to(device, non_blocking=True), side, size) for side, size in zip(sides, rows)
-        )
-        return PackedSequences(queries, keys)
+        sides = _packed_sides(call, batch, unpadded, pinned=device.type == "cuda")
+        tables = [side.table.to(device, non_blocking=True) for side in sides]
+        sizes = call.query_rows[1] * batch, call.key_rows[1] * batch
+        return PackedSequences(*map(PackedRows, tables, sides, sizes))
 
 
 @lru_cache(maxsize=256)
@@ -143,27 +128,32 @@ def _packed_sides(call: PackedCall, batch: int, unpadded: bool, pinned: bool) ->
     """Return both sides of a call; cached, so that host memory outlives an asynchronous copy."""
     if unpadded:
         runs = call.runs()
-        sides = [[run.q for run in runs], [run.k for run in runs]]
+        queries, keys = [run.q for run in runs], [run.k for run in runs]
     else:
-        sides = [list(pairwise(call.queries)), list(pairwise(call.keys))]
-    queries, keys = (
-        _packed_side(np.array(side), batch, rows, pinned) for side, rows in zip(sides, (call.query_rows, call.key_rows))
-    )
-    return queries, keys
+        queries, keys = list(pairwise(call.queries)), list(pairwise(call.keys))
+    query_side = _packed_side(np.array(queries), batch, call.query_rows, pinned)
+    return query_side, _packed_side(np.array(keys), batch, call.key_rows, pinned)
 
 
-def _packed_side(stretches: Ints, batch: int, rows: tuple[int, int], pinned: bool) -> SequenceSide:
-    """Return one side from its sequences (sequences, 2) and its rows (offset, length)."""
-    offset, length = rows
-    begins = (np.arange(batch)[:, None] * length + (stretches[:, 0] - offset)).ravel()
-    ends = np.append(0, np.cumsum(np.tile(stretches[:, 1] - stretches[:, 0], batch)))
+def _packed_side(bounds: Ints, batch: int, rows: tuple[int, int], pinned: bool) -> SequenceSide:
+    """Return one side of a call.
+
+    Args:
+        bounds: (sequences, 2), first row and end of each sequence of a batch entry.
+        batch: Number of batch entries, which have the same sequences.
+        rows: (offset, length) of the rows of a batch entry.
+        pinned: Whether to use pinned host memory.
+    """
+    (offset, length), lengths = rows, bounds[:, 1] - bounds[:, 0]
+    begins = (np.arange(batch)[:, None] * length + (bounds[:, 0] - offset)).ravel()
+    ends = np.append(0, np.cumsum(np.tile(lengths, batch)))
     host = torch.from_numpy(np.stack([ends, np.append(begins, batch * length)]).astype(np.int32))
-    total, most = int(ends[-1]), int((stretches[:, 1] - stretches[:, 0]).max())
-    return SequenceSide(host.pin_memory() if pinned else host, total < batch * length, total, most)
+    total = int(ends[-1])
+    return SequenceSide(host.pin_memory() if pinned else host, total < batch * length, total, int(lengths.max()))
 
 
 def split_by_length(
-    calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, other_sequences: int = 0
+    calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, other_calls: int = 0
 ) -> tuple[PackedCall, ...]:
     """Split calls until they fit CUDA's grid and waste little memory.
 
@@ -173,37 +163,38 @@ def split_by_length(
         row_bytes: Bytes of a query row, for a kernel that allocates memory for each sequence as for the longest of its
             call; None for other kernels. Such calls are split where sequence lengths differ much, into at most
             MAX_CALLS unless a call still allocates more than MAX_PADDING times the number of rows.
-        other_sequences: The number of other calls.
+        other_calls: The number of other calls.
 
     Returns:
         Calls with the same sequences.
     """
     if row_bytes is None and all(batch * len(call.queries) <= MAX_SEQUENCES for call in calls):
         return calls
-    return _split_by_length(calls, batch, row_bytes, other_sequences)
+    return _split_by_length(calls, batch, row_bytes, other_calls)
 
 
 @lru_cache(maxsize=256)
 def _split_by_length(
-    calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, other_sequences: int
+    calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, other_calls: int
 ) -> tuple[PackedCall, ...]:
-    most = MAX_SEQUENCES // batch
+    """Return the result of `split_by_length` where a call may have to be split."""
+    # Split calls into parts (lists of sequences) that fit CUDA's grid.
+    max_runs = MAX_SEQUENCES // batch
     if row_bytes is None:
-        most //= 3  # both sides may have rows between two sequences
-    parts = [part for call in calls for part in _split_runs(call.runs(), max(1, most))]
+        max_runs //= 3  # both sides may have rows between two sequences
+    parts: list[Sequence[AttendedRun]] = []
+    for call in calls:
+        runs, step = call.runs(), max(1, max_runs)
+        parts += [runs[first : first + step] for first in range(0, len(runs), step)]
+    # Split the part that allocates the most rows by length, while the padding is too large.
     rows = sum(int(_padded_lengths(part).sum()) for part in parts)
     while parts and row_bytes is not None:
-        largest = max(parts, key=_max_padded_rows)
-        enough = MIN_SAVING if len(parts) + other_sequences < MAX_CALLS else MAX_PADDING
-        if _max_padded_rows(largest) <= max(enough * rows, UNSPLIT_BYTES // (batch * row_bytes)):
+        largest = max(range(len(parts)), key=lambda i: _allocated_rows(parts[i]))
+        max_ratio = MIN_SAVING if len(parts) + other_calls < MAX_CALLS else MAX_PADDING
+        if _allocated_rows(parts[largest]) <= max(max_ratio * rows, UNSPLIT_BYTES // (batch * row_bytes)):
             break
-        at = parts.index(largest)
-        parts[at : at + 1] = _split_long_short(largest)
+        parts[largest : largest + 1] = _split_long_short(parts[largest])
     return tuple(merge_runs(part, part[0].window) for part in parts)
-
-
-def _split_runs(runs: Sequence[AttendedRun], most: int) -> list[Sequence[AttendedRun]]:
-    return [runs[first : first + most] for first in range(0, len(runs), most)]
 
 
 def _padded_lengths(runs: Sequence[AttendedRun]) -> Ints:
@@ -212,16 +203,17 @@ def _padded_lengths(runs: Sequence[AttendedRun]) -> Ints:
     return lengths + -lengths % ROW_ALIGNMENT
 
 
-def _max_padded_rows(runs: Sequence[AttendedRun]) -> int:
-    """Return the number of query rows for which one call allocates memory."""
+def _allocated_rows(runs: Sequence[AttendedRun]) -> int:
+    """Return the number of query rows for which one call of these sequences allocates memory."""
     return len(runs) * int(_padded_lengths(runs).max())
 
 
 def _split_long_short(runs: Sequence[AttendedRun]) -> list[Sequence[AttendedRun]]:
     """Split runs of several lengths into two parts that need the least memory together."""
     lengths = _padded_lengths(runs)
-    falling = -np.sort(-lengths)
-    longer = np.arange(1, len(runs))
-    first = 1 + int(np.argmin(longer * falling[0] + (len(runs) - longer) * falling[1:]))
-    is_long = lengths > falling[first]
-    return [[run for run, long in zip(runs, is_long) if bool(long) is wanted] for wanted in (True, False)]
+    descending = -np.sort(-lengths)
+    # Memory for each number of runs in the long part: every part allocates its longest length for each of its runs.
+    num_long = np.arange(1, len(runs))
+    memory = num_long * descending[0] + (len(runs) - num_long) * descending[1:]
+    is_long = lengths > descending[1 + int(np.argmin(memory))]
+    return [list(compress(runs, is_long)), list(compress(runs, ~is_long))]

@@ -27,36 +27,39 @@ from sp_compile.lowering.masks.spans import Span, shard_span
 
 from .op_args import LocalArgs
 
-Cat = Callable[[list[Tensor], int], Tensor]
+Cat = Callable[[list[Tensor], int], Tensor]  # torch.cat, or one that waits for another tensor
+
+
+class RingStep(NamedTuple):
+    """Keys and values that a rank has during one step of the ring."""
+
+    keys: Tensor  # (B, Hkv, t, D)
+    values: Tensor  # (B, Hkv, t, E)
+    span: Span  # span of the keys
+    next_shift: Any  # shift in progress, which receives those of the next step; None in the last step
 
 
 def window_hops(window: int, rows: int, n: int) -> int:
-    """Return the number of ranks backward that a causal window reaches.
+    """Return the number of preceding ranks that a causal window reaches.
 
     Args:
-        window: The window in rows.
+        window: The number of keys of a query, counted backward from its own position.
         rows: The number of rows per rank, in sequence order.
         n: The number of ranks.
     """
-    # Separate comparisons, so that a tracer gets a number.
+    # Comparisons instead of a division, so that the result is a Python number while sizes are symbolic.
     return next((hops for hops in range(n - 1) if window <= hops * rows + 1), n - 1)
 
 
 class RingKeys(NamedTuple):
-    """Keys that rotate over a ring of ranks."""
+    """Keys and values that rotate over a ring of ranks; see `KeySource`."""
 
-    frame: FrameArg
-    """Placement of the keys' sequence dim."""
-    n: int
-    """Number of ranks."""
-    stride: int
-    """Number of neighboring ranks that split the heads; the ring links every stride-th rank."""
-    steps: int
-    """Number of key blocks that a query needs, counted backward from its own."""
-    grads: str
-    """"travel" or "scatter" (which needs the full ring)."""
-    group: str
-    """Name of the process group."""
+    frame: FrameArg  # placement of the keys' sequence dim
+    n: int  # number of ranks
+    stride: int  # number of neighboring ranks that split the heads; the ring links every stride-th rank
+    steps: int  # number of key blocks that a query needs, counted backward from its own
+    grads: str  # "travel" or "scatter" (which needs the full ring)
+    group: str  # name of the process group
 
     @property
     def size(self) -> int:
@@ -68,69 +71,73 @@ class RingKeys(NamedTuple):
         return routes.shift_route(self.group, offset, self.stride)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
-        """Return the output and log-sum-exps of local queries over the keys of all steps.
+        """Return out (B, H, s, E) and lse (B, H, s) of local queries over the keys of all steps.
 
         Args:
             q: (B, H, s, D), any floating dtype.
             k: (B, Hkv, t, D), this rank's shard.
             v: (B, Hkv, t, E), this rank's shard.
             args: Arguments of the local queries.
-
-        Returns:
-            out (B, H, s, E) and lse (B, H, s).
         """
-        out = lse = done = None
-        for keys, values, where, pending in self._ring_steps(k, v, torch.cat):
-            block = args.attend(q, keys, values, where, _drop_none(pending, done))
+        out: Any = None
+        lse: Any = None
+        last_result: Tensor | None = None
+        for step in self._ring_steps(k, v, torch.cat):
+            after = _drop_none(step.next_shift, last_result)
+            block_out, block_lse = args.attend(q, step.keys, step.values, step.span, after)
             if out is None:
                 # The accumulator of several blocks; a single block needs none. The next block waits for this one and
                 # not for its cast: a compiler that has not written the cast yet would write it a second time.
-                out, lse = block if self.steps == 1 else (block[0].to(block[1].dtype), block[1])
-                done = block[0]
+                out = block_out if self.steps == 1 else block_out.to(block_lse.dtype)
+                lse, last_result = block_lse, block_out
             else:
-                torch.ops.sp.merge_into(out, lse, *block)
-                done = out
+                torch.ops.sp.merge_into(out, lse, block_out, block_lse)
+                last_result = out
         return out, lse
 
     def backward(
         self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return dq, dk, dv and dmask.
+        """Return dq, dk, dv, and the gradient of the mask or the flat gradient of the tables.
 
         Args:
             upstream: The cotangent, out and lse of the forward.
-            q: (B, H, s, D).
-            k: (B, Hkv, t, D), this rank's shard.
-            v: (B, Hkv, t, E), this rank's shard.
+            q: As in `forward`, and so are k, v and args.
+            k: This rank's shard.
+            v: This rank's shard.
             args: Arguments of the local queries.
             mask_grad: Whether the mask or the tables need a gradient.
         """
         dq: Tensor | None = None
         dmask: Tensor | None = None
-        carried = RING_GRADIENTS["travel" if self.steps < self.size else self.grads](self)
+        key_grads = RING_GRADIENTS["travel" if self.steps < self.size else self.grads](self)
         packed = "" if self.steps == 1 else "stack" if _can_stack(k, v) else "last"
-        for keys, values, where, pending in self._ring_steps(k, v, wait_then_concat(upstream[0])):
-            before = _drop_none(pending, carried.pending, dq)
-            dq_, dk_, dv_, dmask_ = args.grads(upstream, q, keys, values, where, mask_grad, before, packed)
-            dq, dmask = accumulate(dq, dq_), accumulate(dmask, dmask_) if mask_grad else dmask_
-            if self.steps > 1:
-                carried.add(dk_)
+        for step in self._ring_steps(k, v, wait_then_concat(upstream[0])):
+            after = _drop_none(step.next_shift, key_grads.pending, dq)
+            step_dq, dk, dv, step_dmask = args.grads(
+                upstream, q, step.keys, step.values, step.span, mask_grad, after, packed
+            )
+            dq = accumulate(dq, step_dq)
+            dmask = accumulate(dmask, step_dmask) if mask_grad else step_dmask
+            if self.steps > 1:  # dk is the packed gradient of keys and values
+                key_grads.add(dk)
         if self.steps > 1:
-            dk_, dv_ = split_keys_values(carried.collect(), k, v)
+            dk, dv = split_keys_values(key_grads.collect(), k, v)
         assert dq is not None
-        return dq, dk_, dv_, dmask
+        return dq, dk, dv, dmask
 
-    def _ring_steps(self, k: Tensor, v: Tensor, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span, Any]]:
-        """Yield each step's keys, values and span, and the shift in progress."""
+    def _ring_steps(self, k: Tensor, v: Tensor, cat: Cat) -> Iterator[RingStep]:
+        """Yield each step's keys and values while the shift of those of the next step is in progress."""
         if self.steps == 1:
-            yield k, v, shard_span(self.frame, self.n, self.stride), None
+            yield RingStep(k, v, shard_span(self.frame, self.n, self.stride), None)
             return
         both = _pack_keys_values(k, v, cat)
         for step in range(self.steps):
-            pending = current_communicator().start_shift(both, self.shift(1)) if step < self.steps - 1 else None
-            yield *split_keys_values(both, k, v), shard_span(self.frame, self.n, self.stride, step), pending
-            if pending is not None:
-                both = current_communicator().wait(pending)
+            next_shift = current_communicator().start_shift(both, self.shift(1)) if step < self.steps - 1 else None
+            span = shard_span(self.frame, self.n, self.stride, step)
+            yield RingStep(*split_keys_values(both, k, v), span, next_shift)
+            if next_shift is not None:
+                both = current_communicator().wait(next_shift)
 
 
 def _drop_none(*tensors: Tensor | None) -> list[Tensor]:
@@ -147,11 +154,15 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def wait_then_concat(tensor: Tensor) -> Cat:
-    """Return a concatenation that waits for a tensor; see ``sp::pack``."""
+    """Return a concatenation that a compiler does not move before ``tensor``; see ``sp::pack``.
+
+    A compiler would otherwise run the exchanges of forward and backward once, and save all keys and values.
+    """
     return lambda xs, dim: torch.ops.sp.pack(xs, dim, tensor)
 
 
 def _can_stack(k: Tensor, v: Tensor) -> bool:
+    """Return True if keys and values are known to have the same width."""
     return is_known(k.shape[3] == v.shape[3])
 
 
@@ -176,18 +187,24 @@ def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 
 class _RingGradients:
-    """Gradients of keys that rotate one step after the keys and return to their owners at the end."""
+    """Gradients of keys that rotate one step after the keys and return to their owners at the end.
+
+    `pending` is the shift in progress.
+    """
 
     def __init__(self, ring: RingKeys) -> None:
-        self.ring, self.added, self.pending = ring, 0, None
+        self.ring, self.num_added, self.pending = ring, 0, None
 
-    def add(self, part: Tensor) -> None:
-        """Add the packed gradients of the next step's keys and values, which are one rank further away."""
-        self.added += 1
+    def add(self, key_grads: Tensor) -> None:
+        """Add the packed gradients of the next step's keys and values, which are one rank further away.
+
+        Adds the received sum to ``key_grads`` in place and sends it to the next rank, in the last step to the owner.
+        """
+        self.num_added += 1
         if self.pending is not None:
-            part = part.add_(current_communicator().wait(self.pending))
-        last = self.added == self.ring.steps
-        self.pending = current_communicator().start_shift(part, self.ring.shift(1 - self.ring.steps if last else 1))
+            key_grads = key_grads.add_(current_communicator().wait(self.pending))
+        hops = 1 if self.num_added < self.ring.steps else 1 - self.ring.steps
+        self.pending = current_communicator().start_shift(key_grads, self.ring.shift(hops))
 
     def collect(self) -> Tensor:
         """Return the sum over all ranks for this rank's keys."""
@@ -198,25 +215,26 @@ class _RingGradients:
 class _ScatteredGradients:
     """Gradients of keys that are stored until the end and then sent to their owners in one exchange."""
 
-    pending = None
+    pending = None  # no shift is in progress between steps
 
     def __init__(self, ring: RingKeys) -> None:
         self.ring = ring
-        self.parts: list[Tensor] = []
+        self.step_grads: list[Tensor] = []
 
-    def add(self, part: Tensor) -> None:
+    def add(self, key_grads: Tensor) -> None:
         """Store the packed gradients of the next step's keys and values."""
-        self.parts.append(part)
+        self.step_grads.append(key_grads)
 
     def collect(self) -> Tensor:
         """Return the sum over all ranks for this rank's keys."""
         ring = self.ring
-        parts = torch.ops.sp.pack_by_owner(self.parts, ring.stride, ring.group)
-        return current_communicator().all_to_all(parts, ring.size, routes.cross_route(ring.group, ring.stride)).sum(0)
+        by_owner = torch.ops.sp.pack_by_owner(self.step_grads, ring.stride, ring.group)
+        route = routes.cross_route(ring.group, ring.stride)
+        return current_communicator().all_to_all(by_owner, ring.size, route).sum(0)
 
 
+# classes that return the gradients of keys to their owners, by the option `RingKeys.grads`
 RING_GRADIENTS: dict[str, type[_RingGradients] | type[_ScatteredGradients]] = {
     "travel": _RingGradients,
     "scatter": _ScatteredGradients,
 }
-"""Classes of the ways to return gradients, by name."""

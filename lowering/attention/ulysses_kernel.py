@@ -33,17 +33,14 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> li
         [q, k, v], shaped (B, heads / ranks, ranks * rows, width).
     """
     keys, values = (_repeat_key_heads(x, ranks) for x in (k, v))
-    heads = keys.shape[HEADS]
-    together = is_known(q.shape[SEQUENCE] == keys.shape[SEQUENCE])
-    groups = [[q, keys, values]] if together else [[q], [keys, values]]
-    moved = []
-    for xs, frame in zip(groups, (args.q_frame, args.k_frame)):
-        rows, group = (
-            _neighborhood_frame(frame, xs[0].shape[SEQUENCE] * ranks),
-            routes.neighborhood_route(args.group, ranks),
-        )
-        moved += torch.ops.sp.all_to_all(xs, HEADS, [1, heads, 0, heads], SEQUENCE, rows, ranks, group)
-    return moved
+    heads, route = keys.shape[HEADS], routes.neighborhood_route(args.group, ranks)
+    have_equal_rows = is_known(q.shape[SEQUENCE] == keys.shape[SEQUENCE])
+    exchanges = [[q, keys, values]] if have_equal_rows else [[q], [keys, values]]
+    results = []
+    for xs, frame in zip(exchanges, (args.q_frame, args.k_frame)):
+        rows = _neighborhood_frame(frame, xs[0].shape[SEQUENCE] * ranks)
+        results += torch.ops.sp.all_to_all(xs, HEADS, [1, heads, 0, heads], SEQUENCE, rows, ranks, route)
+    return results
 
 
 def to_sequence(out: Tensor, args: ShardArgs, ranks: int) -> Tensor:
@@ -58,14 +55,14 @@ def to_sequence(out: Tensor, args: ShardArgs, ranks: int) -> Tensor:
         (B, H, s, E).
     """
     rows, heads = _neighborhood_frame(args.q_frame, out.shape[SEQUENCE]), out.shape[HEADS] * ranks
-    group = routes.neighborhood_route(args.group, ranks)
-    return torch.ops.sp.all_to_all([out], SEQUENCE, rows, HEADS, [1, heads, 0, heads], ranks, group)[0]
+    route = routes.neighborhood_route(args.group, ranks)
+    return torch.ops.sp.all_to_all([out], SEQUENCE, rows, HEADS, [1, heads, 0, heads], ranks, route)[0]
 
 
 def _repeat_key_heads(x: Tensor, ranks: int) -> Tensor:
     """Repeat key heads until ``ranks`` divides their number; the backward sums over the repetitions."""
-    times = math.lcm(x.shape[HEADS], ranks) // x.shape[HEADS]
-    return x if times == 1 else x.repeat_interleave(times, HEADS)
+    repeats = math.lcm(x.shape[HEADS], ranks) // x.shape[HEADS]
+    return x if repeats == 1 else x.repeat_interleave(repeats, HEADS)
 
 
 def _neighborhood_frame(frame: FrameArg, length: int) -> FrameArg:

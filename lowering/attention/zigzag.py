@@ -41,19 +41,23 @@ def to_zigzag_rows(xs: list[Tensor], n: int, group: str, back: bool = False) -> 
 
 
 def _fold(x: Tensor, n: int, group: str) -> Tensor:
+    """Exchange contiguous rows (s, ..) for zigzag rows."""
     chunks = x.unflatten(0, (2, x.shape[0] // 2)).index_select(0, _chunks_by_owner(n, group, x.device))
     return current_communicator().all_to_all(chunks, 2, routes.fold_route(group)).flatten(0, 1)
 
 
 def _unfold(x: Tensor, n: int, group: str) -> Tensor:
-    chunks = current_communicator().all_to_all(
-        x.unflatten(0, (2, x.shape[0] // 2)), 2, routes.fold_route(group, back=True)
-    )
+    """Exchange zigzag rows (s, ..) for contiguous rows."""
+    chunks = x.unflatten(0, (2, x.shape[0] // 2))
+    chunks = current_communicator().all_to_all(chunks, 2, routes.fold_route(group, back=True))
     return chunks.index_select(0, _chunks_by_owner(n, group, x.device)).flatten(0, 1)
 
 
 def _chunks_by_owner(n: int, group: str, device: torch.device) -> Tensor:
-    """Order chunks 2r, 2r + 1 by the ranks that own them in the zigzag layout: descending from chunk n on."""
+    """Return the order of chunks 2r, 2r + 1 by the ranks that own them in the zigzag layout: int64 (2,).
+
+    It is [0, 1] for the first n chunks and [1, 0] for the others, whose owners descend.
+    """
     in_second_half = torch.ops.sp.rank(group, device) * 2 >= n
     first = in_second_half.to(torch.int64)
     return torch.stack([first, 1 - first])

@@ -6,7 +6,8 @@ torch.utils.flop_counter uses these functions.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,59 +21,52 @@ from . import tile_ops as ops  # noqa: F401  (registers the operators)
 from .tile_program import PROGRAMS, TilePart
 from .tile_sums import TILE_SUMS, TileSum
 
+# Grouped products, and the number of products that each computes. torch has no formula for them; none is registered,
+# because its counters belong to the user.
 GROUPED_PRODUCT_OPS = {
     "aten::_grouped_mm": 1,
     "transformers::grouped_mm_fallback": 1,
     "transformers::grouped_mm_fallback_backward": 2,
 }
-"""Grouped products. torch has no formula for them; none is registered, because its counters belong to the user."""
 
 
-@register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)
-def tiles_forward_flops(
-    rows: list[Tensor], shared: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
-) -> int:
-    """Return the FLOPs of the program. Shapes: those of ``sp::tiles_forward``."""
-    return _tiled_flops(rows, program, "forward")
+def _tiled_flops(part: str, rows: list[Tensor], shared: Any, tiles: int, name: str, *_: Any, **_meta: Any) -> int:
+    """Return the FLOPs of a program's "forward" or "gradients" over all rows, from those of its longest tile.
+
+    Args:
+        part: Field of `TileBody`. The gradients include the recomputation, or the results if they are computed at once.
+        rows: Rows of the call, and so are ``shared``, ``tiles`` and the program's name.
+        shared: Operands that every tile reads.
+        tiles: Number of tiles.
+        name: Name of the program.
+    """
+    program = PROGRAMS[name]
+    _, body = max(program.bodies.items())
+    tile_part: TilePart = getattr(body, part)
+    row_dim = program.rows[0]
+    tile_rows, all_rows = size_hint(tile_part.inputs[0].shape[row_dim]), size_hint(rows[0].shape[row_dim])
+    sums = [TILE_SUMS[value.adds] for value in program.gradients] if part == "gradients" else []
+    return (_graph_flops(tile_part) + _accumulated_flops(tile_part, sums)) * all_rows // tile_rows
 
 
-@register_flop_formula(torch.ops.sp.tiles_at_once, get_raw=True)
-def tiles_at_once_flops(
-    rows: list[Tensor], shared: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
-) -> int:
-    """Return the FLOPs of the program and its gradients."""
-    return _tiled_flops(rows, program, "gradients")
+register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)(partial(_tiled_flops, "forward"))
+register_flop_formula(torch.ops.sp.tiles_at_once, get_raw=True)(partial(_tiled_flops, "gradients"))
 
 
 @register_flop_formula(torch.ops.sp.tiles_backward, get_raw=True)
-def tiles_backward_flops(
-    cotangents: Any,
-    rows: list[Tensor],
-    shared: Any,
-    tiles: int,
-    program: str,
-    *_: Any,
-    out_val: Any = None,
-    **_meta: Any,
-) -> int:
-    """Return the FLOPs of the gradients, and of the recomputation for them."""
-    return _tiled_flops(rows, program, "gradients")
-
-
-def _tiled_flops(rows: list[Tensor], program: str, part: str) -> int:
-    found = PROGRAMS[program]
-    _, body = max(found.bodies.items())
-    one: TilePart = getattr(body, part)
-    length = size_hint(one.inputs[0].shape[found.rows[0]])
-    sums = [TILE_SUMS[value.adds] for value in found.gradients] if part == "gradients" else []
-    return (_graph_flops(one) + _accumulated_flops(one, sums)) * size_hint(rows[0].shape[found.rows[0]]) // length
+def tiles_backward_flops(cotangents: Any, *operands: Any, **meta: Any) -> int:
+    """Return the FLOPs of ``sp::tiles_backward``."""
+    return _tiled_flops("gradients", *operands, **meta)
 
 
 def _accumulated_flops(part: TilePart, sums: list[TileSum]) -> int:
-    """Return the FLOPs of the products that a loop adds to its sums, from matrices of a tile."""
+    """Return the FLOPs of the products that a loop adds to its sums, from matrices of a tile.
+
+    The last results of the part are the parts of these sums, in order.
+    """
     results = part.graph.graph.output_node().args[0]
-    rest = iter(results[len(results) - sum(way.parts for way in sums) :])
-    return sum(way.flops(*(next(rest).meta["val"].shape for _ in range(way.parts))) for way in sums)
+    sum_parts = iter(results[len(results) - sum(kind.parts for kind in sums) :])
+    return sum(kind.flops(*(x.meta["val"].shape for x in islice(sum_parts, kind.parts))) for kind in sums)
 
 
 @cache
@@ -95,7 +89,7 @@ def node_flops(node: Node) -> int:
 
 
 def is_grouped_product(node: Node) -> bool:
-    """Return True if a node multiplies groups of rows by own matrices, or reduces groups to matrices."""
+    """Return True if a node multiplies each group of rows by a matrix of its own, or reduces groups to matrices."""
     return isinstance(node.target, OpOverload) and schema_of(node.target).name in GROUPED_PRODUCT_OPS
 
 
@@ -104,5 +98,6 @@ def _grouped_flops(a: Node, b: Node) -> int:
 
     Each row is in one group, so they are those of one product; of E products where both operands have E.
     """
-    x, y = (list(map(size_hint, n.meta["val"].shape)) for n in (a, b))
-    return 2 * math.prod([*x, y[-1]] if len(x) == len(y) == 3 else [*x[-2:], y[-1]])
+    a_shape, b_shape = (list(map(size_hint, n.meta["val"].shape)) for n in (a, b))
+    is_batched = len(a_shape) == len(b_shape) == 3
+    return 2 * math.prod([*(a_shape if is_batched else a_shape[-2:]), b_shape[-1]])

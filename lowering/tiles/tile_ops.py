@@ -10,7 +10,6 @@ the program once per tile, so the size of the compiled code does not depend on t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from sp_compile.lowering.base.library import composite, opaque
 
-from .tile_program import ANY_LENGTH, PROGRAMS, TileBody, TilePart, TileProgram, TileValue
+from .tile_program import ANY_LENGTH, PROGRAMS, TileBody, TileProgram, TileValue
 
 sp = torch.ops.sp
-TileOperands = list[Tensor]
+Tensors = list[Tensor]
 TILE_ARGUMENTS = "Tensor[] rows, Tensor[] shared, int tiles, str program, Tensor? seed"
 
 
@@ -31,93 +30,80 @@ def tile_length(rows: int, tiles: int) -> int:
     return -(-rows // tiles)
 
 
-def _iterate_tiles(program: TileProgram, rows: TileOperands, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
-    """Yield the callable, the first row and the number of rows of each tile."""
+def _iterate_tiles(program: TileProgram, rows: Tensors, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
+    """Yield the body, the first row and the number of rows of each tile."""
     total, first = rows[0].shape[program.rows[0]], 0
     if ANY_LENGTH in program.bodies:  # tiles of one row would need other programs: sizes of 1 broadcast
         n_tiles = min(tiles, max(1, total // 2))
         lengths = [total // n_tiles + (i < total % n_tiles) for i in range(n_tiles)]
     else:
         length = tile_length(total, tiles)
-        lengths = [min(length, total - at) for at in range(0, total, length)]
+        lengths = [min(length, total - start) for start in range(0, total, length)]
     for length in lengths:
         yield program.bodies.get(length) or program.bodies[ANY_LENGTH], first, length
         first += length
 
 
-def _cut_tile(values: Sequence[Tensor], dims: Sequence[int | None], first: int, length: int) -> TileOperands:
+def _slice_tile(operands: Sequence[Tensor], dims: Sequence[int | None], first: int, length: int) -> Tensors:
+    """Return the rows [first, first + length) of each operand along its dim, contiguous; all of it if that is None."""
     return [
-        x if dim is None else x.narrow(dim, first, length).contiguous() for x, dim in zip(values, dims, strict=True)
+        x if dim is None else x.narrow(dim, first, length).contiguous() for x, dim in zip(operands, dims, strict=True)
     ]
 
 
-@contextmanager
-def _tile_rng(seed: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Restore the state of the generators after the context; do nothing without a seed."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-
-
 def _run_tiles(
-    program: TileProgram,
-    rows: TileOperands,
-    shared: TileOperands,
-    tiles: int,
-    seed: Tensor | None,
-    values: Sequence[TileValue],
-    cotangents: TileOperands,
-) -> TileOperands:
-    """Run the part of the program that computes the values `made` for each tile, and combine its results.
+    kinds: Sequence[str], rows: Tensors, shared: Tensors, tiles: int, name: str, seed: Tensor | None,
+    cotangents: Sequence[Tensor] = (),
+) -> Tensors:  # fmt: skip
+    """Run a program tile by tile, and return its values of these kinds, "results", "gradients" or both.
 
-    Each tile seeds the generators with `seed` plus the index of its first row, so that a backward that recomputes the
-    tile draws the same numbers.
+    Each tile seeds the generators with ``seed`` plus the index of its first row, so that a backward that recomputes the
+    tile draws the same numbers. The state of the generators is restored at the end.
     """
-    operands = [*rows, *shared, *cotangents]
-    dims = [*program.rows, *[None] * len(shared), *(r.dim for r in _differentiable_results(program)[: len(cotangents)])]
-    sizes = program.sizes([*rows, *shared])
-    totals = [value.begin(sizes, rows[0]) for value in values]
-    begin = None if seed is None else int(seed.item())
-    with torch.autocast(rows[0].device.type, enabled=False), _tile_rng(seed, rows[0].device):
+    program, device = PROGRAMS[name], rows[0].device
+    operands, values = [*rows, *shared, *cotangents], _values_of(program, kinds)
+    cotangent_dims = [program.results[i].dim for i in program.differentiable] if cotangents else []
+    dims = [*program.rows, *[None] * len(shared), *cotangent_dims]
+    extents = program.sizes([*rows, *shared])
+    totals = [value.allocate_total(extents, rows[0]) for value in values]
+    first_seed = None if seed is None else int(seed.item())
+    fork_rng = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None)
+    with torch.autocast(device.type, enabled=False), fork_rng:
         for body, first, length in _iterate_tiles(program, rows, tiles):
-            if begin is not None:
-                torch.manual_seed(begin + first)
-            part: TilePart | None = body.forward if values is program.results else body.gradients
+            if first_seed is not None:
+                torch.manual_seed(first_seed + first)
+            part = body.gradients if "gradients" in kinds else body.forward
             assert part is not None
-            parts = iter(part(_cut_tile(operands, dims, first, length)))
+            tile_results = iter(part(_slice_tile(operands, dims, first, length)))
             for value, total in zip(values, totals):
-                value.put(total, parts, first, length)
-            del parts  # otherwise they are alive while those of the next tile are computed
+                value.add_tile(total, tile_results, first, length)
+            del tile_results  # otherwise they are alive while those of the next tile are computed
     return [total.to(value.dtype) for value, total in zip(values, totals)]
 
 
-def _differentiable_results(program: TileProgram) -> list[TileValue]:
-    return [program.results[i] for i in program.differentiable]
-
-
-def _fake_results(rows: TileOperands, shared: TileOperands, name: str, *kinds: str) -> TileOperands:
+def _fake_results(rows: Tensors, shared: Tensors, name: str, *kinds: str) -> Tensors:
+    """Return empty tensors for the program's values of these kinds, "results" or "gradients"."""
     program = PROGRAMS[name]
-    sizes = program.sizes([*rows, *shared])
-    return [value.empty(sizes, rows[0]) for kind in kinds for value in getattr(program, kind)]
+    extents = program.sizes([*rows, *shared])
+    return [value.empty(extents, rows[0]) for value in _values_of(program, kinds)]
+
+
+def _values_of(program: TileProgram, kinds: Sequence[str]) -> list[TileValue]:
+    return [value for kind in kinds for value in getattr(program, kind)]
 
 
 @opaque(
     f"tiles_forward({TILE_ARGUMENTS}) -> Tensor[]",
     lambda rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "results"),
-    replays=False,  # what a tile draws begins at a seed of the call
+    replays=False,  # the seed is read on the CPU in every call
 )
-def tiles_forward(
-    rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None
-) -> TileOperands:
+def tiles_forward(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
     """Return the results of all tiles: rows, or sums over the tiles.
 
     Shapes: rows (.., R, ..), shared any -> as the program defines. Peak: intermediate values of a tile, in addition
     to operands and results.
     """
-    found = PROGRAMS[program]
-    return _run_tiles(found, rows, shared, tiles, seed, found.results, [])
+    return _run_tiles(["results"], rows, shared, tiles, program, seed)
 
 
 @opaque(
@@ -125,15 +111,12 @@ def tiles_forward(
     lambda rows, shared, tiles, program, seed: _fake_results(rows, shared, program, "results", "gradients"),
     replays=False,
 )
-def tiles_at_once(
-    rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None
-) -> TileOperands:
+def tiles_at_once(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
     """Return the results of all tiles, followed by gradients for a cotangent of 1.
 
     Shapes: as of ``tiles_forward``; gradients as their operands.
     """
-    found = PROGRAMS[program]
-    return _run_tiles(found, rows, shared, tiles, seed, (*found.results, *found.gradients), [])
+    return _run_tiles(["results", "gradients"], rows, shared, tiles, program, seed)
 
 
 @opaque(
@@ -142,14 +125,13 @@ def tiles_at_once(
     replays=False,
 )
 def tiles_backward(
-    cotangents: TileOperands, rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None
-) -> TileOperands:
+    cotangents: Tensors, rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None
+) -> Tensors:
     """Return the gradients of the operands that need one; a tile is recomputed.
 
     Shapes: cotangents as the differentiable results; gradients as their operands.
     """
-    found = PROGRAMS[program]
-    return _run_tiles(found, rows, shared, tiles, seed, found.gradients, cotangents)
+    return _run_tiles(["gradients"], rows, shared, tiles, program, seed, cotangents)
 
 
 class _RecomputeFunction(torch.autograd.Function):
@@ -157,25 +139,25 @@ class _RecomputeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, many: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
+        ctx: Any, num_rows: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the program in tiles and save its operands."""
-        rows, shared = list(operands[:many]), list(operands[many:])
+        """Run the program in tiles and save its operands, of which the first ``num_rows`` are the rows."""
+        rows, shared = list(operands[:num_rows]), list(operands[num_rows:])
         results = sp.tiles_forward.default(rows, shared, tiles, program, seed)
         ctx.save_for_backward(seed, *operands)
-        ctx.many, ctx.tiles, ctx.program = many, tiles, program
-        ctx.mark_non_differentiable(*_mark_non_differentiable(PROGRAMS[program], results))
+        ctx.num_rows, ctx.tiles, ctx.program = num_rows, tiles, program
+        ctx.mark_non_differentiable(*_non_differentiable_results(PROGRAMS[program], results))
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Recompute each tile and run its backward."""
-        (seed, *operands), found = ctx.saved_tensors, PROGRAMS[ctx.program]
-        rows, shared = list(operands[: ctx.many]), list(operands[ctx.many :])
-        cotangents = [grads[i] for i in found.differentiable]
+        (seed, *operands), program = ctx.saved_tensors, PROGRAMS[ctx.program]
+        rows, shared = list(operands[: ctx.num_rows]), list(operands[ctx.num_rows :])
+        cotangents = [grads[i] for i in program.differentiable]
         operand_grads = sp.tiles_backward.default(cotangents, rows, shared, ctx.tiles, ctx.program, seed)
-        return None, None, None, None, *_grads_for_operands(operands, found, operand_grads)
+        return None, None, None, None, *_grads_per_operand(len(operands), program, operand_grads)
 
 
 class _AtOnceFunction(torch.autograd.Function):
@@ -183,41 +165,43 @@ class _AtOnceFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, many: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
+        ctx: Any, num_rows: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the program and its backward in tiles, and save the gradients."""
-        found = PROGRAMS[program]
-        grads = sp.tiles_at_once.default(list(operands[:many]), list(operands[many:]), tiles, program, seed)
-        results, gradients = grads[: len(found.results)], grads[len(found.results) :]
+        """Run the program and its backward in tiles, and save the gradients; operands as in `_RecomputeFunction`."""
+        tile_program, rows, shared = PROGRAMS[program], list(operands[:num_rows]), list(operands[num_rows:])
+        values = sp.tiles_at_once.default(rows, shared, tiles, program, seed)
+        results, gradients = values[: len(tile_program.results)], values[len(tile_program.results) :]
         ctx.save_for_backward(*gradients)
-        ctx.program, ctx.count = program, len(operands)
-        ctx.dtypes = [operands[i].dtype for i in found.wanted]
-        ctx.mark_non_differentiable(*_mark_non_differentiable(found, results))
+        ctx.program, ctx.num_operands = program, len(operands)
+        ctx.dtypes = [operands[i].dtype for i in tile_program.grad_operands]
+        ctx.mark_non_differentiable(*_non_differentiable_results(tile_program, results))
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the saved gradients by the gradient of the scalar result."""
-        found = PROGRAMS[ctx.program]
-        (operands,) = (grads[i].reshape(()) for i in found.differentiable)
+        program = PROGRAMS[ctx.program]
+        (result,) = program.differentiable
+        cotangent = grads[result].reshape(())
         # A zero gradient remains zero for a mean over no tokens, although its cotangent is infinite.
-        scaled = ((x * operands).masked_fill_(x == 0, 0) for x in ctx.saved_tensors)
+        scaled = ((x * cotangent).masked_fill_(x == 0, 0) for x in ctx.saved_tensors)
         operand_grads = [x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
-        return None, None, None, None, *_grads_for_operands([None] * ctx.count, found, operand_grads)
+        return None, None, None, None, *_grads_per_operand(ctx.num_operands, program, operand_grads)
 
 
-def _mark_non_differentiable(program: TileProgram, results: TileOperands) -> TileOperands:
+def _non_differentiable_results(program: TileProgram, results: Tensors) -> Tensors:
     return [x for i, x in enumerate(results) if i not in program.differentiable]
 
 
-def _grads_for_operands(operands: Sequence[Any], program: TileProgram, grads: TileOperands) -> list[Tensor | None]:
-    found = dict(zip(program.wanted, grads, strict=True))
-    return [found.get(i) for i in range(len(operands))]
+def _grads_per_operand(num_operands: int, program: TileProgram, grads: Tensors) -> list[Tensor | None]:
+    """Return the gradient of each operand, None for those without one."""
+    grad_of = dict(zip(program.grad_operands, grads, strict=True))
+    return [grad_of.get(i) for i in range(num_operands)]
 
 
 @composite(f"tiled({TILE_ARGUMENTS}) -> Tensor[]")
-def run_tiled(rows: TileOperands, shared: TileOperands, tiles: int, program: str, seed: Tensor | None) -> TileOperands:
+def run_tiled(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
     """Run the program on all rows, tile by tile, differentiable once.
 
     Shapes: rows (.., R, ..), shared any -> as the program defines; tiles of ceil(R / tiles) rows, the last one shorter.
@@ -226,10 +210,10 @@ def run_tiled(rows: TileOperands, shared: TileOperands, tiles: int, program: str
     Bytes: none. Saves: the operands; if the only result is a scalar, the gradients for a cotangent of 1, which the same
     loop computes. Source: DeepSpeed's ALST (arXiv:2506.13996), Liger's fused loss.
     """
-    found = PROGRAMS[program]
-    operands = [*rows, *shared]
-    if not (torch.is_grad_enabled() and any(operands[i].requires_grad for i in found.wanted)):
-        with torch.no_grad():  # a value read under no_grad may require a gradient, which the operator does not compute
+    tile_program, operands = PROGRAMS[program], [*rows, *shared]
+    needs_grad = torch.is_grad_enabled() and any(operands[i].requires_grad for i in tile_program.grad_operands)
+    if not needs_grad:
+        with torch.no_grad():  # operands may require a gradient under no_grad, which the operator does not compute
             return list(sp.tiles_forward.default(rows, shared, tiles, program, seed))
-    step = _AtOnceFunction if found.at_once else _RecomputeFunction
-    return list(step.apply(len(rows), tiles, program, seed, *operands))
+    function = _AtOnceFunction if tile_program.at_once else _RecomputeFunction
+    return list(function.apply(len(rows), tiles, program, seed, *operands))

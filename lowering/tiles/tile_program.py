@@ -1,12 +1,14 @@
 """Store programs of one tile by name, as traced and as compiled, for the loops of ``tile_ops.py``.
 
-A graph contains the name of a program (`base/registry.py`).
+A program computes a function of some rows, such as a loss over tokens: its results, and gradients of its operands. A
+tile is a part of the rows. A graph contains the name of a program (`base/registry.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import sympy
@@ -20,17 +22,16 @@ from sp_compile.lowering.torch_compat import check_guards, evaluate_expr, is_sym
 
 from .tile_sums import TILE_SUMS
 
-ROWS = sympy.Symbol("rows", integer=True, positive=True)
-"""The number of rows, in the shape of a value."""
+ROWS = sympy.Symbol("rows", integer=True, positive=True)  # the number of rows, in the shape of a value
 Extent: TypeAlias = int | sympy.Expr
-Extents: TypeAlias = Mapping[sympy.Expr, Any]
+Extents: TypeAlias = Mapping[sympy.Expr, Any]  # the value of each symbol
 Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
 
 
-def resolve_shape(shape: Sequence[Any], of: Extents) -> list[Any]:
+def resolve_shape(shape: Sequence[Any], extents: Extents) -> list[Any]:
     """Return the shape with these values for its symbols."""
-    found = [of.get(x, x) if isinstance(x, sympy.Symbol) else x for x in shape]
-    return [evaluate_expr(x, of) if isinstance(x, sympy.Expr) else x for x in found]
+    sizes = [extents.get(size, size) if isinstance(size, sympy.Symbol) else size for size in shape]
+    return [evaluate_expr(size, extents) if isinstance(size, sympy.Expr) else size for size in sizes]
 
 
 @dataclass(eq=False)
@@ -40,10 +41,10 @@ class TilePart:
     graph: GraphModule
     inputs: list[Tensor]  # fake tensors as the graph takes them; rows are contiguous
     run: Callable[..., Any] = field(init=False)  # the graph, or its compiled form
-    compiler_key: Any = None
-    strides: list[tuple[int, ...] | None] = field(init=False)
-    # True for operands of sizes that `run` supports, if sizes are symbols
-    fits: dict[tuple[int, ...], bool] = field(default_factory=dict)
+    compiler_key: Any = None  # key of the last `compile`
+    strides: list[tuple[int, ...] | None] = field(init=False)  # of each input; None if its sizes are symbols
+    # whether `run` supports operands of these sizes, by the sizes of inputs with symbols
+    supported_sizes: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.run = self.graph
@@ -52,15 +53,16 @@ class TilePart:
     def __call__(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the graph on operands of the traced shapes; their strides are adapted."""
         operands = [_with_strides(x, strides) for x, strides in zip(operands, self.strides, strict=True)]
-        return self.run(*operands) if self._fits(operands) else self.graph(*operands)
+        return self.run(*operands) if self._can_run(operands) else self.graph(*operands)
 
-    def _fits(self, operands: Sequence[Tensor]) -> bool:
+    def _can_run(self, operands: Sequence[Tensor]) -> bool:
+        """Return True if the compiled graph supports the sizes of these operands."""
         if None not in self.strides:
             return True
-        extents = tuple(n for x, strides in zip(operands, self.strides) if strides is None for n in x.shape)
-        if extents not in self.fits:
-            self.fits[extents] = check_guards(self.inputs, operands)
-        return self.fits[extents]
+        sizes = tuple(chain(*(x.shape for x, strides in zip(operands, self.strides) if strides is None)))
+        if sizes not in self.supported_sizes:
+            self.supported_sizes[sizes] = check_guards(self.inputs, operands)
+        return self.supported_sizes[sizes]
 
     def compile(self, compiler: Compiler, key: Any) -> None:
         """Compile the graph, once for each key."""
@@ -68,15 +70,17 @@ class TilePart:
             with torch.no_grad(), torch.autocast(self.inputs[0].device.type, enabled=False):
                 self.run = compiler(self.graph, self.inputs)
             self.compiler_key = key
-            self.fits.clear()
+            self.supported_sizes.clear()
 
 
 def _with_strides(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    """Return x with these strides, or contiguous if they are None; copy only if necessary."""
     if strides is None:
         return x.contiguous()
     if x.stride() == strides:
         return x
-    if all(size == 1 or found == stride for size, found, stride in zip(x.shape, x.stride(), strides, strict=True)):
+    differing_sizes = [n for n, old, new in zip(x.shape, x.stride(), strides, strict=True) if old != new]
+    if all(size == 1 for size in differing_sizes):
         return x.as_strided(x.shape, strides)  # a batch of one, whose stride is that of all rows
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
@@ -85,35 +89,38 @@ def _with_strides(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
 class TileValue:
     """A result or a gradient over all tiles."""
 
-    shape: tuple[Extent, ...]  # of ints, and of symbols that `TileProgram.sizes` resolves
+    shape: tuple[Extent, ...]  # of ints, and of symbols whose values `TileProgram.sizes` returns
     dtype: torch.dtype  # the returned dtype; a sum over the tiles accumulates in at least float32
     dim: int | None  # the dim of its rows; None for a sum over the tiles
     adds: str = ""  # how a tile adds its part to the sum, a name of `TILE_SUMS`
     order: tuple[int, ...] = ()  # the dims from the slowest to the fastest, if not in order
 
-    def sizes(self, of: Extents) -> list[Any]:
+    def sizes(self, extents: Extents) -> list[Any]:
         """Return the shape in a call."""
-        return resolve_shape(self.shape, of)
+        return resolve_shape(self.shape, extents)
 
-    def empty(self, of: Extents, like: Tensor) -> Tensor:
+    def empty(self, extents: Extents, like: Tensor) -> Tensor:
         """Allocate the returned tensor on the device of `like`."""
-        order, shape = self.order or range(len(self.shape)), self.sizes(of)
+        order, shape = self.order or range(len(self.shape)), self.sizes(extents)
         buffer = like.new_empty([shape[d] for d in order], dtype=self.dtype)
         return buffer.permute([order.index(d) for d in range(len(shape))]) if self.order else buffer
 
-    def begin(self, of: Extents, like: Tensor) -> Tensor:
+    def allocate_total(self, extents: Extents, like: Tensor) -> Tensor:
         """Allocate the tensor that accumulates the parts of the tiles."""
         if self.dim is not None:
-            return self.empty(of, like)
-        return replace(self, dtype=accumulation_dtype(self.dtype)).empty(of, like).zero_()
+            return self.empty(extents, like)
+        return replace(self, dtype=accumulation_dtype(self.dtype)).empty(extents, like).zero_()
 
-    def put(self, total: Tensor, parts: Iterator[Tensor], first: int, length: int) -> None:
-        """Write or add the part of a tile."""
+    def add_tile(self, total: Tensor, tile_results: Iterator[Tensor], first: int, length: int) -> None:
+        """Write the rows [first, first + length) of ``total``, or add to the sum ``total``, in place.
+
+        Takes the tensors of this value from ``tile_results``.
+        """
         if self.dim is not None:
-            total.narrow(self.dim, first, length).copy_(next(parts))
+            total.narrow(self.dim, first, length).copy_(next(tile_results))
         else:
             sum_kind = TILE_SUMS[self.adds]
-            sum_kind.add(total, *(next(parts) for _ in range(sum_kind.parts)))
+            sum_kind.add(total, *islice(tile_results, sum_kind.parts))
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ class TileBody:
 
     @property
     def parts(self) -> list[TilePart]:
-        """Return both parts."""
+        """Return the parts that exist."""
         return [part for part in (self.forward, self.gradients) if part is not None]
 
 
@@ -139,31 +146,32 @@ class TileProgram:
     bodies: dict[int, TileBody]  # by the length of a tile, at most two, or one for ANY_LENGTH
     rows: tuple[int, ...]  # the dim of the rows in each operand that has them
     results: tuple[TileValue, ...]
-    differentiable: tuple[int, ...]
-    wanted: tuple[int, ...]  # the operands, rows first, that have a gradient
-    gradients: tuple[TileValue, ...]  # their gradients
+    differentiable: tuple[int, ...]  # indices of the results that have a cotangent
+    grad_operands: tuple[int, ...]  # indices of the operands, rows first, that have a gradient
+    gradients: tuple[TileValue, ...]  # gradients of these operands
     at_once: bool  # True if these are computed with the results, for a cotangent of 1 of the only differentiable one
     # the operand and its dim for each symbol in the shapes of the values
     symbol_places: tuple[tuple[sympy.Symbol, tuple[int, int]], ...] = ()
 
     def sizes(self, operands: Sequence[Tensor]) -> dict[sympy.Expr, Any]:
         """Return the values of the symbols for these operands, rows first."""
-        return {
-            ROWS: operands[0].shape[self.rows[0]],
-            **{symbol: operands[i].shape[d] for symbol, (i, d) in self.symbol_places},
-        }
+        rows: dict[sympy.Expr, Any] = {ROWS: operands[0].shape[self.rows[0]]}
+        return rows | {symbol: operands[i].shape[dim] for symbol, (i, dim) in self.symbol_places}
 
     def compile(self, compiler: Compiler, key: Any, learns: bool) -> None:
-        """Compile the parts that a call runs, in training or not; the others remain as traced."""
+        """Compile the parts that a call runs, in training or not; the others remain as traced.
+
+        In training the forward does not run if the gradients are computed at once with the results.
+        """
+        needs_gradients = learns and bool(self.grad_operands)
         for body in self.bodies.values():
-            parts = [body.forward, body.gradients] if learns and self.wanted else [body.forward]
-            for part in parts[1:] if self.at_once and len(parts) == 2 else parts:
-                assert part is not None
-                part.compile(compiler, key)
+            if not (needs_gradients and self.at_once):
+                body.forward.compile(compiler, key)
+            if needs_gradients:
+                assert body.gradients is not None
+                body.gradients.compile(compiler, key)
 
 
-ANY_LENGTH = 0
-"""The length of tiles whose number of rows is a symbol."""
+ANY_LENGTH = 0  # the length of tiles whose number of rows is a symbol
 
-PROGRAMS: ProgramTable[TileProgram] = ProgramTable("tiles")
-"""Programs by name."""
+PROGRAMS: ProgramTable[TileProgram] = ProgramTable("tiles")  # programs by name

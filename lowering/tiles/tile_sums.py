@@ -3,7 +3,7 @@
 ""         x                                                   sum += x
 product    a (m, k), b (k, n)                                  sum += a @ b
 groups     a (R, m), b (R, n), ends (E,) of groups of rows     sum[e] += a[rows of e].T @ b[rows of e]
-rows       x (R.., n..), at (R..)                              sum[at[r]] += x[r]
+rows       x (R.., n..), index (R..)                           sum[index[r]] += x[r]
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class TileSum:
 
 
 def _add_groups(total: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
+    """Add the product of each group of rows to the group's matrix in ``total`` (E, m, n), in place."""
     first = 0
     for group, end in enumerate(ends.tolist()):
         if end > first:
@@ -36,26 +37,27 @@ def _add_groups(total: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a product in its own dtype, if that of the sum is wider."""
+    """Add a @ b to ``total`` in place; it is computed in its own dtype if that of the sum is wider."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
         total.add_(a @ b)
 
 
-def _product_flops(*shapes: Any) -> int:
-    (m, k), (_, n) = shapes
+def _product_flops(a_shape: Any, b_shape: Any) -> int:
+    (m, k), (_, n) = a_shape, b_shape
     return 2 * math.prod(map(size_hint, (m, k, n)))
 
 
-def _group_flops(*shapes: Any) -> int:
-    (rows, m), (_, n), _ = shapes
+def _group_flops(a_shape: Any, b_shape: Any, ends_shape: Any) -> int:
+    (rows, m), (_, n) = a_shape, b_shape
     return 2 * math.prod(map(size_hint, (rows, m, n)))
 
 
+# Kinds of sums by name; "" is the default.
 TILE_SUMS = {
     "": TileSum(1, Tensor.add_),
     "product": TileSum(2, _add_product, _product_flops),
     "groups": TileSum(3, _add_groups, _group_flops),
-    "rows": TileSum(2, lambda total, x, at: total.index_put_((at,), x, accumulate=True)),
+    "rows": TileSum(2, lambda total, x, index: total.index_put_((index,), x, accumulate=True)),
 }

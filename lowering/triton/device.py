@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-AVAILABLE = find_spec("triton") is not None  # Triton is installed
+AVAILABLE = find_spec("triton") is not None  # whether Triton is installed
 
 
 def is_plain_memory(x: Tensor) -> bool:

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ELEMENTS = 2048
-"""Elements that one program of the kernel merges."""
+TILE_ELEMENTS = 2048  # elements that one program of the kernel merges
 
 
 @triton.jit
@@ -14,34 +13,34 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     out_a, lse_a, out_b, lse_b, out, lse, rows, heads, length, width,
     batch_a, head_a, row_a, batch_b, head_b, row_b, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Merge ROWS of the batch * heads * length rows.
+    """Merge ROWS of the batch * heads * length rows, as ``merge_blocks.merge_pointwise``.
 
-    ``batch_a`` to ``row_b`` are strides; the other tensors are contiguous.
+    ``batch_a`` to ``row_b`` are strides of out_a and out_b; the other tensors are contiguous.
     """
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, WIDTH)[None, :]
-    here = row < rows
-    inside = here & (column < width)
-    batch, head, place = row // (heads * length), row // length % heads, row % length
+    row_mask = row < rows
+    mask = row_mask & (column < width)
+    batch, head, position = row // (heads * length), row // length % heads, row % length
 
-    a, b = tl.load(lse_a + row, mask=here, other=0.0), tl.load(lse_b + row, mask=here, other=0.0)
+    a, b = tl.load(lse_a + row, mask=row_mask, other=0.0), tl.load(lse_b + row, mask=row_mask, other=0.0)
     if IN_PLACE:  # rows without keys in the second operand are not written
-        here = here & (b != float("-inf"))
-        inside = inside & here
-    top = tl.maximum(a, b)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    a, b = tl.exp(a - finite), tl.exp(b - finite)
-    total = a + b
-    # The larger of the two is 1, so that only the empty sum of 0 is smaller.
+        row_mask = row_mask & (b != float("-inf"))
+        mask = mask & row_mask
+    max_lse = tl.maximum(a, b)
+    finite_max = tl.where(max_lse == float("-inf"), 0.0, max_lse)
+    exp_a, exp_b = tl.exp(a - finite_max), tl.exp(b - finite_max)
+    total = exp_a + exp_b
+    # The larger of the two is 1, so the total is less than 1 only if both are 0.
     divisor = tl.maximum(total, 1.0)
 
-    at_a = batch * batch_a + head * head_a + place * row_a + column
-    at_b = batch * batch_b + head * head_b + place * row_b + column
-    x = tl.load(out_a + at_a, mask=inside, other=0.0).to(total.dtype)
-    y = tl.load(out_b + at_b, mask=inside, other=0.0).to(total.dtype)
-    tl.store(out + row * width + column, x * (a / divisor) + y * (b / divisor), mask=inside)
+    offset_a = batch * batch_a + head * head_a + position * row_a + column
+    offset_b = batch * batch_b + head * head_b + position * row_b + column
+    x = tl.load(out_a + offset_a, mask=mask, other=0.0).to(total.dtype)
+    y = tl.load(out_b + offset_b, mask=mask, other=0.0).to(total.dtype)
+    tl.store(out + row * width + column, x * (exp_a / divisor) + y * (exp_b / divisor), mask=mask)
     tl.debug_barrier()  # several threads read a row's lse, and one of them overwrites it
-    tl.store(lse + row, finite + tl.log(total), mask=here)
+    tl.store(lse + row, finite_max + tl.log(total), mask=row_mask)
 
 
 def launch_merge(

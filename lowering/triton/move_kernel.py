@@ -1,8 +1,11 @@
 """Copy between arrays of any strides with a tiled Triton kernel. The import requires triton.
 
 Elements are moved as integers of 1 to 8 bytes, independent of their dtype. Tiles read and write full cache lines. After
-merging of dims, a tile is rows x columns x run, and the other dims are looped over. The *run* is contiguous on both
-sides. `rows` are adjacent to it in the target, and `columns` in the source, or along any dim if these are few bytes.
+merging of dims, a tile is rows x columns x run, and the other dims are looped over:
+
+    run         the dim that is contiguous in source and target
+    rows        the dim that is adjacent to the run in the target
+    columns     the dim that is adjacent to it in the source, or any dim if run and rows are few bytes
 
     (n, g, h, D) <- (g, n, h, D)    run h * D, rows g: the pack of a head exchange
     (n, g, h, D) <- (n, h, g, D)    run D, rows h, columns g: the pack of heads stored before positions
@@ -24,10 +27,10 @@ from torch import Tensor
 
 from .device import use_device
 
-MAX_WORD_BYTES = 16  # bytes that a thread moves at once
+MAX_UNIT = 16  # maximum bytes that a thread moves at once
 CACHE_LINE = 128  # bytes of a run that needs no columns
 MOVE_TILE = 16384  # bytes of a tile
-MIN_PROGRAMS = 4096  # bytes of a tile, if the array has that many
+MIN_TILE_BYTES = 4096  # minimum bytes of a tile, if the array has that many
 MAX_LOOPS = 4  # dims over which a kernel can loop
 
 
@@ -38,15 +41,20 @@ class Stride(NamedTuple):
     read: int  # stride in the source
     written: int  # stride in the target
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Return True if both strides are 1."""
+        return self.read == self.written == 1
 
-NO_STRIDE = Stride(1, 0, 0)
+
+NO_STRIDE = Stride(1, 0, 0)  # a dim of size 1
 
 
 @dataclass(frozen=True)
 class TileShape:
     """Tiling of a copy, with all lengths and strides in units of `unit` bytes."""
 
-    unit: int  # bytes
+    unit: int  # bytes that divide all strides and addresses; a power of two up to 16
     run: int  # length of the contiguous run
     rows: Stride  # dim adjacent to the run in the target
     columns: Stride  # dim adjacent to the run in the source
@@ -72,11 +80,7 @@ class TileShape:
 
 @lru_cache(maxsize=4096)
 def choose_tiling(
-    shape: tuple[int, ...],
-    read: tuple[int, ...],
-    written: tuple[int, ...],
-    itemsize: int,
-    aligned: int = MAX_WORD_BYTES,
+    shape: tuple[int, ...], read: tuple[int, ...], written: tuple[int, ...], itemsize: int, aligned: int = MAX_UNIT
 ) -> TileShape | None:
     """Return the tiling of a copy, or None if more than `MAX_LOOPS` dims remain to loop over.
 
@@ -88,18 +92,22 @@ def choose_tiling(
         aligned: Bytes that divide both addresses.
     """
     dims = _merge_strides([Stride(*dim) for dim in zip(shape, read, written) if dim[0] != 1])
-    run = next((dim.size for dim in dims if dim.read == dim.written == 1), 1)
-    others = [dim for dim in dims if not dim.read == dim.written == 1]
-    distances = [run, *(d for dim in others for d in (dim.read, dim.written))]
-    unit = math.gcd(MAX_WORD_BYTES, aligned, *(d * itemsize for d in distances))
-    run, others = run * itemsize // unit, [Stride(size, *(d * itemsize // unit for d in far)) for size, *far in others]
+    run = next((dim.size for dim in dims if dim.is_contiguous), 1)
+    others = [dim for dim in dims if not dim.is_contiguous]
+    # Convert lengths and strides from elements to the largest possible unit.
+    lengths = [run, *(dim.read for dim in others), *(dim.written for dim in others)]
+    unit = math.gcd(MAX_UNIT, aligned, *(length * itemsize for length in lengths))
+    run = run * itemsize // unit
+    others = [Stride(dim.size, dim.read * itemsize // unit, dim.written * itemsize // unit) for dim in others]
+    # Select the rows, and columns if runs are short in the source.
     rows = min(others, key=lambda dim: dim.written, default=NO_STRIDE)
     others = [dim for dim in others if dim is not rows]
     columns = NO_STRIDE
     if run * unit < CACHE_LINE:
         columns = min((dim for dim in others if dim.read), key=lambda dim: dim.read, default=NO_STRIDE)
-        columns = NO_STRIDE if rows.read and rows.read < columns.read else columns
-    if columns is NO_STRIDE and run * rows.size * unit < MIN_PROGRAMS:
+        if rows.read and rows.read < columns.read:  # rows are adjacent to the run in the source, too
+            columns = NO_STRIDE
+    if columns is NO_STRIDE and run * rows.size * unit < MIN_TILE_BYTES:
         columns = max(others, key=lambda dim: dim.size, default=NO_STRIDE)
     loops = tuple(dim for dim in others if dim is not columns)
     if len(loops) > MAX_LOOPS:
@@ -109,24 +117,25 @@ def choose_tiling(
 
 def _merge_strides(dims: list[Stride]) -> list[Stride]:
     """Sort dims from the outermost of the target to the innermost, and merge contiguous ones."""
-    out: list[Stride] = []
+    merged: list[Stride] = []
     for dim in sorted(dims, key=lambda dim: (-dim.written, -dim.read)):
-        last = out[-1] if out else None
-        if last is not None and (last.read, last.written) == (dim.size * dim.read, dim.size * dim.written):
-            out[-1] = Stride(last.size * dim.size, dim.read, dim.written)
+        outer = merged[-1] if merged else None
+        if outer is not None and (outer.read, outer.written) == (dim.size * dim.read, dim.size * dim.written):
+            merged[-1] = Stride(outer.size * dim.size, dim.read, dim.written)
         else:
-            out.append(dim)
-    return out
+            merged.append(dim)
+    return merged
 
 
 def _tile_shape(run: int, rows: int, columns: int, unit: int) -> tuple[int, int, int]:
+    """Return the rows, columns and words of the run of a tile of at most MOVE_TILE bytes: powers of two."""
     word = min(unit, 8)
     run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (run * (unit // word), rows, columns))
     run = min(run, MOVE_TILE // word)
-    left = MOVE_TILE // word // run
-    # Columns use the elements that rows do not use, and at least the square root of all.
-    columns = min(columns, max(left // rows, 1 << left.bit_length() // 2))
-    return min(rows, left // columns), columns, run
+    max_runs = MOVE_TILE // word // run
+    # Columns use the runs that rows do not use, and at least the square root of all.
+    columns = min(columns, max(max_runs // rows, 1 << max_runs.bit_length() // 2))
+    return min(rows, max_runs // columns), columns, run
 
 
 WORD_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # integer types by size in bytes
@@ -138,47 +147,51 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     loop_0, loop_1, loop_2, loop_3, read_0, read_1, read_2, read_3, written_0, written_1, written_2, written_3,
     run, rows, columns, read_row, read_column, written_row, written_column,
     WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, FULL_RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Move one tile. Addresses are integers."""
-    at = tl.program_id(0).to(tl.int64)
+    """Move one tile. Addresses are integers.
+
+    The index of the program is a mixed-radix number. Its digits, from the last one on: the tile in the run, in the
+    columns and in the rows, and the position in each loop.
+    """
+    index = tl.program_id(0).to(tl.int64)
     run_tiles, column_tiles, row_tiles = (tl.cdiv(run * VECTOR, RUN), tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS))
-    word_0 = at % run_tiles * RUN
-    at = at // run_tiles
-    column_0 = at % column_tiles * COLUMNS
-    at = at // column_tiles
-    row_0 = at % row_tiles * ROWS
-    at = at // row_tiles
-    read, written = at % loop_3 * read_3, at % loop_3 * written_3
-    at = at // loop_3
-    read, written = read + at % loop_2 * read_2, written + at % loop_2 * written_2
-    at = at // loop_2
-    read, written = read + at % loop_1 * read_1, written + at % loop_1 * written_1
-    at = at // loop_1
-    read, written = read + at * read_0, written + at * written_0
+    word_0 = index % run_tiles * RUN
+    index = index // run_tiles
+    column_0 = index % column_tiles * COLUMNS
+    index = index // column_tiles
+    row_0 = index % row_tiles * ROWS
+    index = index // row_tiles
+    read, written = index % loop_3 * read_3, index % loop_3 * written_3
+    index = index // loop_3
+    read, written = read + index % loop_2 * read_2, written + index % loop_2 * written_2
+    index = index // loop_2
+    read, written = read + index % loop_1 * read_1, written + index % loop_1 * written_1
+    index = index // loop_1
+    read, written = read + index * read_0, written + index * written_0
     # The last dims of a tile are adjacent in memory: columns in the source, rows in the target.
     row, column = row_0 + tl.arange(0, ROWS)[:, None, None], column_0 + tl.arange(0, COLUMNS)[None, :, None]
-    given, inside = _word_offsets(source, read, word_0, row, column, run, rows, columns, read_row, read_column,
-                           WORD, VECTOR, ALIGNED, RUN, WHOLE)  # fmt: skip
-    values = tl.permute(tl.load(given, mask=inside), (1, 0, 2))
+    addresses, mask = _tile_addresses(source, read, word_0, row, column, run, rows, columns, read_row, read_column,
+                                      WORD, VECTOR, ALIGNED, RUN, FULL_RUNS)  # fmt: skip
+    values = tl.permute(tl.load(addresses, mask=mask), (1, 0, 2))
     row, column = row_0 + tl.arange(0, ROWS)[None, :, None], column_0 + tl.arange(0, COLUMNS)[:, None, None]
-    made, inside = _word_offsets(target, written, word_0, row, column, run, rows, columns, written_row, written_column,
-                          WORD, VECTOR, ALIGNED, RUN, WHOLE)  # fmt: skip
-    tl.store(made, values, mask=inside)
+    addresses, mask = _tile_addresses(target, written, word_0, row, column, run, rows, columns, written_row,
+                                      written_column, WORD, VECTOR, ALIGNED, RUN, FULL_RUNS)  # fmt: skip
+    tl.store(addresses, values, mask=mask)
 
 
 @triton.jit
-def _word_offsets(  # type: ignore[no-untyped-def]
-    base, start, word_0, row, column, run, rows, columns, of_row, of_column,
-    WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
+def _tile_addresses(  # type: ignore[no-untyped-def]
+    base, start, word_0, row, column, run, rows, columns, row_stride, column_stride,
+    WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, RUN: tl.constexpr, FULL_RUNS: tl.constexpr,
 ):  # fmt: skip
     """Return the addresses of one side of a tile, and the mask of those inside the array."""
     word = (word_0 + tl.arange(0, RUN))[None, None, :]
     inside = (row < rows) & (column < columns)
-    if not WHOLE:
+    if not FULL_RUNS:
         inside = inside & (word < run * VECTOR)
-    memory = tl.multiple_of(base.to(tl.int64).to(tl.pointer_type(WORD)), ALIGNED)
-    return memory + (start + row * of_row + column * of_column) * VECTOR + word, inside
+    pointer = tl.multiple_of(base.to(tl.int64).to(tl.pointer_type(WORD)), ALIGNED)
+    return pointer + (start + row * row_stride + column * column_stride) * VECTOR + word, inside
 
 
 def copy_strided(target: Tensor, source: Tensor) -> bool:
@@ -188,22 +201,23 @@ def copy_strided(target: Tensor, source: Tensor) -> bool:
         return False
     if target.is_complex():
         return copy_strided(torch.view_as_real(target), torch.view_as_real(source))
-    aligned = math.gcd(MAX_WORD_BYTES, target.data_ptr(), source.data_ptr())
-    plan = choose_tiling(source.shape, source.stride(), target.stride(), source.element_size(), aligned)
-    if plan is not None and source.numel():
-        _launch_move(plan, target, source.data_ptr())
-    return plan is not None
+    aligned = math.gcd(MAX_UNIT, target.data_ptr(), source.data_ptr())
+    tiling = choose_tiling(source.shape, source.stride(), target.stride(), source.element_size(), aligned)
+    if tiling is not None and source.numel():
+        _launch_move(tiling, target, source.data_ptr())
+    return tiling is not None
 
 
-def _launch_move(plan: TileShape, target: Tensor, source: int) -> None:
-    loops = [*(NO_STRIDE for _ in range(MAX_LOOPS - len(plan.loops))), *plan.loops]
-    rows, columns, run = plan.tile
+def _launch_move(tiling: TileShape, target: Tensor, source: int) -> None:
+    """Launch the kernel for the memory of ``target`` and the address ``source``."""
+    loops = [NO_STRIDE] * (MAX_LOOPS - len(tiling.loops)) + [*tiling.loops]
+    rows, columns, run = tiling.tile
     with use_device(target):
-        _move_kernel[(plan.programs,)](
+        _move_kernel[(tiling.programs,)](
             source, target.data_ptr(),
             *(loop.size for loop in loops), *(loop.read for loop in loops), *(loop.written for loop in loops),
-            plan.run, plan.rows.size, plan.columns.size, plan.rows.read, plan.columns.read,
-            plan.rows.written, plan.columns.written,
-            WORD=WORD_TYPES[plan.word], VECTOR=plan.vector, ALIGNED=plan.unit,
-            ROWS=rows, COLUMNS=columns, RUN=run, WHOLE=plan.run * plan.vector % run == 0,
+            tiling.run, tiling.rows.size, tiling.columns.size, tiling.rows.read, tiling.columns.read,
+            tiling.rows.written, tiling.columns.written,
+            WORD=WORD_TYPES[tiling.word], VECTOR=tiling.vector, ALIGNED=tiling.unit,
+            ROWS=rows, COLUMNS=columns, RUN=run, FULL_RUNS=tiling.run * tiling.vector % run == 0,
         )  # fmt: skip

@@ -9,6 +9,9 @@ rank, and takes one shift. Frames have one fold: in the zigzag layout adjacent c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -52,11 +55,8 @@ def split_by_owner(low: int, high: int, s: int) -> list[HaloPart]:
         high: End of the positions, relative to a rank's first.
         s: Rows per rank. May be symbolic: the number of ranks in between becomes a guard.
     """
-    found = []
-    for block in range(int(low // s), int((high - 1) // s) + 1):
-        first, last = max(low - block * s, 0), min(high - block * s, s)
-        found.append(HaloPart(-block, first, last))
-    return found
+    owners = range(int(low // s), int((high - 1) // s) + 1)  # relative to the reading rank
+    return [HaloPart(-owner, max(low - owner * s, 0), min(high - owner * s, s)) for owner in owners]
 
 
 def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
@@ -65,13 +65,10 @@ def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill:
     Shapes: dim of s -> high - low; outer and inner 1. Bytes: those of the rows that other ranks own, in the backward,
     too.
     """
-    s = local_row_count(frame, n)
-    found = split_by_owner(low, high, s)
-    pieces = _collect_parts(x, dim, found, False, fill, n, group)
-    offset = low
-    for i, part in enumerate(found):
-        pieces[i] = _fill_outside(pieces[i], dim, offset, offset + part.rows, frame, fill, n, group)
-        offset = offset + part.rows
+    parts, pieces = split_by_owner(low, high, local_row_count(frame, n)), []
+    for part, piece in zip(parts, _collect_parts(x, dim, parts, False, fill, n, group)):
+        pieces.append(_fill_outside(piece, dim, low, low + part.rows, frame, fill, n, group))
+        low = low + part.rows
     return _join_pieces(pieces, dim)
 
 
@@ -84,84 +81,85 @@ def read_around_ring(x: Tensor, dim: int, low: int, high: int, s: int, n: int, g
 
 
 def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
+    """Concatenate the pieces; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def _collect_parts(
     x: Tensor, dim: int, parts: list[HaloPart], wraps: bool, fill: float, n: int, group: str
 ) -> list[Tensor]:
-    """Return the rows of every part: local ones, those of other ranks, or ``fill`` beyond the ends."""
-    coming = tuple(part for part in parts if part.is_received(n, wraps))
-    arrived = iter(())
-    if coming:
-        rows = LinearMap.apply(x, _fetch_parts, _return_parts, dim, x.shape[dim], coming, n, group)
-        arrived = iter(rows.split([part.rows for part in coming], dim))
+    """Return a tensor per part: local rows, those of other ranks, or ``fill`` beyond the ends."""
+    remote_parts = tuple(part for part in parts if part.is_received(n, wraps))
+    received: Iterator[Tensor] = iter(())
+    if remote_parts:
+        rows = LinearMap.apply(x, _fetch_parts, _return_parts, dim, x.shape[dim], remote_parts, n, group)
+        received = iter(rows.split([part.rows for part in remote_parts], dim))
     pieces: list[Tensor] = []
     for part in parts:
         if part.is_received(n, wraps):
-            pieces.append(next(arrived))
+            pieces.append(next(received))
         elif wraps or part.hop == 0:
             is_full = is_known(part.first == 0) and is_known(part.last == x.shape[dim])
             pieces.append(x if is_full else x.narrow(dim, part.first, part.rows))
         else:
-            shape = [part.rows if d == dim else extent for d, extent in enumerate(x.shape)]
-            pieces.append(x.new_full(shape, fill))
+            pieces.append(x.new_full([*x.shape[:dim], part.rows, *x.shape[dim + 1 :]], fill))
     return pieces
 
 
 def _fill_outside(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
-    """Write ``fill`` to the rows at [low, high) around a shard that are outside the window on some rank."""
+    """Replace the rows of x that are padding or beyond the sequence by ``fill``.
+
+    The rows have the positions [low, high) relative to this rank's first. A comparison is left out if it is known to
+    hold on every rank.
+    """
     s, (start, length) = local_row_count(frame, n), frame[2:4]
-    early, late = not is_known(low >= start), not is_known((n - 1) * s + high <= start + length)
-    if not early and not late:
+    may_precede = not is_known(low >= start)
+    may_exceed = not is_known((n - 1) * s + high <= start + length)
+    if not may_precede and not may_exceed:
         return x
     positions = torch.arange(low, high, device=x.device)
     if n > 1:
         positions = positions + torch.ops.sp.rank(group, x.device) * s
-    outside = positions < start if early else positions >= start + length
-    if early and late:
+    outside = positions < start if may_precede else positions >= start + length
+    if may_precede and may_exceed:
         outside = outside | (positions >= start + length)
     return x.masked_fill(column_along(outside, dim, x.ndim), fill)
 
 
-# Pair of linear maps: fetch rows, and return their cotangents.
+# Two adjoint linear maps, for `LinearMap`: fetch rows, and return their cotangents. Both have the same arguments.
 
 
 def _fetch_parts(x: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n: int, group: str) -> Tensor:
     """Fetch rows of other ranks: (.., s, ..) -> (.., rows of all parts, ..)."""
-    sent = [x.narrow(dim, part.first, part.rows) for part in parts]
-    return _join_pieces(_shift_all(sent, dim, [part.hop for part in parts], n, group), dim)
+    local_rows = [x.narrow(dim, part.first, part.rows) for part in parts]
+    return _join_pieces(_shift_all(local_rows, dim, [part.hop for part in parts], n, group), dim)
 
 
 def _return_parts(grad: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n: int, group: str) -> Tensor:
     """Return rows to their owners and sum them: (.., rows of all parts, ..) -> (.., s, ..)."""
-    sent = list(grad.split([part.rows for part in parts], dim))
-    total = None
-    for part, home in zip(parts, _shift_all(sent, dim, [-part.hop for part in parts], n, group), strict=True):
-        widths = [0, 0] * (grad.ndim - 1 - dim) + [part.first, s - part.last]
-        here = torch.constant_pad_nd(home, widths)
-        total = here if total is None else total + here
-    assert total is not None
-    return total
+    part_grads = list(grad.split([part.rows for part in parts], dim))
+    received = _shift_all(part_grads, dim, [-part.hop for part in parts], n, group)
+    inner_dims = [0, 0] * (grad.ndim - 1 - dim)
+    return reduce(add, (torch.constant_pad_nd(x, [*inner_dims, p.first, s - p.last]) for p, x in zip(parts, received)))
 
 
 def _shift_all(xs: list[Tensor], dim: int, hops: list[int], n: int, group: str) -> list[Tensor]:
     """Send each x to the rank `hop` further; start all shifts before waiting for the first."""
     communicator = current_communicator()
-    coming = [
-        communicator.start_shift(to_sendable(x.movedim(dim, 0)), routes.shift_route(group, _shorter_way(hop, n)))
+    shifts = [
+        communicator.start_shift(to_sendable(x.movedim(dim, 0)), routes.shift_route(group, _ring_offset(hop, n)))
         for x, hop in zip(xs, hops, strict=True)
     ]
-    return [from_sendable(communicator.wait(y), x).movedim(0, dim) for x, y in zip(xs, coming, strict=True)]
+    return [from_sendable(communicator.wait(shift), x).movedim(0, dim) for x, shift in zip(xs, shifts, strict=True)]
 
 
-def _shorter_way(hop: int, n: int) -> int:
-    """Return the offset of the same rank on the ring, in the shorter direction."""
+def _ring_offset(hop: int, n: int) -> int:
+    """Return the offset of the rank `hop` further on a ring of n ranks, in the shorter direction."""
     hop %= n
     return hop if 2 * hop <= n else hop - n
 
 
 def ring_shifts(low: int, high: int, s: int, n: int, wraps: bool = False) -> list[tuple[int, Any]]:
     """Return (offset on the ring, rows) of each shift in the forward; the backward negates the offsets."""
-    found = [part for part in split_by_owner(low, high, s) if part.is_received(n, wraps)]
-    return [(_shorter_way(part.hop, n), part.rows) for part in found]
+    parts = split_by_owner(low, high, s)
+    return [(_ring_offset(part.hop, n), part.rows) for part in parts if part.is_received(n, wraps)]

@@ -32,22 +32,15 @@ from sp_compile.lowering.collectives.pad_rows import window
 
 from .halo_exchange import read_around, read_around_ring, ring_shifts
 
-# Schema of the placement.
+# Schema of the fields of `WindowPlacement` and of the result, the end of each operator's schema.
 WINDOW_ARGUMENTS = "SymInt[]? frame=None, SymInt[]? result=None, int n=1, str group='') -> Tensor"
 
 
-def _window_reach(
-    before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int
-) -> tuple[int, int, int]:
-    """Return the rows [low, high) that one rank's results read, relative to its first row, and s.
-
-    Raises:
-        ValueError: A frame is zigzag.
-    """
-    if frame_folds(frame) != 1 or frame_folds(result) != 1:
-        raise ValueError("a window needs neighbors, which the zigzag layout separates")
-    s, low = local_row_count(frame, n), frame[2] - before - stride * result[2]
-    return low, low + s + width - stride, s
+def _read_rows(before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int) -> tuple[int, int]:
+    """Return the rows [low, high) that one rank's results read, relative to its first row."""
+    assert frame_folds(frame) == frame_folds(result) == 1, "the zigzag layout separates the neighbors of a window"
+    low = frame[2] - before - stride * result[2]
+    return low, low + local_row_count(frame, n) + width - stride
 
 
 def window_shifts(
@@ -63,7 +56,8 @@ def window_shifts(
         result: Frame of the result.
         n: Number of ranks.
     """
-    return ring_shifts(*_window_reach(before, width, stride, frame, result, n), n)
+    low, high = _read_rows(before, width, stride, frame, result, n)
+    return ring_shifts(low, high, local_row_count(frame, n), n)
 
 
 class WindowPlacement(NamedTuple):
@@ -78,7 +72,7 @@ class WindowPlacement(NamedTuple):
         """Return the rows that the results of this rank read: padded, or fetched from other ranks."""
         if self.frame is None:
             return _pad_rows(x, dim, before, after, fill)
-        low, high, _ = _window_reach(before, width, stride, self.frame, self.result or self.frame, self.n)
+        low, high = _read_rows(before, width, stride, self.frame, self.result or self.frame, self.n)
         return read_around(x, dim, low, high, self.frame, fill, self.n, self.group)
 
     def finish(self, y: Tensor, dim: int) -> Tensor:
@@ -90,6 +84,7 @@ class WindowPlacement(NamedTuple):
 
 
 def _pad_rows(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tensor:
+    """Add rows of ``fill`` at both ends of a dim, or remove rows where a number is negative."""
     if before == 0 and after == 0:
         return x
     length = x.shape[dim]
@@ -99,13 +94,13 @@ def _pad_rows(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tens
 
 
 @composite(f"shift(Tensor x, int dim, int before, int after, Scalar fill, {WINDOW_ARGUMENTS}", padded="nearest")
-def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *where: Any) -> Tensor:
+def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *placement_args: Any) -> Tensor:
     """Shift the rows: row i of the result is row i - before of x, or ``fill`` outside x.
 
     Shapes: dim of length -> length + before + after, either of which may be negative. Any dtype.
     Source: constant_pad_nd.
     """
-    dim, placement = dim % x.ndim, WindowPlacement(*where)
+    dim, placement = dim % x.ndim, WindowPlacement(*placement_args)
     return placement.finish(placement.rows(x, dim, before, after, 1, 1, fill), dim)
 
 
@@ -115,37 +110,31 @@ def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *where: Any
     padded="nearest",
 )
 def conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    before: int,
-    after: int,
-    stride: int = 1,
-    dilation: int = 1,
-    groups: int = 1,
-    *where: Any,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: int, after: int, stride: int = 1, dilation: int = 1,
+    groups: int = 1, *placement_args: Any,
+) -> Tensor:  # fmt: skip
     """Convolve with ``before`` and ``after`` rows of zeros at the two ends.
 
     Shapes: ([B,] C, S), (O, C / groups, K), (O,) -> ([B,] O, (S + before + after - width) // stride + 1), where width =
     dilation * (K - 1) + 1.
     Source: aten.conv1d.
     """
-    placement, width = WindowPlacement(*where), dilation * (weight.shape[-1] - 1) + 1
+    placement, width = WindowPlacement(*placement_args), dilation * (weight.shape[-1] - 1) + 1
     if placement.frame is not None or before < 0 or after > before:
         rows = placement.rows(x, x.ndim - 1, before, after, width, stride, 0)
         return placement.finish(torch.conv1d(rows, weight, bias, stride, 0, dilation, groups), x.ndim - 1)
+    # torch pads both ends equally; the results of rows beyond ``after`` are removed.
     y = torch.conv1d(x, weight, bias, stride, before, dilation, groups)
     return y[..., : (x.shape[-1] + before + after - width) // stride + 1] if after != before else y
 
 
 @composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {WINDOW_ARGUMENTS}", padded="nearest")
-def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *where: Any) -> Tensor:
+def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *placement_args: Any) -> Tensor:
     """Average windows of ``width`` rows, zeros at the ends included.
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.avg_pool1d.
     """
-    placement = WindowPlacement(*where)
+    placement = WindowPlacement(*placement_args)
     rows = placement.rows(x, x.ndim - 1, before, after, width, stride, 0)
     return placement.finish(torch.avg_pool1d(rows, [width], [stride]), x.ndim - 1)
 
@@ -156,33 +145,36 @@ def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *whe
     padded="nearest",
 )
 def max_pool1d(
-    x: Tensor, before: int, after: int, fill: float, width: int, stride: int, dilation: int = 1, *where: Any
+    x: Tensor, before: int, after: int, fill: float, width: int, stride: int, dilation: int = 1, *placement_args: Any
 ) -> Tensor:
     """Return maxima of every ``dilation``-th of ``width`` rows; ``fill`` is usually -inf, torch's padding.
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.max_pool1d.
     """
-    placement, size = WindowPlacement(*where), [(width - 1) // dilation + 1]
+    placement, kernel_size = WindowPlacement(*placement_args), [(width - 1) // dilation + 1]
     rows = placement.rows(x, x.ndim - 1, before, after, width, stride, fill)
-    return placement.finish(torch.max_pool1d(rows, size, [stride], [0], [dilation]), x.ndim - 1)
+    return placement.finish(torch.max_pool1d(rows, kernel_size, [stride], [0], [dilation]), x.ndim - 1)
 
 
 @composite(
     f"unfold(Tensor x, int dim, int before, int after, Scalar fill, int width, int stride, {WINDOW_ARGUMENTS}",
     padded="nearest",
 )
-def unfold(x: Tensor, dim: int, before: int, after: int, fill: float, width: int, stride: int, *where: Any) -> Tensor:
+def unfold(
+    x: Tensor, dim: int, before: int, after: int, fill: float, width: int, stride: int, *placement_args: Any
+) -> Tensor:
     """Return every window of ``width`` rows, as a last dim.
 
     Shapes: dim of length -> (length + before + after - width) // stride + 1, and a last dim of width. Any dtype.
     Source: aten.unfold.
     """
-    dim, placement = dim % x.ndim, WindowPlacement(*where)
-    return placement.finish(placement.rows(x, dim, before, after, width, stride, fill).unfold(dim, width, stride), dim)
+    dim, placement = dim % x.ndim, WindowPlacement(*placement_args)
+    rows = placement.rows(x, dim, before, after, width, stride, fill)
+    return placement.finish(rows.unfold(dim, width, stride), dim)
 
 
 class WrappedRows(NamedTuple):
-    """Rows of a roll that wrap around the end of the window."""
+    """Rows of a roll's result whose source is at the other end of the sequence."""
 
     first: int  # first result position
     last: int  # end of the result positions
@@ -190,9 +182,14 @@ class WrappedRows(NamedTuple):
     low: int  # first local row that wraps on some rank
     high: int  # end of these local rows
 
+    @property
+    def source(self) -> tuple[int, int]:
+        """Return the source rows [low, high) of the local rows, relative to a rank's first."""
+        return self.low + self.delta, self.high + self.delta
+
 
 def wrapped_rows(shift: int, frame: FrameArg, s: int) -> WrappedRows:
-    """Return the wrapped rows of a roll by 0 < abs(shift) < length along the window, s rows per rank."""
+    """Return the wrapped rows of a roll by 0 < abs(shift) < length along the frame's sequence, s rows per rank."""
     _, _, start, length = frame[:4]
     first = start if shift > 0 else start + length + shift
     delta = length - shift if shift > 0 else -(length + shift)
@@ -208,8 +205,8 @@ def roll_shifts(shift: int, frame: FrameArg, n: int) -> list[tuple[int, int]]:
         return []
     if not is_padded(frame, n):  # the first row follows the last one
         return ring_shifts(-shift, s - shift, s, n, wraps=True)
-    turn = wrapped_rows(shift, frame, s)
-    return ring_shifts(-shift, s - shift, s, n) + ring_shifts(turn.low + turn.delta, turn.high + turn.delta, s, n)
+    wrapped = wrapped_rows(shift, frame, s)
+    return ring_shifts(-shift, s - shift, s, n) + ring_shifts(*wrapped.source, s, n)
 
 
 @composite(
@@ -230,10 +227,11 @@ def roll(x: Tensor, dim: int, shift: int, frame: FrameArg | None = None, n: int 
         return x
     if not is_padded(frame, n):  # the first row follows the last one
         return read_around_ring(x, dim, -shift, s - shift, s, n, group)
-    turn = wrapped_rows(shift, frame, s)
+    # Read the shifted rows, and those that wrap around; select between them by position.
+    wrapped = wrapped_rows(shift, frame, s)
     rows = read_around(x, dim, -shift, s - shift, frame, 0, n, group)
-    turned = read_around(x, dim, turn.low + turn.delta, turn.high + turn.delta, frame, 0, n, group)
-    turned = _pad_rows(turned, dim, turn.low, s - turn.high, 0)
+    wrapped_values = read_around(x, dim, *wrapped.source, frame, 0, n, group)
+    wrapped_values = _pad_rows(wrapped_values, dim, wrapped.low, s - wrapped.high, 0)
     positions = own_positions(frame, n, group, x.device)
-    here = (positions >= turn.first) & (positions < turn.last)
-    return window(torch.where(column_along(here, dim, x.ndim), turned, rows), dim, frame, n, group)
+    wraps = (positions >= wrapped.first) & (positions < wrapped.last)
+    return window(torch.where(column_along(wraps, dim, x.ndim), wrapped_values, rows), dim, frame, n, group)

@@ -51,7 +51,7 @@ def test_runs_of_written_rows() -> None:
     """Runs of any parts in any order, against a flag per row."""
     generator = random.Random(0)
     for _ in range(200):
-        written, flags = WrittenRows(), [False] * 12
+        written, flags = WrittenRows(12), [False] * 12
         for _ in range(generator.randrange(6)):
             start = generator.randrange(12)
             rows = start, generator.randrange(12 - start + 1)
@@ -60,7 +60,7 @@ def test_runs_of_written_rows() -> None:
             assert [i for first, length, _ in found for i in range(first, first + length)] == list(here)
             assert all(flags[i] != new for first, length, new in found for i in range(first, first + length))
             flags = [flag or i in here for i, flag in enumerate(flags)]
-        gaps = [i for first, length in written.gaps(12) for i in range(first, first + length)]
+        gaps = [i for first, length in written.gaps() for i in range(first, first + length)]
         assert gaps == [i for i, flag in enumerate(flags) if not flag]
 
 

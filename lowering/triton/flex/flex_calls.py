@@ -1,4 +1,4 @@
-"""Call the fused kernel, forward and backward, through programs compiled once per text and shape.
+"""Call flex_attention, forward and backward, through programs compiled once per mask text, score function and shape.
 
 The first program of a family is compiled for the lengths of its first call. The second one is dynamic in all lengths:
 sequences of varying length would otherwise compile at every step. Steps of a ring share a program.
@@ -22,24 +22,21 @@ from sp_compile.lowering.torch_compat import FlexProgram, flex_backward, flex_fo
 from .flex_tables import BlockTables, build_tables, tile_size
 from .flex_texts import PairFunctions, PairTexts, pair_functions
 
+# compiler of a graph of fake tensors, without a device, in place of Inductor: for tests
 COMPILER: Override[Any] = Override()
-"""Compiler of a graph of fake tensors, without a device, in place of Inductor: for tests."""
 
-_programs: dict[Hashable, list[FlexProgram]] = {}
-_known_lengths: dict[Hashable, Hashable] = {}
+_programs: dict[Hashable, list[FlexProgram]] = {}  # programs of a family; see `_run_program`
+_known_lengths: dict[Hashable, Hashable] = {}  # shapes of the first call of each family
 _programs_lock = threading.Lock()
-_failed = False
-
-# Dims of operands and tables that are lengths.
-_ROWS, _COUNTS, _INDICES = (2,), (2,), (2, 3)
+_failed = False  # whether a compilation has failed in this process
 
 
 class CannotCompileError(SpError):
-    """Failure to compile the fused kernel. The process does not try again."""
+    """Failure to compile flex_attention. The process does not try again."""
 
 
 def is_flex_available() -> bool:
-    """Return True unless a compilation of the fused kernel has failed."""
+    """Return True unless a compilation of flex_attention has failed."""
     return not _failed
 
 
@@ -77,79 +74,111 @@ def flex_block_backward(
         CannotCompileError: The kernel cannot be compiled.
     """
     dq, dk, dv, *learned = _call_program(_backward_program, [q, k, v, grad, out, lse], pairs, scale, tuple(totals))
-    for total, found in zip(totals.values(), learned, strict=True):
-        total.add_(found)
+    for total, table_grad in zip(totals.values(), learned, strict=True):
+        total.add_(table_grad)
     return dq, dk, dv
 
 
 def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return blocks, warps and stages with which the values of a text fit in registers.
+    """Return blocks, warps and stages with which the values of mask texts and score functions fit in registers.
 
-    torch's defaults for plain scores spill. Seen on sm_90, compiled by Triton 3.7, with soft-caps, slopes and
+    torch's defaults for plain scores spill. Measured on sm_90, compiled by Triton 3.7, with soft-caps, slopes and
     documents. In float32, which tensor cores do not support without TF32, two stages move rows from registers to shared
     memory.
     """
-    wide = head_dim > 128
+    # (queries per block, keys per block, stages) of forward and backward
     if dtype == torch.float32:
-        forward, back = (32, 16, 2) if wide else (32, 32, 1), (16, 16, 2)
+        forward, backward = (32, 16, 2) if head_dim > 128 else (32, 32, 1), (16, 16, 2)
+    elif head_dim <= 64:
+        forward, backward = (128, 64, 3), (64, 64, 2)
+    elif head_dim <= 128:
+        forward, backward = (128, 64, 3), (32, 64, 2)
     else:
-        forward = (128, 64, 3) if head_dim <= 128 else (64, 32, 3)
-        back = (64, 64, 2) if head_dim <= 64 else (32, 64, 2) if head_dim <= 128 else (32, 32, 1)
-    found = {"fwd_BLOCK_M": forward[0], "fwd_BLOCK_N": forward[1], "fwd_num_stages": forward[2]}
-    found |= {"bwd_BLOCK_M1": back[0], "bwd_BLOCK_N1": back[1], "bwd_BLOCK_M2": back[1], "bwd_BLOCK_N2": back[0]}
-    warps = (8, 4) if dtype == torch.float32 else (4 if wide else 8, 8)
-    return found | {"fwd_num_warps": warps[0], "bwd_num_warps": warps[1], "bwd_num_stages": back[2]}
+        forward, backward = (64, 32, 3), (32, 32, 1)
+    warps = (8, 4) if dtype == torch.float32 else (4 if head_dim > 128 else 8, 8)
+    options = dict(zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages"), forward))
+    options |= dict(zip(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_num_stages"), backward))
+    options |= {"bwd_BLOCK_M2": backward[1], "bwd_BLOCK_N2": backward[0]}
+    return options | {"fwd_num_warps": warps[0], "bwd_num_warps": warps[1]}
 
 
 def _forward_program(
-    pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor
+    pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    found, reads = BlockTables(*xs[3:11]), xs[11:]
-    q, k, v = xs[:3]
-    fitting = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
-    return flex_forward(q, k, v, pair.modify_score, pair.attends, found, tile, scale, fitting, reads)
+    """Run flex_attention's forward, for a trace; ``learned`` is not used. Arguments: see `_call_program`."""
+    (q, k, v), tables, captured = _split_inputs(inputs, 3)
+    options = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
+    return flex_forward(q, k, v, pair.modify_score, pair.attends, tables, tile, scale, options, captured)
 
 
 def _backward_program(
-    pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor
+    pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    (q, k, v, grad, out, lse), found, reads = xs[:6], BlockTables(*xs[6:14]), xs[14:]
-    fitting = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
-    places = [pair.names.index(name) for name in learned]
-    args = pair.modify_score, pair.attends, found, tile, scale, fitting, reads, places
+    """Run flex_attention's backward, for a trace. Arguments: see `_call_program`."""
+    (q, k, v, grad, out, lse), tables, captured = _split_inputs(inputs, 6)
+    options = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
+    learned_indices = [pair.names.index(name) for name in learned]
+    args = pair.modify_score, pair.attends, tables, tile, scale, options, captured, learned_indices
     return flex_backward(grad, q, k, v, out, lse, *args)
+
+
+def _split_inputs(
+    inputs: tuple[Tensor, ...], num_operands: int
+) -> tuple[tuple[Tensor, ...], BlockTables, tuple[Tensor, ...]]:
+    """Split the inputs of a program into operands, block tables and captured tensors."""
+    end = num_operands + len(BlockTables.__match_args__)
+    return inputs[:num_operands], BlockTables(*inputs[num_operands:end]), inputs[end:]
 
 
 def _call_program(
     fn: Callable[..., Any], operands: list[Tensor], pairs: PairTexts, scale: float, learned: tuple[str, ...] = ()
 ) -> Sequence[Tensor]:
+    """Run `_forward_program` or `_backward_program` as a compiled program.
+
+    Args:
+        fn: The program.
+        operands: q, k, v, and in the backward grad, out and lse; the lengths are dim 2 of each.
+        pairs: Texts and tables of the pairs.
+        scale: Factor of the scores.
+        learned: Names of the tables of the score that need a gradient, in the backward.
+    """
     q, k, *_ = operands
     queries, keys = q.shape[2], k.shape[2]
-    pair, reads = pair_functions(pairs, queries, keys, q.device)
-    check_data = pair.data is not None and not pair.data[1]
-    found, tile = build_tables(pairs.plan, queries, keys, check_data, q.device), tile_size(queries, keys)
-    lengths = [_ROWS] * len(operands) + [_COUNTS, _INDICES] * 4 + [_length_dims(name, pair) for name in pair.names]
-    of = pair, tile, scale, learned
-    return _get_program(partial(fn, *of), (fn, *of), [*operands, *found, *reads], lengths)
+    pair, captured = pair_functions(pairs, queries, keys, q.device)
+    has_bool_mask = pair.mask_dims is not None and not pair.is_mask_additive
+    tables, tile = build_tables(pairs.plan, queries, keys, has_bool_mask, q.device), tile_size(queries, keys)
+    table_lengths = [(2,), (2, 3)] * (len(tables) // 2)  # tables of numbers and of indices alternate
+    captured_lengths = [_length_dims(name, pair) for name in pair.names]
+    lengths, variant = [(2,)] * len(operands) + table_lengths + captured_lengths, (pair, tile, scale, learned)
+    return _run_program(partial(fn, *variant), (fn, *variant), [*operands, *tables, *captured], lengths)
 
 
 def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
-    """Return the length dims of a tensor that a text reads."""
-    if name == "data":
-        assert pair.data is not None
-        return tuple(i for i, axis in enumerate(pair.data[0]) if axis in "qk")
+    """Return the dims of a captured tensor that are numbers of queries or keys."""
+    if name == "mask":
+        assert pair.mask_dims is not None
+        return tuple(i for i, axis in enumerate(pair.mask_dims) if axis in "qk")
     if name.startswith(("row", "col")):
         return (-1,)
     return (0,) if name in ("q", "k") else ()
 
 
-def _get_program(
-    fn: Callable[..., Any], of: Hashable, xs: list[Tensor], lengths: list[tuple[int, ...]]
+def _run_program(
+    fn: Callable[..., Any], variant: Hashable, xs: list[Tensor], lengths: list[tuple[int, ...]]
 ) -> Sequence[Tensor]:
-    """Run the program for these tensors; compile it if there is none."""
+    """Run the program for these tensors; compile it if there is none.
+
+    Args:
+        fn: The function to compile.
+        variant: Key of the function.
+        xs: Operands of the function.
+        lengths: Dims of each operand that are lengths. Calls that differ in these sizes only form a family.
+    """
     lengths = [tuple(dim % x.ndim for dim in dims) for x, dims in zip(xs, lengths)]
-    fixed = tuple(tuple(0 if dim in dims else n for dim, n in enumerate(x.shape)) for x, dims in zip(xs, lengths))
-    family = of, fixed, tuple((x.dtype, x.device) for x in xs), COMPILER.value
+    fixed_sizes = tuple(
+        tuple(0 if dim in dims else size for dim, size in enumerate(x.shape)) for x, dims in zip(xs, lengths)
+    )
+    family = variant, fixed_sizes, tuple((x.dtype, x.device) for x in xs), COMPILER.value
     with _programs_lock:
         shapes = tuple(x.shape for x in xs)
         strides: Hashable = None
@@ -157,15 +186,16 @@ def _get_program(
             lengths, strides = [()] * len(xs), tuple(x.stride() for x in xs)
         else:  # for dynamic lengths, strides must follow from the lengths
             xs = [x.contiguous() for x in xs]
-        known = _programs.setdefault((family, strides), [])
-        program = next((one for one in known if one.fits(xs)), None)
+        programs = _programs.setdefault((family, strides), [])
+        program = next((program for program in programs if program.fits(xs)), None)
         if program is None:
             program = _compile_program(fn, xs, lengths)
-            known.append(program)
+            programs.append(program)
     return program(xs)
 
 
 def _compile_program(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tuple[int, ...]]) -> FlexProgram:
+    """Compile a function with dynamic ``lengths``; a failure warns and marks flex_attention as unavailable."""
     global _failed
     try:
         return FlexProgram(fn, xs, lengths, COMPILER.value)

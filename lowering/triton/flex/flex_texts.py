@@ -1,4 +1,6 @@
-"""Convert mask texts and score functions to functions of a pair, with all inputs as captured tensors.
+"""Convert mask texts and score functions to functions of one (query, key) pair, for flex_attention.
+
+    predicate "(k <= q) & Eq(row0, col0)"   ->   mask_mod(b, h, m, n), which captures tensors q, k, row0 and col0
 
 A kernel contains nothing that depends on a rank, a step of a ring or a batch. Row positions, documents, sizes and
 slopes are inputs, so that one kernel serves all of them.
@@ -22,9 +24,8 @@ from sp_compile.lowering.masks.spans import Rows
 from sp_compile.lowering.torch_compat import flex_lookup
 
 aten = torch.ops.aten
-SMALL_INDEX = 1 << 24
-"""Bound below which sums of a few indices and sizes are 32-bit integers."""
-_AXES = "bhqk"
+SMALL_INDEX = 1 << 24  # bound below which sums of a few indices and sizes are 32-bit integers
+_AXES = "bhqk"  # dims of a mask: batch, head, query, key
 
 
 class PairTexts(NamedTuple):
@@ -35,65 +36,57 @@ class PairTexts(NamedTuple):
     k_rows: Rows  # positions of the local keys
     predicate: str  # text of the mask
     score: str  # name of the score function
-    vectors: dict[str, Tensor]  # row<i> and col<i>, unsharded: (B | 1, S), int or bool
-    sizes: dict[str, int]  # n<i>
+    vectors: dict[str, Tensor]  # row<i> and col<i>, which texts read; unsharded: (B | 1, S), int or bool
+    sizes: dict[str, int]  # n<i>, which texts read
     heads: list[Tensor]  # vectors of the score, (H,)
     tables: list[Tensor]  # lookup tables of the score
-    data: Tensor | None  # mask, bool or additive: (B | 1, H | 1, Q | 1, all keys | 1)
+    mask: Tensor | None  # bool or additive: (B | 1, H | 1, Q | 1, all keys | 1)
 
 
 @dataclass(frozen=True)
 class PairFunctions:
-    """Texts as functions of one pair, which flex_attention captures."""
+    """mask_mod and score_mod of flex_attention for texts.
+
+    Arguments of both: indices of batch entry b, head h, local query row m and local key row n, and captured tensors.
+    """
 
     predicate: str  # text of the mask
     score: str  # name of the score function
     names: tuple[str, ...]  # names of the captured tensors, in order
-    data: tuple[str, bool] | None  # dims of the data that are not 1 ("bhqk"), and whether it is additive
+    mask_dims: str | None  # dims of the mask that are not 1, of "bhqk"; None without a mask
+    is_mask_additive: bool  # whether the mask is added to scores
 
-    def attends(self, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *reads: Tensor) -> Tensor:
+    def attends(self, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *captured: Tensor) -> Tensor:
         """Return a bool () that is True if query row m attends to key row n and neither is padding."""
-        symbols = self._captured_value(reads)
-        q, k = _element_at(symbols["q"], m), _element_at(symbols["k"], n)
-        found = (q >= 0) & (k >= 0)
+        inputs = dict(zip(self.names, captured, strict=True))
+        q, k = _element_at(inputs["q"], m), _element_at(inputs["k"], n)
+        allowed = (q >= 0) & (k >= 0)
         if self.predicate:
-            named = language.predicate_symbols(self.predicate)
-            answer = language.evaluate_mask(
-                self.predicate, {name: _predicate_symbol(name, symbols, b, q, k) for name in named}
-            )
-            found = found & answer
-        if self.data and not self.data[1]:
-            found = found & self._read_data(symbols, b, h, m, k)
-        return found
+            names = language.predicate_symbols(self.predicate)
+            values = {name: _predicate_symbol(name, inputs, b, q, k) for name in names}
+            allowed = allowed & language.evaluate_mask(self.predicate, values)
+        if self.mask_dims is not None and not self.is_mask_additive:
+            allowed = allowed & self._read_mask(inputs, b, h, m, k)
+        return allowed
 
-    def modify_score(self, s: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *reads: Tensor) -> Tensor:
-        """Return the modified scaled score, in float32, or in float64 for a float64 score."""
-        symbols = self._captured_value(reads)
+    def modify_score(self, s: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *captured: Tensor) -> Tensor:
+        """Return the modified scaled score s, in float32, or in float64 for a float64 score."""
+        inputs = dict(zip(self.names, captured, strict=True))
         s = s if s.dtype == torch.float64 else s.to(torch.float32)
         if self.score:
             # Padding has position -1 and looks up the first element. Its result is not used.
-            q, k = _element_at(symbols["q"], m).clamp(min=0), _element_at(symbols["k"], n).clamp(min=0)
-            values = {name: self._read_symbol(name, symbols, b, h, q, k) for name in scores.score_symbols(self.score)}
+            q, k = _element_at(inputs["q"], m).clamp(min=0), _element_at(inputs["k"], n).clamp(min=0)
+            values = {name: _score_symbol(name, inputs, b, h, q, k) for name in scores.score_symbols(self.score)}
             s = scores.evaluate_score(self.score, s, values, _REPLACEMENTS)
-        if self.data and self.data[1]:
-            s = s + self._read_data(symbols, b, h, m, _element_at(symbols["k"], n)).to(s.dtype)
+        if self.is_mask_additive:
+            s = s + self._read_mask(inputs, b, h, m, _element_at(inputs["k"], n)).to(s.dtype)
         return s
 
-    def _read_symbol(self, name: str, symbols: dict[str, Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return the value of a score function's input for one pair, or a table as one tensor."""
-        if name.startswith("head"):
-            return _element_at(symbols[name], h)
-        if name.startswith("table"):
-            return symbols[name]
-        return b if name == "b" else _predicate_symbol(name, symbols, b, q, k)
-
-    def _captured_value(self, reads: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        return dict(zip(self.names, reads, strict=True))
-
-    def _read_data(self, symbols: dict[str, Tensor], b: Tensor, h: Tensor, m: Tensor, k: Tensor) -> Tensor:
-        assert self.data is not None
-        place = dict(zip(_AXES, (b, h, m, k)))
-        return _element_at(symbols["data"], *(place[axis] for axis in self.data[0]))
+    def _read_mask(self, inputs: dict[str, Tensor], b: Tensor, h: Tensor, m: Tensor, k: Tensor) -> Tensor:
+        """Return the element of the mask for local query row m and the key of global index k."""
+        assert self.mask_dims is not None
+        index_of = dict(zip(_AXES, (b, h, m, k)))
+        return _element_at(inputs["mask"], *(index_of[axis] for axis in self.mask_dims))
 
 
 def pair_functions(
@@ -107,41 +100,54 @@ def pair_functions(
         keys: Rows of the local keys.
         device: Device of the captured tensors.
     """
-    numbers = [abs(size) for size in pairs.sizes.values()]
-    ends = [segment.first + segment.length for rows in (pairs.q_rows, pairs.k_rows) for segment in rows]
-    dtype = torch.int32 if max([*numbers, *ends], default=0) < SMALL_INDEX else torch.int64
-    reads = {
+    # Row positions and sizes, in int32 if all of them are small.
+    ends = [segment.first + segment.length for segment in (*pairs.q_rows, *pairs.k_rows)]
+    largest = max([*map(abs, pairs.sizes.values()), *ends], default=0)
+    dtype = torch.int32 if largest < SMALL_INDEX else torch.int64
+    captured = {
         "q": _row_positions(pairs.q_rows, queries, dtype, device),
         "k": _row_positions(pairs.k_rows, keys, dtype, device),
     }
-    of_texts = language.predicate_symbols(pairs.predicate) | (scores.score_symbols(pairs.score) & pairs.vectors.keys())
-    for name in sorted(of_texts - {"q", "k"}):
+    # Vectors and sizes that the texts read.
+    symbols = language.predicate_symbols(pairs.predicate) | (scores.score_symbols(pairs.score) & pairs.vectors.keys())
+    for name in sorted(symbols - {"q", "k"}):
         if name in pairs.sizes:
-            reads[name] = _device_number(pairs.sizes[name], dtype, device)
+            captured[name] = _device_number(pairs.sizes[name], dtype, device)
         else:
             vector = pairs.vectors[name]
-            reads[name] = vector[0] if vector.shape[0] == 1 else vector
+            captured[name] = vector[0] if vector.shape[0] == 1 else vector
     if pairs.score:
-        reads |= {f"head{i}": x for i, x in enumerate(pairs.heads)}
-        reads |= {f"table{i}": x for i, x in enumerate(pairs.tables)}
-    data = None
-    if pairs.data is not None:
-        dims = [dim for dim, extent in enumerate(pairs.data.shape) if extent > 1]
-        reads["data"] = pairs.data.reshape([pairs.data.shape[dim] for dim in dims])
-        data = "".join(_AXES[dim] for dim in dims), pairs.data.dtype != torch.bool
-    return PairFunctions(pairs.predicate, pairs.score, tuple(reads), data), list(reads.values())
+        captured |= {f"head{i}": x for i, x in enumerate(pairs.heads)}
+        captured |= {f"table{i}": x for i, x in enumerate(pairs.tables)}
+    # The mask, without dims of size 1.
+    mask, mask_dims = pairs.mask, None
+    if mask is not None:
+        captured["mask"] = mask.squeeze()
+        mask_dims = "".join(axis for axis, size in zip(_AXES, mask.shape) if size != 1)
+    is_additive = mask is not None and mask.dtype != torch.bool
+    functions = PairFunctions(pairs.predicate, pairs.score, tuple(captured), mask_dims, is_additive)
+    return functions, list(captured.values())
 
 
-def _predicate_symbol(name: str, symbols: dict[str, Tensor], b: Tensor, q: Tensor, k: Tensor) -> Any:
-    """Return the value of a predicate symbol for one pair."""
+def _predicate_symbol(name: str, inputs: dict[str, Tensor], b: Tensor, q: Tensor, k: Tensor) -> Any:
+    """Return the value of a predicate symbol for the pair of global indices q and k in batch entry b."""
     if name in ("q", "k"):
         return q if name == "q" else k
-    vector = symbols[name]
-    if vector.ndim == 0:
+    vector = inputs[name]
+    if vector.ndim == 0:  # a size
         return vector
-    where = q if is_query_symbol(name) else k
-    value = _element_at(vector, where) if vector.ndim == 1 else _element_at(vector, b, where)
+    index = q if is_query_symbol(name) else k
+    value = _element_at(vector, index) if vector.ndim == 1 else _element_at(vector, b, index)
     return value.to(torch.int32) if value.dtype == torch.bool else value
+
+
+def _score_symbol(name: str, inputs: dict[str, Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+    """Return the value of a score function's input for one pair, or a table as one tensor."""
+    if name.startswith("head"):
+        return _element_at(inputs[name], h)
+    if name.startswith("table"):
+        return inputs[name]
+    return b if name == "b" else _predicate_symbol(name, inputs, b, q, k)
 
 
 def _fast_tanh(x: Tensor) -> Tensor:
@@ -149,21 +155,22 @@ def _fast_tanh(x: Tensor) -> Tensor:
     return 2 * torch.sigmoid(2 * x) - 1
 
 
+# Operators of score functions that flex_attention's kernels evaluate in another way.
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {aten.tanh.default: _fast_tanh, aten.index.Tensor: flex_lookup}
 
 
-def _element_at(x: Tensor, *places: Tensor) -> Tensor:
+def _element_at(x: Tensor, *indices: Tensor) -> Tensor:
     """Return one element at traced indices. Index -1, of padding, selects the last element."""
-    return aten.index(x, list(places)) if places else x
+    return aten.index(x, list(indices)) if indices else x
 
 
 @lru_cache(maxsize=64)
 def _row_positions(rows: Rows, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the position of each local row, (length,), -1 for padding."""
-    places = torch.full((length,), -1, dtype=dtype, device=device)
+    positions = torch.full((length,), -1, dtype=dtype, device=device)
     for first, offset, count in rows:
-        places[offset : offset + count] = torch.arange(first, first + count, dtype=dtype, device=device)
-    return places
+        positions[offset : offset + count] = torch.arange(first, first + count, dtype=dtype, device=device)
+    return positions
 
 
 @lru_cache(maxsize=256)

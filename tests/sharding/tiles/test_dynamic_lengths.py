@@ -65,7 +65,7 @@ def compare(compiler: str, tiles: int, **options: object) -> list[TileProgram]:
 def test_lengths(compiler: str) -> None:
     (program,) = compare(compiler, 3)
     assert list(program.bodies) == [ANY_LENGTH]
-    (fits,) = [part.fits for part in program.bodies[ANY_LENGTH].parts if part.fits]
+    (fits,) = [part.supported_sizes for part in program.bodies[ANY_LENGTH].parts if part.supported_sizes]
     assert all(fits.values())
     rows = {extents[1] for extents in fits}
     assert {2, 3, 5, 6, 7, 8, 13, 14} <= rows  # a process caches one program for all callers
@@ -119,7 +119,7 @@ def test_a_tile_that_no_guard_lets_through_runs_as_it_was_traced() -> None:
     plain = part.graph(*given)
     not_run = mock.patch.object(part, "run", side_effect=AssertionError)
     refused = mock.patch("sp_compile.lowering.tiles.tile_program.check_guards", return_value=False)
-    with mock.patch.object(part, "fits", {}), not_run, refused:
+    with mock.patch.object(part, "supported_sizes", {}), not_run, refused:
         torch.testing.assert_close(part(given), plain)
 
 
