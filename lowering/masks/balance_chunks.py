@@ -18,32 +18,25 @@ import numpy as np
 
 from .pieces import Ints
 
-BALANCE_TOLERANCE = 1.05
-"""Maximum work of the busiest rank over the mean that counts as balanced."""
+BALANCE_TOLERANCE = 1.05  # maximum work of the busiest rank over the mean that counts as balanced
+# Limits of the number of chunks per rank. A rank has at most MAX_CHUNKS chunks, and more than MIN_CHUNKS only if they
+# have at least CHUNK_ROWS rows.
 MAX_CHUNKS, CHUNK_ROWS, MIN_CHUNKS = 64, 128, 4
-"""Limits of the number of chunks per rank.
 
-A rank has at most MAX_CHUNKS chunks, and more than MIN_CHUNKS only if they have at least CHUNK_ROWS rows.
-"""
-
+# number of least busy ranks that are candidates for an exchange; maximum number of exchanges per rank
 EXCHANGE_PARTNERS, MAX_EXCHANGES = 8, 4
-"""Number of least busy ranks that are candidates for an exchange; maximum number of exchanges per rank."""
 
+# A function from sorted positions to the work of all queries before each of them
 WorkBefore = Callable[[Sequence[int]], Sequence[int]]
-"""A function from sorted positions to the work of all queries before each of them."""
 
 
 class ChunkOrder(NamedTuple):
     """The chunks of a sequence, in the order in which ranks store them."""
 
-    firsts: Ints
-    """Position of each chunk's first row."""
-    lengths: Ints
-    """Number of rows of each chunk."""
-    imbalance: float
-    """Work of the busiest rank over the mean."""
-    is_identity: float
-    """The same ratio for contiguous shards."""
+    firsts: Ints  # position of each chunk's first row
+    lengths: Ints  # number of rows of each chunk
+    imbalance: float  # work of the busiest rank over the mean
+    is_identity: float  # the same ratio for contiguous shards
 
     @property
     def offsets(self) -> Ints:
@@ -71,14 +64,10 @@ def max_chunk_count(n: int) -> int:
 class _EvenChunks(NamedTuple):
     """Chunks that cut each rank's run of rows equally, so that exchanges preserve the number of rows."""
 
-    edges: Ints
-    """Positions of the chunks' edges."""
-    works: np.ndarray
-    """Work of each chunk."""
-    large: np.ndarray
-    """Whether a chunk has one more row than others."""
-    fixed: np.ndarray
-    """Whether a chunk is not moved."""
+    edges: Ints  # positions of the chunks' edges
+    works: np.ndarray  # work of each chunk
+    large: np.ndarray  # whether a chunk has one more row than others
+    fixed: np.ndarray  # whether a chunk is not moved
 
     @property
     def min_rank_work(self) -> float:

@@ -38,15 +38,12 @@ from .pieces import Pieces
 from .predicate import Verdict, is_query_symbol
 from .spans import Rows, index_boundaries, index_intervals, valid_extent
 
-TILE_ROWS = 128
-"""Tiles with fewer query rows than twice this are not cut to skip keys; keys are skipped in such units."""
-MIN_CUT_SAVING = 0.9
-"""Cut a tile, or skip keys inside it, if at most this share of its work remains."""
-MAX_MASK_ELEMENTS = 1 << 22
-"""Maximum number of elements of a block's mask; larger tiles are cut."""
+TILE_ROWS = 128  # tiles with fewer query rows than twice this are not cut to skip keys; keys are skipped in such units
+MIN_CUT_SAVING = 0.9  # cut a tile, or skip keys inside it, if at most this share of its work remains
+MAX_MASK_ELEMENTS = 1 << 22  # maximum number of elements of a block's mask; larger tiles are cut
 
+# A function that creates the blocks of a tile; kernels that support windows and packed sequences do not call it
 Blocks = Callable[[], Sequence[Block]]
-"""A function that creates the blocks of a tile; kernels that support windows and packed sequences do not call it."""
 
 
 @lru_cache(maxsize=1024)

@@ -20,16 +20,11 @@ from .cells import LONG_ROWS, CellPair, Range
 class Kind(Enum):
     """Kind of a block: the form of its mask."""
 
-    FULL = "full"
-    """All pairs attend."""
-    CAUSAL = "causal"
-    """Square; the i-th query attends to the first i + 1 keys."""
-    BAND = "band"
-    """The pairs of a window attend."""
-    PACKED = "packed"
-    """A call for packed sequences."""
-    MASKED = "masked"
-    """Conditions are evaluated for each pair."""
+    FULL = "full"  # all pairs attend
+    CAUSAL = "causal"  # square; the i-th query attends to the first i + 1 keys
+    BAND = "band"  # the pairs of a window attend
+    PACKED = "packed"  # A call for packed sequences
+    MASKED = "masked"  # conditions are evaluated for each pair
 
 
 class Window(NamedTuple):
@@ -38,10 +33,8 @@ class Window(NamedTuple):
     The last query and the last key have the same position, from which kernels count.
     """
 
-    left: int | None = None
-    """Number of keys before the query's position."""
-    right: int | None = None
-    """Number of keys after the query's position."""
+    left: int | None = None  # number of keys before the query's position
+    right: int | None = None  # number of keys after the query's position
 
 
 FULL_WINDOW, CAUSAL_WINDOW, SELF_WINDOW = Window(), Window(None, 0), Window(0, 0)
@@ -54,20 +47,13 @@ class Block(NamedTuple):
     has a key and every key a query.
     """
 
-    q_off: int
-    """Offset of the first query row."""
-    q_len: int
-    """Number of query rows."""
-    k_off: int
-    """Offset of the first key row."""
-    k_len: int
-    """Number of key rows."""
-    kind: Kind
-    """Form of the mask."""
-    conditions: tuple[str, ...] = ()
-    """Predicates that must be evaluated for each pair."""
-    window: Window = FULL_WINDOW
-    """Window of a BAND."""
+    q_off: int  # offset of the first query row
+    q_len: int  # number of query rows
+    k_off: int  # offset of the first key row
+    k_len: int  # number of key rows
+    kind: Kind  # form of the mask
+    conditions: tuple[str, ...] = ()  # predicates that must be evaluated for each pair
+    window: Window = FULL_WINDOW  # window of a BAND
 
     @property
     def query_rows(self) -> tuple[int, int]:
@@ -87,14 +73,10 @@ class PackedCall(NamedTuple):
     two sequences are sequences of their own that have only queries or only keys.
     """
 
-    window: Window
-    """Window of all sequences."""
-    queries: tuple[int, ...]
-    """Boundaries of the sequences' query rows."""
-    keys: tuple[int, ...]
-    """Boundaries of the sequences' key rows."""
-    kind: Kind = Kind.PACKED
-    """Always PACKED."""
+    window: Window  # window of all sequences
+    queries: tuple[int, ...]  # boundaries of the sequences' query rows
+    keys: tuple[int, ...]  # boundaries of the sequences' key rows
+    kind: Kind = Kind.PACKED  # always PACKED
 
     @property
     def query_rows(self) -> tuple[int, int]:
@@ -127,12 +109,9 @@ class BlockPlan:
     windows.
     """
 
-    packed: tuple[PackedCall, ...] = ()
-    """Calls for packed sequences."""
-    others: tuple[Block, ...] = ()
-    """Blocks that are in no packed call."""
-    cover: Callable[[], Iterable[Block]] = tuple
-    """Create ``blocks``."""
+    packed: tuple[PackedCall, ...] = ()  # calls for packed sequences
+    others: tuple[Block, ...] = ()  # blocks that are in no packed call
+    cover: Callable[[], Iterable[Block]] = tuple  # create ``blocks``
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -143,12 +122,9 @@ class BlockPlan:
 class AttendedRun(NamedTuple):
     """Queries and keys that attend to each other within a window; each of them has a partner."""
 
-    q: Range
-    """Query rows."""
-    k: Range
-    """Key rows."""
-    window: Window
-    """Window of the queries."""
+    q: Range  # query rows
+    k: Range  # key rows
+    window: Window  # window of the queries
 
     def can_use_window(self, window: Window) -> bool:
         """Return True if the same pairs attend in another window that kernels support (`supports_window`)."""

@@ -21,21 +21,16 @@ from .pieces import Flags, Ints, Pieces, sorted_unique
 from .predicate import Linear
 from .spans import Rows
 
-Range = tuple[int, int]
-"""Local rows [low, high)."""
-Band = tuple[int, int]
-"""Minimum and maximum of the key's offset minus the query's, both inclusive."""
+Range = tuple[int, int]  # local rows [low, high)
+Band = tuple[int, int]  # minimum and maximum of the key's offset minus the query's, both inclusive
 
 
 class Cells(NamedTuple):
     """Cells of local rows in order, cut where a vector's piece ends or the index is not consecutive."""
 
-    offsets: Ints
-    """Local offset of each cell."""
-    lengths: Ints
-    """Number of rows of each cell."""
-    lines: dict[str, tuple[Ints, Ints, Ints]]
-    """(lows, highs, slopes) of each symbol, relative to the cell's first row."""
+    offsets: Ints  # local offset of each cell
+    lengths: Ints  # number of rows of each cell
+    lines: dict[str, tuple[Ints, Ints, Ints]]  # (lows, highs, slopes) of each symbol, relative to the cell's first row
 
     def bounds(self, i: int) -> dict[str, tuple[int, int]]:
         """Return the inclusive bounds of all symbols in one cell."""
@@ -76,16 +71,11 @@ def valid_segments(rows: Rows) -> list[Range]:
 class _ConditionSide(NamedTuple):
     """One side of a linear condition in every cell."""
 
-    lows: Ints
-    """Lower bound in the cell."""
-    highs: Ints
-    """Upper bound in the cell."""
-    firsts: Ints
-    """Value at the first row, where it is known."""
-    slopes: Ints
-    """Step from each row to the next."""
-    known: Flags
-    """Whether the value is exactly a line."""
+    lows: Ints  # lower bound in the cell
+    highs: Ints  # upper bound in the cell
+    firsts: Ints  # value at the first row, where it is known
+    slopes: Ints  # step from each row to the next
+    known: Flags  # whether the value is exactly a line
 
 
 def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _ConditionSide:
@@ -102,26 +92,19 @@ def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _Condit
 class CellPair(NamedTuple):
     """Cells of local queries and keys that meet."""
 
-    q: Range
-    """Query rows."""
-    k: Range
-    """Key rows."""
-    left: tuple[str, ...] = ()
-    """Conditions that do not hold for all pairs."""
+    q: Range  # query rows
+    k: Range  # key rows
+    left: tuple[str, ...] = ()  # conditions that do not hold for all pairs
+    # the i-th query attends exactly to the keys from i + band[0] to i + band[1]; None if unknown
     band: Band | None = None
-    """The i-th query attends exactly to the keys from i + band[0] to i + band[1]; None if unknown."""
-    parts: tuple[CellPair, ...] = ()
-    """The pairs of which it consists, if there are several and few (see MAX_PARTS)."""
+    parts: tuple[CellPair, ...] = ()  # the pairs of which it consists, if there are several and few (see MAX_PARTS)
 
 
+# Maximum number of parts of a tile, unless parts have at least LONG_ROWS queries on average. Four parts are two query
+# ranges and two key ranges: a rank's share of the zigzag layout. Longer parts occur as a document's share of the
+# balanced layout.
 MAX_PARTS, LONG_ROWS = 4, 128
-"""Maximum number of parts of a tile, unless parts have at least LONG_ROWS queries on average.
-
-Four parts are two query ranges and two key ranges: a rank's share of the zigzag layout. Longer parts occur as a
-document's share of the balanced layout.
-"""
-MAX_CELL_PAIRS = 8
-"""Pairs of cells are not examined if cells meet more than this number of others on average."""
+MAX_CELL_PAIRS = 8  # pairs of cells are not examined if cells meet more than this number of others on average
 
 
 class CellGrid:

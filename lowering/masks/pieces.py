@@ -31,10 +31,9 @@ from sp_compile.lowering.base.library import opaque
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
+# if more than MAX_PIECES start in a cell of CELL positions, one piece that bounds their values replaces them
 CELL, MAX_PIECES = 256, 32
-"""If more than MAX_PIECES start in a cell of CELL positions, one piece that bounds their values replaces them."""
-FAR_VALUE = 1 << 58
-"""Values from this magnitude on are treated as unknown, so that sums of a few values fit int64."""
+FAR_VALUE = 1 << 58  # values from this magnitude on are treated as unknown, so that sums of a few values fit int64
 _SCAN_CHUNK = 1 << 15  # positions compared at a time, which fit a cache
 _HEADER = 5  # number of pieces, batch, length, and a digest of 16 bytes
 
@@ -43,20 +42,13 @@ _HEADER = 5  # number of pieces, batch, length, and a digest of 16 bytes
 class Pieces:
     """The pieces of a (batch, length) vector, compared by the digests of their tables."""
 
-    digest: tuple[int, int]
-    """Digest of the table."""
-    batch: int
-    """Number of batch entries."""
-    length: int
-    """Number of positions."""
-    starts: Ints
-    """First position of each piece."""
-    lows: Ints
-    """Lower bound at the first position."""
-    highs: Ints
-    """Upper bound at the first position."""
-    slopes: Ints
-    """Step from each position to the next."""
+    digest: tuple[int, int]  # digest of the table
+    batch: int  # number of batch entries
+    length: int  # number of positions
+    starts: Ints  # first position of each piece
+    lows: Ints  # lower bound at the first position
+    highs: Ints  # upper bound at the first position
+    slopes: Ints  # step from each position to the next
 
     @staticmethod
     def of(table: Tensor) -> Pieces:

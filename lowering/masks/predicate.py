@@ -28,29 +28,20 @@ from torch import Tensor
 
 from sp_compile.lowering.base.errors import SpError
 
-Bounds = tuple[Any, Any]
-"""Minimum and maximum value, both inclusive."""
-Verdict = bool | None
-"""True if a condition holds for all pairs, False if for none, None if unknown."""
-Meaning = Callable[[Mapping[str, Any]], Any]
-"""A function from the symbols' values to the expression's value."""
+Bounds = tuple[Any, Any]  # minimum and maximum value, both inclusive
+Verdict = bool | None  # true if a condition holds for all pairs, False if for none, None if unknown
+Meaning = Callable[[Mapping[str, Any]], Any]  # A function from the symbols' values to the expression's value
 
 
 class Algebra(NamedTuple):
     """Operations on values of one kind, by sympy class. Functions of one operand ignore the second."""
 
-    number: Callable[[int], Any]
-    """Return the value of an integer."""
-    functions: dict[type, Callable[[Any, Any], Any]]
-    """Arithmetic operations."""
-    relations: dict[type, Callable[[Any, Any], Any]]
-    """Comparisons."""
-    both: Callable[[Any, Any], Any]
-    """Return the conjunction of two conditions."""
-    either: Callable[[Any, Any], Any]
-    """Return the disjunction of two conditions."""
-    negated: Callable[[Any], Any]
-    """Return the negation of a condition."""
+    number: Callable[[int], Any]  # return the value of an integer
+    functions: dict[type, Callable[[Any, Any], Any]]  # arithmetic operations
+    relations: dict[type, Callable[[Any, Any], Any]]  # comparisons
+    both: Callable[[Any, Any], Any]  # return the conjunction of two conditions
+    either: Callable[[Any, Any], Any]  # return the disjunction of two conditions
+    negated: Callable[[Any], Any]  # return the negation of a condition
 
 
 def evaluate_condition(expr: Any, algebra: Algebra) -> Meaning:
@@ -123,8 +114,7 @@ def _unknown_node_error(expr: Any) -> SpError:
 
 # Intervals.
 
-_FAR_BOUND = 1 << 62
-"""Greater than every index, size and value."""
+_FAR_BOUND = 1 << 62  # greater than every index, size and value
 
 
 def _interval_extremes(operation: Callable[[Any, Any], Any], a: Bounds, b: Bounds) -> Bounds:
@@ -160,6 +150,7 @@ def _interval_not(verdict: Verdict) -> Verdict:
     return None if verdict is None else not verdict
 
 
+# algebra of inclusive bounds
 INTERVALS = Algebra(
     number=lambda value: (value, value),
     functions={
@@ -183,7 +174,6 @@ INTERVALS = Algebra(
     either=lambda a, b: True if a or b else None if a is None or b is None else False,
     negated=_interval_not,
 )
-"""Algebra of inclusive bounds."""
 
 
 # Tensors, and ints for sizes.
@@ -203,6 +193,7 @@ def _choose_tensor(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any,
     return chosen
 
 
+# algebra of tensors, and of ints for sizes
 TENSORS = Algebra(
     number=lambda value: value,
     functions={
@@ -226,7 +217,6 @@ TENSORS = Algebra(
     either=operator.or_,
     negated=_negate_mask,
 )
-"""Algebra of tensors, and of ints for sizes."""
 
 
 _PREDICATE_SYMBOL = re.compile(r"q|k|(row|col|n)\d+")
@@ -376,12 +366,9 @@ def check_known(text: str, known: Collection[str]) -> None:
 class Linear(NamedTuple):
     """A linear condition: query terms + key terms + constant is <= 0, == 0 or != 0."""
 
-    relation: str
-    """"<=", "==" or "!="."""
-    of_query: tuple[tuple[str, int], ...]
-    """Query terms (symbol, coefficient)."""
-    of_key: tuple[tuple[str, int], ...]
-    """Key terms (symbol, coefficient)."""
+    relation: str  # "<=", "==" or "!="
+    of_query: tuple[tuple[str, int], ...]  # query terms (symbol, coefficient)
+    of_key: tuple[tuple[str, int], ...]  # key terms (symbol, coefficient)
     constant: int
 
 

@@ -35,14 +35,11 @@ aten = torch.ops.aten
 class ScoreFunction:
     """A score function."""
 
-    graph: GraphModule
-    """Graph from the named inputs to the modified score."""
-    fills: bool
-    """Whether results may be fills."""
+    graph: GraphModule  # graph from the named inputs to the modified score
+    fills: bool  # whether results may be fills
 
 
-SCORES: ProgramTable[ScoreFunction] = ProgramTable("score functions")
-"""Score functions by name."""
+SCORES: ProgramTable[ScoreFunction] = ProgramTable("score functions")  # score functions by name
 
 
 def register_score(graph: Graph, fills: bool = False, names: Mapping[str, str] = {}) -> str:

@@ -23,23 +23,16 @@ from sp_compile.lowering.comm.communicator import current_communicator
 class Segment(NamedTuple):
     """Consecutive rows with consecutive indices."""
 
-    first: int
-    """Index of the first row."""
-    offset: int
-    """Local offset of the first row."""
-    length: int
-    """Number of rows."""
+    first: int  # index of the first row
+    offset: int  # local offset of the first row
+    length: int  # number of rows
 
 
+# The valid rows of a local tensor in local order. They are contiguous, with padding at the ends, except for second
+# chunks of several zigzag shards, which may have padding in the middle.
 Rows = tuple[Segment, ...]
-"""The valid rows of a local tensor in local order.
 
-They are contiguous, with padding at the ends, except for second chunks of several zigzag shards, which may have padding
-in the middle.
-"""
-
-Span = list[int]
-"""The rows of a local tensor as six ints; see the module docstring."""
+Span = list[int]  # the rows of a local tensor as six ints; see the module docstring
 
 
 def full_span(length: int) -> Span:

@@ -41,8 +41,7 @@ NAMES = {
 OPERATORS = {"sum": "Add", "prod": "Multiply", "max": "Select<true>", "min": "Select<false>"}
 
 PAGE, MADV_HUGEPAGE = 1 << 21, 14
-GRAIN = 1 << 15
-"""Elements from which starting threads is worthwhile."""
+GRAIN = 1 << 15  # elements from which starting threads is worthwhile
 POINTERS = ("x", "b", "starts", "out", "indices", "states")
 
 _compile_lock = threading.Lock()

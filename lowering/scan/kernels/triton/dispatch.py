@@ -28,11 +28,11 @@ class TileSizes:
     min_tiles: int = 4  # programs per multiprocessor from which lengths are not divided
 
 
+# bytes of states per warp of a tile, for 64-bit states without flags; with half the warps some spill on sm_90
 WARP_BYTES = 1024
-"""Bytes of states per warp of a tile, for 64-bit states without flags; with half the warps some spill on sm_90."""
 
+# tile sizes in Triton's interpreter: small, so that small tensors have several tiles
 INTERPRETER_SIZES = TileSizes((128, 1), programs=2, min_tiles=2)
-"""Tile sizes in Triton's interpreter: small, so that small tensors have several tiles."""
 
 
 SERIES = ("one", "parts")

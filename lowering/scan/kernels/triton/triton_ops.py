@@ -177,5 +177,5 @@ def scan_segments(flag, p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
     return flag, p, q
 
 
+# Kinds of the state of one element, see `triton_tiles._leaf_states`; "value" for other operations
 LEAF_KINDS = {"logsumexp": "exponentials", "linear": "linear", "argmax": "indexed", "argmin": "indexed"}
-"""Kinds of the state of one element, see `triton_tiles._leaf_states`; "value" for other operations."""

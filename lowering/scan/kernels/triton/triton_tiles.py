@@ -192,8 +192,7 @@ def last_place(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 TRITON_TYPES = {torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32, torch.float64: tl.float64}
-RUN_BYTES = 128
-"""Minimum bytes of neighboring lines of a tile, if the tensor has them."""
+RUN_BYTES = 128  # minimum bytes of neighboring lines of a tile, if the tensor has them
 
 
 @dataclass(frozen=True)
