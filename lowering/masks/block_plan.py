@@ -150,25 +150,26 @@ class _Planner:
         """Return the plan: by cells, if vectors are read and their cells meet few others."""
         tiles = self._nonempty_tiles() if self._rows or self._cols else None
         if tiles is None:
-            blocks = tuple(self.all_blocks())
-            return BlockPlan((), self._bands_or_blocks(iter(blocks)), lambda: blocks)
+            all_blocks = tuple(self.all_blocks())
+            # Many or masked blocks, as those of a window, are bands where possible.
+            is_costly = len(all_blocks) > MAX_PARTS or has_masked(all_blocks)
+            return BlockPlan((), (self.band_blocks() if is_costly else None) or all_blocks, lambda: all_blocks)
         # For kernels that support windows: runs, and blocks whose pairs no run describes. For others: `tile_blocks`.
         runs, others, tile_blocks = list[AttendedRun](), list[Block](), list[TileBlocks]()
         for tile in tiles:
-            known_runs = tile_runs(tile)
-            if known_runs is None and tile.parts:
-                known_runs = part_runs(tile)
-                if known_runs is not None and not need_no_windows(known_runs):
-                    known_runs = None
+            known_runs = _known_runs(tile)
             if known_runs is not None:
                 known_runs = [piece for run in known_runs for piece in split_run(run)]
                 tile_blocks.append((tile, partial(self._run_blocks, tile, known_runs)))
+                runs += known_runs
+                continue
+            blocks = tuple(self._cover_tile(tile))
+            tile_blocks.append((tile, partial(tuple, blocks)))
+            window_runs = part_runs(tile) if has_masked(blocks) else None
+            if window_runs is None:
+                others += map(as_band, blocks)
             else:
-                blocks = tuple(self._cover_tile(tile))
-                tile_blocks.append((tile, partial(tuple, blocks)))
-                known_runs = part_runs(tile) if has_masked(blocks) else None
-                others += map(as_band, blocks if known_runs is None else ())
-            runs += known_runs or ()
+                runs += window_runs
         create_blocks = partial(self._merge_tiles, tile_blocks)
         if len(runs) == 1 and not others and self._covers_all(runs[0]):
             return BlockPlan((), (block_of(runs[0]),), create_blocks)
@@ -183,22 +184,11 @@ class _Planner:
         """Return all rows and keys as ranges, without the padding between them."""
         return ((valid_extent(self._q_rows), keys) for keys in self._key_ranges)
 
-    def _bands_or_blocks(self, blocks: Iterator[Block]) -> tuple[Block, ...]:
-        """Return the blocks; if they are many or masked, as those of a window are, bands instead where possible."""
-        first_blocks = list[Block]()
-        for block in blocks:
-            first_blocks.append(block)
-            if len(first_blocks) > MAX_PARTS or has_masked(first_blocks):
-                return self.band_blocks() or (*first_blocks, *blocks)
-        return tuple(first_blocks)
-
     def band_blocks(self) -> tuple[Block, ...] | None:
         """Return one block per run of queries and keys; None if a tile has undetermined pairs."""
         tiles = self._nonempty_tiles()
-        if tiles is None:
-            return None
-        runs_of_tiles = [part_runs(tile) for tile in tiles]
-        if None in runs_of_tiles:
+        runs_of_tiles = None if tiles is None else [part_runs(tile) for tile in tiles]
+        if runs_of_tiles is None or None in runs_of_tiles:
             return None
         return tuple(block_of(run) for runs in runs_of_tiles for run in runs or ())
 
@@ -459,6 +449,15 @@ class _Planner:
         for ends in index_intervals(self._q_rows, *q):
             query = self._sizes | {"q": ends} | {name: pieces.bounds_over(*ends) for name, pieces in self._rows.items()}
             yield from (query | key for key in keys)
+
+
+def _known_runs(tile: CellPair) -> list[AttendedRun] | None:
+    """Return the runs of a tile, or those of its parts if they need no windows; None if there are no such runs."""
+    runs = tile_runs(tile)
+    if runs is None and tile.parts:
+        runs_of_parts = part_runs(tile)
+        return runs_of_parts if runs_of_parts is not None and need_no_windows(runs_of_parts) else None
+    return runs
 
 
 def _linear_side(

@@ -145,8 +145,8 @@ def score_vjp(
 ) -> Tensor:
     """Return the gradient of the scaled scores, and add the gradients of tables to ``totals``.
 
-    A gradient of a table that is indexed by all pairs has their size, so lookups are differentiated one by one and
-    accumulated into the table.
+    Each lookup of a table is a leaf of the autograd graph, and its gradient is added at the looked-up elements: in the
+    dtype of ``totals``, and without a gradient of the size of the table for each block.
 
     Args:
         name: The score function.

@@ -29,10 +29,11 @@ def _aten_rank(problem: ScanProblem) -> int:
     They are first for problems where a launch from Python dominates, and for many short lines on a CPU with little
     computation.
     """
-    small = problem.outer * problem.length * problem.inner <= SMALL_SCAN
-    simple = problem.kind == "scan" and problem.op != "logsumexp" and not problem.reverse
-    short = problem.device == "cpu" and problem.inner == 1 and problem.length < MIN_LINE_LENGTH and simple
-    return 0 if small or short else 30
+    if problem.outer * problem.length * problem.inner <= SMALL_SCAN:
+        return 0
+    is_simple = problem.kind == "scan" and problem.op != "logsumexp" and not problem.reverse
+    has_short_lines = problem.device == "cpu" and problem.inner == 1 and problem.length < MIN_LINE_LENGTH
+    return 0 if is_simple and has_short_lines else 30
 
 
 def _is_exact(problem: ScanProblem) -> bool:
