@@ -103,9 +103,9 @@ def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _Condit
 class _LinearSums(NamedTuple):
     """A linear condition, and both sides of it in every cell."""
 
-    linear: Linear
-    of_query: _ConditionSide
-    of_key: _ConditionSide
+    linear: Linear  # the condition
+    of_query: _ConditionSide  # its query terms, in every query cell
+    of_key: _ConditionSide  # its key terms, in every key cell
 
 
 class CellPair(NamedTuple):

@@ -379,7 +379,7 @@ class Linear(NamedTuple):
     relation: str  # "<=", "==" or "!="
     of_query: tuple[tuple[str, int], ...]  # query terms (symbol, coefficient)
     of_key: tuple[tuple[str, int], ...]  # key terms (symbol, coefficient)
-    constant: int
+    constant: int  # includes the sizes n<i>
 
 
 @lru_cache(maxsize=1024)

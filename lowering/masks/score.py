@@ -136,7 +136,7 @@ class _Lookup(NamedTuple):
     """One indexing of a table by a score function."""
 
     table: str  # name of the table
-    indices: list[Tensor]
+    indices: list[Tensor]  # one for each dim of the table
     result: Tensor  # the elements, a leaf of the autograd graph
 
 

@@ -42,7 +42,7 @@ class CarryExchange(NamedTuple):
     n: int = 1  # number of ranks
     folds: int = 1  # number of chunks of a rank
     method: str = "gather"  # "gather" or "steps"
-    group: str = ""
+    group: str = ""  # name of the process group
 
     @property
     def rows(self) -> int:

@@ -23,7 +23,7 @@ Pair = tuple[Tensor, Tensor]
 class Monoid:
     """An operation and its neutral element."""
 
-    name: str
+    name: str  # key of `MONOIDS`
     combine: Combine  # of two tensors
     neutral: float  # 0, 1, -inf or inf; for a dtype without infinities, the latter are its least and greatest value
     cumulative: Callable[..., Tensor | Pair]  # the scan of torch

@@ -31,19 +31,19 @@ class ScanSpec(NamedTuple):
     """Options of a scan."""
 
     op: str  # a key of `MONOIDS`
-    exclusive: bool
-    exchange: CarryExchange
+    exclusive: bool  # combine the rows before each, without the row
+    exchange: CarryExchange  # direction of the scan, and exchange of carries
     dtype: torch.dtype  # of the result
-    accumulate: torch.dtype
+    accumulate: torch.dtype  # dtype of the accumulation
 
 
 class RecurrenceSpec(NamedTuple):
     """Options of a recurrence."""
 
     lagged: bool  # see ``sp::local_linear_scan``
-    exchange: CarryExchange
+    exchange: CarryExchange  # direction of the scan, and exchange of carries
     dtype: torch.dtype  # of the result
-    accumulate: torch.dtype
+    accumulate: torch.dtype  # dtype of the accumulation
 
 
 def segment_starts(cuts: Tensor, exchange: CarryExchange) -> Tensor:

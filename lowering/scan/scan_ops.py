@@ -38,7 +38,7 @@ class ScanShards(NamedTuple):
     frame: FrameArg | None = None  # None for full tensors
     exchange: str = "gather"  # "gather" or "steps"
     n: int = 1  # number of ranks
-    group: str = ""
+    group: str = ""  # name of the process group
 
     def carry_exchange(self, x: Tensor, dim: int, reverse: bool) -> CarryExchange:
         """Return the direction and the exchange of a scan of x.

@@ -25,15 +25,15 @@ class ScanProblem(NamedTuple):
     kind: str  # "scan", "extremes", "linear" or "linear_total"
     device: str  # device type
     outer: int  # x is (outer, length, inner)
-    length: int
-    inner: int
+    length: int  # number of rows
+    inner: int  # number of elements of a row
     dtype: torch.dtype  # the dtype of x
     result: torch.dtype  # the dtype of the result
     accumulate: torch.dtype  # the dtype of the accumulation
     op: str = ""  # a key of `MONOIDS`; "" for recurrences
     segmented: bool = False  # with starts of segments
-    exclusive: bool = False
-    reverse: bool = False
+    exclusive: bool = False  # combine the rows before each, without the row
+    reverse: bool = False  # scan from the last row
     lagged: bool = False  # see ``sp::local_linear_scan``
     total: bool = True  # True if the total of a scan is requested
 
@@ -48,6 +48,7 @@ class ScanLowering(NamedTuple):
     """A row of the table: functions of a problem and its tensors, None for kinds that never fit."""
 
     fits: Callable[[ScanProblem], bool]  # whether the functions support a problem
+    # functions by the kind of problem, as methods of `GenericKernels`
     scan: Callable[..., Any] | None = None
     extremes: Callable[..., Any] | None = None
     linear: Callable[..., Any] | None = None

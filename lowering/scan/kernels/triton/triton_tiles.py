@@ -212,7 +212,7 @@ RUN_BYTES = 128  # minimum bytes of neighboring lines of a tile, if the tensor h
 class State:
     """States of some places of every line, (places, lines)."""
 
-    value: Tensor
+    value: Tensor  # the value, or h of a recurrence
     second: Tensor | None = None  # the factor of a recurrence, or the index
     flag: Tensor | None = None  # int8, 1 if a segment begins there
 
@@ -227,22 +227,22 @@ class Tile:
 
     steps: int  # a power of 2
     lines: int  # a power of 2
-    warps: int
+    warps: int  # of a program
 
 
 @dataclass(frozen=True)
 class Sweep:
     """An inclusive scan over the places of x (outer, length, inner), or of the elements before if shift."""
 
-    x: Tensor
+    x: Tensor  # (outer, length, inner): the values, or the factors of a recurrence
     op: str  # "sum", "prod", "max", "min", or one of LEAF_KINDS
     neutral: float  # the identity of the operation in x; 1 for "linear", whose x are the factors
     compute: torch.dtype  # a key of TRITON_TYPES, the type of all states
     index: torch.dtype  # int32 or int64
     second: Tensor | None = None  # the summands of a recurrence, or the indices of x if they are not its times
     starts: Tensor | None = None  # bool or int8, (outer|1, length, inner|1)
-    shift: bool = False
-    reverse: bool = False
+    shift: bool = False  # scan the elements one place earlier
+    reverse: bool = False  # scan from the last row
 
     @property
     def leaf(self) -> str:
