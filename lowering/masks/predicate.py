@@ -63,7 +63,7 @@ def _compile_condition(expr: Any, algebra: Algebra) -> Evaluator:
         inner = _compile_condition(expr.args[0], algebra)
         return lambda values: algebra.negation(inner(values))
     if not isinstance(expr, Relational):
-        raise _unsupported_error(expr)
+        raise _unsupported_node_error(expr)
     kind, *sides = _split_relation(expr)
     return _compile_operation(algebra.relations[kind], [_compile_number(side, algebra) for side in sides])
 
@@ -98,7 +98,7 @@ def _compile_number(expr: Any, algebra: Algebra) -> Evaluator:
         return lambda values: constant
     kind = next((kind for kind in algebra.functions if isinstance(expr, kind)), None)
     if kind is None:
-        raise _unsupported_error(expr)
+        raise _unsupported_node_error(expr)
     # floor(a / b) is an operation on the two integers a and b.
     operands = sympy.together(expr.args[0]).as_numer_denom() if kind is sympy.floor else expr.args
     return _compile_operation(algebra.functions[kind], [_compile_number(operand, algebra) for operand in operands])
@@ -118,7 +118,7 @@ def _compile_operation(operation: Callable[[Any, Any], Any], operands: list[Eval
     return lambda values: reduce(operation, [operand(values) for operand in operands])
 
 
-def _unsupported_error(expr: Any) -> SpError:
+def _unsupported_node_error(expr: Any) -> SpError:
     return SpError("SP442", f"mask predicate: {type(expr).__name__} is not supported: {expr}.")
 
 

@@ -62,7 +62,7 @@ def recurrence_with_grad(
     return _RecurrenceFunction.apply(a, b, initial, spec)
 
 
-def _mark_non_differentiable(ctx: Any, *results: Tensor | None) -> None:
+def _mark_undifferentiated(ctx: Any, *results: Tensor | None) -> None:
     """Mark results of an autograd function, some of which may be None; their cotangents are None, not zeros."""
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(result for result in results if result is not None))
@@ -76,7 +76,7 @@ class _ScanFunction(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Save the cuts and, unless the operation is a sum, the operand, the result and the carry."""
         (x, cuts, *_, spec), (y, carry, cut) = inputs, output
-        _mark_non_differentiable(ctx, carry, cut)
+        _mark_undifferentiated(ctx, carry, cut)
         ctx.spec, ctx.x_dtype = spec, x.dtype
         values = (None, None, None) if spec.op == "sum" else (x, y, carry)
         ctx.save_for_backward(cuts, cut, *values)
@@ -106,7 +106,7 @@ class _ExtremesFunction(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Save the operand, the result and the carry."""
         (x, op, exchange), (y, index, carry) = inputs, output
-        _mark_non_differentiable(ctx, index, carry)
+        _mark_undifferentiated(ctx, index, carry)
         ctx.spec = ScanSpec(op, False, exchange, x.dtype, x.dtype)
         ctx.save_for_backward(x, y, carry)
 
@@ -128,7 +128,7 @@ class _RecurrenceFunction(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Save the factors, and the states if the factors require a gradient."""
         (a, b, initial, spec), (h, carry, final) = inputs, output
-        _mark_non_differentiable(ctx, carry, final)
+        _mark_undifferentiated(ctx, carry, final)
         ctx.spec, ctx.b_dtype = spec, b.dtype
         ctx.save_for_backward(a, *((h, carry, initial) if ctx.needs_input_grad[0] else (None, None, None)))
 
