@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_scans.py                      values and times of every way of the Triton row
     python benchmarks/gpu_scans.py values               some minutes of it, most of them Triton's compiler
-    python benchmarks/gpu_scans.py times --only 1-D --sizes     tiles and warps, to set `ways.TileSizes` by
+    python benchmarks/gpu_scans.py times --only 1-D --sizes     tiles and warps, to set `dispatch.TileSizes` by
 
 values  every way against float64 by other code, exactly for integers
 times   every way next to torch and cupy, as a share of a copy_ in the same process of the bytes that the scan
-        reads and writes; "default" is the choice of the table in `kernels/triton/ways.py`. That table should
+        reads and writes; "default" is the choice of the table in `kernels/triton/dispatch.py`. That table should
         have a row for the way with the best share on a shape
 
 Times are medians over interleaved repeats, by CUDA events. Writes benchmarks/results/scans_gpu.md. Without a GPU the
@@ -37,12 +37,13 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))
 
 from measuring.clock import Clock, Job
+from measuring.scan_schedules import SCHEDULES, using_schedule
 from measuring.scan_values import CHECKED, F32, FEW, I64, ROW, Shape, draw, draw_starts, values
 from measuring.tables import markdown, processor
 
 from sp_compile import linear_scan
 from sp_compile.lowering.scan import scan_table as table
-from sp_compile.lowering.scan.kernels.triton.dispatch import SERIES, TileSizes, using_schedule
+from sp_compile.lowering.scan.kernels.triton.dispatch import TileSizes
 
 PARTS = ["values", "times"]
 RESULTS = Path(__file__).parent / "results" / "scans_gpu.md"
@@ -144,7 +145,7 @@ def timed(
     source = torch.zeros(case.bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     jobs: dict[str, Job] = {"copy_": lambda: target.copy_(source), "default": case.ours}
-    for way, size in itertools.product(SERIES, sizes):
+    for way, size in itertools.product(SCHEDULES, sizes):
         if way != "one" or case.lines >= FEW:
             jobs[_label(way, size)] = lambda w=way, s=size: _run(case.ours, w, s)
     jobs.update(case.others)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import torch
 from measuring.scan_direct import Direct
+from measuring.scan_schedules import SCHEDULES, using_schedule
 from torch import Tensor
 
-from sp_compile.lowering.scan.kernels.triton.dispatch import SERIES, using_schedule
 from sp_compile.lowering.scan.kernels.triton.triton_scan import TRITON_LOWERING as row
 from sp_compile.lowering.scan.scan_table import LOWERINGS
 
@@ -37,7 +37,7 @@ def draw_starts(shape: Shape, device: torch.device, every: int = 500) -> Tensor:
 def values(shapes: list[Shape], device: torch.device) -> list[str]:
     """Return a line for each wrong value."""
     wrong = []
-    for i, (shape, way) in enumerate(itertools.product(shapes, SERIES)):
+    for i, (shape, way) in enumerate(itertools.product(shapes, SCHEDULES)):
         if way == "one" and shape[0] * shape[2] < FEW and shape[1] > 10**5:
             continue
         with using_schedule(way):

@@ -11,6 +11,7 @@ sequence may be fixed: where it is padded, and where values of the program are s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,32 +19,25 @@ import numpy as np
 
 from .pieces import Ints
 
-BALANCE_TOLERANCE = 1.05
-"""Maximum work of the busiest rank over the mean that counts as balanced."""
+BALANCE_TOLERANCE = 1.05  # maximum work of the busiest rank over the mean that counts as balanced
+# Limits of the number of chunks per rank. A rank has at most MAX_CHUNKS chunks, and more than MIN_CHUNKS only if they
+# have at least CHUNK_ROWS rows.
 MAX_CHUNKS, CHUNK_ROWS, MIN_CHUNKS = 64, 128, 4
-"""Limits of the number of chunks per rank.
 
-A rank has at most MAX_CHUNKS chunks, and more than MIN_CHUNKS only if they have at least CHUNK_ROWS rows.
-"""
-
+# Number of least busy ranks that are candidates for an exchange; maximum number of exchanges per rank.
 EXCHANGE_PARTNERS, MAX_EXCHANGES = 8, 4
-"""Number of least busy ranks that are candidates for an exchange; maximum number of exchanges per rank."""
 
+# A function from sorted positions to the work of all queries before each of them
 WorkBefore = Callable[[Sequence[int]], Sequence[int]]
-"""A function from sorted positions to the work of all queries before each of them."""
 
 
 class ChunkOrder(NamedTuple):
     """The chunks of a sequence, in the order in which ranks store them."""
 
-    firsts: Ints
-    """Position of each chunk's first row."""
-    lengths: Ints
-    """Number of rows of each chunk."""
-    imbalance: float
-    """Work of the busiest rank over the mean."""
-    is_identity: float
-    """The same ratio for contiguous shards."""
+    firsts: Ints  # position of each chunk's first row
+    lengths: Ints  # number of rows of each chunk
+    imbalance: float  # work of the busiest rank over the mean
+    contiguous_imbalance: float  # the same ratio for contiguous shards
 
     @property
     def offsets(self) -> Ints:
@@ -52,33 +46,29 @@ class ChunkOrder(NamedTuple):
 
     def encode(self, n: int) -> Ints:
         """Encode firsts and lengths as (2, max_chunk_count(n)), padded with zeros."""
-        out = np.zeros((2, max_chunk_count(n)), np.int64)
-        out[:, : len(self.firsts)] = self.firsts, self.lengths
-        return out
+        encoded = np.zeros((2, max_chunk_count(n)), np.int64)
+        encoded[:, : len(self.firsts)] = self.firsts, self.lengths
+        return encoded
 
     @staticmethod
-    def of(values: Ints) -> ChunkOrder:
+    def of(encoded: Ints) -> ChunkOrder:
         """Decode an order from `encode`; its imbalances are unknown and set to 1."""
-        firsts, lengths = values[:, values[1] > 0]
+        firsts, lengths = encoded[:, encoded[1] > 0]
         return ChunkOrder(firsts, lengths, 1.0, 1.0)
 
 
 def max_chunk_count(n: int) -> int:
     """Return the maximum number of chunks of n ranks, including one fixed chunk at each end."""
-    return n * max(MAX_CHUNKS, MIN_CHUNKS) + 2
+    return n * MAX_CHUNKS + 2
 
 
 class _EvenChunks(NamedTuple):
     """Chunks that cut each rank's run of rows equally, so that exchanges preserve the number of rows."""
 
-    edges: Ints
-    """Positions of the chunks' edges."""
-    works: np.ndarray
-    """Work of each chunk."""
-    large: np.ndarray
-    """Whether a chunk has one more row than others."""
-    fixed: np.ndarray
-    """Whether a chunk is not moved."""
+    edges: Ints  # positions of the chunks' edges, (chunks + 1,); chunk i is [edges[i], edges[i + 1])
+    works: np.ndarray  # work of each chunk, float64 (chunks,)
+    is_large: np.ndarray  # whether a chunk has one more row than others, bool (chunks,)
+    is_fixed: np.ndarray  # whether a chunk is not moved, bool (chunks,)
 
     @property
     def min_rank_work(self) -> float:
@@ -107,50 +97,42 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
 
     def cut(chunks: int) -> _EvenChunks:
         """Cut each rank's rows into this number of chunks."""
-        sizes = np.array([rows // chunks + (i < rows % chunks) for i in range(chunks)])
-        edges = np.minimum(np.append(0, np.cumsum(np.tile(sizes, n))), n * rows)
+        is_large = np.tile(np.arange(chunks) < rows % chunks, n)
+        edges = np.append(0, np.cumsum(rows // chunks + is_large))
         works = np.diff(np.array(work([min(int(edge), length) for edge in edges]), np.float64))
-        fixed = (edges[:-1] < front) | (edges[1:] > length - back)
-        return _EvenChunks(edges, works, np.tile(np.arange(chunks) < rows % chunks, n), fixed)
+        is_fixed = (edges[:-1] < front) | (edges[1:] > length - back)
+        return _EvenChunks(edges, works, is_large, is_fixed)
 
-    best = contiguous = _assign_cut(cut(1), length, n)
-    coarse = []  # no order of these is balanced
+    imbalance_of = operator.attrgetter("imbalance")
+    best = contiguous = _order_chunks(cut(1), length, n)
+    coarse_cuts = []  # cuts of which no order is balanced
     for chunks in _chunk_counts(min(rows, MAX_CHUNKS, max(rows // CHUNK_ROWS, MIN_CHUNKS))):
         if best.imbalance <= BALANCE_TOLERANCE:
             break
         current = cut(chunks)
         if n * current.min_rank_work > BALANCE_TOLERANCE:
-            coarse.append(current)
+            coarse_cuts.append(current)
         else:
-            best = min(best, _assign_cut(current, length, n), key=_order_imbalance)
-    for current in reversed(coarse):
-        if BALANCE_TOLERANCE < best.imbalance > n * current.min_rank_work:
-            best = min(best, _assign_cut(current, length, n), key=_order_imbalance)
-    return best._replace(is_identity=contiguous.imbalance)
+            best = min(best, _order_chunks(current, length, n), key=imbalance_of)
+    # Without a balanced order, a coarse cut may still have a better one.
+    for current in reversed(coarse_cuts):
+        if best.imbalance > BALANCE_TOLERANCE and best.imbalance > n * current.min_rank_work:
+            best = min(best, _order_chunks(current, length, n), key=imbalance_of)
+    return best._replace(contiguous_imbalance=contiguous.imbalance)
 
 
-def _order_imbalance(order: ChunkOrder) -> float:
-    return order.imbalance
+def _chunk_counts(limit: int) -> Iterator[int]:
+    """Yield the numbers of chunks per rank to try, up to the limit."""
+    counts = [*range(2, 16), 16, 24, 32, 48, MAX_CHUNKS]
+    return (count for count in counts if count <= limit)
 
 
-def _chunk_counts(most: int) -> Iterator[int]:
-    """Yield the numbers of chunks per rank to try: 2, 3, 4, ... 16, 24, 32, 48, 64, ..."""
-    yield from range(2, min(16, most + 1))
-    number = 16
-    while number <= most:
-        yield number
-        if number * 3 // 2 <= most:
-            yield number * 3 // 2
-        number *= 2
-
-
-def _assign_cut(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
-    """Return the order of these chunks and its imbalance."""
+def _order_chunks(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
+    """Return the order of these chunks in which ranks have similar work, and its imbalance."""
     owners = _assign_owners(cut, n)
-    edges = cut.edges
-    order = np.lexsort((edges[:-1], owners))
-    ends = np.minimum(edges[1:], length)
-    firsts, lengths = edges[:-1][order], np.maximum(ends - edges[:-1], 0)[order]
+    starts, ends = cut.edges[:-1], np.minimum(cut.edges[1:], length)
+    order = np.lexsort((starts, owners))  # by owner, then by position
+    firsts, lengths = starts[order], np.maximum(ends - starts, 0)[order]
     loads = np.bincount(owners, cut.works, n)
     nonempty = lengths > 0
     imbalance = float(loads.max() / loads.mean()) if loads.any() else 1.0
@@ -162,44 +144,47 @@ def _assign_owners(cut: _EvenChunks, n: int) -> Ints:
 
     Chunks are assigned by decreasing work to the rank with the least work that has capacity for a chunk of that size.
     """
-    works, large, fixed = cut.works, cut.large, cut.fixed
-    chunks = len(works) // n
-    own = np.repeat(np.arange(n), chunks)
-    owners = np.where(fixed, own, -1)
-    loads = np.bincount(own[fixed], works[fixed], n)
-    free_slots = [np.bincount(own[(large == kind) & ~fixed], minlength=n) for kind in (False, True)]
+    works, is_large, is_fixed = cut.works, cut.is_large, cut.is_fixed
+    contiguous_owners = np.repeat(np.arange(n), len(works) // n)
+    owners = np.where(is_fixed, contiguous_owners, -1)
+    loads = np.bincount(contiguous_owners[is_fixed], works[is_fixed], n)
+    # Numbers of small and of large chunks that each rank still takes.
+    capacities = [np.bincount(contiguous_owners[(is_large == kind) & ~is_fixed], minlength=n) for kind in (False, True)]
     for chunk in np.argsort(-works, kind="stable"):
-        if fixed[chunk]:
+        if is_fixed[chunk]:
             continue
-        free = free_slots[int(large[chunk])]
-        least = np.where(free > 0, loads, np.inf)
-        rank = least.argmin()
+        capacity = capacities[int(is_large[chunk])]
+        rank = np.where(capacity > 0, loads, np.inf).argmin()
         owners[chunk] = rank
         loads[rank] += works[chunk]
-        free[rank] -= 1
-    _exchange_chunk(cut, owners, loads)
+        capacity[rank] -= 1
+    _exchange_chunks(cut, owners, loads)
     return owners
 
 
-def _exchange_chunk(cut: _EvenChunks, owners: Ints, loads: np.ndarray) -> None:
-    """Exchange chunks of the busiest rank for lighter ones of ranks with little work while that helps."""
+def _exchange_chunks(cut: _EvenChunks, owners: Ints, loads: np.ndarray) -> None:
+    """Exchange chunks of the busiest rank for lighter ones of ranks with little work while that helps.
+
+    Changes owners (chunks,), and loads (n,), the work of each rank.
+    """
     enough = BALANCE_TOLERANCE * loads.mean()
     for _ in range(MAX_EXCHANGES * len(loads)):
         busiest = loads.argmax()
         if loads[busiest] <= enough:
             return
-        lightest = np.argsort(loads, kind="stable")[:EXCHANGE_PARTNERS]
-        from_chunks = np.flatnonzero((owners == busiest) & ~cut.fixed)
-        to_chunks = np.flatnonzero(np.isin(owners, lightest) & (owners != busiest) & ~cut.fixed)
-        if not len(from_chunks) or not len(to_chunks):
+        partners = np.argsort(loads, kind="stable")[:EXCHANGE_PARTNERS]
+        own_chunks = np.flatnonzero((owners == busiest) & ~cut.is_fixed)
+        partner_chunks = np.flatnonzero(np.isin(owners, partners) & (owners != busiest) & ~cut.is_fixed)
+        if not len(own_chunks) or not len(partner_chunks):
             return
-        moved = cut.works[from_chunks][:, None] - cut.works[to_chunks]
-        after = np.maximum(loads[busiest] - moved, loads[owners[to_chunks]] + moved)
-        after[cut.large[from_chunks][:, None] != cut.large[to_chunks]] = np.inf
-        i, j = np.unravel_index(after.argmin(), after.shape)
-        if after[i, j] >= loads[busiest]:
+        # For each pair of chunks: the work that moves, and the larger load of both ranks after the exchange.
+        moved = cut.works[own_chunks][:, None] - cut.works[partner_chunks]
+        larger_load = np.maximum(loads[busiest] - moved, loads[owners[partner_chunks]] + moved)
+        larger_load[cut.is_large[own_chunks][:, None] != cut.is_large[partner_chunks]] = np.inf
+        i, j = np.unravel_index(larger_load.argmin(), larger_load.shape)
+        if larger_load[i, j] >= loads[busiest]:
             return
-        partner = owners[to_chunks[j]]
+        partner = owners[partner_chunks[j]]
         loads[busiest] -= moved[i, j]
         loads[partner] += moved[i, j]
-        owners[from_chunks[i]], owners[to_chunks[j]] = partner, busiest
+        owners[own_chunks[i]], owners[partner_chunks[j]] = partner, busiest

@@ -1,4 +1,4 @@
-"""Compute the load-balanced order in which ranks store a sequence, at run time.
+"""Compute the load-balanced order in which ranks store a sequence, at run time, and permute mask vectors to it.
 
 The work is the number of attending pairs, from one plan of all queries and keys; `balance_chunks.py` assigns it to
 ranks. Equal vectors give equal orders, so ranks with replicated vectors need no communication.
@@ -57,61 +57,64 @@ def balance_rows(
     all_rows = (Segment(0, 0, length),)
     plans = [plan_blocks(predicate, all_rows, all_rows, sizes, vectors, vectors) for predicate in predicates]
 
-    def work(rows: Sequence[int]) -> list[int]:
+    def work(positions: Sequence[int]) -> list[int]:
         """Return the weighted number of pairs before each position."""
-        parts = [[weight * pairs for pairs in count_pairs_before(one, rows)] for one, weight in zip(plans, weights)]
-        return [sum(column) for column in zip([0] * len(rows), *parts)]  # zero without attention
+        totals = [0] * len(positions)
+        for plan, weight in zip(plans, weights):
+            totals = [total + weight * pairs for total, pairs in zip(totals, count_pairs_before(plan, positions))]
+        return totals
 
-    found = assign_chunks(work, length, n // stride, stride * -(-length // n), front, back)
+    order = assign_chunks(work, length, n // stride, stride * -(-length // n), front, back)
     log.debug(
         "balanced %d positions in %d chunks over %d ranks: maximum over mean of pairs is %.3f, contiguous %.3f",
-        *(length, len(found.firsts), n, found.imbalance, found.is_identity),
+        *(length, len(order.firsts), n, order.imbalance, order.contiguous_imbalance),
     )
-    return found
+    return order
 
 
-def order_tensors(found: ChunkOrder, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the order and its inverse, int64 (length,) each, without synchronization.
+def order_tensors(order: ChunkOrder, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the positions in the new order, and the inverse, int64 (length,) each, without synchronization.
 
     Args:
-        found: The order of chunks.
+        order: The order of chunks.
         device: The device of the results.
     """
-    length, back = int(found.lengths.sum()), np.argsort(found.firsts)
-    shifts, lengths = found.firsts - found.offsets, found.lengths
-    host = torch.from_numpy(np.stack([shifts, lengths, -shifts[back], lengths[back]]))
-    numbers = copy_async(host, device)
-    places = torch.arange(length, device=device)
-    order, inverse = (
-        places + shift.repeat_interleave(count, output_size=length) for shift, count in numbers.view(2, 2, -1)
+    length, by_position = int(order.lengths.sum()), np.argsort(order.firsts)
+    shifts, lengths = order.firsts - order.offsets, order.lengths
+    # Within a chunk, both a position and its place in the order are an index plus a constant.
+    host = torch.from_numpy(np.stack([shifts, lengths, -shifts[by_position], lengths[by_position]]))
+    index = torch.arange(length, device=device)
+    positions, inverse = (
+        index + shift.repeat_interleave(count, output_size=length)
+        for shift, count in copy_async(host, device).view(2, 2, -1)
     )
-    return order, inverse
+    return positions, inverse
 
 
 def identity_order(length: int, n: int, device: torch.device) -> list[Tensor]:
     """Return the order, its inverse and its chunks, for rows that are not moved."""
-    found = ChunkOrder.of(np.array([[0], [length]]))
-    return [*order_tensors(found, device), torch.from_numpy(found.encode(n))]
+    order = ChunkOrder.of(np.array([[0], [length]]))
+    return [*order_tensors(order, device), torch.from_numpy(order.encode(n))]
 
 
-def ordered_positions_table(found: ChunkOrder) -> Tensor:
+def ordered_positions_table(order: ChunkOrder) -> Tensor:
     """Return the table (see `pieces.py`) of the positions in the new order."""
-    single_runs = np.ones_like(found.firsts)
-    table = np.stack([found.offsets, found.firsts, found.firsts, single_runs])
-    return pad_table(_merge_continued(table), 1, int(found.lengths.sum()))
+    slopes = np.ones_like(order.firsts)
+    table = np.stack([order.offsets, order.firsts, order.firsts, slopes])
+    return pad_table(_merge_continued(table), 1, int(order.lengths.sum()))
 
 
-def reorder_table(vector: Pieces, found: ChunkOrder) -> Tensor:
+def reorder_table(vector: Pieces, order: ChunkOrder) -> Tensor:
     """Return the table of a vector whose values are permuted to the new order."""
-    table = cut_pieces(vector.table, found.firsts)
-    by_first = np.argsort(found.firsts)
-    chunk = by_first[np.searchsorted(found.firsts[by_first], table[0], "right") - 1]
-    table[0] += (found.offsets - found.firsts)[chunk]
+    table = cut_pieces(vector.table, order.firsts)
+    by_position = np.argsort(order.firsts)
+    chunks = by_position[np.searchsorted(order.firsts[by_position], table[0], "right") - 1]  # of each piece
+    table[0] += (order.offsets - order.firsts)[chunks]
     return pad_table(_merge_continued(table[:, np.argsort(table[0])]), vector.batch, vector.length)
 
 
 def _merge_continued(table: Ints) -> Ints:
-    """Remove pieces that continue the line, or the bounds, of the previous piece."""
+    """Remove the pieces, of (4, pieces), that continue the line, or the bounds, of the previous piece."""
     starts, lows, highs, slopes = table
     rise = slopes[:-1] * np.diff(starts)
     continues = (lows[1:] == lows[:-1] + rise) & (highs[1:] == highs[:-1] + rise) & (slopes[1:] == slopes[:-1])
@@ -131,17 +134,19 @@ def fake_orders(length: Any, n: int, device: torch.device) -> list[Tensor]:
 
 
 def _fake_tables(vectors: Sequence[Tensor], length: Any) -> list[Tensor]:
+    """Return fake results of `_ordered_tables`."""
     lengths = [length, *2 * [x.shape[1] for x in vectors]]
     return [torch.empty([table_size(x)], dtype=torch.int64, device="cpu") for x in lengths]
 
 
-def _fake_balanced(vectors: Sequence[Tensor], *unused: Any) -> list[Tensor]:
-    length, n, device = unused[3], unused[-3], unused[-1]
+def _fake_balanced(vectors: Sequence[Tensor], *others: Any) -> list[Tensor]:
+    _predicates, _weights, _sizes, length, _front, _back, n, _stride, device = others
     return [*fake_orders(length, n, device), *_fake_tables(vectors, length)]
 
 
-def _ordered_tables(vectors: Sequence[Tensor], found: ChunkOrder, tables: Sequence[Tensor]) -> list[Tensor]:
-    return [ordered_positions_table(found), *tables, *(reorder_table(Pieces.of(table), found) for table in tables)]
+def _ordered_tables(tables: Sequence[Tensor], order: ChunkOrder) -> list[Tensor]:
+    """Return the tables of the positions in the order, of each vector (unchanged), and of each vector in the order."""
+    return [ordered_positions_table(order), *tables, *(reorder_table(Pieces.of(table), order) for table in tables)]
 
 
 @opaque(
@@ -185,10 +190,11 @@ def balanced_rows(
     Bytes: none. Synchronizes once if vectors are on the device.
     """
     tables = torch.ops.sp.pieces(vectors) if vectors else []
-    pieces = tuple(map(Pieces.of, tables))
-    numbers, ends = [tuple(map(int, x)) for x in (weights, sizes)], [max(map(int, x)) for x in (front, back)]
-    found = balance_rows(tuple(predicates), *numbers, pieces, int(length), n, stride, *ends)
-    return [*order_tensors(found, device), torch.from_numpy(found.encode(n)), *_ordered_tables(vectors, found, tables)]
+    order = balance_rows(
+        tuple(predicates), tuple(map(int, weights)), tuple(map(int, sizes)), tuple(map(Pieces.of, tables)),
+        int(length), n, stride, max(map(int, front)), max(map(int, back)),
+    )  # fmt: skip
+    return [*order_tensors(order, device), torch.from_numpy(order.encode(n)), *_ordered_tables(tables, order)]
 
 
 @opaque(
@@ -211,4 +217,4 @@ def balanced_tables(vectors: Sequence[Tensor], chunks: Tensor, length: int) -> l
     Bytes: none. Synchronizes once if vectors are on the device.
     """
     tables = torch.ops.sp.pieces(vectors) if vectors else []
-    return _ordered_tables(vectors, ChunkOrder.of(chunks.numpy()), tables)
+    return _ordered_tables(tables, ChunkOrder.of(chunks.numpy()))

@@ -1,15 +1,18 @@
 """Plan the blocks of (queries x keys) to compute: few large ones, never a mask of S x S.
 
-The plan is pure Python over run-time numbers: spans, which describe the rows of local tensors, and pieces of vectors.
+    k <= q on 8 x 8 rows, one rank          one CAUSAL block
+    the same, rank 1 of 2, all keys         a FULL block of 4 x 4 and a CAUSAL one of 4 x 4
+
+The plan is pure Python over run-time numbers: the local rows (``spans.py``) and pieces of mask vectors (``pieces.py``).
 It is computed once for all layers, forward and backward. If the pieces determine which cells meet (packed documents),
 its time grows with their number (``cells.py``). Otherwise rows x keys are halved as long as that saves work, with the
-bounds of the vectors over every part.
+bounds of the vectors over every part. Ranges [low, high) q and k are of local query and key rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import islice, pairwise
 from typing import Any
@@ -23,13 +26,12 @@ from .blocks import (
     BlockPlan,
     Kind,
     as_band,
-    as_offset_length,
     block_of,
     has_masked,
+    need_no_windows,
     packed_calls,
     part_runs,
     run_blocks,
-    separate_runs,
     split_run,
     tile_runs,
 )
@@ -38,25 +40,18 @@ from .pieces import Pieces
 from .predicate import Verdict, is_query_symbol
 from .spans import Rows, index_boundaries, index_intervals, valid_extent
 
-TILE_ROWS = 128
-"""Tiles with fewer query rows than twice this are not cut to skip keys; keys are skipped in such units."""
-MIN_CUT_SAVING = 0.9
-"""Cut a tile, or skip keys inside it, if at most this share of its work remains."""
-MAX_MASK_ELEMENTS = 1 << 22
-"""Maximum number of elements of a block's mask; larger tiles are cut."""
+TILE_ROWS = 128  # tiles with fewer query rows than twice this are not cut to skip keys; keys are skipped in such units
+MIN_CUT_SAVING = 0.9  # cut a tile, or skip keys inside it, if at most this share of its work remains
+MAX_MASK_ELEMENTS = 1 << 22  # maximum number of elements of a block's mask; larger tiles are cut
 
-Blocks = Callable[[], Sequence[Block]]
-"""A function that creates the blocks of a tile; kernels that support windows and packed sequences do not call it."""
+Vectors = tuple[Pieces, ...]
+# A tile, and a function that creates its blocks; kernels that support windows and packed sequences do not call it.
+TileBlocks = tuple[CellPair, Callable[[], Iterable[Block]]]
 
 
 @lru_cache(maxsize=1024)
 def plan_blocks(
-    predicate: str,
-    q_rows: Rows,
-    k_rows: Rows,
-    sizes: tuple[int, ...] = (),
-    rows: tuple[Pieces, ...] = (),
-    cols: tuple[Pieces, ...] = (),
+    predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...] = (), rows: Vectors = (), cols: Vectors = ()
 ) -> BlockPlan:
     """Return the plan of local queries and keys.
 
@@ -84,15 +79,14 @@ def tiles_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[i
     if not q_rows or not k_rows:
         return BlockPlan()
     planner = _Planner(predicate, q_rows, k_rows, sizes, (), ())
-    seen = tuple(islice(planner.all_blocks(), MAX_PARTS + 1))
-    if len(seen) <= MAX_PARTS and not has_masked(seen):
-        return BlockPlan(others=seen)
+    first_blocks = tuple(islice(planner.all_blocks(), MAX_PARTS + 1))
+    if len(first_blocks) <= MAX_PARTS and not has_masked(first_blocks):
+        return BlockPlan(others=first_blocks)
+    bands = planner.band_blocks()
+    if bands:
+        return BlockPlan(others=bands)
     conditions = language.split_conjuncts(predicate)
-    every = [
-        Block(*as_offset_length(q), *as_offset_length(k), Kind.MASKED, conditions)
-        for q, k in planner.split_at_padding()
-    ]
-    return BlockPlan(others=planner.band_blocks() or tuple(every))
+    return BlockPlan(others=tuple(Block.of(q, k, Kind.MASKED, conditions) for q, k in planner.split_at_padding()))
 
 
 def settle_blocks(blocks: Sequence[Block], limit: int, *args: Any) -> tuple[float, list[tuple[float, Block]]]:
@@ -107,81 +101,79 @@ def settle_blocks(blocks: Sequence[Block], limit: int, *args: Any) -> tuple[floa
         The number of pairs, and undecided blocks of at most TILE_ROWS x TILE_ROWS with their weights: the number of
         blocks that each represents (1 without sampling).
     """
-    planner, known, left, weight = _Planner(*args), 0.0, list[tuple[float, Block]](), 1.0
-    parts = list(blocks)
-    while parts:
-        samples = parts[:: -(-len(parts) // limit)]
-        weight, parts = weight * len(parts) / len(samples), []
+    planner, attending_pairs, undecided = _Planner(*args), 0.0, list[tuple[float, Block]]()
+    remaining, weight = list(blocks), 1.0
+    while remaining:
+        samples = remaining[:: -(-len(remaining) // limit)]
+        weight, remaining = weight * len(remaining) / len(samples), []
         for block in samples:
-            q, k = (block.q_off, block.q_off + block.q_len), (block.k_off, block.k_off + block.k_len)
-            verdict = planner.verdict(q, k)
+            verdict = planner.verdict(block.query_range, block.key_range)
             if verdict:
-                known += weight * block.q_len * block.k_len
+                attending_pairs += weight * block.q_len * block.k_len
             elif verdict is None and max(block.q_len, block.k_len) <= TILE_ROWS:
-                left.append((weight, block))
+                undecided.append((weight, block))
             elif verdict is None:
-                parts += _split_longer_side(block)
-    return known, left
+                remaining += _halve_block(block)
+    return attending_pairs, undecided
 
 
-def _split_longer_side(block: Block) -> list[Block]:
+def _halve_block(block: Block) -> list[Block]:
     """Halve a block across its longer side."""
+    q, k = block.query_range, block.key_range
     if block.q_len >= block.k_len:
-        rows = block.q_len // 2
-        rest = block._replace(q_off=block.q_off + rows, q_len=block.q_len - rows)
-        return [block._replace(q_len=rows), rest]
-    keys = block.k_len // 2
-    return [block._replace(k_len=keys), block._replace(k_off=block.k_off + keys, k_len=block.k_len - keys)]
+        cut = q[0] + block.q_len // 2
+        halves = [((q[0], cut), k), ((cut, q[1]), k)]
+    else:
+        cut = k[0] + block.k_len // 2
+        halves = [(q, (k[0], cut)), (q, (cut, k[1]))]
+    return [Block.of(*half, block.kind, block.conditions) for half in halves]
 
 
 class _Planner:
-    """Planner of one attention call."""
+    """Planner of one attention call. Arguments as of `plan_blocks`."""
 
     def __init__(
-        self,
-        predicate: str,
-        q_rows: Rows,
-        k_rows: Rows,
-        sizes: tuple[int, ...],
-        rows: tuple[Pieces, ...],
-        cols: tuple[Pieces, ...],
+        self, predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...], rows: Vectors, cols: Vectors
     ) -> None:
         self._conditions = language.split_conjuncts(predicate)
         self._linears = {text: language.as_linear(text, sizes) for text in self._conditions}
         self._q_rows, self._k_rows = q_rows, k_rows
-        self._between = valid_segments(k_rows)  # keys between padding
-        read = language.predicate_symbols(predicate)
-        self._rows = {name: x for i, x in enumerate(rows) if (name := f"row{i}") in read}
-        self._cols = {name: x for i, x in enumerate(cols) if (name := f"col{i}") in read}
-        batches = {name: x.batch for name, x in {**self._rows, **self._cols}.items()}
-        read_by = {c: language.predicate_symbols(c) & batches.keys() for c in self._conditions}
-        self._batches = {c: max(map(batches.__getitem__, names), default=1) for c, names in read_by.items()}
-        self._fixed = {f"n{i}": (size, size) for i, size in enumerate(sizes)}
-        language.check_known(predicate, {"q", "k", *self._rows, *self._cols, *self._fixed})
+        self._key_ranges = valid_segments(k_rows)  # keys between padding
+        # Vectors that the predicate reads, and bounds of the sizes, by symbol.
+        symbols = language.predicate_symbols(predicate)
+        self._rows = {f"row{i}": vector for i, vector in enumerate(rows) if f"row{i}" in symbols}
+        self._cols = {f"col{i}": vector for i, vector in enumerate(cols) if f"col{i}" in symbols}
+        self._sizes = {f"n{i}": (size, size) for i, size in enumerate(sizes)}
+        language.check_known(predicate, {"q", "k", *self._rows, *self._cols, *self._sizes})
 
     def plan(self) -> BlockPlan:
         """Return the plan: by cells, if vectors are read and their cells meet few others."""
         tiles = self._nonempty_tiles() if self._rows or self._cols else None
         if tiles is None:
-            every = tuple(self.all_blocks())
-            return BlockPlan((), self.packed_calls(iter(every)), lambda: every)
-        runs, others, parts = list[AttendedRun](), list[Block](), list[tuple[CellPair, Blocks]]()
+            all_blocks = tuple(self.all_blocks())
+            # Many or masked blocks, as those of a window, are bands where possible.
+            is_costly = len(all_blocks) > MAX_PARTS or has_masked(all_blocks)
+            return BlockPlan((), (self.band_blocks() if is_costly else None) or all_blocks, lambda: all_blocks)
+        # For kernels that support windows: runs, and blocks whose pairs no run describes. For others: `tile_blocks`.
+        runs, others, tile_blocks = list[AttendedRun](), list[Block](), list[TileBlocks]()
         for tile in tiles:
-            known = tile_runs(tile)
-            if known is None and tile.parts:
-                known = separate_runs(part_runs(tile))
-            if known is not None:
-                known = [one for run in known for one in split_run(run)]
-                parts.append((tile, partial(self._run_blocks, tile, known)))
+            known_runs = _known_runs(tile)
+            if known_runs is not None:
+                known_runs = [piece for run in known_runs for piece in split_run(run)]
+                tile_blocks.append((tile, partial(self._run_blocks, tile, known_runs)))
+                runs += known_runs
+                continue
+            blocks = tuple(self._cover_tile(tile))
+            tile_blocks.append((tile, partial(tuple, blocks)))
+            window_runs = part_runs(tile) if has_masked(blocks) else None
+            if window_runs is None:
+                others += map(as_band, blocks)
             else:
-                blocks = self._cover_tile(tile)
-                parts.append((tile, partial(tuple, blocks)))
-                known = part_runs(tile) if has_masked(blocks) else None
-                others += map(as_band, blocks if known is None else ())
-            runs += known or ()
+                runs += window_runs
+        create_blocks = partial(self._merge_tiles, tile_blocks)
         if len(runs) == 1 and not others and self._covers_all(runs[0]):
-            return BlockPlan((), (block_of(runs[0]),), partial(self._merge_tiles, parts))
-        return BlockPlan(tuple(packed_calls(runs)), tuple(others), partial(self._merge_tiles, parts))
+            return BlockPlan((), (block_of(runs[0]),), create_blocks)
+        return BlockPlan(tuple(packed_calls(runs)), tuple(others), create_blocks)
 
     def all_blocks(self) -> Iterator[Block]:
         """Yield the blocks of all rows and keys."""
@@ -190,32 +182,15 @@ class _Planner:
 
     def split_at_padding(self) -> Iterator[tuple[Range, Range]]:
         """Return all rows and keys as ranges, without the padding between them."""
-        return ((valid_extent(self._q_rows), keys) for keys in self._between)
-
-    def packed_calls(self, every: Iterator[Block]) -> tuple[Block, ...]:
-        """Return bands instead of masks at window edges or many blocks: one per pair of index ranges.
-
-        The number of a window's blocks grows with the length; only enough blocks to detect a window are created.
-        """
-        seen = list[Block]()
-        for block in every:
-            seen.append(block)
-            if len(seen) > MAX_PARTS or has_masked(seen):
-                return self.band_blocks() or (*seen, *every)
-        return tuple(seen)
+        return ((valid_extent(self._q_rows), keys) for keys in self._key_ranges)
 
     def band_blocks(self) -> tuple[Block, ...] | None:
         """Return one block per run of queries and keys; None if a tile has undetermined pairs."""
         tiles = self._nonempty_tiles()
-        if tiles is None:
+        runs_of_tiles = None if tiles is None else [part_runs(tile) for tile in tiles]
+        if runs_of_tiles is None or None in runs_of_tiles:
             return None
-        runs = list[AttendedRun]()
-        for tile in tiles:
-            known = part_runs(tile)
-            if known is None:
-                return None
-            runs += known
-        return tuple(map(block_of, runs))
+        return tuple(block_of(run) for runs in runs_of_tiles for run in runs or ())
 
     def _covers_all(self, run: AttendedRun) -> bool:
         """Return True if the run has all rows, a constant shape that suits shape-specific kernels."""
@@ -225,88 +200,105 @@ class _Planner:
         """Return the tiles of cells that meet, without padding; None if cells meet too many others."""
         q, k = cells_of(self._q_rows, self._rows, "q"), cells_of(self._k_rows, self._cols, "k")
         linears = [self._linears[c] for c in self._conditions]
-        tiles = CellGrid(self._conditions, linears, q, k, self._fixed).tiles()
-        if tiles is None or len(self._between) == 1:
+        tiles = CellGrid(self._conditions, linears, q, k, self._sizes).tiles()
+        if tiles is None or len(self._key_ranges) == 1:
             return tiles
-        return [part for tile in tiles for part in without_padding(tile, self._between)]
+        return [part for tile in tiles for part in without_padding(tile, self._key_ranges)]
 
     def _run_blocks(self, tile: CellPair, runs: list[AttendedRun]) -> Sequence[Block]:
         """Return the blocks of a tile that consists of these runs."""
         if runs and all(run.window in (FULL_WINDOW, CAUSAL_WINDOW) for run in runs):
-            return [block for run in runs for block in run_blocks(run, tile.left)]
+            return [block for run in runs for block in run_blocks(run, tile.undecided)]
         return self._cover_tile(tile)
 
     def _cover_tile(self, tile: CellPair) -> list[Block]:
         """Return the blocks of a tile whose pairs only the predicate determines."""
         if max(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) < 2 * TILE_ROWS:
-            return [Block(*as_offset_length(tile.q), *as_offset_length(tile.k), Kind.MASKED, tile.left)]
+            return [Block.of(tile.q, tile.k, Kind.MASKED, tile.undecided)]
         if tile.band is not None:
-            return self._band_strips(tile.q, tile.k, tile.band, tile.left)
+            return self._band_strips(tile.q, tile.k, tile.band, tile.undecided)
         return list(self.cover(tile.q, tile.k))
 
-    def _band_strips(self, q: Range, k: Range, band: Band, left: tuple[str, ...]) -> list[Block]:
+    def _band_strips(self, q: Range, k: Range, band: Band, undecided: tuple[str, ...]) -> list[Block]:
         """Cut a band into strips of queries: a masked triangle, keys that all queries see, and a causal block.
 
         A window over packed documents has ten thousands of strips, so the loop avoids function calls.
         """
         lower, upper = band
         rows, keys, q_off, k_off = q[1] - q[0], k[1] - k[0], q[0], k[0]
-        width = min(upper, keys) - max(lower, -rows) + 1
-        height = min(max(width // 4 // TILE_ROWS, 1) * TILE_ROWS, math.isqrt(MAX_MASK_ELEMENTS // self._batch(left)))
+        width = min(upper, keys) - max(lower, -rows) + 1  # keys of a query
+        max_height = math.isqrt(MAX_MASK_ELEMENTS // self._mask_batch(undecided))
+        height = min(max(width // 4 // TILE_ROWS, 1) * TILE_ROWS, max_height)
         end = min(rows, keys - lower)
-        found = list[Block]()
+        blocks = list[Block]()
         for first in range(max(0, -upper), end, height):
             size = height if first + height < end else end - first
-            low, last = first + lower, first + upper
-            high, every = last + size, low + size - 1
-            low, every = low if low > 0 else 0, every if every > 0 else 0
-            high, last = high if high < keys else keys, last if last < keys else keys
-            if width < 4 * TILE_ROWS or every >= last:
-                found.append(Block(q_off + first, size, k_off + low, high - low, Kind.MASKED, left))
+            # Keys [low, full_begin) are a masked triangle, [full_begin, full_end) full, and [full_end, high) causal.
+            low, full_end = first + lower, first + upper
+            high, full_begin = full_end + size, low + size - 1
+            low, full_begin = low if low > 0 else 0, full_begin if full_begin > 0 else 0
+            high, full_end = high if high < keys else keys, full_end if full_end < keys else keys
+            if width < 4 * TILE_ROWS or full_begin >= full_end:
+                blocks.append(Block(q_off + first, size, k_off + low, high - low, Kind.MASKED, undecided))
                 continue
-            if low < every:
-                found.append(Block(q_off + first, size, k_off + low, every - low, Kind.MASKED, left))
-            found.append(Block(q_off + first, size, k_off + every, last - every, Kind.FULL))
-            if last < high:
-                kind = Kind.CAUSAL if high - last == size else Kind.MASKED
-                found.append(Block(q_off + first, size, k_off + last, high - last, kind, left))
-        return found
+            if low < full_begin:
+                blocks.append(Block(q_off + first, size, k_off + low, full_begin - low, Kind.MASKED, undecided))
+            blocks.append(Block(q_off + first, size, k_off + full_begin, full_end - full_begin, Kind.FULL))
+            if full_end < high:
+                kind = Kind.CAUSAL if high - full_end == size else Kind.MASKED
+                blocks.append(Block(q_off + first, size, k_off + full_end, high - full_end, kind, undecided))
+        return blocks
 
-    def _merge_tiles(self, parts: list[tuple[CellPair, Blocks]]) -> Iterator[Block]:
+    def _merge_tiles(self, tile_blocks: list[TileBlocks]) -> Iterator[Block]:
         """Yield the blocks of all tiles; merge adjacent small tiles into one masked block to save calls."""
-        groups, ends = list[list[tuple[CellPair, Blocks]]](), [high for _, high in self._between]
-        for part in parts:
-            if groups and _can_merge(groups[-1][0][0], groups[-1][-1][0], part[0], ends):
-                groups[-1].append(part)
+        groups = list[list[TileBlocks]]()
+        for tile, create_blocks in tile_blocks:
+            if groups and self._can_merge(groups[-1][0][0], groups[-1][-1][0], tile):
+                groups[-1].append((tile, create_blocks))
             else:
-                groups.append([part])
+                groups.append([(tile, create_blocks)])
         for group in groups:
+            (first, create_blocks), (last, _) = group[0], group[-1]
             if len(group) == 1:
-                yield from group[0][1]()
+                yield from create_blocks()
             else:
-                first, last = group[0][0], group[-1][0]
-                q, k = (first.q[0], last.q[1]), (first.k[0], last.k[1])
-                yield Block(*as_offset_length(q), *as_offset_length(k), Kind.MASKED, self._conditions)
+                yield Block.of((first.q[0], last.q[1]), (first.k[0], last.k[1]), Kind.MASKED, self._conditions)
+
+    def _can_merge(self, first: CellPair, last: CellPair, tile: CellPair) -> bool:
+        """Return True if a block from the tile ``first`` to ``last`` may also contain the next tile."""
+        if any(last.k[1] <= end <= tile.k[0] for _, end in self._key_ranges):
+            return False  # padding is between them
+        follows = last.q[1] == tile.q[0] and last.k[1] <= tile.k[0]
+        return follows and tile.q[1] - first.q[0] <= TILE_ROWS and tile.k[1] - first.k[0] <= 2 * TILE_ROWS
 
     def cover(self, q: Range, k: Range) -> Iterator[Block]:
-        """Yield the blocks of the pairs q x k."""
+        """Yield the blocks of the pairs q x k, by the first of these ways that applies.
+
+        All pairs are undecided by one causal condition; all but one segment of the keys are full; a cut of the queries
+        saves work; otherwise one block, without keys that no query sees.
+        """
         q, k = self._trim(q, k)
         if q[0] == q[1]:
             return
-        left = self._undecided_conditions(q, k)
-        ascends = all(a < b for (a, _), (b, _) in pairwise(index_intervals(self._k_rows, *k)))
-        shift = self._causal_shift(q, k, left[0]) if len(left) == 1 and ascends else None
+        undecided = self._undecided_conditions(q, k)
+        segments = index_intervals(self._k_rows, *k)
+        ascends = all(before[0] < after[0] for before, after in pairwise(segments))
+        shift = self._causal_shift(q, k, undecided[0]) if len(undecided) == 1 and ascends else None
         if shift is not None:
-            yield from self._cover_causal(q, k, shift, left)
-        elif left and not ascends and (blocks := self._single_partial_stretch(q, k)):
+            yield from self._cover_causal(q, k, shift, undecided)
+            return
+        blocks = self._cover_one_segment(q, k) if undecided and not ascends else []
+        if blocks:
             yield from blocks
-        elif left and (cut := self._best_cut(q, k, left)):
+            return
+        cut = self._best_cut(q, k, undecided) if undecided else None
+        if cut is not None:
             yield from self.cover((q[0], cut), k)
             yield from self.cover((cut, q[1]), k)
-        else:
-            for part in self._skip_unneeded(q, k, left):
-                rest = self._undecided_conditions(q, part)
-                yield Block(*as_offset_length(q), *as_offset_length(part), Kind.MASKED if rest else Kind.FULL, rest)
+            return
+        for part in self._skip_unneeded(q, k, undecided):
+            conditions = self._undecided_conditions(q, part)
+            yield Block.of(q, part, Kind.MASKED if conditions else Kind.FULL, conditions)
 
     def _trim(self, q: Range, k: Range) -> tuple[Range, Range]:
         """Remove rows without pairs from the ends of q and k; both results are empty or neither is."""
@@ -319,25 +311,26 @@ class _Planner:
 
     def _causal_shift(self, q: Range, k: Range, condition: str) -> int | None:
         """Return c if the condition is ``k <= q + c`` for these indices, else None."""
-        one = self._linears[condition]
-        if one is None or one.relation != "<=":
+        linear = self._linears[condition]
+        if linear is None or linear.relation != "<=":
             return None
-        shifts = set[int | None]()
+        shifts = set[int]()
         for of_query in index_intervals(self._q_rows, *q):
-            row = _linear_side(one.of_query, "q", self._rows, *of_query)
+            query_line = _linear_side(linear.of_query, "q", self._rows, *of_query)
             for of_key in index_intervals(self._k_rows, *k):
-                key = _linear_side(one.of_key, "k", self._cols, *of_key)
-                if row is None or key is None or key[1] <= 0 or row[1] != -key[1]:
+                key_line = _linear_side(linear.of_key, "k", self._cols, *of_key)
+                if query_line is None or key_line is None:
                     return None
-                shifts.add(of_key[0] - of_query[0] + -(row[0] + key[0] + one.constant) // key[1])
+                (query_value, query_slope), (key_value, key_slope) = query_line, key_line
+                if key_slope <= 0 or query_slope != -key_slope:
+                    return None
+                shifts.add(of_key[0] - of_query[0] + -(query_value + key_value + linear.constant) // key_slope)
         return shifts.pop() if len(shifts) == 1 else None
 
-    def _cover_causal(self, q: Range, k: Range, shift: int, left: tuple[str, ...]) -> Iterator[Block]:
+    def _cover_causal(self, q: Range, k: Range, shift: int, undecided: tuple[str, ...]) -> Iterator[Block]:
         """Yield rectangles and triangles of ``k <= q + shift``, where every query has a key and vice versa."""
         if shift == 0 and index_intervals(self._q_rows, *q) == index_intervals(self._k_rows, *k):
-            yield Block(
-                *as_offset_length(q), *as_offset_length(k), Kind.CAUSAL, left
-            )  # the same indices, in any number of segments
+            yield Block.of(q, k, Kind.CAUSAL, undecided)  # the same indices, in any number of segments
             return
         for cut in self._cut_causal(q, k, shift):
             if q[0] < cut < q[1]:
@@ -345,68 +338,69 @@ class _Planner:
                 yield from self.cover((cut, q[1]), k)
                 return
         # One segment of queries, the last of which sees the last key: a rectangle and a triangle.
-        edge = k[1] - (q[1] - q[0])
-        if k[0] < edge:
-            yield Block(*as_offset_length(q), *as_offset_length((k[0], edge)), Kind.FULL)
-        yield Block(*as_offset_length(q), *as_offset_length((edge, k[1])), Kind.CAUSAL, left)
+        yield from run_blocks(AttendedRun(q, k, CAUSAL_WINDOW), undecided)
 
-    def _single_partial_stretch(self, q: Range, k: Range) -> list[Block]:
+    def _cover_one_segment(self, q: Range, k: Range) -> list[Block]:
         """Return blocks if all queries see every key segment but one, in which they need one block; else []."""
-        parts = list(pairwise([k[0], *(at for at in index_boundaries(self._k_rows) if k[0] < at < k[1]), k[1]]))
-        others = [part for part in parts if not self.verdict(q, part)]
-        if len(others) != 1:
+        boundaries = [offset for offset in index_boundaries(self._k_rows) if k[0] < offset < k[1]]
+        segments = pairwise([k[0], *boundaries, k[1]])
+        partial_segments = [segment for segment in segments if not self.verdict(q, segment)]
+        if len(partial_segments) != 1:
             return []
-        (other,) = others
-        blocks = list(self.cover(q, other))
-        if [block.query_rows for block in blocks] != [as_offset_length(q)]:
+        (low, high), *_ = partial_segments
+        blocks = list(self.cover(q, (low, high)))
+        if [block.query_range for block in blocks] != [q]:
             return []
-        seen = [part for part in ((k[0], other[0]), (other[1], k[1])) if part[0] < part[1]]
-        return blocks + [Block(*as_offset_length(q), *as_offset_length(part), Kind.FULL) for part in seen]
+        full_ranges = [keys for keys in ((k[0], low), (high, k[1])) if keys[0] < keys[1]]
+        return blocks + [Block.of(q, keys, Kind.FULL) for keys in full_ranges]
 
     def _cut_causal(self, q: Range, k: Range, shift: int) -> Iterator[int]:
-        """Yield the rows that do not have exactly one key more than the previous row."""
+        """Yield the rows that do not have exactly one key more than the previous row; some may be outside q."""
         yield from index_boundaries(self._q_rows)
-        first, _ = index_intervals(self._q_rows, *q)[0]
-        stretches = index_intervals(self._k_rows, *k)
-        for index in [stretches[-1][1] + 1, *(start for start, _ in stretches[1:])]:
-            yield q[0] + index - shift - first
+        (first_index, _), *_ = index_intervals(self._q_rows, *q)
+        segments = index_intervals(self._k_rows, *k)
+        end = segments[-1][1] + 1
+        for index in [end, *(start for start, _ in segments[1:])]:
+            yield q[0] + index - shift - first_index
 
-    def _best_cut(self, q: Range, k: Range, left: tuple[str, ...]) -> int | None:
+    def _best_cut(self, q: Range, k: Range, undecided: tuple[str, ...]) -> int | None:
         """Return the row at which to cut a tile: its mask is too large, or its halves have less work."""
-        if q[1] - q[0] < 2 or not any(is_query_symbol(name) for c in left for name in language.predicate_symbols(c)):
+        symbols = {name for condition in undecided for name in language.predicate_symbols(condition)}
+        if q[1] - q[0] < 2 or not any(map(is_query_symbol, symbols)):
             return None
         cut = self._middle_cut(q)
-        if self._mask_elements(q, k, left) > MAX_MASK_ELEMENTS:
+        if self._mask_batch(undecided) * (q[1] - q[0]) * (k[1] - k[0]) > MAX_MASK_ELEMENTS:
             return cut
         if q[1] - q[0] < 2 * TILE_ROWS:
             return None
-        halves = self._needed_keys((q[0], cut), k) + self._needed_keys((cut, q[1]), k)
-        return cut if halves <= MIN_CUT_SAVING * self._needed_keys(q, k) else None
+        halves_work = self._needed_pairs((q[0], cut), k) + self._needed_pairs((cut, q[1]), k)
+        return cut if halves_work <= MIN_CUT_SAVING * self._needed_pairs(q, k) else None
 
     def _middle_cut(self, q: Range) -> int:
         """Return a row near the middle, preferably where a vector's piece or a segment of rows begins."""
         low, high = q
         middle, slack = (low + high) // 2, (high - low) // 4
-        places = list(index_boundaries(self._q_rows))
+        candidates = list(index_boundaries(self._q_rows))
         for segment in self._q_rows:
-            wanted = middle - segment.offset + segment.first
-            for pieces in self._rows.values():
-                places += [at - segment.first + segment.offset for at in pieces.nearest_starts(wanted)]
-        near = [at for at in places if middle - slack <= at <= middle + slack and low < at < high]
-        return min(near, key=lambda at: abs(at - middle), default=middle)
+            shift = segment.offset - segment.first  # from the index of a row to its local offset
+            for vector in self._rows.values():
+                candidates += [start + shift for start in vector.nearest_starts(middle - shift)]
+        near = [row for row in candidates if low < row < high and abs(row - middle) <= slack]
+        return min(near, key=lambda row: abs(row - middle), default=middle)
 
-    def _mask_elements(self, q: Range, k: Range, left: tuple[str, ...]) -> int:
-        return self._batch(left) * (q[1] - q[0]) * (k[1] - k[0])
+    def _mask_batch(self, conditions: tuple[str, ...]) -> int:
+        """Return the number of batch entries of the mask of these conditions."""
+        vectors = self._rows | self._cols
+        symbols = {name for condition in conditions for name in language.predicate_symbols(condition)}
+        return max((vectors[name].batch for name in symbols & vectors.keys()), default=1)
 
-    def _batch(self, left: tuple[str, ...]) -> int:
-        return max((self._batches[c] for c in left), default=1)
-
-    def _needed_keys(self, q: Range, k: Range) -> int:
+    def _needed_pairs(self, q: Range, k: Range) -> int:
+        """Return the number of pairs of q with the keys that any of its blocks needs."""
         return (q[1] - q[0]) * sum(high - low for low, high in self._attended_parts(q, k))
 
-    def _skip_unneeded(self, q: Range, k: Range, left: tuple[str, ...]) -> list[Range]:
+    def _skip_unneeded(self, q: Range, k: Range, undecided: tuple[str, ...]) -> list[Range]:
         """Return the required parts of k if much of it is not required, else [k]."""
-        parts = self._attended_parts(q, k) if left else [k]
+        parts = self._attended_parts(q, k) if undecided else [k]
         return parts if sum(high - low for low, high in parts) <= MIN_CUT_SAVING * (k[1] - k[0]) else [k]
 
     def _attended_parts(self, q: Range, k: Range) -> list[Range]:
@@ -425,14 +419,19 @@ class _Planner:
     def _undecided_conditions(self, q: Range, k: Range) -> tuple[str, ...]:
         """Return the conditions that do not hold for all pairs."""
         boxes = list(self._index_boxes(q, k))
-        return tuple(c for c in self._conditions if not all(language.evaluate_over(c, box) for box in boxes))
+        return tuple(
+            condition
+            for condition in self._conditions
+            if not all(language.evaluate_over(condition, box) for box in boxes)
+        )
 
     def verdict(self, q: Range, k: Range) -> Verdict:
-        """Return the verdict of all conditions for all pairs; False if there is no pair."""
+        """Return True if all pairs may attend, False if none may or there is none, None if unknown."""
         verdicts = {self._box_verdict(box) for box in self._index_boxes(q, k)} or {False}
         return verdicts.pop() if len(verdicts) == 1 else None
 
     def _box_verdict(self, box: dict[str, tuple[int, int]]) -> Verdict:
+        """Return the verdict of all conditions for symbols within these bounds."""
         result: Verdict = True
         for condition in self._conditions:
             verdict = language.evaluate_over(condition, box)
@@ -448,32 +447,33 @@ class _Planner:
             for ends in index_intervals(self._k_rows, *k)
         ]
         for ends in index_intervals(self._q_rows, *q):
-            at = self._fixed | {"q": ends} | {name: pieces.bounds_over(*ends) for name, pieces in self._rows.items()}
-            yield from (at | key for key in keys)
+            query = self._sizes | {"q": ends} | {name: pieces.bounds_over(*ends) for name, pieces in self._rows.items()}
+            yield from (query | key for key in keys)
 
 
-def _can_merge(first: CellPair, before: CellPair, tile: CellPair, ends: Sequence[int]) -> bool:
-    """Return True if a block from ``first`` to ``before`` may also contain the next tile.
-
-    ends: ends of key ranges that are followed by padding.
-    """
-    if any(before.k[1] <= end <= tile.k[0] for end in ends):
-        return False
-    follows = before.q[1] == tile.q[0] and before.k[1] <= tile.k[0]
-    return follows and tile.q[1] - first.q[0] <= TILE_ROWS and tile.k[1] - first.k[0] <= 2 * TILE_ROWS
+def _known_runs(tile: CellPair) -> list[AttendedRun] | None:
+    """Return the runs of a tile, or those of its parts if they need no windows; None if there are no such runs."""
+    runs = tile_runs(tile)
+    if runs is None and tile.parts:
+        runs_of_parts = part_runs(tile)
+        return runs_of_parts if runs_of_parts is not None and need_no_windows(runs_of_parts) else None
+    return runs
 
 
 def _linear_side(
     terms: Sequence[tuple[str, int]], index: str, vectors: Mapping[str, Pieces], first: int, last: int
-) -> Any:
-    """Return one side of a linear condition as (value at index ``first``, slope), or None.
+) -> tuple[int, int] | None:
+    """Return one side of a linear condition as (value at index ``first``, slope).
 
     None if it is not a line from ``first`` to ``last``.
     """
-    lines = [(first, 1) if name == index else vectors[name].line(first, last) for name, _ in terms]
-    if None in lines:
-        return None
-    return tuple(sum(c * x for (_, c), x in zip(terms, parts)) for parts in zip(*lines)) if lines else (0, 0)
+    value = slope = 0
+    for name, factor in terms:
+        line = (first, 1) if name == index else vectors[name].line(first, last)
+        if line is None:
+            return None
+        value, slope = value + factor * line[0], slope + factor * line[1]
+    return value, slope
 
 
 def _trim_part(part: Range, verdict: Callable[[Range], Verdict]) -> Range:

@@ -1,7 +1,11 @@
 """Define the elements of a plan: blocks, packed calls, and runs that become either.
 
-A run is a tile whose pairs are known: queries, keys and a window. For a kernel that supports windows it is one call, or
-a part of one; for other kernels it is full, causal or masked blocks.
+    the window k <= q, q - k < 3 over 9 rows    one run: q (0, 9), k (0, 9), Window(left=2, right=0)
+    for a kernel that supports windows          one BAND block
+    for other kernels                           MASKED blocks, or FULL and CAUSAL ones if the window has no left limit
+
+A run is a rectangle of queries and keys with a window, which determines all pairs that attend. Several runs, such as
+packed documents, are one packed call (cu_seqlens). Offsets and ranges are of the rows of local tensors.
 """
 
 from __future__ import annotations
@@ -20,16 +24,11 @@ from .cells import LONG_ROWS, CellPair, Range
 class Kind(Enum):
     """Kind of a block: the form of its mask."""
 
-    FULL = "full"
-    """All pairs attend."""
-    CAUSAL = "causal"
-    """Square; the i-th query attends to the first i + 1 keys."""
-    BAND = "band"
-    """The pairs of a window attend."""
-    PACKED = "packed"
-    """A call for packed sequences."""
-    MASKED = "masked"
-    """Conditions are evaluated for each pair."""
+    FULL = "full"  # all pairs attend
+    CAUSAL = "causal"  # square; the i-th query attends to the first i + 1 keys
+    BAND = "band"  # the pairs of a window attend
+    PACKED = "packed"  # a call for packed sequences
+    MASKED = "masked"  # conditions are evaluated for each pair
 
 
 class Window(NamedTuple):
@@ -38,10 +37,8 @@ class Window(NamedTuple):
     The last query and the last key have the same position, from which kernels count.
     """
 
-    left: int | None = None
-    """Number of keys before the query's position."""
-    right: int | None = None
-    """Number of keys after the query's position."""
+    left: int | None = None  # number of keys before the query's position
+    right: int | None = None  # number of keys after the query's position
 
 
 FULL_WINDOW, CAUSAL_WINDOW, SELF_WINDOW = Window(), Window(None, 0), Window(0, 0)
@@ -54,20 +51,18 @@ class Block(NamedTuple):
     has a key and every key a query.
     """
 
-    q_off: int
-    """Offset of the first query row."""
-    q_len: int
-    """Number of query rows."""
-    k_off: int
-    """Offset of the first key row."""
-    k_len: int
-    """Number of key rows."""
-    kind: Kind
-    """Form of the mask."""
-    conditions: tuple[str, ...] = ()
-    """Predicates that must be evaluated for each pair."""
-    window: Window = FULL_WINDOW
-    """Window of a BAND."""
+    q_off: int  # offset of the first query row
+    q_len: int  # number of query rows
+    k_off: int  # offset of the first key row
+    k_len: int  # number of key rows
+    kind: Kind  # form of the mask
+    conditions: tuple[str, ...] = ()  # predicates that must be evaluated for each pair
+    window: Window = FULL_WINDOW  # window of a BAND
+
+    @staticmethod
+    def of(q: Range, k: Range, kind: Kind, conditions: tuple[str, ...] = (), window: Window = FULL_WINDOW) -> Block:
+        """Return a block from ranges [low, high) of rows."""
+        return Block(q[0], q[1] - q[0], k[0], k[1] - k[0], kind, conditions, window)
 
     @property
     def query_rows(self) -> tuple[int, int]:
@@ -79,6 +74,16 @@ class Block(NamedTuple):
         """Return the key rows as (offset, length)."""
         return self.k_off, self.k_len
 
+    @property
+    def query_range(self) -> Range:
+        """Return the query rows as [low, high)."""
+        return self.q_off, self.q_off + self.q_len
+
+    @property
+    def key_range(self) -> Range:
+        """Return the key rows as [low, high)."""
+        return self.k_off, self.k_off + self.k_len
+
 
 class PackedCall(NamedTuple):
     """Arguments (cu_seqlens) of one kernel call for packed sequences with one window.
@@ -87,24 +92,20 @@ class PackedCall(NamedTuple):
     two sequences are sequences of their own that have only queries or only keys.
     """
 
-    window: Window
-    """Window of all sequences."""
-    queries: tuple[int, ...]
-    """Boundaries of the sequences' query rows."""
-    keys: tuple[int, ...]
-    """Boundaries of the sequences' key rows."""
-    kind: Kind = Kind.PACKED
-    """Always PACKED."""
+    window: Window  # window of all sequences
+    queries: tuple[int, ...]  # boundaries of the sequences' query rows
+    keys: tuple[int, ...]  # boundaries of the sequences' key rows
+    kind: Kind = Kind.PACKED  # always PACKED
 
     @property
     def query_rows(self) -> tuple[int, int]:
         """Return the query rows of all sequences as (offset, length)."""
-        return as_offset_length((self.queries[0], self.queries[-1]))
+        return self.queries[0], self.queries[-1] - self.queries[0]
 
     @property
     def key_rows(self) -> tuple[int, int]:
         """Return the key rows of all sequences as (offset, length)."""
-        return as_offset_length((self.keys[0], self.keys[-1]))
+        return self.keys[0], self.keys[-1] - self.keys[0]
 
     def runs(self) -> list[AttendedRun]:
         """Return the sequences that have both queries and keys."""
@@ -114,7 +115,7 @@ class PackedCall(NamedTuple):
     @property
     def square(self) -> bool:
         """Return True if each sequence has the same number of queries and keys."""
-        return all(run.q[1] - run.q[0] == run.k[1] - run.k[0] for run in self.runs())
+        return all(run.num_queries == run.num_keys for run in self.runs())
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,71 +128,83 @@ class BlockPlan:
     windows.
     """
 
-    packed: tuple[PackedCall, ...] = ()
-    """Calls for packed sequences."""
-    others: tuple[Block, ...] = ()
-    """Blocks that are in no packed call."""
-    cover: Callable[[], Iterable[Block]] = tuple
-    """Create ``blocks``."""
+    packed: tuple[PackedCall, ...] = ()  # calls for packed sequences
+    others: tuple[Block, ...] = ()  # blocks that are in no packed call
+    create_blocks: Callable[[], Iterable[Block]] = tuple  # a function that returns ``blocks``
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Return the blocks, created on first use, because a window has many."""
-        return tuple(self.cover())
+        return tuple(self.create_blocks())
 
 
 class AttendedRun(NamedTuple):
     """Queries and keys that attend to each other within a window; each of them has a partner."""
 
-    q: Range
-    """Query rows."""
-    k: Range
-    """Key rows."""
-    window: Window
-    """Window of the queries."""
+    q: Range  # query rows
+    k: Range  # key rows
+    window: Window  # window of the queries
+
+    @property
+    def num_queries(self) -> int:
+        """Return the number of query rows."""
+        return self.q[1] - self.q[0]
+
+    @property
+    def num_keys(self) -> int:
+        """Return the number of key rows."""
+        return self.k[1] - self.k[0]
 
     def can_use_window(self, window: Window) -> bool:
         """Return True if the same pairs attend in another window that kernels support (`supports_window`)."""
         if window == self.window:
             return True
-        if self.q[1] - self.q[0] > self.k[1] - self.k[0] + 1:
+        if self.num_queries > self.num_keys + 1:
             return False
-        left = window.left == self.window.left or (
-            self.window.left is None and window.left is not None and window.left >= self.k[1] - self.k[0] - 1
+        left, right = self.window
+        return _has_same_effect(window.left, left, self.num_keys - 1) and _has_same_effect(
+            window.right, right, self.num_queries - 1
         )
-        return left and (
-            window.right == self.window.right
-            or (self.window.right is None and window.right is not None and window.right >= self.q[1] - self.q[0] - 1)
-        )
+
+
+def _has_same_effect(limit: int | None, run_limit: int | None, farthest: int) -> bool:
+    """Return True if the limit of a window allows the same keys as that of a run; no key is beyond ``farthest``."""
+    return limit == run_limit or (run_limit is None and limit is not None and limit >= farthest)
 
 
 def tile_runs(tile: CellPair) -> list[AttendedRun] | None:
     """Return the pairs of a tile as runs; None if only the predicate determines them."""
-    if not tile.left:
+    if not tile.undecided:
         return [AttendedRun(tile.q, tile.k, FULL_WINDOW)]
-    if tile.band is None:
-        return None
-    return _band_runs(tile.q, tile.k, *tile.band)
+    return None if tile.band is None else _band_runs(tile.q, tile.k, *tile.band)
 
 
 def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
-    """Return the pairs with lower <= key - query <= upper, relative to the first key and query, as runs."""
+    """Return the pairs with lower <= key - query <= upper, relative to the first key and query, as runs.
+
+    They are several if kernels do not support the window of one run.
+    """
+    if lower > upper:
+        return []
     rows, keys = q[1] - q[0], k[1] - k[0]
-    # The queries that have a key, and the keys that have a query.
+    # The queries [first, end) that have a key, and the keys [low, high) that have a query.
     first, end = max(0, -upper), min(rows, keys - lower)
-    if first >= end or lower > upper:
+    if first >= end:
         return []
     low, high = max(0, first + lower), min(keys, end + upper)
     q, k = (q[0] + first, q[0] + end), (k[0] + low, k[0] + high)
-    n, m = end - first, high - low
+    rows, keys = end - first, high - low
     lower, upper = lower + first - low, upper + first - low
-    left, right = None if lower <= 1 - n else m - n - lower, None if upper >= m - 1 else upper - (m - n)
+    # The limits as numbers of keys around the query, where the last query is at the last key; None if none is beyond.
+    left = None if lower <= 1 - rows else keys - rows - lower
+    right = None if upper >= keys - 1 else upper - (keys - rows)
     window = Window(left, right)
-    if n <= m + 1 or supports_window(window, n, m):
+    if rows <= keys + 1 or supports_window(window, rows, keys):
         return [AttendedRun(q, k, window)]
     # Queries that see the first key; those that see neither or both ends; those that see the last key.
-    last, no_first = 0 if right is None else n - 1 - right, n if left is None else n - m + left + 1
-    cuts = sorted({0, n, *(cut for cut in (last, no_first) if 0 < cut < n)})
+    first_at_last_key = 0 if right is None else rows - 1 - right
+    first_without_first_key = rows if left is None else rows - keys + left + 1
+    cuts = sorted({0, rows, *(cut for cut in (first_at_last_key, first_without_first_key) if 0 < cut < rows)})
     return [run for a, b in pairwise(cuts) for run in _band_runs((q[0] + a, q[0] + b), k, lower + a, upper + a)]
 
 
@@ -213,37 +226,37 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
 
 
 def split_run(run: AttendedRun) -> list[AttendedRun]:
-    """Split off the queries that see all keys.
+    """Split off the queries that see all keys, if only the right side of the window has a limit.
 
     The remaining run is causal, and can share a call with others.
     """
     left, right = run.window
     if left is not None or not right:
         return [run]
-    every = run.q[1] - right
-    return [AttendedRun((run.q[0], every), run.k, CAUSAL_WINDOW), AttendedRun((every, run.q[1]), run.k, FULL_WINDOW)]
+    first_full = run.q[1] - right
+    causal_run = AttendedRun((run.q[0], first_full), run.k, CAUSAL_WINDOW)
+    return [causal_run, AttendedRun((first_full, run.q[1]), run.k, FULL_WINDOW)]
 
 
 def part_runs(tile: CellPair) -> list[AttendedRun] | None:
     """Return the runs of a tile's parts, or of the tile without parts; None if one is unknown."""
-    found = list[AttendedRun]()
+    runs = list[AttendedRun]()
     for part in tile.parts or (tile,):
-        known = tile_runs(part)
-        if known is None:
+        known_runs = tile_runs(part)
+        if known_runs is None:
             return None
-        found += known
-    return found
+        runs += known_runs
+    return runs
 
 
-def separate_runs(runs: list[AttendedRun] | None) -> list[AttendedRun] | None:
-    """Return the runs of several cells unchanged if blocks without windows can compute them, else None.
+def need_no_windows(runs: Sequence[AttendedRun]) -> bool:
+    """Return True if FULL and CAUSAL blocks can compute the runs.
 
     Each must be full or causal, and two runs must share all queries or none.
     """
-    if runs is None or any(run.window not in (FULL_WINDOW, CAUSAL_WINDOW) for run in runs):
-        return None
     queries = list(dict.fromkeys(run.q for run in runs))
-    return runs if all(a[1] <= b[0] for a, b in pairwise(queries)) else None
+    is_plain = all(run.window in (FULL_WINDOW, CAUSAL_WINDOW) for run in runs)
+    return is_plain and all(before[1] <= after[0] for before, after in pairwise(queries))
 
 
 def has_masked(blocks: Sequence[Block]) -> bool:
@@ -253,64 +266,71 @@ def has_masked(blocks: Sequence[Block]) -> bool:
 
 def block_of(run: AttendedRun) -> Block:
     """Return a run as one block, with any window."""
-    square = run.q[1] - run.q[0] == run.k[1] - run.k[0]
-    kind = (
-        Kind.FULL if run.window == FULL_WINDOW else Kind.CAUSAL if run.window == CAUSAL_WINDOW and square else Kind.BAND
-    )
-    return Block(*as_offset_length(run.q), *as_offset_length(run.k), kind, window=run.window)
+    if run.window == FULL_WINDOW:
+        return Block.of(run.q, run.k, Kind.FULL)
+    is_causal = run.window == CAUSAL_WINDOW and run.num_queries == run.num_keys
+    return Block.of(run.q, run.k, Kind.CAUSAL if is_causal else Kind.BAND, window=run.window)
 
 
 def as_band(block: Block) -> Block:
-    """Return a FULL or CAUSAL block as a BAND.
+    """Return a FULL or CAUSAL block as a BAND, and a MASKED one unchanged.
 
-    Its shape depends on the documents and changes with each call, which is slow in kernels that are built per shape.
+    Its shape depends on the documents and changes with each call, which is slow in kernels that are built per shape;
+    kernels for a BAND are not.
     """
     if block.kind is Kind.MASKED:
         return block
-    return block._replace(
-        kind=Kind.BAND, conditions=(), window=FULL_WINDOW if block.kind is Kind.FULL else CAUSAL_WINDOW
-    )
+    window = FULL_WINDOW if block.kind is Kind.FULL else CAUSAL_WINDOW
+    return block._replace(kind=Kind.BAND, conditions=(), window=window)
 
 
-def run_blocks(run: AttendedRun, left: tuple[str, ...]) -> Iterator[Block]:
-    """Yield the FULL and CAUSAL blocks of a run."""
+def run_blocks(run: AttendedRun, conditions: tuple[str, ...]) -> Iterator[Block]:
+    """Yield the FULL and CAUSAL blocks of a run in a full or causal window.
+
+    Args:
+        run: The run.
+        conditions: The conditions of a CAUSAL block, for kernels that evaluate them.
+    """
     if run.window == FULL_WINDOW:
-        yield Block(*as_offset_length(run.q), *as_offset_length(run.k), Kind.FULL)
+        yield Block.of(run.q, run.k, Kind.FULL)
         return
-    edge = run.k[1] - (run.q[1] - run.q[0])
-    if run.k[0] < edge:
-        yield Block(*as_offset_length(run.q), *as_offset_length((run.k[0], edge)), Kind.FULL)
-    yield Block(*as_offset_length(run.q), *as_offset_length((edge, run.k[1])), Kind.CAUSAL, left)
+    square_begin = run.k[1] - run.num_queries  # all queries see the keys before; the others are square
+    if run.k[0] < square_begin:
+        yield Block.of(run.q, (run.k[0], square_begin), Kind.FULL)
+    yield Block.of(run.q, (square_begin, run.k[1]), Kind.CAUSAL, conditions)
 
 
 def packed_calls(runs: Sequence[AttendedRun]) -> list[PackedCall]:
-    """Return the runs of each window in few packed calls."""
-    runs = [one for run in runs for one in _split_single_rows(run)]
-    own: dict[Window, list[AttendedRun]] = {}
+    """Return few packed calls that compute all runs.
+
+    A call has one window. Either each run keeps its window or each moves to the narrowest one that allows the same
+    pairs; the choice with fewer calls is returned.
+    """
+    runs = [row_run for run in runs for row_run in _split_single_rows(run)]
+    by_own_window: dict[Window, list[AttendedRun]] = {}
     for run in runs:
-        own.setdefault(run.window, []).append(run)
-    windows = sorted(own, key=lambda window: window.count(None))  # the widest windows last
-    narrowest: dict[Window, list[AttendedRun]] = {window: [] for window in windows}
+        by_own_window.setdefault(run.window, []).append(run)
+    windows = sorted(by_own_window, key=lambda window: window.count(None))  # windows without limits last
+    by_narrowest: dict[Window, list[AttendedRun]] = {window: [] for window in windows}
     for run in runs:
-        narrowest[next(window for window in windows if run.can_use_window(window))].append(run)
-    calls = [_group_calls(own)] if own == narrowest else [_group_calls(narrowest), _group_calls(own)]
-    return min(calls, key=len)
+        by_narrowest[next(window for window in windows if run.can_use_window(window))].append(run)
+    if by_own_window == by_narrowest:
+        return _group_calls(by_own_window)
+    return min(_group_calls(by_narrowest), _group_calls(by_own_window), key=len)
 
 
 def _split_single_rows(run: AttendedRun) -> list[AttendedRun]:
     """Split a short run whose queries see one key each into its rows, which fit any window."""
-    rows = run.q[1] - run.q[0]
-    if run.window != SELF_WINDOW or rows > LONG_ROWS or rows != run.k[1] - run.k[0]:
+    rows = run.num_queries
+    if run.window != SELF_WINDOW or rows > LONG_ROWS or rows != run.num_keys:
         return [run]
-    return [
-        AttendedRun((run.q[0] + i, run.q[0] + i + 1), (run.k[0] + i, run.k[0] + i + 1), FULL_WINDOW)
-        for i in range(rows)
-    ]
+    pairs = zip(range(*run.q), range(*run.k))
+    return [AttendedRun((query, query + 1), (key, key + 1), FULL_WINDOW) for query, key in pairs]
 
 
-def _group_calls(of: Mapping[Window, Sequence[AttendedRun]]) -> list[PackedCall]:
+def _group_calls(runs_by_window: Mapping[Window, Sequence[AttendedRun]]) -> list[PackedCall]:
     """Return the packed calls of the runs of each window."""
-    return [merge_runs(runs, window) for window, same_window in of.items() for runs in _chain_runs(same_window)]
+    return [merge_runs(chain, window) for window, runs in runs_by_window.items() for chain in _chain_runs(runs)]
 
 
 def _chain_runs(runs: Sequence[AttendedRun]) -> list[list[AttendedRun]]:
@@ -330,64 +350,61 @@ def _chain_runs(runs: Sequence[AttendedRun]) -> list[list[AttendedRun]]:
 
 
 def merge_runs(runs: Sequence[AttendedRun], window: Window) -> PackedCall:
-    """Merge runs with ascending queries and keys, which fit the window, into one packed call."""
-    queries, keys = list[int](), list[int]()
+    """Merge runs with ascending queries and keys, which fit the window, into one packed call.
+
+    Queries between two runs become a sequence without keys, and keys between them one without queries.
+    """
+    boundaries = [(runs[0].q[0], runs[0].k[0])]
     for run in runs:
-        for q, k in ((run.q[0], keys[-1] if keys else run.k[0]), (run.q[0], run.k[0]), (run.q[1], run.k[1])):
-            if not queries or (q, k) != (queries[-1], keys[-1]):
-                queries.append(q)
-                keys.append(k)
-    return PackedCall(window, tuple(queries), tuple(keys))
+        last_key = boundaries[-1][1]
+        for boundary in ((run.q[0], last_key), (run.q[0], run.k[0]), (run.q[1], run.k[1])):
+            if boundary != boundaries[-1]:
+                boundaries.append(boundary)
+    queries, keys = zip(*boundaries)
+    return PackedCall(window, queries, keys)
 
 
 def count_pairs(plan: BlockPlan) -> int:
     """Return the number of attending (query, key) pairs; all pairs of a MASKED block count."""
-    return sum(_count_attended(run, run.q[1]) for run in _single_calls(plan))
+    return sum(_count_attended(run, run.q[1]) for run in _plan_runs(plan))
 
 
 def count_pairs_before(plan: BlockPlan, rows: Sequence[int]) -> list[int]:
     """Return, for each of these sorted query rows, the number of pairs of queries before it."""
-    ended, inside = [0] * (len(rows) + 1), [0] * len(rows)
-    for run in _single_calls(plan):
+    # Of runs that contain rows[i], the pairs before it; of runs that end in (rows[i - 1], rows[i]], all pairs.
+    inside_pairs, ended_pairs = [0] * len(rows), [0] * (len(rows) + 1)
+    for run in _plan_runs(plan):
         begin, end = bisect_right(rows, run.q[0]), bisect_left(rows, run.q[1])
         for i in range(begin, end):
-            inside[i] += _count_attended(run, rows[i])
-        ended[end] += _count_attended(run, run.q[1])
-    return [before + part for before, part in zip(accumulate(ended), inside)]
+            inside_pairs[i] += _count_attended(run, rows[i])
+        ended_pairs[end] += _count_attended(run, run.q[1])
+    return [ended + inside for ended, inside in zip(accumulate(ended_pairs), inside_pairs)]
 
 
-def _single_calls(plan: BlockPlan) -> Iterator[AttendedRun]:
+def _plan_runs(plan: BlockPlan) -> Iterator[AttendedRun]:
     """Yield the blocks and the sequences of packed calls as runs; MASKED blocks count as full."""
-    for b in plan.others:
-        yield AttendedRun((b.q_off, b.q_off + b.q_len), (b.k_off, b.k_off + b.k_len), _block_window(b))
+    for block in plan.others:
+        window = CAUSAL_WINDOW if block.kind is Kind.CAUSAL else block.window
+        yield AttendedRun(block.query_range, block.key_range, window)
     for call in plan.packed:
-        for q, k in zip(pairwise(call.queries), pairwise(call.keys)):
-            yield AttendedRun(q, k, call.window)
-
-
-def _block_window(block: Block) -> Window:
-    return CAUSAL_WINDOW if block.kind is Kind.CAUSAL else block.window
+        yield from call.runs()
 
 
 def _count_attended(run: AttendedRun, row: int) -> int:
     """Count the pairs of a run's queries before ``row``; the window counts from the last query and key."""
-    queries, keys, (left, right) = row - run.q[0], run.k[1] - run.k[0], run.window
-    shift = keys - (run.q[1] - run.q[0])
-    most = queries * keys if right is None else _count_reached(queries, keys, shift + right)
-    return most if left is None else most - _count_reached(queries, keys, shift - left - 1)
+    queries, keys, (left, right) = row - run.q[0], run.num_keys, run.window
+    shift = keys - run.num_queries  # the key at the position of query i is i + shift
+    allowed_right = queries * keys if right is None else _count_reached(queries, keys, shift + right)
+    beyond_left = 0 if left is None else _count_reached(queries, keys, shift - left - 1)
+    return allowed_right - beyond_left
 
 
 def _count_reached(queries: int, keys: int, distance: int) -> int:
     """Count the pairs whose key index is at most the query index plus ``distance``."""
 
-    def below(stop: int) -> int:  # the sum over x < stop of x, clamped to [0, keys]
+    def sum_clamped(stop: int) -> int:
         """Return the sum over x < stop of x, clamped to [0, keys]."""
-        every = max(stop - keys, 0)
-        return (max(stop, 0) - every) * (min(max(stop, 0), keys) - 1) // 2 + every * keys
+        clamped = max(stop - keys, 0)  # number of summands that count as ``keys``
+        return (max(stop, 0) - clamped) * (min(max(stop, 0), keys) - 1) // 2 + clamped * keys
 
-    return below(queries + distance + 1) - below(distance + 1)
-
-
-def as_offset_length(part: Range) -> tuple[int, int]:
-    """Convert a range (low, high) to (offset, length)."""
-    return part[0], part[1] - part[0]
+    return sum_clamped(queries + distance + 1) - sum_clamped(distance + 1)

@@ -1,4 +1,7 @@
-"""Find tiles of cells: rows and keys in which every vector is one line, evaluated together.
+"""Find tiles of a mask: rectangles of queries and keys, of which some pairs attend and which are planned together.
+
+A cell is a range of local rows in which every vector of the mask is one line. Cells meet if some of their pairs may
+attend.
 
     Eq(row0, col0) & (col1 <= row1), packed documents     a query cell is (a part of) a document, and meets the key
                                                           cell of the same document: a tile, full or causal, or none
@@ -11,7 +14,7 @@ documents.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress, pairwise
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -21,29 +24,24 @@ from .pieces import Flags, Ints, Pieces, sorted_unique
 from .predicate import Linear
 from .spans import Rows
 
-Range = tuple[int, int]
-"""Local rows [low, high)."""
-Band = tuple[int, int]
-"""Minimum and maximum of the key's offset minus the query's, both inclusive."""
+Range = tuple[int, int]  # local rows [low, high)
+Band = tuple[int, int]  # minimum and maximum of the key's offset minus the query's, both inclusive
 
 
 class Cells(NamedTuple):
-    """Cells of local rows in order, cut where a vector's piece ends or the index is not consecutive."""
+    """Cells of the local queries or keys in order, cut where a vector's piece ends or the index is not consecutive."""
 
-    offsets: Ints
-    """Local offset of each cell."""
-    lengths: Ints
-    """Number of rows of each cell."""
-    lines: dict[str, tuple[Ints, Ints, Ints]]
-    """(lows, highs, slopes) of each symbol, relative to the cell's first row."""
+    offsets: Ints  # local offset of each cell
+    lengths: Ints  # number of rows of each cell
+    lines: dict[str, tuple[Ints, Ints, Ints]]  # (lows, highs, slopes) of each symbol, relative to the cell's first row
 
     def bounds(self, i: int) -> dict[str, tuple[int, int]]:
         """Return the inclusive bounds of all symbols in one cell."""
-        found = {}
+        bounds = {}
         for name, (lows, highs, slopes) in self.lines.items():
             rise = int(slopes[i] * (self.lengths[i] - 1))
-            found[name] = int(lows[i]) + min(rise, 0), int(highs[i]) + max(rise, 0)
-        return found
+            bounds[name] = int(lows[i]) + min(rise, 0), int(highs[i]) + max(rise, 0)
+        return bounds
 
 
 def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
@@ -54,38 +52,41 @@ def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
         vectors: The vectors that the predicate reads, by symbol.
         index: The symbol of a row's index.
     """
-    firsts, offsets, lengths = [], [], []
+    indices, offsets, lengths = [], [], []
     for first, offset, length in rows:
-        inside = [p.starts[slice(*np.searchsorted(p.starts, (first + 1, first + length)))] for p in vectors.values()]
-        starts = sorted_unique(np.concatenate([np.array([first]), *inside]))
-        firsts.append(starts)
-        offsets.append(starts - first + offset)
-        lengths.append(np.append(starts[1:], first + length) - starts)
-    at = np.concatenate(firsts)
-    lines = {index: (at, at, np.ones_like(at))} | {name: p.lines(at) for name, p in vectors.items()}
+        starts = [np.array([first])]  # indices at which cells of this segment start
+        for vector in vectors.values():
+            low, high = np.searchsorted(vector.starts, (first + 1, first + length))
+            starts.append(vector.starts[low:high])
+        cell_starts = sorted_unique(np.concatenate(starts))
+        indices.append(cell_starts)
+        offsets.append(cell_starts - first + offset)
+        lengths.append(np.append(cell_starts[1:], first + length) - cell_starts)
+    first_indices = np.concatenate(indices)
+    lines = {index: (first_indices, first_indices, np.ones_like(first_indices))}
+    lines |= {name: vector.lines(first_indices) for name, vector in vectors.items()}
     return Cells(np.concatenate(offsets), np.concatenate(lengths), lines)
 
 
 def valid_segments(rows: Rows) -> list[Range]:
     """Return the ranges of local rows between padding."""
-    cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if a.offset + a.length < b.offset]
-    groups = [rows[a:b] for a, b in pairwise([0, *cuts, len(rows)])] if rows else []
-    return [(group[0].offset, group[-1].offset + group[-1].length) for group in groups]
+    ranges: list[Range] = []
+    for _, offset, length in rows:
+        if ranges and ranges[-1][1] == offset:
+            ranges[-1] = ranges[-1][0], offset + length
+        else:
+            ranges.append((offset, offset + length))
+    return ranges
 
 
 class _ConditionSide(NamedTuple):
     """One side of a linear condition in every cell."""
 
-    lows: Ints
-    """Lower bound in the cell."""
-    highs: Ints
-    """Upper bound in the cell."""
-    firsts: Ints
-    """Value at the first row, where it is known."""
-    slopes: Ints
-    """Step from each row to the next."""
-    known: Flags
-    """Whether the value is exactly a line."""
+    lows: Ints  # lower bound in the cell
+    highs: Ints  # upper bound in the cell
+    firsts: Ints  # value at the first row, where it is known
+    slopes: Ints  # step from each row to the next
+    known: Flags  # whether the value is exactly a line
 
 
 def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _ConditionSide:
@@ -99,29 +100,30 @@ def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _Condit
     return _ConditionSide(lows + np.minimum(rise, 0), highs + np.maximum(rise, 0), lows, slopes, lows == highs)
 
 
+class _LinearSums(NamedTuple):
+    """A linear condition, and both sides of it in every cell."""
+
+    linear: Linear  # the condition
+    of_query: _ConditionSide  # its query terms, in every query cell
+    of_key: _ConditionSide  # its key terms, in every key cell
+
+
 class CellPair(NamedTuple):
     """Cells of local queries and keys that meet."""
 
-    q: Range
-    """Query rows."""
-    k: Range
-    """Key rows."""
-    left: tuple[str, ...] = ()
-    """Conditions that do not hold for all pairs."""
+    q: Range  # query rows
+    k: Range  # key rows
+    undecided: tuple[str, ...] = ()  # conditions that do not hold for all pairs
+    # the i-th query attends exactly to the keys from i + band[0] to i + band[1]; None if unknown
     band: Band | None = None
-    """The i-th query attends exactly to the keys from i + band[0] to i + band[1]; None if unknown."""
-    parts: tuple[CellPair, ...] = ()
-    """The pairs of which it consists, if there are several and few (see MAX_PARTS)."""
+    parts: tuple[CellPair, ...] = ()  # the pairs of which it consists, if there are several and few (see MAX_PARTS)
 
 
+# Maximum number of parts of a tile, unless parts have at least LONG_ROWS queries on average. Four parts are two query
+# ranges and two key ranges: a rank's share of the zigzag layout. Longer parts occur as a document's share of the
+# balanced layout.
 MAX_PARTS, LONG_ROWS = 4, 128
-"""Maximum number of parts of a tile, unless parts have at least LONG_ROWS queries on average.
-
-Four parts are two query ranges and two key ranges: a rank's share of the zigzag layout. Longer parts occur as a
-document's share of the balanced layout.
-"""
-MAX_CELL_PAIRS = 8
-"""Pairs of cells are not examined if cells meet more than this number of others on average."""
+MAX_CELL_PAIRS = 8  # pairs of cells are not examined if cells meet more than this number of others on average
 
 
 class CellGrid:
@@ -144,10 +146,10 @@ class CellGrid:
             k: The key cells.
             fixed: The bounds of the predicate's sizes.
         """
-        self._conditions, self._linears, self._fixed, self._q, self._k = conditions, linears, fixed, q, k
+        self._conditions, self._fixed, self._q, self._k = conditions, fixed, q, k
         self._sums = [
-            None if one is None else (_sum_linear_terms(q, one.of_query), _sum_linear_terms(k, one.of_key))
-            for one in linears
+            linear and _LinearSums(linear, _sum_linear_terms(q, linear.of_query), _sum_linear_terms(k, linear.of_key))
+            for linear in linears
         ]
 
     def tiles(self) -> list[CellPair] | None:
@@ -159,113 +161,135 @@ class CellGrid:
         Returns:
             The tiles; None if cells meet too many others.
         """
-        met = self._meeting_pairs()
-        if met is None:
+        candidates = self._candidate_pairs()
+        if candidates is None:
             return None
-        rows, keys = met
-        possible, unsure = np.ones(len(rows), np.bool_), []
+        rows, keys = candidates
+        meets, undecided = np.ones(len(rows), np.bool_), []
         for c in range(len(self._conditions)):
-            every, some = self._verdicts(c, rows, keys)
-            possible &= some
-            unsure.append(~every)
-        rows, keys, left = rows[possible], keys[possible], np.stack(unsure)[:, possible]
-        return self._join_pairs(rows, keys, left)
+            always, sometimes = self._verdicts(c, rows, keys)
+            meets &= sometimes
+            undecided.append(~always)
+        return self._join_pairs(rows[meets], keys[meets], np.stack(undecided)[:, meets])
 
-    def _meeting_pairs(self) -> tuple[Ints, Ints] | None:
-        """Return candidate pairs of cells (queries, keys), sorted by queries; None if there are too many.
+    def _candidate_pairs(self) -> tuple[Ints, Ints] | None:
+        """Return the numbers of the query cell and the key cell of candidate pairs, sorted by queries.
 
-        All pairs that meet are among them. An equation limits the candidates if there is one.
+        All pairs that meet are among them. If all pairs are too many, an equation limits them: the key cells whose
+        bounds overlap those of a query cell. None if that is still too many.
         """
         n, m = len(self._q.offsets), len(self._k.offsets)
-        most, best = MAX_CELL_PAIRS * (n + m), None
-        if n * m <= most:
+        limit, fewest = MAX_CELL_PAIRS * (n + m), None
+        if n * m <= limit:
             return np.repeat(np.arange(n), m), np.tile(np.arange(m), n)
-        for one, sums in zip(self._linears, self._sums):
-            if one is None or sums is None or one.relation != "==":
+        for sums in self._sums:
+            if sums is None or sums.linear.relation != "==":
                 continue
-            of_query, of_key = sums
-            lows, highs = -of_key.highs - one.constant, -of_key.lows - one.constant
+            # of_query + of_key + constant == 0: the bounds that of_query must overlap, for each key cell.
+            lows, highs = -sums.of_key.highs - sums.linear.constant, -sums.of_key.lows - sums.linear.constant
             order = np.argsort(lows, kind="stable")
-            first = np.searchsorted(np.maximum.accumulate(highs[order]), of_query.lows, "left")
-            counts = np.maximum(np.searchsorted(lows[order], of_query.highs, "right") - first, 0)
-            if counts.sum() <= most:
-                most, best = int(counts.sum()), (order, first, counts)
-        if best is None:
+            # For each query cell, the first candidate in this order and the number of candidates.
+            firsts = np.searchsorted(np.maximum.accumulate(highs[order]), sums.of_query.lows, "left")
+            counts = np.maximum(np.searchsorted(lows[order], sums.of_query.highs, "right") - firsts, 0)
+            if counts.sum() <= limit:
+                limit, fewest = int(counts.sum()), (order, firsts, counts)
+        if fewest is None:
             return None
-        order, first, counts = best
+        order, firsts, counts = fewest
         begins = np.cumsum(counts) - counts
-        return np.repeat(np.arange(n), counts), order[np.arange(counts.sum()) + np.repeat(first - begins, counts)]
+        return np.repeat(np.arange(n), counts), order[np.arange(counts.sum()) + np.repeat(firsts - begins, counts)]
 
     def _verdicts(self, c: int, rows: Ints, keys: Ints) -> tuple[Flags, Flags]:
-        """Return two flags per pair of cells: the condition holds for all pairs; it may hold for some."""
-        one, sums = self._linears[c], self._sums[c]
-        if one is None or sums is None:
-            text, q, k = self._conditions[c], self._q, self._k
-            found = [
-                language.evaluate_over(text, {**self._fixed, **q.bounds(i), **k.bounds(j)}) for i, j in zip(rows, keys)
-            ]
-            flags = (np.array([x is wanted for x in found], np.bool_) for wanted in (True, False))
-            return next(flags), ~next(flags)
-        low = sums[0].lows[rows] + sums[1].lows[keys] + one.constant
-        high = sums[0].highs[rows] + sums[1].highs[keys] + one.constant
-        if one.relation == "<=":
-            return high <= 0, low <= 0
-        zero, never = (low == 0) & (high == 0), (low > 0) | (high < 0)
-        return (zero, ~never) if one.relation == "==" else (never, ~zero)
+        """Evaluate condition c for pairs of cells.
 
-    def _join_pairs(self, rows: Ints, keys: Ints, left: Flags) -> list[CellPair]:
-        """Join the pairs of cells that meet into tiles, sorted by queries."""
-        bands, unsure = self._bands(rows, keys, left), left.T.tolist()
-        lows = self._k.offsets[keys]
-        stretches = list(zip(lows.tolist(), (lows + self._k.lengths[keys]).tolist()))
+        Args:
+            c: The number of the condition.
+            rows: The query cell of each pair.
+            keys: The key cell of each pair.
+
+        Returns:
+            Two flags per pair of cells: the condition holds for all pairs of rows; it may hold for some.
+        """
+        sums = self._sums[c]
+        if sums is None:
+            boxes = ({**self._fixed, **self._q.bounds(i), **self._k.bounds(j)} for i, j in zip(rows, keys))
+            verdicts = [language.evaluate_over(self._conditions[c], box) for box in boxes]
+            always = np.array([verdict is True for verdict in verdicts], np.bool_)
+            return always, np.array([verdict is not False for verdict in verdicts], np.bool_)
+        low = sums.of_query.lows[rows] + sums.of_key.lows[keys] + sums.linear.constant
+        high = sums.of_query.highs[rows] + sums.of_key.highs[keys] + sums.linear.constant
+        if sums.linear.relation == "<=":
+            return high <= 0, low <= 0
+        always_zero, never_zero = (low == 0) & (high == 0), (low > 0) | (high < 0)
+        return (always_zero, ~never_zero) if sums.linear.relation == "==" else (never_zero, ~always_zero)
+
+    def _join_pairs(self, rows: Ints, keys: Ints, undecided: Flags) -> list[CellPair]:
+        """Join the pairs of cells that meet into tiles, sorted by queries.
+
+        Args:
+            rows: The query cell of each pair, sorted.
+            keys: The key cell of each pair.
+            undecided: Flags (conditions, pairs): the condition does not hold for all pairs of rows.
+        """
+        bands, undecided_of = self._bands(rows, keys, undecided), undecided.T.tolist()
+        key_lows = self._k.offsets[keys]
+        key_ranges = list(zip(key_lows.tolist(), (key_lows + self._k.lengths[keys]).tolist()))
+        # Pairs [begin, end) have one query cell.
         begins = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])) if len(rows) else rows
         ends, cells = np.append(begins[1:], len(rows)).tolist(), rows[begins]
-        starts = self._q.offsets[cells]
-        queries = zip(starts.tolist(), (starts + self._q.lengths[cells]).tolist())
-        tiles, several = list[CellPair](), False  # whether the last tile's queries meet several key cells
-        for q, begin, end in zip(queries, begins.tolist(), ends):
-            met = [
-                CellPair(q, stretches[i], tuple(compress(self._conditions, unsure[i])), bands[i])
+        query_lows = self._q.offsets[cells]
+        query_ranges = zip(query_lows.tolist(), (query_lows + self._q.lengths[cells]).tolist())
+        tiles, joins_next = list[CellPair](), False  # whether the last tile's queries meet several key cells
+        for q, begin, end in zip(query_ranges, begins.tolist(), ends):
+            pairs = [
+                CellPair(q, key_ranges[i], tuple(compress(self._conditions, undecided_of[i])), bands[i])
                 for i in range(begin, end)
             ]
-            if met[1:]:
-                met = list(_merge_cells(met))
-            if len(met) == 1:
-                tiles.append(met[0])
-                several = False
+            pairs = list(_merge_cells(pairs)) if len(pairs) > 1 else pairs
+            if len(pairs) == 1:
+                tiles += pairs
+                joins_next = False
                 continue
-            parts = tuple(met)
-            if several and tiles[-1].q[1] == q[0]:
-                before = tiles.pop()
-                q, met = (before.q[0], q[1]), [before, *met]
-                parts = (*before.parts, *parts) if before.parts else ()
-            k = min(pair.k[0] for pair in met), max(pair.k[1] for pair in met)
+            parts = tuple(pairs)
+            if joins_next and tiles[-1].q[1] == q[0]:
+                previous = tiles.pop()
+                q, pairs = (previous.q[0], q[1]), [previous, *pairs]
+                parts = (*previous.parts, *parts) if previous.parts else ()
+            k = min(pair.k[0] for pair in pairs), max(pair.k[1] for pair in pairs)
             tiles.append(CellPair(q, k, tuple(self._conditions), None, _keep_few_parts(parts)))
-            several = True
+            joins_next = True
         return tiles
 
-    def _bands(self, rows: Ints, keys: Ints, left: Flags) -> list[Band | None]:
-        """Return the band of each pair of cells; None if it does not cover all conditions."""
-        lower, upper, every = -self._q.lengths[rows], self._k.lengths[keys], np.ones(len(rows), np.bool_)
-        for c, (one, sums) in enumerate(zip(self._linears, self._sums)):
-            if one is None or sums is None or one.relation not in ("<=", "=="):
-                every &= ~left[c]
+    def _bands(self, rows: Ints, keys: Ints, undecided: Flags) -> list[Band | None]:
+        """Return the band of each pair of cells; None if it does not cover all conditions.
+
+        Args: as of `_join_pairs`.
+        """
+        lower, upper = -self._q.lengths[rows], self._k.lengths[keys]
+        covers_all = np.ones(len(rows), np.bool_)
+        for c, sums in enumerate(self._sums):
+            if sums is None or sums.linear.relation == "!=":
+                covers_all &= ~undecided[c]
                 continue
-            of_query, of_key = sums
+            of_query, of_key = sums.of_query, sums.of_key
+            # The condition is first_sum + step * (key - query) <= 0, or == 0, where both sides are opposite lines.
             step = of_key.slopes[keys]
-            known = of_query.known[rows] & of_key.known[keys] & (step != 0) & (of_query.slopes[rows] == -step)
-            firsts = np.where(known, of_query.firsts[rows] + of_key.firsts[keys] + one.constant, 0)
-            zero, size = -firsts * np.sign(step), np.where(known, np.abs(step), 1)  # where the sum is 0: zero / size
-            bounds, equal = left[c] & known, one.relation == "=="
-            upper = np.where(bounds & (equal | (step > 0)), np.minimum(upper, zero // size), upper)
-            lower = np.where(bounds & (equal | (step < 0)), np.maximum(lower, -(-zero // size)), lower)
-            every &= known | ~left[c]
-        return [band if known else None for band, known in zip(zip(lower.tolist(), upper.tolist()), every.tolist())]
+            is_line = of_query.known[rows] & of_key.known[keys] & (step != 0) & (of_query.slopes[rows] == -step)
+            first_sum = np.where(is_line, of_query.firsts[rows] + of_key.firsts[keys] + sums.linear.constant, 0)
+            # The sum is 0 where key - query is numerator / size.
+            numerator, size = -first_sum * np.sign(step), np.where(is_line, np.abs(step), 1)
+            limits, is_equation = undecided[c] & is_line, sums.linear.relation == "=="
+            ceiling = -(-numerator // size)
+            upper = np.where(limits & (is_equation | (step > 0)), np.minimum(upper, numerator // size), upper)
+            lower = np.where(limits & (is_equation | (step < 0)), np.maximum(lower, ceiling), lower)
+            covers_all &= is_line | ~undecided[c]
+        bands = zip(lower.tolist(), upper.tolist())
+        return [band if is_covered else None for band, is_covered in zip(bands, covers_all.tolist())]
 
 
-def without_padding(tile: CellPair, between: Sequence[Range]) -> Iterator[CellPair]:
-    """Yield the parts of a tile inside these key ranges."""
-    for low, high in between:
+def without_padding(tile: CellPair, key_ranges: Sequence[Range]) -> Iterator[CellPair]:
+    """Yield the parts of a tile inside these key ranges, between which there is padding."""
+    for low, high in key_ranges:
         k = max(low, tile.k[0]), min(high, tile.k[1])
         if k == tile.k:
             yield tile
@@ -274,19 +298,19 @@ def without_padding(tile: CellPair, between: Sequence[Range]) -> Iterator[CellPa
             if len(parts) == 1:
                 yield parts[0]
             elif parts or not tile.parts:
-                yield CellPair(tile.q, k, tile.left, None, parts)
+                yield CellPair(tile.q, k, tile.undecided, None, parts)
 
 
-def _merge_cells(met: list[CellPair]) -> Iterator[CellPair]:
-    """Merge adjacent key cells that some queries see in full."""
-    before = met[0]
-    for pair in met[1:]:
-        if before.left or pair.left or before.k[1] != pair.k[0]:
-            yield before
-            before = pair
+def _merge_cells(pairs: list[CellPair]) -> Iterator[CellPair]:
+    """Merge adjacent key cells that the queries of these pairs see in full."""
+    previous = pairs[0]
+    for pair in pairs[1:]:
+        if previous.undecided or pair.undecided or previous.k[1] != pair.k[0]:
+            yield previous
+            previous = pair
         else:
-            before = before._replace(k=(before.k[0], pair.k[1]), band=None)
-    yield before
+            previous = previous._replace(k=(previous.k[0], pair.k[1]), band=None)
+    yield previous
 
 
 def _keep_few_parts(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:

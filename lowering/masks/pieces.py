@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,10 +31,9 @@ from sp_compile.lowering.base.library import opaque
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
+# If more than MAX_PIECES start in a cell of CELL positions, one piece that bounds their values replaces them.
 CELL, MAX_PIECES = 256, 32
-"""If more than MAX_PIECES start in a cell of CELL positions, one piece that bounds their values replaces them."""
-FAR_VALUE = 1 << 58
-"""Values from this magnitude on are treated as unknown, so that sums of a few values fit int64."""
+FAR_VALUE = 1 << 58  # values from this magnitude on are treated as unknown, so that sums of a few values fit int64
 _SCAN_CHUNK = 1 << 15  # positions compared at a time, which fit a cache
 _HEADER = 5  # number of pieces, batch, length, and a digest of 16 bytes
 
@@ -43,20 +42,13 @@ _HEADER = 5  # number of pieces, batch, length, and a digest of 16 bytes
 class Pieces:
     """The pieces of a (batch, length) vector, compared by the digests of their tables."""
 
-    digest: tuple[int, int]
-    """Digest of the table."""
-    batch: int
-    """Number of batch entries."""
-    length: int
-    """Number of positions."""
-    starts: Ints
-    """First position of each piece."""
-    lows: Ints
-    """Lower bound at the first position."""
-    highs: Ints
-    """Upper bound at the first position."""
-    slopes: Ints
-    """Step from each position to the next."""
+    digest: tuple[int, int]  # digest of the table
+    batch: int  # number of batch entries
+    length: int  # number of positions
+    starts: Ints  # first position of each piece
+    lows: Ints  # lower bound at the first position
+    highs: Ints  # upper bound at the first position
+    slopes: Ints  # step from each position to the next
 
     @staticmethod
     def of(table: Tensor) -> Pieces:
@@ -76,46 +68,43 @@ class Pieces:
         """Return starts, lows, highs and slopes as (4, pieces)."""
         return np.stack([self.starts, self.lows, self.highs, self.slopes])
 
-    def lines(self, at: Ints) -> tuple[Ints, Ints, Ints]:
+    def lines(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
         """Return (lows, highs, slopes) at these positions, each valid to the end of its piece."""
-        piece = np.searchsorted(self.starts, at, "right") - 1
-        rise = self.slopes[piece] * (at - self.starts[piece])
-        return self.lows[piece] + rise, self.highs[piece] + rise, self.slopes[piece]
+        return _lines_at((self.starts, self.lows, self.highs, self.slopes), positions)
 
     def line(self, first: int, last: int) -> tuple[int, int] | None:
         """Return (value at ``first``, slope) if [first, last] is one known line, else None."""
-        i = bisect_right(self._starts_array, first) - 1
-        if (i + 1 < len(self._starts_array) and self._starts_array[i + 1] <= last) or self.lows[i] != self.highs[i]:
+        i = bisect_right(self._start_list, first) - 1
+        if bisect_right(self._start_list, last) - 1 != i or self.lows[i] != self.highs[i]:
             return None
         slope = int(self.slopes[i])
-        return int(self.lows[i]) + slope * (first - self._starts_array[i]), slope
+        return int(self.lows[i]) + slope * (first - self._start_list[i]), slope
 
     def bounds_over(self, first: int, last: int) -> tuple[int, int]:
         """Return the inclusive bounds of the values at the positions [first, last], by binary search."""
-        i, j = bisect_right(self._starts_array, first) - 1, bisect_right(self._starts_array, last) - 1
+        starts = self._start_list
+        i, j = bisect_right(starts, first) - 1, bisect_right(starts, last) - 1
         if i == j:
             return self._bounds_within(i, first, last)
-        parts = [
-            self._bounds_within(i, first, self._starts_array[i + 1] - 1),
-            self._bounds_within(j, self._starts_array[j], last),
-        ]
+        bounds = [self._bounds_within(i, first, starts[i + 1] - 1), self._bounds_within(j, starts[j], last)]
         if i + 1 < j:
+            # Two ranges of 2 ** power pieces, which may overlap, contain the pieces between the first and the last.
             power = (j - i - 1).bit_length() - 1
-            parts += [self._bound_levels[power][at] for at in (i + 1, j - (1 << power))]
-        return min(low for low, _ in parts), max(high for _, high in parts)
+            bounds += [self._bound_levels[power][i + 1], self._bound_levels[power][j - (1 << power)]]
+        return min(low for low, _ in bounds), max(high for _, high in bounds)
 
-    def nearest_starts(self, wanted: int) -> list[int]:
-        """Return the starts next to ``wanted`` on both sides."""
-        at = bisect_left(self._starts_array, wanted)
-        return self._starts_array[max(at - 1, 0) : at + 1]
+    def nearest_starts(self, position: int) -> list[int]:
+        """Return the last start before a position and the first one at or after it, where they exist."""
+        i = bisect_left(self._start_list, position)
+        return self._start_list[max(i - 1, 0) : i + 1]
 
     @cached_property
-    def _starts_array(self) -> list[int]:
+    def _start_list(self) -> list[int]:
         return self.starts.tolist()
 
     @cached_property
     def _bound_levels(self) -> list[list[tuple[int, int]]]:
-        """Return levels of bounds; level p has the bounds of every 2 ** p consecutive pieces."""
+        """Return levels of (low, high); entry i of level p has the bounds of the pieces i to i + 2 ** p - 1."""
         lows, highs = _piece_extremes(self.table, self.length)
         levels = []
         while True:
@@ -126,7 +115,8 @@ class Pieces:
             lows, highs = np.minimum(lows[:-step], lows[step:]), np.maximum(highs[:-step], highs[step:])
 
     def _bounds_within(self, piece: int, first: int, last: int) -> tuple[int, int]:
-        slope, start = int(self.slopes[piece]), self._starts_array[piece]
+        """Return the bounds of the values at the positions [first, last], which one piece contains."""
+        slope, start = int(self.slopes[piece]), self._start_list[piece]
         rises = slope * (first - start), slope * (last - start)
         return int(self.lows[piece]) + min(rises), int(self.highs[piece]) + max(rises)
 
@@ -152,7 +142,11 @@ def pieces(vectors: Sequence[Tensor]) -> list[Tensor]:
 
     Bytes: none.
     """
-    return [_html_table(x.to(torch.int64).numpy()) for x in _copy_to_host(vectors)]
+    tables = []
+    for vector in _copy_to_host(vectors):
+        values = vector.to(torch.int64).numpy()
+        tables.append(pad_table(_fit_pieces(values) if values.size else np.empty((4, 0), np.int64), *values.shape))
+    return tables
 
 
 def _copy_to_host(vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -168,43 +162,47 @@ def copy_async(host: Tensor, device: torch.device) -> Tensor:
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
-def _html_table(values: Ints) -> Tensor:
-    batch, length = values.shape
-    return pad_table(_fit_pieces(values) if values.size else np.empty((4, 0), np.int64), batch, length)
-
-
-def pad_table(found: Ints, batch: int, length: int) -> Tensor:
-    """Return the table of ``sp::pieces`` from pieces.
+def pad_table(table: Ints, batch: int, length: int) -> Tensor:
+    """Return the result of ``sp::pieces``: a header, the pieces, and zeros.
 
     Args:
-        found: Starts, lows, highs and slopes, int64 (4, pieces).
+        table: Starts, lows, highs and slopes, int64 (4, pieces).
         batch: The number of batch entries.
         length: The number of positions.
     """
-    table = np.zeros(table_size(length), np.int64)  # the system allocates zero pages on first access
-    if found.size:
-        found = _coarsen(found, length)
-        end = _HEADER + found.size
-        table[_HEADER:end] = found.ravel()
-        table[:3] = found.shape[1], batch, length
-        digest = hashlib.blake2b(table[:end].tobytes(), digest_size=16).digest()
-        table[3:_HEADER] = np.frombuffer(digest, np.int64)
-    return torch.from_numpy(table)
+    padded = np.zeros(table_size(length), np.int64)  # the system allocates zero pages on first access
+    if table.size:
+        table = _coarsen(table, length)
+        end = _HEADER + table.size
+        padded[_HEADER:end] = table.ravel()
+        padded[:3] = table.shape[1], batch, length
+        digest = hashlib.blake2b(padded[:end].tobytes(), digest_size=16).digest()
+        padded[3:_HEADER] = np.frombuffer(digest, np.int64)
+    return torch.from_numpy(padded)
 
 
 def _fit_pieces(values: Ints) -> Ints:
-    """Fit pieces (4, pieces): starts, lows, highs, slopes. Greedy, which is optimal for lines."""
+    """Fit pieces to vectors, greedily, which gives the fewest lines.
+
+    Args:
+        values: (batch, length), length at least 1.
+
+    Returns:
+        Starts, lows, highs and slopes, (4, pieces).
+    """
     length = values.shape[1]
     # Runs of one step: the i-th has the positions starts[i] to ends[i]; adjacent runs share one position.
     starts = np.concatenate([[0], _slope_changes(values)])
     ends = np.append(starts[1:], length - 1)
-    number, long = np.arange(len(starts)), ends - starts > 1
-    last_long = np.maximum.accumulate(np.where(long, number, -1))
+    run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
+    last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))
     # Of consecutive short runs every second is a piece of two; a short run after a long one is the jump to the next.
-    chosen = (number - last_long) % 2 == (last_long < 0)
+    chosen = (run_numbers - last_long) % 2 == (last_long < 0)
+    # The position that two adjacent runs share belongs to the first, if that is a piece, too.
     starts = (starts + np.append(False, chosen[:-1]))[chosen]
     if not chosen[-1]:
         starts = np.append(starts, length - 1)
+    # Move the last position of a piece to the next one if it fits there better.
     ends = np.append(starts[1:], length) - 1
     starts[1:] -= _continues_line(values, starts, ends)
     ends = np.append(starts[1:], length) - 1
@@ -220,27 +218,29 @@ def _continues_line(values: Ints, starts: Ints, ends: Ints) -> Flags:
     line with the first position of the next document, to which it does not belong.
     """
     spans = ends - starts
-    here, there = ends[:-1], starts[1:]
-    next_values = values[:, np.minimum(there + 1, values.shape[1] - 1)]
-    bent = values[:, there] - values[:, here] != next_values - values[:, there]
-    return (spans[1:] >= spans[:-1]) & (spans[:-1] > 0) & ~bent.any(0)
+    last, next_first = ends[:-1], starts[1:]
+    next_values = values[:, np.minimum(next_first + 1, values.shape[1] - 1)]
+    differs = values[:, next_first] - values[:, last] != next_values - values[:, next_first]
+    return (spans[1:] >= spans[:-1]) & (spans[:-1] > 0) & ~differs.any(0)
 
 
 def _slope_changes(values: Ints) -> Ints:
-    """Return the positions p > 0 where the step changes in any batch entry."""
-    found = []
+    """Return the positions p > 0 where the step changes in any batch entry, sorted.
+
+    Reads _SCAN_CHUNK positions at a time into buffers that stay in the cache.
+    """
+    changes = [np.empty(0, np.int64)]
     for row in values:
-        steps, differ = np.empty(_SCAN_CHUNK + 1, np.int64), np.empty(_SCAN_CHUNK, np.bool_)
+        step_buffer, change_buffer = np.empty(_SCAN_CHUNK + 1, np.int64), np.empty(_SCAN_CHUNK, np.bool_)
         for low in range(0, len(row) - 2, _SCAN_CHUNK):
-            part = row[low : low + _SCAN_CHUNK + 2]
-            here, bent = steps[: len(part) - 1], differ[: len(part) - 2]
-            np.subtract(part[1:], part[:-1], out=here)
-            np.not_equal(here[1:], here[:-1], out=bent)
-            if bent.any():
-                found.append(np.flatnonzero(bent) + (low + 1))
-    if len(values) > 1 and found:
-        return sorted_unique(np.concatenate(found))
-    return np.concatenate(found) if found else np.empty(0, np.int64)
+            chunk = row[low : low + _SCAN_CHUNK + 2]
+            steps, is_change = step_buffer[: len(chunk) - 1], change_buffer[: len(chunk) - 2]
+            np.subtract(chunk[1:], chunk[:-1], out=steps)
+            np.not_equal(steps[1:], steps[:-1], out=is_change)
+            if is_change.any():
+                changes.append(np.flatnonzero(is_change) + (low + 1))
+    positions = np.concatenate(changes)
+    return sorted_unique(positions) if len(values) > 1 and len(positions) else positions
 
 
 def sorted_unique(x: Ints) -> Ints:
@@ -250,17 +250,21 @@ def sorted_unique(x: Ints) -> Ints:
 
 
 def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return (lows, highs, slopes) over the batch.
+    """Return (lows, highs, slopes) over the batch: lines of one slope, or bounds where slopes differ or are too large.
 
-    Lines of one slope, or bounds where slopes differ or integers may overflow.
+    Args:
+        first: (batch, pieces), the value at the first position of each piece.
+        last: (batch, pieces), the value at its last position.
+        slopes: (batch, pieces), the step of its values.
+        spans: (pieces,), its last position minus its first.
     """
     same_slope = (slopes == slopes[:1]).all(0)
     lows = np.where(same_slope, first.min(0), np.minimum(first, last).min(0))
     highs = np.where(same_slope, first.max(0), np.maximum(first, last).max(0))
     sizes = np.abs(np.stack([first, last, slopes * 1.0 * spans], dtype=np.float64)).max((0, 1))
-    wild = sizes >= FAR_VALUE
-    known = np.where(same_slope & ~wild, slopes[0], 0)
-    return np.where(wild, -FAR_VALUE, lows), np.where(wild, FAR_VALUE, highs), known
+    too_large = sizes >= FAR_VALUE
+    common_slopes = np.where(same_slope & ~too_large, slopes[0], 0)
+    return np.where(too_large, -FAR_VALUE, lows), np.where(too_large, FAR_VALUE, highs), common_slopes
 
 
 def _piece_extremes(table: Ints, length: int) -> tuple[Ints, Ints]:
@@ -271,30 +275,39 @@ def _piece_extremes(table: Ints, length: int) -> tuple[Ints, Ints]:
 
 
 def _coarsen(table: Ints, length: int) -> Ints:
-    """Replace the pieces of crowded cells by one bounding piece each, and merge equal neighbors."""
-    busy = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
-    if not busy.any():
+    """Replace the pieces of crowded cells by one bounding piece each, and merge equal neighbors.
+
+    Table: (4, pieces), of positions [0, length).
+    """
+    crowded = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
+    if not crowded.any():
         return table
-    edges = np.flatnonzero(busy[1:] | busy[:-1]) + 1
-    edges = np.append(edges, 0) * CELL
+    # Cut the pieces at the ends of crowded cells.
+    edges = np.append(np.flatnonzero(crowded[1:] | crowded[:-1]) + 1, 0) * CELL
     table = cut_pieces(table, edges[edges < length])
     starts, lows, highs, slopes = table
-    least, greatest = _piece_extremes(table, length)
-    own = ~busy[starts // CELL]
-    group = np.flatnonzero(own | (starts % CELL == 0))
-    bounded = ~own[group]
-    lows = np.where(bounded, np.minimum.reduceat(least, group), lows[group])
-    highs = np.where(bounded, np.maximum.reduceat(greatest, group), highs[group])
-    slopes, starts = np.where(bounded, 0, slopes[group]), starts[group]
-    line = np.stack([lows, highs, slopes])
-    same = (line[:, 1:] == line[:, :-1]).all(0) & (slopes[1:] == 0)
-    return np.stack([starts, *line])[:, np.append(True, ~same)]
+    minima, maxima = _piece_extremes(table, length)
+    # A group is a piece outside crowded cells, or all pieces of a crowded cell; it begins at piece groups[i].
+    unchanged = ~crowded[starts // CELL]
+    groups = np.flatnonzero(unchanged | (starts % CELL == 0))
+    is_bounded = ~unchanged[groups]
+    lows = np.where(is_bounded, np.minimum.reduceat(minima, groups), lows[groups])
+    highs = np.where(is_bounded, np.maximum.reduceat(maxima, groups), highs[groups])
+    slopes, starts = np.where(is_bounded, 0, slopes[groups]), starts[groups]
+    lines = np.stack([lows, highs, slopes])
+    continues = (lines[:, 1:] == lines[:, :-1]).all(0) & (slopes[1:] == 0)
+    return np.stack([starts, *lines])[:, np.append(True, ~continues)]
 
 
-def cut_pieces(table: Ints, at: Ints) -> Ints:
+def cut_pieces(table: Ints, positions: Ints) -> Ints:
     """Cut the pieces (4, pieces) at these positions too."""
+    starts = sorted_unique(np.concatenate([table[0], positions]))
+    return np.stack([starts, *_lines_at(table, starts)])
+
+
+def _lines_at(table: Iterable[Ints], positions: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return (lows, highs, slopes) of the pieces (4, pieces) at these positions."""
     starts, lows, highs, slopes = table
-    places = sorted_unique(np.concatenate([starts, at]))
-    piece = np.searchsorted(starts, places, "right") - 1
-    rise = slopes[piece] * (places - starts[piece])
-    return np.stack([places, lows[piece] + rise, highs[piece] + rise, slopes[piece]])
+    piece = np.searchsorted(starts, positions, "right") - 1
+    rise = slopes[piece] * (positions - starts[piece])
+    return lows[piece] + rise, highs[piece] + rise, slopes[piece]

@@ -7,9 +7,8 @@ this key; ``n0, n1, ...``, sizes. True: may attend. ``""`` allows every pair. Bo
 >>> evaluate_over("(k <= q) & (q - k < 4)", {"q": (8, 11), "k": (0, 3)})  # inclusive bounds: no pair
 False
 
-One traversal of the expression evaluates a predicate with one of two algebras. With *intervals* a symbol has
-inclusive bounds, and a condition holds for all values (True), for none (False) or perhaps for some (None). With
-*tensors* a condition is a bool tensor.
+Two tables of operations (`Algebra`) evaluate a predicate. With INTERVALS a symbol's value is its inclusive bounds, and
+a condition holds for all values (True), for none (False) or perhaps for some (None). With TENSORS it is a bool tensor.
 """
 
 from __future__ import annotations
@@ -28,32 +27,27 @@ from torch import Tensor
 
 from sp_compile.lowering.base.errors import SpError
 
-Bounds = tuple[Any, Any]
-"""Minimum and maximum value, both inclusive."""
-Verdict = bool | None
-"""True if a condition holds for all pairs, False if for none, None if unknown."""
-Meaning = Callable[[Mapping[str, Any]], Any]
-"""A function from the symbols' values to the expression's value."""
+Bounds = tuple[Any, Any]  # minimum and maximum value, both inclusive
+Verdict = bool | None  # True if a condition holds for all pairs, False if for none, None if unknown
+Evaluator = Callable[[Mapping[str, Any]], Any]  # a function from the symbols' values to the expression's value
 
 
 class Algebra(NamedTuple):
-    """Operations on values of one kind, by sympy class. Functions of one operand ignore the second."""
+    """Operations on values of one kind: bounds or tensors. Keys are sympy classes.
 
-    number: Callable[[int], Any]
-    """Return the value of an integer."""
-    functions: dict[type, Callable[[Any, Any], Any]]
-    """Arithmetic operations."""
-    relations: dict[type, Callable[[Any, Any], Any]]
-    """Comparisons."""
-    both: Callable[[Any, Any], Any]
-    """Return the conjunction of two conditions."""
-    either: Callable[[Any, Any], Any]
-    """Return the disjunction of two conditions."""
-    negated: Callable[[Any], Any]
-    """Return the negation of a condition."""
+    Every function has two operands; that of a unary operation ignores the second. The algebra has no ``>`` and ``>=``,
+    because `_split_relation` swaps the sides.
+    """
+
+    constant: Callable[[int], Any]  # converts an integer to a value
+    functions: dict[type, Callable[[Any, Any], Any]]  # arithmetic operations on two values
+    relations: dict[type, Callable[[Any, Any], Any]]  # comparisons of two values, whose results are conditions
+    conjunction: Callable[[Any, Any], Any]  # "and" of two conditions
+    disjunction: Callable[[Any, Any], Any]  # "or" of two conditions
+    negation: Callable[[Any], Any]  # "not" of a condition
 
 
-def evaluate_condition(expr: Any, algebra: Algebra) -> Meaning:
+def _compile_condition(expr: Any, algebra: Algebra) -> Evaluator:
     """Compile a sympy Boolean to a function of the symbols' values.
 
     Raises:
@@ -63,29 +57,31 @@ def evaluate_condition(expr: Any, algebra: Algebra) -> Meaning:
         constant = bool(expr)
         return lambda values: constant
     if isinstance(expr, sympy.And | sympy.Or):
-        join = algebra.both if isinstance(expr, sympy.And) else algebra.either
-        return _fold_operands(join, [evaluate_condition(arg, algebra) for arg in expr.args])
+        join = algebra.conjunction if isinstance(expr, sympy.And) else algebra.disjunction
+        return _compile_operation(join, [_compile_condition(arg, algebra) for arg in expr.args])
     if isinstance(expr, sympy.Not):
-        inner = evaluate_condition(expr.args[0], algebra)
-        return lambda values: algebra.negated(inner(values))
+        inner = _compile_condition(expr.args[0], algebra)
+        return lambda values: algebra.negation(inner(values))
     if not isinstance(expr, Relational):
-        raise _unknown_node_error(expr)
-    return _fold_operands(
-        algebra.relations[type(expr)], [_evaluate_number(side, algebra) for side in _split_relation(expr)]
-    )
+        raise _unsupported_node_error(expr)
+    kind, *sides = _split_relation(expr)
+    return _compile_operation(algebra.relations[kind], [_compile_number(side, algebra) for side in sides])
 
 
-def _split_relation(expr: Any) -> tuple[Any, Any]:
-    """Split a relation into query terms on the left and other terms on the right, without fractions.
+def _split_relation(expr: Any) -> tuple[type, Any, Any]:
+    """Return a relation as (class, left side, right side), with the query terms on one side, without fractions.
 
-    Each symbol of a linear condition then occurs once, so intervals are exact. The only tensor operation of the size of
-    a block is the comparison of a column with a row.
+    Each symbol of a linear condition then occurs once, so intervals are exact, and with tensors only the comparison of
+    a column with a row has the size of a block.
     """
     terms = sympy.Add.make_args(sympy.expand(expr.lhs - expr.rhs))
     denominator = sympy.ilcm(1, *(term.as_coeff_Mul()[0].q for term in terms))
-    of_query = [term for term in terms if any(is_query_symbol(str(s)) for s in term.free_symbols)]
-    others = [-term for term in terms if term not in of_query]
-    return tuple(sympy.expand(denominator * sympy.Add(*side)) for side in (of_query, others))
+    query_terms = [term for term in terms if any(is_query_symbol(str(s)) for s in term.free_symbols)]
+    other_terms = [-term for term in terms if term not in query_terms]
+    left, right = (sympy.expand(denominator * sympy.Add(*side)) for side in (query_terms, other_terms))
+    if isinstance(expr, sympy.StrictGreaterThan | sympy.GreaterThan):
+        return type(expr.reversed), right, left
+    return type(expr), left, right
 
 
 def is_query_symbol(name: str) -> bool:
@@ -93,38 +89,42 @@ def is_query_symbol(name: str) -> bool:
     return name == "q" or name.startswith("row")
 
 
-def _evaluate_number(expr: Any, algebra: Algebra) -> Meaning:
+def _compile_number(expr: Any, algebra: Algebra) -> Evaluator:
     """Compile an integer expression to a function of the symbols' values."""
     if expr.is_Symbol:
         return operator.itemgetter(str(expr))
     if expr.is_Integer:
-        constant = algebra.number(int(expr))
+        constant = algebra.constant(int(expr))
         return lambda values: constant
     kind = next((kind for kind in algebra.functions if isinstance(expr, kind)), None)
     if kind is None:
-        raise _unknown_node_error(expr)
-    args = sympy.together(expr.args[0]).as_numer_denom() if kind is sympy.floor else expr.args
-    return _fold_operands(algebra.functions[kind], [_evaluate_number(arg, algebra) for arg in args])
+        raise _unsupported_node_error(expr)
+    # floor(a / b) is an operation on the two integers a and b.
+    operands = sympy.together(expr.args[0]).as_numer_denom() if kind is sympy.floor else expr.args
+    return _compile_operation(algebra.functions[kind], [_compile_number(operand, algebra) for operand in operands])
 
 
-def _fold_operands(join: Callable[[Any, Any], Any], parts: list[Meaning]) -> Meaning:
-    first, *others = parts
-    if not others:
-        return lambda values: join(first(values), None)
-    if len(others) == 1:
-        second = others[0]
-        return lambda values: join(first(values), second(values))
-    return lambda values: reduce(join, [part(values) for part in parts])
+def _compile_operation(operation: Callable[[Any, Any], Any], operands: list[Evaluator]) -> Evaluator:
+    """Return a function that evaluates the operands and combines them, from left to right.
+
+    The first two cases only avoid the overhead of the last one.
+    """
+    if len(operands) == 1:
+        (only,) = operands
+        return lambda values: operation(only(values), None)
+    if len(operands) == 2:
+        first, second = operands
+        return lambda values: operation(first(values), second(values))
+    return lambda values: reduce(operation, [operand(values) for operand in operands])
 
 
-def _unknown_node_error(expr: Any) -> SpError:
+def _unsupported_node_error(expr: Any) -> SpError:
     return SpError("SP442", f"mask predicate: {type(expr).__name__} is not supported: {expr}.")
 
 
 # Intervals.
 
-_FAR_BOUND = 1 << 62
-"""Greater than every index, size and value."""
+_FAR_BOUND = 1 << 62  # greater than every index, size and value
 
 
 def _interval_extremes(operation: Callable[[Any, Any], Any], a: Bounds, b: Bounds) -> Bounds:
@@ -134,20 +134,25 @@ def _interval_extremes(operation: Callable[[Any, Any], Any], a: Bounds, b: Bound
 
 
 def _interval_quotient(a: Bounds, b: Bounds) -> Bounds:
+    """Return bounds of a // b, without limit if b may be 0."""
     if b[0] <= 0 <= b[1]:
         return -_FAR_BOUND, _FAR_BOUND
     return _interval_extremes(operator.floordiv, a, b)
 
 
 def _interval_remainder(a: Bounds, b: Bounds) -> Bounds:
-    if b[0] != b[1] or b[0] <= 0:
-        most = max(abs(b[0]), abs(b[1]))
-        return -most, most
-    return (a[0] % b[0], a[1] % b[0]) if a[0] // b[0] == a[1] // b[0] else (0, b[0] - 1)
+    """Return bounds of a % b: exact if b is a positive constant and all values of a have one quotient."""
+    low, high = b
+    if low != high or low <= 0:
+        largest = max(abs(low), abs(high))
+        return -largest, largest
+    return (a[0] % low, a[1] % low) if a[0] // low == a[1] // low else (0, low - 1)
 
 
 def _interval_less(a: Bounds, b: Bounds) -> Verdict:
-    return True if a[1] < b[0] else False if a[0] >= b[1] else None
+    if a[1] < b[0]:
+        return True
+    return False if a[0] >= b[1] else None
 
 
 def _interval_equal(a: Bounds, b: Bounds) -> Verdict:
@@ -160,8 +165,14 @@ def _interval_not(verdict: Verdict) -> Verdict:
     return None if verdict is None else not verdict
 
 
+def _interval_and(a: Verdict, b: Verdict) -> Verdict:
+    """Return False if either condition never holds, True if both always hold, else None."""
+    return False if a is False or b is False else a and b
+
+
+# Algebra of inclusive bounds.
 INTERVALS = Algebra(
-    number=lambda value: (value, value),
+    constant=lambda number: (number, number),
     functions={
         sympy.Add: lambda a, b: (a[0] + b[0], a[1] + b[1]),
         sympy.Mul: partial(_interval_extremes, operator.mul),
@@ -174,42 +185,38 @@ INTERVALS = Algebra(
     relations={
         sympy.StrictLessThan: _interval_less,
         sympy.LessThan: lambda a, b: _interval_not(_interval_less(b, a)),
-        sympy.StrictGreaterThan: lambda a, b: _interval_less(b, a),
-        sympy.GreaterThan: lambda a, b: _interval_not(_interval_less(a, b)),
         sympy.Eq: _interval_equal,
         sympy.Ne: lambda a, b: _interval_not(_interval_equal(a, b)),
     },
-    both=lambda a, b: False if a is False or b is False else a and b,
-    either=lambda a, b: True if a or b else None if a is None or b is None else False,
-    negated=_interval_not,
+    conjunction=_interval_and,
+    disjunction=lambda a, b: _interval_not(_interval_and(_interval_not(a), _interval_not(b))),
+    negation=_interval_not,
 )
-"""Algebra of inclusive bounds."""
 
 
 # Tensors, and ints for sizes.
 
 
-def _negate_mask(mask: Any) -> Any:
-    return not mask if isinstance(mask, bool) else ~mask
+def _select_tensor(select: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """Return `select`, torch.minimum or torch.maximum, as a function whose operands may also be numbers."""
 
-
-def _choose_tensor(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
-    def chosen(a: Any, b: Any) -> Tensor:
-        """Apply the operation to tensors; convert numbers first."""
-        if isinstance(a, Tensor) != isinstance(b, Tensor):  # in a traced kernel the number must be on its device
+    def select_values(a: Any, b: Any) -> Tensor:
+        """Convert numbers to tensors; in a traced kernel they must be on the device of the other operand."""
+        if isinstance(a, Tensor) != isinstance(b, Tensor):
             a, b = (a, a.new_full((), b)) if isinstance(a, Tensor) else (b.new_full((), a), b)
-        return choose(torch.as_tensor(a), torch.as_tensor(b))
+        return select(torch.as_tensor(a), torch.as_tensor(b))
 
-    return chosen
+    return select_values
 
 
+# Algebra of tensors, and of ints for sizes.
 TENSORS = Algebra(
-    number=lambda value: value,
+    constant=lambda number: number,
     functions={
         sympy.Add: operator.add,
         sympy.Mul: operator.mul,
-        sympy.Min: _choose_tensor(torch.minimum),
-        sympy.Max: _choose_tensor(torch.maximum),
+        sympy.Min: _select_tensor(torch.minimum),
+        sympy.Max: _select_tensor(torch.maximum),
         sympy.Mod: operator.mod,
         sympy.Abs: lambda a, _: abs(a),
         sympy.floor: operator.floordiv,
@@ -217,47 +224,30 @@ TENSORS = Algebra(
     relations={
         sympy.StrictLessThan: operator.lt,
         sympy.LessThan: operator.le,
-        sympy.StrictGreaterThan: operator.gt,
-        sympy.GreaterThan: operator.ge,
         sympy.Eq: operator.eq,
         sympy.Ne: operator.ne,
     },
-    both=operator.and_,
-    either=operator.or_,
-    negated=_negate_mask,
+    conjunction=operator.and_,
+    disjunction=operator.or_,
+    negation=lambda mask: not mask if isinstance(mask, bool) else ~mask,
 )
-"""Algebra of tensors, and of ints for sizes."""
 
+
+# The text.
 
 _PREDICATE_SYMBOL = re.compile(r"q|k|(row|col|n)\d+")
-_STRICT = (sympy.StrictLessThan, sympy.StrictGreaterThan)
-_WEAK = (sympy.LessThan, sympy.GreaterThan)
-_LINEAR = {(*_STRICT, *_WEAK): "<=", (sympy.Eq,): "==", (sympy.Ne,): "!="}
+# Errors of `ast.parse` and sympy for a text that is no predicate.
 _PARSE_ERRORS = SyntaxError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError
 SHOWN_CHARACTERS = 1000  # characters of a text, in an error message
-_FACTOR_NODES, _CONSTANT_NODE = 16, 1 << 58  # limits, so that int64 sums do not overflow
 
 
 def _power(base: Any, exponent: Any) -> Any:
+    """Return the power, limited so that a text cannot fill the memory."""
     if not exponent.is_Integer or not 0 <= exponent <= 8:
-        raise ValueError("powers are from 0 to 8")
-    if base.is_Rational and max(abs(base.p), base.q) >= 1 << 64:  # large numbers could fill the memory
-        raise ValueError("no such power")
+        raise _syntax_error(f"({base})**{exponent}", "powers are from 0 to 8")
+    if base.is_Rational and max(abs(base.p), base.q) >= 1 << 64:
+        raise _syntax_error(f"({base})**{exponent}", "the base is too large")
     return base**exponent
-
-
-def _symbol(name: str) -> sympy.Symbol:
-    if not _PREDICATE_SYMBOL.fullmatch(name):
-        raise ValueError(f"unknown symbol {name}; known are q, k, row<i>, col<i> and n<i>")
-    return sympy.Symbol(name, integer=True)
-
-
-def _predicate_constant(value: Any) -> Any:
-    if isinstance(value, bool):
-        return sympy.true if value else sympy.false
-    if not isinstance(value, int):
-        raise ValueError(f"{value!r} is not an integer")
-    return sympy.Integer(value)
 
 
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -280,29 +270,36 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.NotEq: sympy.Ne,
 }
 _PREDICATE_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{one.__name__: one for one in (sympy.Mod, sympy.Min, sympy.Max, sympy.Abs, sympy.floor)},
-    **{name: getattr(sympy, name) for name in ("And", "Or", "Not", "Eq", "Ne", "Lt", "Le", "Gt", "Ge")},
+    **{name: getattr(sympy, name) for name in "Mod Min Max Abs floor And Or Not Eq Ne Lt Le Gt Ge".split()},
     "PythonMod": sympy.Mod,
     "FloorDiv": _OPERATIONS[ast.FloorDiv],
 }
 
 
 def _read_node(node: ast.AST) -> Any:
-    """Convert a node of the grammar to an expression. The text may come from a file, so it is never executed."""
+    """Convert a node of the parsed text to a sympy expression. The text may come from a file: it is never executed.
+
+    Raises:
+        SpError: If the node is not in the language.
+    """
     match node:
-        case ast.Constant(value=value):
-            return _predicate_constant(value)
+        case ast.Constant(value=bool() as truth):
+            return sympy.true if truth else sympy.false
+        case ast.Constant(value=int() as number):
+            return sympy.Integer(number)
         case ast.Name(id=name):
-            return _symbol(name)
-        case ast.UnaryOp(op=op, operand=one) if type(op) in _OPERATIONS:
-            return _OPERATIONS[type(op)](_read_node(one))
+            if not _PREDICATE_SYMBOL.fullmatch(name):
+                raise _syntax_error(name, "known symbols are q, k, row<i>, col<i> and n<i>")
+            return sympy.Symbol(name, integer=True)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_read_node(operand))
         case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]) if (
             type(op) in _OPERATIONS
         ):
             return _OPERATIONS[type(op)](_read_node(left), _read_node(right))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _PREDICATE_FUNCTIONS:
             return _PREDICATE_FUNCTIONS[name](*map(_read_node, args))
-    raise ValueError(f"no {type(node).__name__} is in the language")
+    raise _syntax_error(ast.unparse(node), f"{type(node).__name__} is not in the language")
 
 
 @lru_cache(maxsize=1024)
@@ -316,17 +313,19 @@ def parse_predicate(text: str) -> Any:
         return sympy.true
     try:
         expr = _read_node(ast.parse(text.strip(), mode="eval").body)
+    except SpError:
+        raise
     except _PARSE_ERRORS as error:
         raise _syntax_error(text, error) from error
-    compared = [side for relation in expr.atoms(sympy.core.relational.Relational) for side in relation.args]
-    if not _is_condition(expr) or any(map(_is_condition, compared)):
-        why = "it compares conditions" if any(map(_is_condition, compared)) else "it is not a condition"
-        raise _syntax_error(text, why)
+    if any(_is_condition(side) for relation in expr.atoms(Relational) for side in relation.args):
+        raise _syntax_error(text, "it compares conditions")
+    if not _is_condition(expr):
+        raise _syntax_error(text, "it is not a condition")
     return expr
 
 
-def _syntax_error(text: str, why: object) -> SpError:
-    return SpError("SP441", f"mask predicate: {text[:SHOWN_CHARACTERS]!r} is malformed: {why}.")
+def _syntax_error(text: str, cause: object) -> SpError:
+    return SpError("SP441", f"mask predicate: {text[:SHOWN_CHARACTERS]!r} is malformed: {cause}.")
 
 
 def _is_condition(expr: Any) -> bool:
@@ -336,9 +335,7 @@ def _is_condition(expr: Any) -> bool:
 @lru_cache(maxsize=1024)
 def split_conjuncts(text: str) -> tuple[str, ...]:
     """Return the conditions that must all hold, as sorted predicates."""
-    expr = parse_predicate(text)
-    parts = expr.args if isinstance(expr, sympy.And) else (expr,)
-    return tuple(sorted(str(part) for part in parts if part != sympy.true))
+    return tuple(sorted(str(part) for part in sympy.And.make_args(parse_predicate(text)) if part != sympy.true))
 
 
 @lru_cache(maxsize=1024)
@@ -347,24 +344,22 @@ def predicate_symbols(text: str) -> frozenset[str]:
     return frozenset(str(symbol) for symbol in parse_predicate(text).free_symbols)
 
 
+def _vector_kinds(text: str) -> set[str]:
+    """Return "row" if the predicate reads a vector per query, and "col" if it reads one per key."""
+    return {name[:3] for name in predicate_symbols(text) if name.startswith(("row", "col"))}
+
+
 @lru_cache(maxsize=1024)
 def position_conditions(text: str) -> str:
     """Return the conditions that read no vector, for a mask whose vectors have no values."""
-    known = [
-        c for c in split_conjuncts(text) if not any(name.startswith(("row", "col")) for name in predicate_symbols(c))
-    ]
-    return " & ".join(f"({c})" for c in known)
+    return " & ".join(f"({condition})" for condition in split_conjuncts(text) if not _vector_kinds(condition))
 
 
 @lru_cache(maxsize=1024)
 def is_within_documents(text: str) -> bool:
     """Return True if a query value must equal a key value, as document numbers do."""
-    return any(_compares_lookups(part) for part in split_conjuncts(text) if isinstance(parse_predicate(part), sympy.Eq))
-
-
-def _compares_lookups(text: str) -> bool:
-    vectors = [name for name in predicate_symbols(text) if name.startswith(("row", "col"))]
-    return len({name[:3] for name in vectors}) == 2
+    equations = [part for part in split_conjuncts(text) if isinstance(parse_predicate(part), sympy.Eq)]
+    return any(len(_vector_kinds(equation)) == 2 for equation in equations)
 
 
 def check_known(text: str, known: Collection[str]) -> None:
@@ -373,16 +368,18 @@ def check_known(text: str, known: Collection[str]) -> None:
         raise SpError("SP443", f"mask predicate: {text!r} reads {', '.join(missing)}, which has no value.")
 
 
+# Linear conditions.
+
+_MAX_FACTOR_SUM, _MAX_CONSTANT = 16, 1 << 58  # limits of a linear condition, so that int64 sums do not overflow
+
+
 class Linear(NamedTuple):
     """A linear condition: query terms + key terms + constant is <= 0, == 0 or != 0."""
 
-    relation: str
-    """"<=", "==" or "!="."""
-    of_query: tuple[tuple[str, int], ...]
-    """Query terms (symbol, coefficient)."""
-    of_key: tuple[tuple[str, int], ...]
-    """Key terms (symbol, coefficient)."""
-    constant: int
+    relation: str  # "<=", "==" or "!="
+    of_query: tuple[tuple[str, int], ...]  # query terms (symbol, coefficient)
+    of_key: tuple[tuple[str, int], ...]  # key terms (symbol, coefficient)
+    constant: int  # includes the sizes n<i>
 
 
 @lru_cache(maxsize=1024)
@@ -393,40 +390,45 @@ def as_linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
     Linear(relation='<=', of_query=(('q', -1),), of_key=(('k', 1),), constant=-5)
     """
     expr = parse_predicate(text)
-    relation = next((name for kinds, name in _LINEAR.items() if isinstance(expr, kinds)), None)
-    if relation is None:
+    if isinstance(expr, sympy.Eq | sympy.Ne):
+        relation, difference = expr.rel_op, expr.lhs - expr.rhs
+    elif isinstance(expr, Relational):
+        relation, difference = "<=", expr.lts - expr.gts
+    else:
         return None
-    known = {sympy.Symbol(f"n{i}", integer=True): size for i, size in enumerate(sizes)}
-    less, more = (expr.lts, expr.gts) if relation == "<=" else (expr.lhs, expr.rhs)
-    terms = sympy.expand((less - more).subs(known)).as_coefficients_dict()
+    size_values = {sympy.Symbol(f"n{i}", integer=True): size for i, size in enumerate(sizes)}
+    terms = sympy.expand(difference.subs(size_values)).as_coefficients_dict()
     scale = sympy.ilcm(1, *(factor.q for factor in terms.values()))
-    constant = int(terms.pop(sympy.S.One, 0) * scale) + isinstance(expr, _STRICT)
-    factors = {str(term): int(factor * scale) for term, factor in terms.items() if term.is_Symbol}
-    if len(factors) < len(terms) or sum(map(abs, factors.values())) > _FACTOR_NODES or abs(constant) > _CONSTANT_NODE:
+    is_strict = isinstance(expr, sympy.StrictLessThan | sympy.StrictGreaterThan)
+    constant = int(terms.pop(sympy.S.One, 0) * scale) + is_strict  # of integers, x < 0 is x + 1 <= 0
+    factors = sorted((str(term), int(factor * scale)) for term, factor in terms.items() if term.is_Symbol)
+    if len(factors) < len(terms):  # a term is not linear
         return None
-    terms_of = [
-        [(s, c) for s, c in sorted(factors.items()) if is_query_symbol(s) == wanted] for wanted in (True, False)
-    ]
-    return Linear(relation, tuple(terms_of[0]), tuple(terms_of[1]), constant)
+    if sum(abs(factor) for _, factor in factors) > _MAX_FACTOR_SUM or abs(constant) > _MAX_CONSTANT:
+        return None
+    query_terms = tuple(term for term in factors if is_query_symbol(term[0]))
+    key_terms = tuple(term for term in factors if not is_query_symbol(term[0]))
+    return Linear(relation, query_terms, key_terms, constant)
 
 
 @lru_cache(maxsize=1024)
 def depends_on_distance(text: str, sizes: tuple[int, ...]) -> bool:
     """Return True if all conditions depend only on the distance of key and query."""
-    found = [as_linear(c, sizes) for c in split_conjuncts(text)]
-    return all(
-        one is not None
-        and [*dict(one.of_query), *dict(one.of_key)] == ["q", "k"]
-        and one.of_query[0][1] == -one.of_key[0][1]
-        for one in found
-    )
+    return all(_compares_distance(as_linear(condition, sizes)) for condition in split_conjuncts(text))
+
+
+def _compares_distance(linear: Linear | None) -> bool:
+    """Return True for a condition on factor * (q - k)."""
+    if linear is None or [name for name, _ in linear.of_query + linear.of_key] != ["q", "k"]:
+        return False
+    return linear.of_query[0][1] == -linear.of_key[0][1]
 
 
 def evaluate_over(text: str, box: Mapping[str, Bounds]) -> Verdict:
     """Return True if all pairs of the box may attend, False if none may, None if unknown.
 
-    Exact for a condition in which every symbol occurs once, such as a linear one, and for a conjunction of bounds on q
-    - k; otherwise the result may be None instead of True or False.
+    Exact for a condition in which every symbol occurs once, such as a linear one, and for a conjunction of bounds on
+    q - k; otherwise the result may be None instead of True or False.
 
     Args:
         text: The predicate.
@@ -449,5 +451,6 @@ def evaluate_mask(text: str, values: Mapping[str, Tensor | int]) -> Tensor | boo
 
 
 @lru_cache(maxsize=1024)
-def _evaluate_text(text: str, tensors: bool) -> Meaning:
-    return evaluate_condition(parse_predicate(text), TENSORS if tensors else INTERVALS)
+def _evaluate_text(text: str, tensors: bool) -> Evaluator:
+    """Return the compiled predicate, a function of the symbols' tensors or bounds."""
+    return _compile_condition(parse_predicate(text), TENSORS if tensors else INTERVALS)

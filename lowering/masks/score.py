@@ -1,4 +1,4 @@
-"""Register, run and differentiate score functions, which modify scaled scores before the softmax.
+"""Register, run and differentiate score functions, which modify scaled attention scores before the softmax.
 
     def forward(self, s, q, k, head0):            ALiBi: head0 is a slope per query head
         sub = torch.ops.aten.sub.Tensor(k, q)
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,16 +33,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class ScoreFunction:
-    """A score function."""
+    """A modification of scores, as a graph of pointwise operations and table lookups."""
 
-    graph: GraphModule
-    """Graph from the named inputs to the modified score."""
-    fills: bool
-    """Whether results may be fills."""
+    graph: GraphModule  # graph from the named inputs to the modified score
+    fills: bool  # whether results may be fills
 
 
-SCORES: ProgramTable[ScoreFunction] = ProgramTable("score functions")
-"""Score functions by name."""
+SCORES: ProgramTable[ScoreFunction] = ProgramTable("score functions")  # score functions by name
 
 
 def register_score(graph: Graph, fills: bool = False, names: Mapping[str, str] = {}) -> str:
@@ -54,7 +51,7 @@ def register_score(graph: Graph, fills: bool = False, names: Mapping[str, str] =
         names: New names of inputs.
     """
     graph.eliminate_dead_code()
-    fresh, copies = Graph(), dict[Node, Node]()
+    fresh, copies = Graph(), dict[Node, Node]()  # inputs first, without those that have no user
     for node in sorted(graph.nodes, key=lambda node: node.op != "placeholder"):
         if node.op != "placeholder":
             copies[node] = fresh.node_copy(node, copies.__getitem__)
@@ -79,7 +76,10 @@ def may_have_fills(name: str) -> bool:
 
 
 def num_saved_tensors(name: str) -> int:
-    """Return the factor by which a function multiplies the score tensors that a backward saves."""
+    """Estimate the factor by which a function multiplies the score tensors that a backward saves.
+
+    About one operation in four saves a tensor; casts save none.
+    """
     if not name:
         return 1
     calls = [node for node in SCORES[name].graph.graph.nodes if node.op == "call_function"]
@@ -101,10 +101,10 @@ class _ScoreInterpreter(Interpreter):
         self.score, self.replacements = score, replacements
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator or its replacement."""
+        """Run an operator or its replacement; create constants on the device of the scores, with their ndim."""
         if target is aten.full.default:
-            ones = (1,) * self.score.ndim
-            return torch.full(ones, args[1], dtype=kwargs["dtype"], device=self.score.device)
+            fill_value = args[1]
+            return torch.full((1,) * self.score.ndim, fill_value, dtype=kwargs["dtype"], device=self.score.device)
         return self.replacements.get(target, target)(*args, **kwargs)
 
 
@@ -126,17 +126,27 @@ def evaluate_score(
         SpError: This process has not registered the function.
     """
     # A 0-dim tensor would not promote larger tensors, although it promotes a single score.
-    ones = (1,) * score.ndim
-    given = {key: x if x.ndim or not ones else x.reshape(ones) for key, x in values.items()} | {"s": score}
-    operands = [given[str(node.target)] for node in _score_inputs(name)]
-    found: Tensor = _ScoreInterpreter(name, score, replacements).run(*operands)
-    return found.to(score.dtype).expand(score.shape)
+    inputs = {key: x if x.ndim else x.reshape((1,) * score.ndim) for key, x in values.items()} | {"s": score}
+    operands = [inputs[str(node.target)] for node in _score_inputs(name)]
+    modified: Tensor = _ScoreInterpreter(name, score, replacements).run(*operands)
+    return modified.to(score.dtype).expand(score.shape)
+
+
+class _Lookup(NamedTuple):
+    """One indexing of a table by a score function."""
+
+    table: str  # name of the table
+    indices: list[Tensor]  # one for each dim of the table
+    result: Tensor  # the elements, a leaf of the autograd graph
 
 
 def score_vjp(
     name: str, score: Tensor, values: Mapping[str, Tensor], grad: Tensor, totals: Mapping[str, Tensor]
 ) -> Tensor:
     """Return the gradient of the scaled scores, and add the gradients of tables to ``totals``.
+
+    Each lookup of a table is a leaf of the autograd graph, and its gradient is added at the looked-up elements: in the
+    dtype of ``totals``, and without a gradient of the size of the table for each block.
 
     Args:
         name: The score function.
@@ -145,27 +155,30 @@ def score_vjp(
         grad: The gradient of the modified scores.
         totals: Tensors to which the gradients of tables are added, by name.
     """
-    looked_up: list[tuple[str, list[Tensor], Tensor]] = []
+    lookups: list[_Lookup] = []
     with enable_autograd():
-        leaves = {name: values[name].detach().requires_grad_() for name in totals}
-        of = {id(x): name for name, x in leaves.items()}
+        leaves = {table: values[table].detach().requires_grad_() for table in totals}
+        table_names = {id(x): table for table, x in leaves.items()}
 
-        def lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
-            """Look up a table, and record the lookup for the gradient of the table."""
-            found = aten.index.Tensor(table.detach(), indices)
-            if id(table) in of:
-                looked_up.append((of[id(table)], indices, found.requires_grad_()))
-            return found
+        def record_lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
+            """Look up a table, and record the lookup if the table needs a gradient."""
+            result = aten.index.Tensor(table.detach(), indices)
+            if id(table) in table_names:
+                lookups.append(_Lookup(table_names[id(table)], indices, result.requires_grad_()))
+            return result
 
         scaled = score.detach().requires_grad_()
-        out = evaluate_score(name, scaled, {**values, **leaves}, {aten.index.Tensor: lookup})
-        wanted = [scaled, *(found for *_, found in looked_up), *leaves.values()]
-        grads = torch.autograd.grad(out, wanted, grad, allow_unused=True) if out.requires_grad else [None] * len(wanted)
-    first, *others = grads
-    for (table, indices, _), found in zip(looked_up, others):
-        if found is not None:
-            totals[table].index_put_(indices, found.to(totals[table].dtype), accumulate=True)
-    for table, found in zip(leaves, others[len(looked_up) :]):
-        if found is not None:
-            totals[table].add_(found)
-    return torch.zeros_like(score) if first is None else first
+        out = evaluate_score(name, scaled, {**values, **leaves}, {aten.index.Tensor: record_lookup})
+        if not out.requires_grad:
+            return torch.zeros_like(score)
+        inputs = [scaled, *(lookup.result for lookup in lookups), *leaves.values()]
+        # None for an input that the result does not depend on: a table that is only looked up, for example.
+        score_grad, *grads = torch.autograd.grad(out, inputs, grad, allow_unused=True)
+    for lookup, lookup_grad in zip(lookups, grads):
+        if lookup_grad is not None:
+            total = totals[lookup.table]
+            total.index_put_(lookup.indices, lookup_grad.to(total.dtype), accumulate=True)
+    for table, table_grad in zip(leaves, grads[len(lookups) :]):
+        if table_grad is not None:
+            totals[table].add_(table_grad)
+    return torch.zeros_like(score) if score_grad is None else score_grad

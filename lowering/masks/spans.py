@@ -1,4 +1,8 @@
-"""Describe the rows of a sequence that a local tensor contains.
+"""Describe the rows of a sequence that a local tensor contains, as six ints and as segments of consecutive rows.
+
+    8 rows, zigzag over 2 ranks: rank 0 has the rows 0, 1, 6, 7
+    span      [2, 2, 1, 0, 0, 8]
+    segments  (Segment(first=0, offset=0, length=2), Segment(first=6, offset=2, length=2))
 
 A span is six ints [n, folds, stride, shift, start, length]. With L local rows on a rank, r = (rank // stride
 - shift) mod n and chunk = L // folds. Fold 0 has the positions [r * chunk, (r + 1) * chunk). Fold 1
@@ -23,23 +27,16 @@ from sp_compile.lowering.comm.communicator import current_communicator
 class Segment(NamedTuple):
     """Consecutive rows with consecutive indices."""
 
-    first: int
-    """Index of the first row."""
-    offset: int
-    """Local offset of the first row."""
-    length: int
-    """Number of rows."""
+    first: int  # index of the first row
+    offset: int  # local offset of the first row
+    length: int  # number of rows
 
 
+# The valid rows of a local tensor in local order. They are contiguous, with padding at the ends, except for second
+# chunks of several zigzag shards, which may have padding in the middle.
 Rows = tuple[Segment, ...]
-"""The valid rows of a local tensor in local order.
 
-They are contiguous, with padding at the ends, except for second chunks of several zigzag shards, which may have padding
-in the middle.
-"""
-
-Span = list[int]
-"""The rows of a local tensor as six ints; see the module docstring."""
+Span = list[int]  # the rows of a local tensor as six ints; see the module docstring
 
 
 def full_span(length: int) -> Span:
@@ -76,48 +73,49 @@ def local_valid_rows(span: Sequence[int], local_length: int, group: str) -> Rows
         local_length: The number of local rows.
         group: The process group, whose rank is read only if the sequence is sharded.
     """
-    n, _, stride, *_ = (int(x) for x in span)
+    n, stride = int(span[0]), int(span[2])
     return span_rows(span, local_length, current_communicator().rank(group) // stride if n > 1 else 0)
 
 
-def span_rows(span: Sequence[int], local_length: int, place: int) -> Rows:
+def span_rows(span: Sequence[int], local_length: int, rank: int) -> Rows:
     """Return the valid rows of a local tensor.
 
     Args:
         span: The span.
         local_length: The number of local rows.
-        place: The index of the rank or of its neighborhood.
+        rank: The rank, or the index of its neighborhood: rank // stride.
     """
     n, folds, _, shift, start, length = (int(x) for x in span)
-    r = (place - shift) % n
-    chunk = local_length // abs(folds)
-    places = (r, 2 * n - 1 - r)[:folds] if folds > 0 else range(-2 * folds - 1, -folds - 1, -1)
-    firsts = [place * chunk for place in places]
-    cut = [_cut_segment(first - start, fold * chunk, chunk, length) for fold, first in enumerate(firsts)]
-    return _join_segments([segment for segment in cut if segment.length > 0])
-
-
-def _cut_segment(index: int, offset: int, rows: int, length: int) -> Segment:
-    low, high = max(index, 0), min(index + rows, length)
-    return Segment(low, offset + low - index, high - low)
+    r = (rank - shift) % n
+    chunk_rows = local_length // abs(folds)
+    # The position of each local chunk in the sequence, in units of chunks.
+    chunks = (r, 2 * n - 1 - r)[:folds] if folds > 0 else range(-2 * folds - 1, -folds - 1, -1)
+    segments = []
+    for fold, chunk in enumerate(chunks):
+        first = chunk * chunk_rows - start
+        low, high = max(first, 0), min(first + chunk_rows, length)
+        if low < high:
+            segments.append(Segment(low, fold * chunk_rows + low - first, high - low))
+    return _join_segments(segments)
 
 
 def _join_segments(segments: Iterable[Segment]) -> Rows:
     """Join segments whose indices and offsets are consecutive."""
-    found: list[Segment] = []
-    for one in segments:
-        if found and (found[-1].first + found[-1].length, found[-1].offset + found[-1].length) == one[:2]:
-            found[-1] = found[-1]._replace(length=found[-1].length + one.length)
+    joined: list[Segment] = []
+    for segment in segments:
+        last = joined[-1] if joined else Segment(-1, -1, 0)
+        if (last.first + last.length, last.offset + last.length) == (segment.first, segment.offset):
+            joined[-1] = last._replace(length=last.length + segment.length)
         else:
-            found.append(one)
-    return tuple(found)
+            joined.append(segment)
+    return tuple(joined)
 
 
 def sort_by_index(rows: Rows) -> Rows:
     """Return rows with the same indices, sorted and without padding, in the fewest segments."""
     ordered = sorted(rows)
-    offsets = accumulate((one.length for one in ordered), initial=0)
-    return _join_segments(one._replace(offset=offset) for one, offset in zip(ordered, offsets))
+    offsets = accumulate((segment.length for segment in ordered), initial=0)
+    return _join_segments(segment._replace(offset=offset) for segment, offset in zip(ordered, offsets))
 
 
 def valid_extent(rows: Rows) -> tuple[int, int]:
@@ -127,17 +125,17 @@ def valid_extent(rows: Rows) -> tuple[int, int]:
 
 def index_intervals(rows: Rows, low: int, high: int) -> list[tuple[int, int]]:
     """Return the indices of the local rows [low, high) as intervals [first, last], in local order."""
-    found = []
+    intervals = []
     for index, offset, length in rows:
-        first, last = max(low, offset), min(high, offset + length) - 1
+        first, last = max(low, offset), min(high, offset + length) - 1  # local rows of the segment in [low, high)
         if first <= last:
-            found.append((index + first - offset, index + last - offset))
-    return found
+            intervals.append((index + first - offset, index + last - offset))
+    return intervals
 
 
 def row_indices(rows: Rows, low: int, high: int, device: torch.device) -> Tensor:
     """Return the indices of the local rows [low, high): int64 (high - low,)."""
-    parts = [torch.arange(a, b + 1, device=device) for a, b in index_intervals(rows, low, high)]
+    parts = [torch.arange(first, last + 1, device=device) for first, last in index_intervals(rows, low, high)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -151,7 +149,7 @@ def take_rows(x: Tensor, dim: int, rows: Rows, low: int, high: int) -> Tensor:
         low: The first local row.
         high: The end of the local rows, exclusive.
     """
-    parts = [x.narrow(dim, a, b + 1 - a) for a, b in index_intervals(rows, low, high)]
+    parts = [x.narrow(dim, first, last + 1 - first) for first, last in index_intervals(rows, low, high)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 

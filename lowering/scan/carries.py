@@ -4,8 +4,8 @@ A chunk is the shard of a rank, or half of it in a zigzag frame. Its summary is 
 of a scan, the affine map of a recurrence, or the running extreme. The carry into a chunk combines the summaries of all
 earlier chunks in scan order.
 
-    exchange="gather"   one all-gather; every rank scans the n (or 2n) summaries: (n - 1) * C bytes, C of a rank
-    exchange="steps"    ceil(log2 n) shifts, step k to the rank 2^k later: at most ceil(log2 n) * C bytes
+    "gather"   one all-gather; every rank scans the n (or 2n) summaries: (n - 1) * C bytes, C of a rank
+    "steps"    ceil(log2 n) shifts, step k to the rank 2^k later: at most ceil(log2 n) * C bytes
 
 Summaries have shape (folds, ...), in the order of the chunks of this rank. Nothing here is differentiable, except
 where a docstring declares it.
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.frames import to_sequence_order
+from sp_compile.lowering.base.frames import column_along, to_sequence_order
 from sp_compile.lowering.base.library import opaque
 from sp_compile.lowering.comm import routes
 from sp_compile.lowering.comm.communicator import current_communicator, from_sendable, to_sendable
@@ -38,11 +38,11 @@ class CarryExchange(NamedTuple):
     """Direction of a scan, the ranks that share its rows, and the exchange of carries."""
 
     dim: int  # the dim of the chunks; their rows are in dim + 1
-    reverse: bool
-    n: int = 1
+    reverse: bool  # the scan starts at the last row
+    n: int = 1  # number of ranks
     folds: int = 1  # number of chunks of a rank
-    exchange: str = "gather"  # "gather" or "steps"
-    group: str = ""
+    method: str = "gather"  # "gather" or "steps"
+    group: str = ""  # name of the process group
 
     @property
     def rows(self) -> int:
@@ -72,8 +72,8 @@ class CarryExchange(NamedTuple):
 
     def scan_positions(self, device: torch.device) -> Tensor:
         """Return the positions of the chunks of this rank in scan order, int64 (folds,)."""
-        own = self.chunk_indices(device)
-        return self.n * self.folds - 1 - own if self.reverse else own
+        indices = self.chunk_indices(device)
+        return self.n * self.folds - 1 - indices if self.reverse else indices
 
 
 def scan_carry(
@@ -83,7 +83,7 @@ def scan_carry(
 
     Args:
         total: (folds, ...), the total of the last segment of each chunk.
-        stops: bool, broadcasts to total; True if a segment begins in the chunk.
+        stops: bool, broadcasts to total; True if a segment begins in the chunk; None without segments.
         ends: The first and the last segment id in scan order, shaped like stops, if they are not compared yet.
         op: The name of the monoid.
         exchange: The direction and the exchange.
@@ -91,19 +91,21 @@ def scan_carry(
     Returns:
         The carry, like total, and a bool tensor like stops, or None without ends.
     """
-    if exchange.exchange == "steps":
+    if exchange.method == "steps":
         return _scan_in_steps(total, stops, ends, op, exchange)
-    parts = [total] if stops is None else [total, stops, *(ends or ())]
-    total, *rest = _gather_parts(parts, exchange)
-    places, cut = exchange.scan_positions(total.device), None
-    if ends is not None:
-        first, last = rest[1:]
-        cuts = torch.cat([torch.ones_like(rest[0][:1]), first[1:] != last[:-1]])
-        rest, cut = [rest[0] | cuts], cuts.index_select(0, places)
-    starts = rest[0] if rest else None
-    same = total.dtype
-    sums, _ = sp.local_scan(total, starts, 0, op, False, False, same, same, False)
-    return _shift_results(sums, MONOIDS[op].identity(same), places), cut
+    positions, cut = exchange.scan_positions(total.device), None
+    if stops is None:
+        (total,) = _gather_parts([total], exchange)
+    elif ends is None:
+        total, stops = _gather_parts([total, stops], exchange)
+    else:
+        total, stops, first, last = _gather_parts([total, stops, *ends], exchange)
+        # True for chunks whose first row begins a segment: its id differs from the last id of the previous chunk.
+        cuts = torch.cat([torch.ones_like(stops[:1]), first[1:] != last[:-1]])
+        stops, cut = stops | cuts, cuts.index_select(0, positions)
+    dtype = total.dtype
+    sums, _ = sp.local_scan(total, stops, 0, op, False, False, dtype, dtype, False)
+    return _shift_results(sums, MONOIDS[op].identity(dtype), positions), cut
 
 
 def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchange) -> Pair:
@@ -119,14 +121,14 @@ def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchang
         Tensors like value and index.
     """
     identity = MONOIDS[op].identity(value.dtype)
-    if exchange.exchange == "steps":
+    if exchange.method == "steps":
         first = torch.full_like(value, identity), torch.zeros_like(index)
-        carry, index = _exclusive_combine((value, index), first, select_combine(op), exchange)
-        return carry, index
+        best, best_index = _exclusive_combine((value, index), first, select_combine(op), exchange)
+        return best, best_index
     value, index = _gather_parts([value, index], exchange)
     best, winner = sp.local_extremes(value, None, 0, op, False)
-    places = exchange.scan_positions(value.device)
-    return _shift_results(best, identity, places), _shift_results(index.gather(0, winner), 0, places)
+    positions = exchange.scan_positions(value.device)
+    return _shift_results(best, identity, positions), _shift_results(index.gather(0, winner), 0, positions)
 
 
 def recurrence_carry(
@@ -141,20 +143,18 @@ def recurrence_carry(
         exchange: The direction and the exchange.
 
     Returns:
-        The carry, (folds, ...), and the final state, (...). The final state is None with exchange="steps", because only
+        The carry, (folds, ...), and the final state, (...). The final state is None with "steps", because only
         the last rank could compute it.
     """
     first = state.new_zeros(state.shape[1:]) if initial is None else initial.to(state.dtype)
-    if exchange.exchange == "steps":
-        a, b = _exclusive_combine(
-            (factor, state), (torch.ones_like(factor), torch.zeros_like(state)), compose_affine, exchange
-        )
+    if exchange.method == "steps":
+        no_change = torch.ones_like(factor), torch.zeros_like(state)
+        a, b = _exclusive_combine((factor, state), no_change, compose_affine, exchange)
         return torch.addcmul(b, a, first), None
     factor, state = _gather_parts([factor, state], exchange)
-    same = state.dtype
-    states = sp.local_linear_scan(factor, state, first, 0, False, False, same, same)
-    before = torch.cat([first[None], states[:-1]])
-    return before.index_select(0, exchange.scan_positions(state.device)), states[-1]
+    states = sp.local_linear_scan(factor, state, first, 0, False, False, state.dtype, state.dtype)
+    carries = torch.cat([first[None], states[:-1]])
+    return carries.index_select(0, exchange.scan_positions(state.device)), states[-1]
 
 
 def previous_ends(ends: Tensor, first: Tensor, exchange: CarryExchange) -> Tensor:
@@ -180,22 +180,22 @@ def last_end(ends: Tensor, exchange: CarryExchange) -> Tensor:
 def _gather_parts(parts: list[Tensor], exchange: CarryExchange) -> list[Tensor]:
     """Gather the parts of all chunks, (n * folds, ...) each, in scan order."""
     sent = parts[0] if len(parts) == 1 else sp.to_bytes(parts)
-    rows = to_sequence_order(
-        current_communicator().all_gather(sent, exchange.n, exchange.group), exchange.frame, exchange.n
-    )
+    gathered = current_communicator().all_gather(sent, exchange.n, exchange.group)
+    rows = to_sequence_order(gathered, exchange.frame, exchange.n)
     rows = rows.flip(0) if exchange.reverse else rows
     return [rows] if len(parts) == 1 else sp.from_bytes(rows, parts)
 
 
-def _shift_results(inclusive: Tensor, identity: float, places: Tensor) -> Tensor:
-    """Return the running results before the chunks at these places."""
+def _shift_results(inclusive: Tensor, identity: float, positions: Tensor) -> Tensor:
+    """Return the running results before the chunks at these positions of the scan order."""
     first = torch.full_like(inclusive[:1], identity)
-    return torch.cat([first, inclusive[:-1]]).index_select(0, places)
+    return torch.cat([first, inclusive[:-1]]).index_select(0, positions)
 
 
 def _scan_in_steps(
     total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, exchange: CarryExchange
 ) -> tuple[Tensor, Tensor | None]:
+    """Implement `scan_carry` by shifts between ranks; each rank has one chunk."""
     combine: Combine = MONOIDS[op].combine
     empty = torch.full_like(total, MONOIDS[op].identity(total.dtype))
     if stops is None:
@@ -206,35 +206,33 @@ def _scan_in_steps(
 
     def merge(left: Any, right: Any) -> Any:
         """Combine two ranges of ranks, with a stop where the segment ids differ."""
-        stops, total, first, last = right
-        return *join(left[:2], (stops | (left[3] != first), total)), left[2], last
+        (left_stops, left_total, left_first, left_last), (stops, total, first, last) = left, right
+        return *join((left_stops, left_total), (stops | (left_last != first), total)), left_first, last
 
-    _, carry, _, last = _exclusive_combine((stops, total, *ends), (stops, empty, *ends), merge, exchange)
-    return carry, (last != ends[0]) | (exchange.scan_positions(total.device) == 0).view([-1] + [1] * (last.ndim - 1))
+    _, carry, _, previous_id = _exclusive_combine((stops, total, *ends), (stops, empty, *ends), merge, exchange)
+    is_first_rank = column_along(exchange.scan_positions(total.device) == 0, 0, previous_id.ndim)
+    return carry, (previous_id != ends[0]) | is_first_rank
 
 
 def _exclusive_combine(state: Any, empty: Any, combine: Combine, exchange: CarryExchange) -> Any:
     """Return the combination of the states of all earlier ranks; `empty` on the first rank.
 
-    Each step doubles the number of combined ranks.
+    After the step of k, `carry` combines the 2 k - 1 previous ranks and `state` those and this rank.
     """
-    place = exchange.scan_positions(pytree.tree_leaves(state)[0].device)
+    position = exchange.scan_positions(pytree.tree_leaves(state)[0].device)
     carry, step = empty, 1
     while step < exchange.n:
         received = _shift_state(state, step, exchange)
-        known = place >= step
-        carry = _select(known, received if step == 1 else combine(received, carry), carry)
-        state = _select(known, combine(received, state), state)
+        is_valid = position >= step  # the shift is cyclic: the first ranks receive states of the last ones
+        carry = _select(is_valid, received if step == 1 else combine(received, carry), carry)
+        state = _select(is_valid, combine(received, state), state)
         step *= 2
     return carry
 
 
-def _select(known: Tensor, new: Any, old: Any) -> Any:
-    def pick(a: Tensor, b: Tensor) -> Tensor:
-        """Return the new tensor where it is known."""
-        return torch.where(known.view([1] * a.ndim), a, b)
-
-    return pytree.tree_map(pick, new, old)
+def _select(condition: Tensor, new: Any, old: Any) -> Any:
+    """Return the tensors of the pytree `new` if the condition, bool (1,), is True, else those of `old`."""
+    return pytree.tree_map(lambda x, y: torch.where(condition.view([1] * x.ndim), x, y), new, old)
 
 
 def _shift_state(state: Any, step: int, exchange: CarryExchange) -> Any:
@@ -247,13 +245,13 @@ def _shift_state(state: Any, step: int, exchange: CarryExchange) -> Any:
     return pytree.tree_unflatten([received] if len(leaves) == 1 else sp.from_bytes(received, leaves), tree)
 
 
-def _part_bytes(part: Tensor) -> int:
+def _row_bytes(part: Tensor) -> int:
     return math.prod(part.shape[1:]) * part.element_size()  # Size.numel would make symbolic sizes constants
 
 
 @opaque(
     "to_bytes(Tensor[] parts) -> Tensor",
-    lambda parts: parts[0].new_empty((parts[0].shape[0], sum(map(_part_bytes, parts))), dtype=torch.uint8),
+    lambda parts: parts[0].new_empty((parts[0].shape[0], sum(map(_row_bytes, parts))), dtype=torch.uint8),
 )
 def to_bytes(parts: list[Tensor]) -> Tensor:
     """Pack the rows of several tensors of any dtypes: (k, ...) each -> (k, bytes) uint8.
@@ -261,8 +259,8 @@ def to_bytes(parts: list[Tensor]) -> Tensor:
     Source: views and one copy.
     """
     rows = [part.reshape(part.shape[0], part.shape[1:].numel()) for part in parts]
-    none = parts[0].new_empty((parts[0].shape[0], 0), dtype=torch.uint8)
-    return torch.cat([none, *(_align_rows(row).view(torch.uint8) for row in rows if row.numel())], 1)
+    no_bytes = parts[0].new_empty((parts[0].shape[0], 0), dtype=torch.uint8)
+    return torch.cat([no_bytes, *(_align_rows(row).view(torch.uint8) for row in rows if row.numel())], 1)
 
 
 @opaque(
@@ -276,11 +274,11 @@ def from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
         message: (m, bytes), uint8.
         parts: Tensors that define the other sizes and the dtypes.
     """
-    rows = message.split([_part_bytes(part) for part in parts], 1)
+    rows = message.split([_row_bytes(part) for part in parts], 1)
     shapes = [(message.shape[0], *part.shape[1:]) for part in parts]
     return [
-        _align_rows(row).view(p.dtype).view(shape) if row.numel() else p.new_empty(shape)
-        for row, p, shape in zip(rows, parts, shapes, strict=True)
+        _align_rows(row).view(part.dtype).view(shape) if row.numel() else part.new_empty(shape)
+        for row, part, shape in zip(rows, parts, shapes, strict=True)
     ]
 
 

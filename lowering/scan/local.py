@@ -15,7 +15,7 @@ from torch import Tensor
 from sp_compile.lowering.base.library import opaque
 
 from .monoids import Pair
-from .scan_table import ScanProblem, solve
+from .scan_table import ScanProblem, choose_kernel
 
 
 @opaque(
@@ -48,7 +48,7 @@ def local_scan(
     rows, starts = _to_three_dims(x, dim), _compact_starts(starts, x, dim)
     options = {"op": op, "segmented": starts is not None, "exclusive": exclusive, "reverse": reverse, "total": total}
     problem = ScanProblem.of("scan", rows, dtype, accumulate, **options)
-    out, last = solve(problem)(problem, rows, starts)
+    out, last = choose_kernel(problem)(problem, rows, starts)
     return out.view(x.shape), last.clone().view(_total_shape(x, dim)) if total else last.new_empty(0)
 
 
@@ -65,7 +65,7 @@ def local_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse:
     rows, starts = _to_three_dims(x, dim), _compact_starts(starts, x, dim)
     segmented = starts is not None
     problem = ScanProblem.of("extremes", rows, x.dtype, x.dtype, op=op, segmented=segmented, reverse=reverse)
-    values, indices = solve(problem)(problem, rows, starts)
+    values, indices = choose_kernel(problem)(problem, rows, starts)
     return values.view(x.shape), indices.view(x.shape)
 
 
@@ -93,7 +93,7 @@ def local_linear_scan(
     problem = ScanProblem.of("linear", b_rows, dtype, accumulate, reverse=reverse, lagged=lagged)
     if initial is not None:
         initial = initial.reshape(problem.outer, problem.inner).contiguous()
-    h: Tensor = solve(problem)(problem, a_rows, b_rows, initial)
+    h: Tensor = choose_kernel(problem)(problem, a_rows, b_rows, initial)
     return h.view(b.shape)
 
 
@@ -114,7 +114,7 @@ def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bo
     """
     a_rows, b_rows = _to_three_dims(a, dim), _to_three_dims(b, dim)
     problem = ScanProblem.of("linear_total", b_rows, accumulate, accumulate, reverse=reverse, lagged=lagged)
-    factor, state = solve(problem)(problem, a_rows, b_rows)
+    factor, state = choose_kernel(problem)(problem, a_rows, b_rows)
     shape = _total_shape(b, dim)
     return factor.view(shape), state.view(shape)
 
@@ -140,11 +140,13 @@ def _compact_starts(starts: Tensor | None, x: Tensor, dim: int) -> Tensor | None
     return _to_three_dims(starts.reshape(sizes).expand(*outer, x.shape[dim], *inner), dim)
 
 
-def _common_sizes(sizes: Sequence[int], wanted: Sequence[int]) -> Sequence[int]:
-    return sizes if math.prod(sizes) == 1 else wanted
+def _common_sizes(sizes: Sequence[int], x_sizes: Sequence[int]) -> Sequence[int]:
+    """Return the sizes to expand to: their own if all are 1, else those of x."""
+    return sizes if math.prod(sizes) == 1 else x_sizes
 
 
 def _total_shape(x: Tensor, dim: int) -> list[int]:
+    """Return the shape of x without dim."""
     shape = list(x.shape)
     if shape:
         del shape[dim]

@@ -1,8 +1,7 @@
-"""Define the combine functions of scans.
+"""Define the combine functions of scans: five operations, their segmented forms and the diagonal recurrence.
 
-These are five operations, their segmented forms and the diagonal recurrence.
-
-All are associative, none needs to commute: ``combine(left, right)`` takes the earlier state first.
+All are associative, none needs to commute: ``combine(left, right)`` has the earlier state first. A state is a tensor or
+a pytree of tensors, such as (value, index) of a running maximum.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ Pair = tuple[Tensor, Tensor]
 class Monoid:
     """An operation and its neutral element."""
 
-    name: str
-    combine: Combine
+    name: str  # key of `MONOIDS`
+    combine: Combine  # of two tensors
     neutral: float  # 0, 1, -inf or inf; for a dtype without infinities, the latter are its least and greatest value
     cumulative: Callable[..., Tensor | Pair]  # the scan of torch
     floating: bool = False  # True if it is defined for floating-point numbers only
@@ -65,10 +64,9 @@ def segment_combine(combine: Combine) -> Combine:
 
     def join(left: Any, right: Any) -> Any:
         """Combine two states; a start of a segment discards the left one."""
-        start = right[0]
-        carried = combine(left[1], right[1])
-        values = pytree.tree_map(lambda own, both: torch.where(start, own, both), right[1], carried)
-        return left[0] | start, values
+        (left_start, left_values), (start, values) = left, right
+        carried = combine(left_values, values)
+        return left_start | start, pytree.tree_map(lambda x, y: torch.where(start, x, y), values, carried)
 
     return join
 
@@ -87,15 +85,17 @@ def select_combine(op: str) -> Combine:
 
     def select(left: Pair, right: Pair) -> Pair:
         """Return the extreme of two values with its index."""
-        later = is_later_extreme(op, right[0], left[0])
-        return torch.where(later, right[0], left[0]), torch.where(later, right[1], left[1])
+        (left_value, left_index), (value, index) = left, right
+        is_later = is_later_extreme(op, value, left_value)
+        return torch.where(is_later, value, left_value), torch.where(is_later, index, left_index)
 
     return select
 
 
 def compose_affine(left: Pair, right: Pair) -> Pair:
     """Compose states (a, b), the maps h -> a * h + b; left is applied first."""
-    return left[0] * right[0], torch.addcmul(right[1], right[0], left[1])
+    (left_a, left_b), (a, b) = left, right
+    return left_a * a, torch.addcmul(b, a, left_b)
 
 
 def accumulate_dtype(op: str, dtype: torch.dtype, device: torch.device | str) -> torch.dtype:

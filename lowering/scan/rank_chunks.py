@@ -1,6 +1,8 @@
 """Scan the chunks of a rank with the carries from other ranks: values only, no derivatives.
 
-Tensors are chunked: dim `way.dim` counts the chunks (one, or two in a zigzag frame), the next dim their rows.
+    2 ranks, sum of [1 2 3 4]    local scans [1 3] and [3 7]; carries 0 and 3; results [1 3] and [6 10]
+
+Tensors are chunked: dim `exchange.dim` counts the chunks (one, or two in a zigzag frame), the next dim their rows.
 
     cuts    bool, like x but with one row more: True between two rows, in index order, where a segment ends and another
             begins. Both ends of a chunk count; an end that is not compared with the next chunk yet is False.
@@ -26,22 +28,22 @@ sp = torch.ops.sp
 
 
 class ScanSpec(NamedTuple):
-    """Options of a scan; dtype is that of the result."""
+    """Options of a scan."""
 
-    op: str
-    exclusive: bool
-    way: CarryExchange
-    dtype: torch.dtype
-    accumulate: torch.dtype
+    op: str  # a key of `MONOIDS`
+    exclusive: bool  # combine the rows before each, without the row
+    exchange: CarryExchange  # direction of the scan, and exchange of carries
+    dtype: torch.dtype  # of the result
+    accumulate: torch.dtype  # dtype of the accumulation
 
 
 class RecurrenceSpec(NamedTuple):
-    """Options of a recurrence; see ``sp::local_linear_scan``."""
+    """Options of a recurrence."""
 
-    lagged: bool
-    way: CarryExchange
-    dtype: torch.dtype
-    accumulate: torch.dtype
+    lagged: bool  # see ``sp::local_linear_scan``
+    exchange: CarryExchange  # direction of the scan, and exchange of carries
+    dtype: torch.dtype  # of the result
+    accumulate: torch.dtype  # dtype of the accumulation
 
 
 def segment_starts(cuts: Tensor, exchange: CarryExchange) -> Tensor:
@@ -54,8 +56,8 @@ def shift_rows(x: Tensor, carry: Tensor, exchange: CarryExchange) -> Tensor:
 
     The row before a chunk's first is its `carry`, (..., chunks, 1, ...).
     """
-    others = x.narrow(exchange.rows, int(exchange.reverse), x.shape[exchange.rows] - 1)
-    return torch.cat([others, carry] if exchange.reverse else [carry, others], exchange.rows)
+    previous = x.narrow(exchange.rows, int(exchange.reverse), x.shape[exchange.rows] - 1)
+    return torch.cat([previous, carry] if exchange.reverse else [carry, previous], exchange.rows)
 
 
 def chunks_first(x: Tensor, exchange: CarryExchange) -> Tensor:
@@ -74,19 +76,20 @@ def last_rows(x: Tensor, exchange: CarryExchange) -> Tensor:
 
 
 def scan_chunks(
-    x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanSpec
+    x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, spec: ScanSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the scan in job.dtype, the carries into the chunks, and where segments begin (cut).
+    """Return the scan in spec.dtype, the carries into the chunks, and whether a segment begins at their first rows.
 
-    The carry is None on one rank; the cut is None unless first and last were compared. Both are rows,
+    The carry is None on one rank; the flag (cut) is None unless first and last were compared. Both are rows,
     (..., chunks, 1, ...).
     """
-    op, exclusive, exchange, dtype, accumulate = job
+    op, exclusive, exchange, dtype, accumulate = spec
     begins, options = None if cuts is None else segment_starts(cuts, exchange), (op, exclusive, exchange.reverse)
     if exchange.is_single:
         return sp.local_scan(x, begins, exchange.rows, *options, dtype, accumulate, False)[0], None, None
     # Not rounded before the carry is added: the sum may be small where both are large.
     out, total = sp.local_scan(x, begins, exchange.rows, *options, accumulate, accumulate)
+    # Summaries of the chunks: nothing leaves a chunk whose last row ends a segment, and nothing passes a stop.
     total, stops = chunks_first(total, exchange), None
     if cuts is not None and begins is not None:
         leaving = last_rows(cuts, exchange)
@@ -96,16 +99,16 @@ def scan_chunks(
     ends = None if first is None or last is None else (last_rows(first, exchange), last_rows(last, exchange))
     carry, cut = scan_carry(total, stops, ends, op, exchange)
     carry, cut = chunk_rows(carry, exchange), None if cut is None else chunk_rows(cut, exchange)
-    both = MONOIDS[op].combine(carry, out)
+    carried = MONOIDS[op].combine(carry, out)
     if begins is not None:
-        both = torch.where(_carry_reach(begins, cut, exchange), both, out)
-    return both.to(dtype), carry, cut
+        carried = torch.where(_is_reached(begins, cut, exchange), carried, out)
+    return carried.to(dtype), carry, cut
 
 
 def join_boundaries(cuts: Tensor, cut: Tensor, exchange: CarryExchange) -> Tensor:
     """Return cuts with the first row of each chunk, in scan order, compared with the row before it."""
-    index, last = _row_indices(cuts, exchange), cuts.shape[exchange.rows] - 1
-    return cuts | (cut & (index == (last if exchange.reverse else 0)))
+    first_row = cuts.shape[exchange.rows] - 1 if exchange.reverse else 0
+    return cuts | (cut & (_row_indices(cuts, exchange) == first_row))
 
 
 def _row_indices(x: Tensor, exchange: CarryExchange) -> Tensor:
@@ -113,7 +116,7 @@ def _row_indices(x: Tensor, exchange: CarryExchange) -> Tensor:
     return column_along(torch.arange(x.shape[exchange.rows], device=x.device), exchange.rows, x.ndim)
 
 
-def _carry_reach(begins: Tensor, cut: Tensor | None, exchange: CarryExchange) -> Tensor:
+def _is_reached(begins: Tensor, cut: Tensor | None, exchange: CarryExchange) -> Tensor:
     """Return True for rows that the carry reaches: no segment begins between the chunk start and the row."""
     index, size = _row_indices(begins, exchange), begins.shape[exchange.rows]
     if exchange.reverse:
@@ -131,23 +134,23 @@ def extremum_chunks(x: Tensor, op: str, exchange: CarryExchange) -> tuple[Tensor
     best, index = sp.local_extremes(x, None, exchange.rows, op, exchange.reverse)
     if exchange.is_single:
         return best, index, None
-    first = exchange.chunk_indices(x.device) * x.shape[exchange.rows]
-    index = index + column_along(first, exchange.dim, x.ndim)
+    first_rows = exchange.chunk_indices(x.device) * x.shape[exchange.rows]
+    index = index + column_along(first_rows, exchange.dim, x.ndim)
     carry = extremes_carry(last_rows(best, exchange), last_rows(index, exchange), op, exchange)
-    value, position = (chunk_rows(x, exchange) for x in carry)
-    best, index = select_combine(op)((value, position), (best, index))
-    return best, index, value
+    carried_best, carried_index = (chunk_rows(x, exchange) for x in carry)
+    best, index = select_combine(op)((carried_best, carried_index), (best, index))
+    return best, index, carried_best
 
 
 def recurrence_chunks(
-    a: Tensor, b: Tensor, initial: Tensor | None, job: RecurrenceSpec
+    a: Tensor, b: Tensor, initial: Tensor | None, spec: RecurrenceSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return h in job.dtype, the carries into the chunks, and the state after the last chunk.
+    """Return h in spec.dtype, the carries into the chunks, and the state after the last chunk.
 
     The carries are (..., chunks, 1, ...). `initial` and the final state are like h without chunks and rows. The carries
     and the final state are None on one rank.
     """
-    lagged, exchange, dtype, accumulate = job
+    lagged, exchange, dtype, accumulate = spec
     options = exchange.rows, exchange.reverse, lagged
     if exchange.is_single:
         first_state = None if initial is None else initial.unsqueeze(exchange.dim)

@@ -41,9 +41,9 @@ from .rank_chunks import (
 )
 
 
-def scan_with_grad(x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanSpec) -> Tensor:
-    """Return the scan of x in job.dtype. Differentiable in x any number of times."""
-    return _ScanFunction.apply(x, cuts, first, last, job)[0]
+def scan_with_grad(x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, spec: ScanSpec) -> Tensor:
+    """Return `scan_chunks` of these arguments, without the carries. Differentiable in x any number of times."""
+    return _ScanFunction.apply(x, cuts, first, last, spec)[0]
 
 
 def extremes_with_grad(x: Tensor, op: str, exchange: CarryExchange) -> Pair:
@@ -53,13 +53,19 @@ def extremes_with_grad(x: Tensor, op: str, exchange: CarryExchange) -> Pair:
 
 
 def recurrence_with_grad(
-    a: Tensor, b: Tensor, initial: Tensor | None, job: RecurrenceSpec
+    a: Tensor, b: Tensor, initial: Tensor | None, spec: RecurrenceSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return h, the carries and the final state, as `recurrence_chunks` does.
 
     Only h is differentiable.
     """
-    return _RecurrenceFunction.apply(a, b, initial, job)
+    return _RecurrenceFunction.apply(a, b, initial, spec)
+
+
+def _mark_undifferentiated(ctx: Any, *results: Tensor | None) -> None:
+    """Mark results of an autograd function, some of which may be None; their cotangents are None, not zeros."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(result for result in results if result is not None))
 
 
 class _ScanFunction(Function):
@@ -68,12 +74,11 @@ class _ScanFunction(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """Save the operands and results that the derivative of the operation reads."""
-        (x, cuts, *_, job), (y, carry, cut) = inputs, output
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(saved for saved in (carry, cut) if saved is not None))
-        ctx.job, ctx.x_dtype = job, x.dtype
-        values = (None, None, None) if job.op == "sum" else (x, y, carry)
+        """Save the cuts and, unless the operation is a sum, the operand, the result and the carry."""
+        (x, cuts, *_, spec), (y, carry, cut) = inputs, output
+        _mark_undifferentiated(ctx, carry, cut)
+        ctx.spec, ctx.x_dtype = spec, x.dtype
+        values = (None, None, None) if spec.op == "sum" else (x, y, carry)
         ctx.save_for_backward(cuts, cut, *values)
 
     @staticmethod
@@ -82,15 +87,14 @@ class _ScanFunction(Function):
         """Return the gradient of x, by a scan in the other direction."""
         if grad is None:
             return None, None, None, None, None
-        (cuts, cut, x, y, carry), job = ctx.saved_tensors, ctx.job
+        (cuts, cut, x, y, carry), spec = ctx.saved_tensors, ctx.spec
         if cut is not None:
-            cuts = join_boundaries(cuts, cut, job.way)
-        if job.op == "sum":
-            dx = scan_with_grad(grad, cuts, None, None, job._replace(way=job.way.backward, dtype=grad.dtype)).to(
-                ctx.x_dtype
-            )
+            cuts = join_boundaries(cuts, cut, spec.exchange)
+        if spec.op == "sum":
+            backward_spec = spec._replace(exchange=spec.exchange.backward, dtype=grad.dtype)
+            dx = scan_with_grad(grad, cuts, None, None, backward_spec).to(ctx.x_dtype)
         else:
-            dx = _scan_vjp(grad, x, y, carry, cuts, job)
+            dx = _scan_vjp(grad, x, y, carry, cuts, spec)
         return dx, None, None, None, None
 
 
@@ -102,9 +106,8 @@ class _ExtremesFunction(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Save the operand, the result and the carry."""
         (x, op, exchange), (y, index, carry) = inputs, output
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(saved for saved in (index, carry) if saved is not None))
-        ctx.job = ScanSpec(op, False, exchange, x.dtype, x.dtype)
+        _mark_undifferentiated(ctx, index, carry)
+        ctx.spec = ScanSpec(op, False, exchange, x.dtype, x.dtype)
         ctx.save_for_backward(x, y, carry)
 
     @staticmethod
@@ -114,7 +117,7 @@ class _ExtremesFunction(Function):
         if grad is None:
             return None, None, None
         x, y, carry = ctx.saved_tensors
-        return _scan_vjp(grad, x, y, carry, None, ctx.job), None, None
+        return _scan_vjp(grad, x, y, carry, None, ctx.spec), None, None
 
 
 class _RecurrenceFunction(Function):
@@ -124,10 +127,9 @@ class _RecurrenceFunction(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Save the factors, and the states if the factors require a gradient."""
-        (a, b, initial, job), (h, carry, final) = inputs, output
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(saved for saved in (carry, final) if saved is not None))
-        ctx.job, ctx.b_dtype = job, b.dtype
+        (a, b, initial, spec), (h, carry, final) = inputs, output
+        _mark_undifferentiated(ctx, carry, final)
+        ctx.spec, ctx.b_dtype = spec, b.dtype
         ctx.save_for_backward(a, *((h, carry, initial) if ctx.needs_input_grad[0] else (None, None, None)))
 
     @staticmethod
@@ -136,44 +138,50 @@ class _RecurrenceFunction(Function):
         """Return the gradients of a, b and the initial state, by a recurrence in the other direction."""
         if grad is None:
             return None, None, None, None
-        (a, h, carry, initial), job = ctx.saved_tensors, ctx.job
-        wants_a, _, wants_initial, _ = ctx.needs_input_grad
+        (a, h, carry, initial), spec = ctx.saved_tensors, ctx.spec
+        needs_a, _, needs_initial, _ = ctx.needs_input_grad
         # With steps, only one rank would compute the final state, which is the gradient of the initial one.
-        back = job.way.backward._replace(exchange="gather") if wants_initial else job.way.backward
+        back = spec.exchange.backward._replace(method="gather") if needs_initial else spec.exchange.backward
         dtype = torch.promote_types(grad.dtype, torch.float32)
-        w, carried, final = recurrence_with_grad(
-            a, grad, None, RecurrenceSpec(not job.lagged, back, dtype, job.accumulate)
-        )
+        backward_spec = RecurrenceSpec(not spec.lagged, back, dtype, spec.accumulate)
+        w, carried, final = recurrence_with_grad(a, grad, None, backward_spec)
         da = dinitial = None
-        if wants_a and job.lagged:
+        if needs_a and spec.lagged:
             da = h * shift_rows(w, _carried_states(w, carried, None, back), back)
-        elif wants_a:
-            da = w * shift_rows(h, _carried_states(h, carry, initial, job.way), job.way)
-        if wants_initial:
-            dinitial = _final_state(a, w, final, not job.lagged, back).to(job.dtype)
+        elif needs_a:
+            da = w * shift_rows(h, _carried_states(h, carry, initial, spec.exchange), spec.exchange)
+        if needs_initial:
+            dinitial = _final_state(a, w, final, not spec.lagged, back).to(spec.dtype)
         return None if da is None else da.to(a.dtype), w.to(ctx.b_dtype), dinitial, None
 
 
-def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, job: ScanSpec) -> Tensor:
-    """Return the cotangent of x, from that of y."""
-    exchange, neutral = job.way, MONOIDS[job.op].identity(y.dtype)
+def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, spec: ScanSpec) -> Tensor:
+    """Return the cotangent of x, by the recurrence of the table above in the other direction.
+
+    Args:
+        grad: The cotangent of y.
+        x: The operand.
+        y: The scan of x.
+        carry: The carries into the chunks; None on one rank.
+        cuts: Where segments begin; None without segments.
+        spec: The options of the scan.
+    """
+    exchange, neutral = spec.exchange, MONOIDS[spec.op].identity(y.dtype)
     begins = None if cuts is None else segment_starts(cuts, exchange)
-    prior = y
-    if not job.exclusive:
+    previous = y  # P of the table: the scan before each row
+    if not spec.exclusive:
         first = y.new_full(last_rows(y, exchange).shape[1:], neutral)
-        prior = shift_rows(y, _carried_states(y, carry, first, exchange), exchange)
-        prior = prior if begins is None else prior.masked_fill(begins, neutral)
-    a, c = _linearize_scan(job.op, x.to(y.dtype), prior, None if job.exclusive else y)
+        previous = shift_rows(y, _carried_states(y, carry, first, exchange), exchange)
+        previous = previous if begins is None else previous.masked_fill(begins, neutral)
+    a, c = _linearize_scan(spec.op, x.to(y.dtype), previous, None if spec.exclusive else y)
     if begins is not None:
         a = a.masked_fill(begins, 0)
-        grad = grad.masked_fill(begins, 0) if job.exclusive else grad
-    wide = accumulate_dtype("sum", torch.promote_types(y.dtype, job.accumulate), y.device)
-    dtype = torch.promote_types(y.dtype, torch.float32)
-    w, carried, _ = recurrence_with_grad(
-        a, grad, None, RecurrenceSpec(not job.exclusive, exchange.backward, dtype, wide)
-    )
-    if job.exclusive:
-        w = shift_rows(w, _carried_states(w, carried, None, exchange.backward), exchange.backward)
+        grad = grad.masked_fill(begins, 0) if spec.exclusive else grad
+    back, dtype = exchange.backward, torch.promote_types(y.dtype, torch.float32)
+    accumulate = accumulate_dtype("sum", torch.promote_types(y.dtype, spec.accumulate), y.device)
+    w, carried, _ = recurrence_with_grad(a, grad, None, RecurrenceSpec(not spec.exclusive, back, dtype, accumulate))
+    if spec.exclusive:
+        w = shift_rows(w, _carried_states(w, carried, None, back), back)
     return (w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w).to(x.dtype)
 
 
@@ -194,21 +202,36 @@ def _carried_states(y: Tensor, carry: Tensor | None, first: Tensor | None, excha
 
 
 def _final_state(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, exchange: CarryExchange) -> Tensor:
-    """Return the state after the last chunk."""
+    """Return the state after the last chunk, (...), of the recurrence w with the factors a.
+
+    Args:
+        a: The factors.
+        w: The result of the recurrence.
+        final: The same state as the forward computed it, not differentiable, if it did.
+        lagged: Whether the recurrence is lagged, so that its state is a * w.
+        exchange: The direction and the exchange.
+    """
     if final is not None and not (torch.is_grad_enabled() and w.requires_grad):
         return final
     ends = last_rows(w, exchange) * last_rows(a, exchange) if lagged else last_rows(w, exchange)
     return ends[0] if exchange.is_single else last_end(ends, exchange)
 
 
-def _linearize_scan(op: str, x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
-    """Return a and c of the table above; prior is P."""
+def _linearize_scan(op: str, x: Tensor, previous: Tensor, y: Tensor | None) -> Pair:
+    """Return a and c of the table above.
+
+    Args:
+        op: The operation.
+        x: The operand.
+        previous: P, the scan before each row.
+        y: The scan; None to compute it from P and x.
+    """
     if op == "prod":
-        return x, prior
+        return x, previous
     if op in ("max", "min"):
-        won = is_later_extreme(op, x, prior)
+        won = is_later_extreme(op, x, previous)
         return (~won).to(x.dtype), won
-    y = torch.logaddexp(prior, x) if y is None else y
-    same = (prior == y) & (y == torch.inf)  # where the difference would be NaN, and only the previous state counts
+    y = torch.logaddexp(previous, x) if y is None else y
+    both_infinite = (previous == y) & (y == torch.inf)  # the difference would be NaN; only the previous state counts
     y = y.masked_fill(y == -torch.inf, 0)
-    return (prior - y).exp().masked_fill(same, 1), (x - y).exp()
+    return (previous - y).exp().masked_fill(both_infinite, 1), (x - y).exp()

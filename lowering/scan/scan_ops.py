@@ -1,12 +1,12 @@
-"""Define ``sp::scan``, ``sp::extremes`` and ``sp::linear_scan``.
+"""Define ``sp::scan``, ``sp::extremes`` and ``sp::linear_scan``, which scan a full or a sharded tensor along a dim.
 
-They scan a full or a sharded tensor along a dim.
+    sp.scan(x, None, 1, "sum", frame=[1, 8, 0, 8], n=2, group="sp")    x: columns 4 r to 4 r + 3 of rank r, of 8
 
 Without a frame, x is the full tensor and nothing is exchanged. With a frame, [1, size, start, length(, folds)], x is
 the shard of this rank and the results are shards of the scan of the full sequence. `exchange` selects how carries are
 exchanged (see ``carries.py``): "gather" in one all-gather forward and one backward, "steps" in ceil(log2 n) shifts each
 way, for contiguous frames. Bytes below are for "gather", with C = elements of x without dim (twice those in zigzag
-frames). The operators raise ValueError for another exchange, or for one that the frame does not support.
+frames). Another exchange, or one that the frame does not support, is an SpError.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import FrameArg, column_along, frame_folds, is_known, is_padded
 from sp_compile.lowering.base.library import composite
 from sp_compile.lowering.torch_compat import is_functorch_tensor
@@ -27,25 +28,30 @@ from .rank_chunks import RecurrenceSpec, ScanSpec
 
 sp = torch.ops.sp
 _SHARD_ARGUMENTS = 'SymInt[]? frame=None, str exchange="gather", int n=1, str group=""'
+# Cuts between segments, and the first and the last segment id of each chunk; see ``rank_chunks.py``.
 Cuts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class ScanShards(NamedTuple):
     """The frame of operands and results: the last arguments of every operator (``_SHARD_ARGUMENTS``)."""
 
-    frame: FrameArg | None = None
-    exchange: str = "gather"
-    n: int = 1
-    group: str = ""
+    frame: FrameArg | None = None  # None for full tensors
+    exchange: str = "gather"  # "gather" or "steps"
+    n: int = 1  # number of ranks
+    group: str = ""  # name of the process group
 
     def carry_exchange(self, x: Tensor, dim: int, reverse: bool) -> CarryExchange:
-        """Return the direction and the exchange of a scan of x."""
+        """Return the direction and the exchange of a scan of x.
+
+        Raises:
+            SpError: If there is no such exchange for the frame.
+        """
         if self.exchange not in ("gather", "steps"):
-            raise ValueError(f"sp scan: exchange must be 'gather' or 'steps', got {self.exchange!r}")
+            raise SpError("SP551", f"exchange: must be 'gather' or 'steps', got {self.exchange!r}.")
         n = 1 if self.frame is None else self.n
         folds = 1 if self.frame is None or n == 1 else frame_folds(self.frame)
         if self.exchange == "steps" and folds > 1:
-            raise ValueError("sp scan: exchange='steps' needs a contiguous frame; pass 'gather'")
+            raise SpError("SP551", "exchange: 'steps' needs a contiguous frame, got a zigzag one.")
         return CarryExchange(dim % x.ndim, reverse, n, folds, self.exchange, self.group)
 
     def fill_padding(self, x: Tensor, dim: int, fill: float) -> Tensor:
@@ -98,8 +104,8 @@ def scan(
         return sp.local_scan(x, None, exchange.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
     x = shards.fill_padding(x, exchange.dim, MONOIDS[op].identity(x.dtype))
-    job = ScanSpec(op, exclusive, exchange, _saved_dtype(x, op, dtype, accumulate), accumulate)
-    out = autograd.scan_with_grad(_to_chunks(x, exchange), *_segment_cuts(segments, x, exchange), job)
+    spec = ScanSpec(op, exclusive, exchange, _saved_dtype(x, op, dtype, accumulate), accumulate)
+    out = autograd.scan_with_grad(_to_chunks(x, exchange), *_segment_cuts(segments, x, exchange), spec)
     return shards.window(out.flatten(exchange.dim, exchange.rows).to(dtype), exchange.dim)
 
 
@@ -122,10 +128,8 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
     if is_known(x.shape[exchange.dim] == 0):
         return x.clone(), torch.empty_like(x, dtype=torch.int64)
     x = shards.fill_padding(x, exchange.dim, MONOIDS[op].identity(x.dtype))
-    best, index = (
-        y.flatten(exchange.dim, exchange.rows)
-        for y in autograd.extremes_with_grad(_to_chunks(x, exchange), op, exchange)
-    )
+    chunked = autograd.extremes_with_grad(_to_chunks(x, exchange), op, exchange)
+    best, index = (y.flatten(exchange.dim, exchange.rows) for y in chunked)
     if shards.frame is not None and not is_known(shards.frame[2] == 0):
         index = index - shards.frame[2]
     return shards.window(best, exchange.dim), shards.window(index, exchange.dim)
@@ -166,8 +170,8 @@ def linear_scan(
     if is_known(a.shape[exchange.dim] == 0):
         return a * b
     a, b = shards.fill_padding(a, exchange.dim, 1), shards.fill_padding(b, exchange.dim, 0)
-    job = RecurrenceSpec(False, exchange, dtype, accumulate)
-    h = autograd.recurrence_with_grad(_to_chunks(a, exchange), _to_chunks(b, exchange), initial, job)[0]
+    spec = RecurrenceSpec(False, exchange, dtype, accumulate)
+    h, _, _ = autograd.recurrence_with_grad(_to_chunks(a, exchange), _to_chunks(b, exchange), initial, spec)
     return shards.window(h.flatten(exchange.dim, exchange.rows), exchange.dim)
 
 
@@ -185,13 +189,14 @@ def _expand_segments(segments: Tensor, x: Tensor, dim: int) -> Tensor:
 
 
 def _segment_cuts(segments: Tensor | None, x: Tensor, exchange: CarryExchange) -> Cuts:
-    """Return cuts, and the two ends of the ids; see ``rank_chunks.py``."""
+    """Return the cuts of x from its segment ids; without ids on one rank, as those are compared here."""
     if segments is None:
         return None, None, None
     ids = _to_chunks(_expand_segments(segments, x, exchange.dim), exchange)
     rows = ids.shape[exchange.rows]
     ends = ids.narrow(exchange.rows, 0, 1), ids.narrow(exchange.rows, rows - 1, 1)
-    # The ids are extended, not the result of comparing them: Inductor's C++ has no comparison within padding.
+    # The ids of the ends are repeated, so that no end of a chunk is a cut yet. The ids are extended, not the result of
+    # comparing them: Inductor's C++ has no comparison within padding.
     ids = torch.cat([ends[0], ids, ends[1]], exchange.rows)
     cuts = ids.narrow(exchange.rows, 1, rows + 1) != ids.narrow(exchange.rows, 0, rows + 1)
     return (cuts, None, None) if exchange.is_single else (cuts, *ends)

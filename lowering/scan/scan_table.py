@@ -23,18 +23,18 @@ class ScanProblem(NamedTuple):
     """Properties of a scan by which the table selects an implementation."""
 
     kind: str  # "scan", "extremes", "linear" or "linear_total"
-    device: str
-    outer: int
-    length: int
-    inner: int
-    dtype: torch.dtype  # the dtype of x, which is (outer, length, inner)
+    device: str  # device type
+    outer: int  # x is (outer, length, inner)
+    length: int  # number of rows
+    inner: int  # number of elements of a row
+    dtype: torch.dtype  # the dtype of x
     result: torch.dtype  # the dtype of the result
-    accumulate: torch.dtype
-    op: str = ""
-    segmented: bool = False
-    exclusive: bool = False
-    reverse: bool = False
-    lagged: bool = False
+    accumulate: torch.dtype  # the dtype of the accumulation
+    op: str = ""  # a key of `MONOIDS`; "" for recurrences
+    segmented: bool = False  # with starts of segments
+    exclusive: bool = False  # combine the rows before each, without the row
+    reverse: bool = False  # scan from the last row
+    lagged: bool = False  # see ``sp::local_linear_scan``
     total: bool = True  # True if the total of a scan is requested
 
     @classmethod
@@ -47,23 +47,22 @@ class ScanProblem(NamedTuple):
 class ScanLowering(NamedTuple):
     """A row of the table: functions of a problem and its tensors, None for kinds that never fit."""
 
-    fits: Callable[[ScanProblem], bool]
+    fits: Callable[[ScanProblem], bool]  # whether the functions support a problem
+    # functions by the kind of problem, as methods of `GenericKernels`
     scan: Callable[..., Any] | None = None
     extremes: Callable[..., Any] | None = None
     linear: Callable[..., Any] | None = None
     linear_total: Callable[..., Any] | None = None
-    is_torch: bool = False
+    is_torch: bool = False  # the functions only call an operator of torch
 
 
 SMALL_SCAN = 1 << 17  # elements; up to here a launch from Python takes longer than torch's loop
-
-
 LOWERINGS: Table[Any] = Table("scan: the lowering table")
 register_lowering, choose_lowering, using_lowering = LOWERINGS.register, LOWERINGS.choose, LOWERINGS.use_row
 
 
-def solve(problem: ScanProblem) -> Callable[..., Any]:
-    """Return the function that solves a problem."""
+def choose_kernel(problem: ScanProblem) -> Callable[..., Any]:
+    """Return the function of the first implementation that fits, for the kind of the problem."""
     return getattr(LOWERINGS[choose_lowering(problem)], problem.kind)
 
 

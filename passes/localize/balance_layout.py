@@ -170,7 +170,8 @@ class BalanceLayout(Pass):
         balanced = balance_rows(
             known, tuple(map(_current_size, weights)), tuple(map(_current_size, numbers)), (), _current_size(length), n
         )
-        times = f"{balanced.imbalance:.2f} times the mean of query-key pairs, contiguous {balanced.is_identity:.2f}"
+        contiguous = f"contiguous {balanced.contiguous_imbalance:.2f}"
+        times = f"{balanced.imbalance:.2f} times the mean of query-key pairs, {contiguous}"
         why = f"the busiest rank has {times}"
         if known != tuple(predicates):
             why = f"chunks are assigned at run time from the data of masks; without masked pairs, {why}"

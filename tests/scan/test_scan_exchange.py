@@ -13,6 +13,7 @@ from support.scans.scan_shards import DIM, OPS, Case, Recurrence, cut, joined, r
 from torch import Tensor
 
 import sp_compile
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.communicator import Communicator, current_communicator, use_communicator
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
@@ -294,5 +295,5 @@ def _linear_map(case: Case, x: Tensor, g: Tensor, n: int) -> tuple[Tensor, Tenso
 def test_exchanges_that_do_not_fit() -> None:
     x: Any = torch.ones(4)
     for how, message in ((([1, 4, 0, 4, 2], "steps", 2), "contiguous frame"), (([1, 4, 0, 4], "ring", 2), "must be")):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(SpError, match=message):
             sp.scan(x, None, 0, "sum", False, False, None, None, *how, SIMULATED_GROUP)

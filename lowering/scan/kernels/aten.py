@@ -23,29 +23,33 @@ def fits_aten(problem: ScanProblem) -> bool:
     return problem.kind == "extremes" or (problem.kind == "scan" and _is_exact(problem))
 
 
-def _launch_rank(problem: ScanProblem) -> int:
+def _aten_rank(problem: ScanProblem) -> int:
     """Return the rank of torch's scans in the lowering table.
 
     They are first for problems where a launch from Python dominates, and for many short lines on a CPU with little
     computation.
     """
-    small = problem.outer * problem.length * problem.inner <= SMALL_SCAN
-    simple = problem.kind == "scan" and problem.op != "logsumexp" and not problem.reverse
-    short = problem.device == "cpu" and problem.inner == 1 and problem.length < MIN_LINE_LENGTH and simple
-    return 0 if small or short else 30
+    if problem.outer * problem.length * problem.inner <= SMALL_SCAN:
+        return 0
+    is_simple = problem.kind == "scan" and problem.op != "logsumexp" and not problem.reverse
+    has_short_lines = problem.device == "cpu" and problem.inner == 1 and problem.length < MIN_LINE_LENGTH
+    return 0 if is_simple and has_short_lines else 30
 
 
 def _is_exact(problem: ScanProblem) -> bool:
     """Return True if torch accumulates in the requested dtype or a wider one, and the total needs no more."""
-    result, wanted = problem.result, problem.accumulate
-    own = accumulate_dtype(problem.op, result, "cpu") if problem.device == "cpu" else result
-    return torch.promote_types(own, wanted) == own and (not problem.total or result == wanted)
+    result, accumulate = problem.result, problem.accumulate
+    torch_accumulate = accumulate_dtype(problem.op, result, "cpu") if problem.device == "cpu" else result
+    if torch.promote_types(torch_accumulate, accumulate) != torch_accumulate:
+        return False
+    return not problem.total or result == accumulate
 
 
 def scan_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     """Run `torch.cumsum` or a similar scan; write an exclusive result one row later.
 
-    The total is None if torch has rounded it. It may be a view of the result.
+    The total is empty if torch has rounded it, which `_is_exact` excludes unless it is not requested. It may be a view
+    of the result.
     """
     monoid, dtype, accumulate = MONOIDS[problem.op], problem.result, problem.accumulate
     out = torch.empty_like(x, dtype=dtype)
@@ -65,6 +69,7 @@ def scan_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
 
 
 def _write_scan(monoid: Monoid, x: Tensor, out: Tensor) -> None:
+    """Write torch's scan of x, in the dtype of out, into out."""
     x = x.to(out.dtype)
     if monoid.has_index:
         monoid.cumulative(x, DIM, out=(out, torch.empty_like(x, dtype=torch.int64)))
@@ -80,4 +85,4 @@ def extremes_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pai
     return values.flip(DIM), x.shape[DIM] - 1 - indices.flip(DIM)
 
 
-register_lowering("aten", ScanLowering(fits_aten, scan_aten, extremes_aten, is_torch=True), _launch_rank)
+register_lowering("aten", ScanLowering(fits_aten, scan_aten, extremes_aten, is_torch=True), _aten_rank)

@@ -1,4 +1,4 @@
-"""Scan in blocks: few torch operations, each over one row of all blocks.
+"""Scan in blocks: few torch operations, each over one row of all blocks. States are pytrees of rows (`generic.py`).
 
 The tree combines two states at a node. This algorithm combines BLOCK states, one after another: it reduces the blocks,
 scans their totals in the same way, and scans the blocks again, each from the carry of the totals. Over n states that is
@@ -18,7 +18,7 @@ from sp_compile.lowering.torch_compat import pytree
 
 from .generic import GenericKernels, Map, concat_rows, identity, num_rows, slice_rows
 
-BLOCK_ROWS = 32
+BLOCK_ROWS = 32  # rows of a block
 
 
 def blocked_inclusive(
@@ -30,19 +30,20 @@ def blocked_inclusive(
     results.
     """
     n = num_rows(states, dim)
-    run = lift(slice_rows(states, dim, 0, None, BLOCK_ROWS))
+    # The running states have one row per block: first the first row of each, with the carry into the block.
+    running = lift(slice_rows(states, dim, 0, None, BLOCK_ROWS))
     if n > BLOCK_ROWS:
         carries, _ = blocked_inclusive(combine, _block_totals(combine, states, dim, lift), dim)
-        others = slice_rows(run, dim, 1, None)
-        others = combine(slice_rows(carries, dim, num_rows(others, dim)), others)
-        run = concat_rows(slice_rows(run, dim, 1), others, dim)
-    results, last = _empty_results(lower(run), dim, n), run
+        later_blocks = slice_rows(running, dim, 1, None)
+        later_blocks = combine(slice_rows(carries, dim, num_rows(later_blocks, dim)), later_blocks)
+        running = concat_rows(slice_rows(running, dim, 1), later_blocks, dim)
+    results, last = _empty_results(lower(running), dim, n), running
     for row in range(min(n, BLOCK_ROWS)):
         if row:
             added = lift(slice_rows(states, dim, row, None, BLOCK_ROWS))
-            run = combine(slice_rows(run, dim, num_rows(added, dim)), added)
-        pytree.tree_map(Tensor.copy_, slice_rows(results, dim, row, None, BLOCK_ROWS), lower(run))
-        last = run if row == (n - 1) % BLOCK_ROWS else last
+            running = combine(slice_rows(running, dim, num_rows(added, dim)), added)
+        pytree.tree_map(Tensor.copy_, slice_rows(results, dim, row, None, BLOCK_ROWS), lower(running))
+        last = running if row == (n - 1) % BLOCK_ROWS else last
     return results, slice_rows(last, dim, -1, None)
 
 
@@ -50,27 +51,27 @@ def combine_all(combine: Combine, states: Any, dim: int, lift: Map = identity) -
     """Return the combination of all lifted states: a tree like these, with one row in ``dim``."""
     n = num_rows(states, dim)
     if n > BLOCK_ROWS:
-        done = n // BLOCK_ROWS * BLOCK_ROWS
-        run = combine_all(combine, _block_totals(combine, states, dim, lift), dim)
+        combined_rows = n // BLOCK_ROWS * BLOCK_ROWS
+        total = combine_all(combine, _block_totals(combine, states, dim, lift), dim)
     else:
-        done = 1
-        run = lift(slice_rows(states, dim, 1))
-    for row in range(done, n):
-        run = combine(run, lift(slice_rows(states, dim, row, row + 1)))
-    return run
+        combined_rows = 1
+        total = lift(slice_rows(states, dim, 1))
+    for row in range(combined_rows, n):
+        total = combine(total, lift(slice_rows(states, dim, row, row + 1)))
+    return total
 
 
 def _block_totals(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
     """Return the totals of the complete blocks."""
     full_blocks = num_rows(states, dim) // BLOCK_ROWS * BLOCK_ROWS
-    run = lift(slice_rows(states, dim, 0, full_blocks, BLOCK_ROWS))
+    totals = lift(slice_rows(states, dim, 0, full_blocks, BLOCK_ROWS))
     for row in range(1, BLOCK_ROWS):
-        run = combine(run, lift(slice_rows(states, dim, row, full_blocks, BLOCK_ROWS)))
-    return run
+        totals = combine(totals, lift(slice_rows(states, dim, row, full_blocks, BLOCK_ROWS)))
+    return totals
 
 
 def _empty_results(like: Any, dim: int, n: int) -> Any:
-    """Return uninitialized results with n rows."""
+    """Return uninitialized results like these, but with n rows."""
 
     def empty(leaf: Tensor) -> Tensor:
         """Return an uninitialized tensor with n rows."""

@@ -1,4 +1,4 @@
-"""Build the four kernels of the lowering table from any inclusive scan of states.
+"""Build the four kernels of the lowering table from any inclusive scan of states (`blocked.py`, for example).
 
 x is (outer, length, inner); starts is None or bool (outer|1, length, inner|1). All are contiguous, and every size may
 be 0. Results are contiguous, and no views of operands or of each other.
@@ -19,21 +19,21 @@ from sp_compile.lowering.scan.monoids import MONOIDS, Combine, Pair, compose_aff
 from sp_compile.lowering.scan.scan_table import ScanProblem
 from sp_compile.lowering.torch_compat import pytree
 
-DIM = 1
-Map = Callable[[Any], Any]
+DIM = 1  # the dim of the rows
+Map = Callable[[Any], Any]  # a function of a pytree of rows
 
 
 @dataclass(frozen=True)
 class GenericKernels:
     """Kernels of a scan algorithm over states.
 
-    `inclusive(combine, states, dim, lift, lower)` returns the results and the last state; `total(combine, states, dim,
-    lift)` returns the combination of all states. `lift` converts rows of states to the dtype that is combined, `lower`
-    converts them to the dtype that is returned. An algorithm that processes its rows in parts never stores all of them
-    in the wider dtype.
+    `lift` converts rows of states to the dtype that is combined, `lower` converts them to the dtype that is returned.
+    An algorithm that processes its rows in parts never stores all of them in the wider dtype.
     """
 
+    # inclusive(combine, states, dim, lift, lower) returns the results and the last state, one row
     inclusive: Callable[[Combine, Any, int, Map, Map], tuple[Any, Any]]
+    # total(combine, states, dim, lift) returns the combination of all states, one row
     total: Callable[[Combine, Any, int, Map], Any]
 
     def fits(self, problem: ScanProblem) -> bool:
@@ -72,15 +72,18 @@ class GenericKernels:
         accumulate = problem.accumulate
         a, b = _orient(problem.reverse, a, b)
         if problem.lagged:
-            # s_(i-1) is a_(i-1) * h_(i-1): the same recurrence, of the a before.
+            # s_(i-1) is a_(i-1) * h_(i-1): the recurrence without lag, with the factors of the previous rows.
             a = torch.cat((_constant_row(a, 1, a.dtype), a), DIM)[:, :-1]
         if initial is not None:
             # Added here rather than to the result, where it would be times a product that may overflow.
             first = a[:, :1].to(accumulate) * initial.to(accumulate).unsqueeze(DIM) + b[:, :1]
             b = torch.cat((first, b[:, 1:]), DIM)[:, : b.shape[DIM]]
-        h, _ = self.inclusive(
-            compose_affine, (a, b), DIM, _cast_to(accumulate), lambda state: state[1].to(problem.result)
-        )
+
+        def lower(states: Pair) -> Tensor:
+            """Return h, which is the constant of the affine map of all rows up to each."""
+            return states[1].to(problem.result)
+
+        h, _ = self.inclusive(compose_affine, (a, b), DIM, _cast_to(accumulate), lower)
         (h,) = _orient(problem.reverse, h)
         return _copy_if_operand(h, b)
 
@@ -102,16 +105,19 @@ class GenericKernels:
         return factor[:, 0].clone(), state[:, 0].clone()
 
     def _scan(self, combine: Combine, values: Any, starts: Tensor | None, lift: Map, lower: Map) -> tuple[Any, Any]:
+        """Return `self.inclusive` of the values, with segments unless starts is None."""
         if starts is None:
             return self.inclusive(combine, values, DIM, lift, lower)
-        out, last = self.inclusive(
-            segment_combine(combine),
-            (starts, values),
-            DIM,
-            lambda state: (state[0], lift(state[1])),
-            lambda state: lower(state[1]),
+
+        def lift_values(state: Any) -> Any:
+            """Lift the values of a state (start, values)."""
+            start, values = state
+            return start, lift(values)
+
+        out, (_, last) = self.inclusive(
+            segment_combine(combine), (starts, values), DIM, lift_values, lambda state: lower(state[1])
         )
-        return out, last[1]
+        return out, last
 
 
 def _cast_to(dtype: torch.dtype) -> Map:
@@ -142,9 +148,9 @@ def num_rows(states: Any, dim: int) -> int:
     return pytree.tree_leaves(states)[0].shape[dim]
 
 
-def slice_rows(states: Any, dim: int, *which: int | None) -> Any:
-    """Return views of the rows of slice(*which)."""
-    return pytree.tree_map(lambda leaf: leaf[(slice(None),) * (dim % leaf.ndim) + (slice(*which),)], states)
+def slice_rows(states: Any, dim: int, *bounds: int | None) -> Any:
+    """Return views of the rows of slice(*bounds): [stop], [start, stop] or [start, stop, step]."""
+    return pytree.tree_map(lambda leaf: leaf[(slice(None),) * (dim % leaf.ndim) + (slice(*bounds),)], states)
 
 
 def concat_rows(first: Any, second: Any, dim: int) -> Any:
@@ -157,12 +163,11 @@ def concat_rows(first: Any, second: Any, dim: int) -> Any:
 def interleave_rows(lefts: Any, rights: Any, dim: int) -> Any:
     """Interleave rows: left, right, left, right, ...; `lefts` may have one row more."""
 
-    def woven(left: Tensor, right: Tensor) -> Tensor:
+    def interleave(left: Tensor, right: Tensor) -> Tensor:
         """Interleave the rows of two tensors."""
-        at = dim % left.ndim
-        return torch.stack((left, right), at + 1).flatten(at, at + 1)
+        row_dim = dim % left.ndim
+        return torch.stack((left, right), row_dim + 1).flatten(row_dim, row_dim + 1)
 
     pairs = num_rows(rights, dim)
-    return concat_rows(
-        pytree.tree_map(woven, slice_rows(lefts, dim, pairs), rights), slice_rows(lefts, dim, pairs, None), dim
-    )
+    interleaved = pytree.tree_map(interleave, slice_rows(lefts, dim, pairs), rights)
+    return concat_rows(interleaved, slice_rows(lefts, dim, pairs, None), dim)

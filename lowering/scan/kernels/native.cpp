@@ -1,7 +1,10 @@
 // Scans of contiguous (outer, length, inner) tensors in one pass over memory, for GCC and Clang.
 //
-// Defined ahead of this file: MACHINE, one of those below; IN and OUT, the elements of the operands and the result.
-// Neighbouring chains go down the rows together, in registers; where inner is 1, a chain is scanned vector by vector.
+// native.py defines before this file: MACHINE, a class below with the operation, such as Scan<float, Add>; IN and OUT,
+// the element types of the operands and the result.
+//
+// A chain is the rows of one (outer, inner) pair. Adjacent chains are scanned together, row after row, their states in
+// registers; where inner is 1, a chain is scanned vector by vector. N is a number of lanes, V a vector type.
 
 #include <algorithm>
 #include <cstdint>
@@ -22,7 +25,7 @@ constexpr int kBytes = 16;
 
 namespace {
 
-// ---- Vectors of GCC and Clang, with elements as tensors have them, and exp and log1p.
+// ---- Vectors of GCC and Clang: loads and stores of all element types, exp and log1p.
 
 struct Half { uint16_t bits; };
 struct BFloat { uint16_t bits; };
@@ -30,7 +33,7 @@ struct BFloat { uint16_t bits; };
 template <class T, int N> struct VectorOf { typedef T type __attribute__((vector_size(sizeof(T) * N))); };
 template <class T, int N> using Vec = typename VectorOf<T, N>::type;
 template <class V> constexpr int size_of = sizeof(V) / sizeof(std::declval<V>()[0]);
-template <class C>  // the integers that compare along with C
+template <class C>  // the integers of the size of C, the element type of comparisons of its vectors
 using Bits = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;
 
 // Call f(0), ..., f(N - 1) with constants, so that arrays of vectors become registers.
@@ -94,13 +97,14 @@ INLINE V shuffle(V a, V b, F lane, std::integer_sequence<int, i...>) {
 template <class V, class F>
 INLINE V shuffle(V a, V b, F lane) { return shuffle(a, b, lane, std::make_integer_sequence<int, size_of<V>>{}); }
 
-// Every lane moved on by `width`; the first ones are the last ones of `before`.
+// The lanes of a, shifted up by `width`; the first lanes are the last ones of `previous`.
 template <int width, class V>
-INLINE V moved(V a, V before) {
-  return shuffle(a, before, [](int i) { return i < width ? 2 * size_of<V> - width + i : i - width; });
+INLINE V shift_lanes(V a, V previous) {
+  return shuffle(a, previous, [](int i) { return i < width ? 2 * size_of<V> - width + i : i - width; });
 }
+// The last lane in all lanes; the lanes in reverse order.
 template <class V> INLINE V last_of(V a) { return shuffle(a, a, [](int) { return size_of<V> - 1; }); }
-template <class V> INLINE V backwards(V a) { return shuffle(a, a, [](int i) { return size_of<V> - 1 - i; }); }
+template <class V> INLINE V reversed(V a) { return shuffle(a, a, [](int i) { return size_of<V> - 1 - i; }); }
 
 template <class V> INLINE V polynomial(V x, std::initializer_list<double> factors) {
   V sum{};
@@ -111,31 +115,32 @@ template <class V> INLINE V polynomial(V x, std::initializer_list<double> factor
 // exp(x) for x <= 0 to one unit in the last place; 0 below -708, NaN for NaN.
 template <class V, class Longs = Vec<int64_t, size_of<V>>>
 INLINE V exp_of_negative(V x) {
-  V inside = x < -708.0 ? V{} - 708.0 : x, shifted = inside * 0x1.71547652b82fep0 + 0x1.8p52;
-  V times = shifted - 0x1.8p52, r = (inside - times * 0x1.62e42fee00000p-1) - times * 0x1.a39ef35793c76p-33;
+  V clamped = x < -708.0 ? V{} - 708.0 : x, shifted = clamped * 0x1.71547652b82fep0 + 0x1.8p52;
+  V exponent = shifted - 0x1.8p52, r = (clamped - exponent * 0x1.62e42fee00000p-1) - exponent * 0x1.a39ef35793c76p-33;
   V sum = polynomial(r, {2.511003761756205e-08, 2.763263965412376e-07, 2.7557240918547625e-06, 2.480148548228773e-05,
                          1.9841269890047143e-04, 1.3888888952314812e-03, 8.333333333319601e-03, 4.166666666648809e-02,
                          1.666666666666668e-01, 5.000000000000019e-01, 1.0, 1.0});
   return x < -708.0 ? V{} : sum * (V)(((Longs)shifted + 1023) << 52);
 }
 
-// log(1 + x) for x >= 0 to one unit in the last place; NaN for NaN. What 1 + x has lost is divided by 1 + x roughly.
+// log(1 + x) for x >= 0 to one unit in the last place; NaN for NaN. The rounding error of 1 + x is corrected.
 template <class V, class Longs = Vec<int64_t, size_of<V>>>
 INLINE V log1p_of_positive(V x) {
-  V whole = 1.0 + x, lost = x - (whole - 1.0);
-  Longs power = ((Longs)whole - 0x3fe6a09e667f3bcd) >> 52;
-  V times = (V)(power + 0x4338000000000000) - 0x1.8p52, f = (V)((Longs)whole - (power << 52)) - 1.0;
+  V sum1 = 1.0 + x, error = x - (sum1 - 1.0);
+  Longs power = ((Longs)sum1 - 0x3fe6a09e667f3bcd) >> 52;
+  V exponent = (V)(power + 0x4338000000000000) - 0x1.8p52, f = (V)((Longs)sum1 - (power << 52)) - 1.0;
   V s = f / (2.0 + f), z = s * s, half = 0.5 * f * f;
   V sum = polynomial(z, {1.479819860511658591e-01, 1.531383769920937332e-01, 1.818357216161805012e-01,
                          2.222219843214978396e-01, 2.857142874366239149e-01, 3.999999999940941908e-01,
                          6.666666666666735130e-01});
-  V low = times * 0x1.a39ef35793c76p-33 + lost * (V)((1023 - power) << 52) * (1.0 - f + f * f);
-  return times * 0x1.62e42fee00000p-1 - ((half - (s * (half + sum * z) + low)) - f);
+  V low = exponent * 0x1.a39ef35793c76p-33 + error * (V)((1023 - power) << 52) * (1.0 - f + f * f);
+  return exponent * 0x1.62e42fee00000p-1 - ((half - (s * (half + sum * z) + low)) - f);
 }
 
-// ---- Machines. A state has `planes` vectors, of which walks down columns carry `carried`. `lift` makes the state of
-// one element, x and b of a row; `join` combines `left` with s, which follows it. Written is the `value` of the state
-// after an element or, if the scan is exclusive or lagged, `before` of the state before it.
+// ---- Machines, the operations. A state has `planes` vectors; where chains are scanned row after row, the first
+// `carried` suffice. `lift` makes the state of one element, from x and b of a row; `join` combines s with `left`, the
+// state of the elements before. The result is the `value` of the state after an element or, if the scan is exclusive or
+// lagged, `before` of the state before it.
 
 struct Add { template <class V> static INLINE V combine(V a, V b) { return a + b; } };
 struct Multiply { template <class V> static INLINE V combine(V a, V b) { return a * b; } };
@@ -154,7 +159,8 @@ struct Machine {
   template <class V> static INLINE void lift(V* s, V x, V, V) { s[0] = x; }
   template <class V> static INLINE V value(const V* s) { return s[0]; }
   template <class V> static INLINE V before(const V* s, V) { return s[0]; }
-  template <class V> static INLINE bool is_same(const V*, V) { return false; }  // after all lanes of x
+  // Whether no lane of x changes the state s.
+  template <class V> static INLINE bool is_same(const V*, V) { return false; }
 };
 
 template <class C, class Op>
@@ -168,8 +174,8 @@ struct Extremes : Machine<C>, Op {
   static constexpr int planes = 2, carried = 2, outputs = 2, vectors = 4;
   template <class V> static INLINE void lift(V* s, V x, V, V row) { s[0] = x, s[1] = row; }
   template <class V> static INLINE bool is_same(const V* s, V x) {
-    auto later = Op::wins(x, s[0]), none = later ^ later;
-    return std::memcmp(&later, &none, sizeof(later)) == 0;
+    auto later = Op::wins(x, s[0]), zeros = later ^ later;
+    return std::memcmp(&later, &zeros, sizeof(later)) == 0;
   }
   template <class V> static INLINE void join(const V* left, V* s) {
     auto later = Op::wins(s[0], left[0]);
@@ -186,10 +192,10 @@ struct LogSumExp : Machine<double> {
   // Equal ones may be infinite, and their difference is then not 0.
   template <class V> static INLINE void join(const V* left, V* s) {
     V gap = s[0] - left[0];
-    auto more = s[0] > left[0];
-    V e = s[0] == left[0] ? V{} + 1.0 : exp_of_negative(more ? -gap : gap);
-    s[1] = more ? (left[1] + 1.0) * e + s[1] : left[1] + (s[1] + 1.0) * e;
-    s[0] = more ? s[0] : left[0];
+    auto larger = s[0] > left[0];
+    V e = s[0] == left[0] ? V{} + 1.0 : exp_of_negative(larger ? -gap : gap);
+    s[1] = larger ? (left[1] + 1.0) * e + s[1] : left[1] + (s[1] + 1.0) * e;
+    s[0] = larger ? s[0] : left[0];
   }
 };
 
@@ -198,7 +204,7 @@ template <class C, bool lagged, bool total>
 struct Linear : Machine<C> {
   static constexpr int inputs = 2, planes = 2, carried = 1 + total, outputs = !total;
   static C identity(int plane, C) { return C(plane); }
-  // From 0, as one step would: an infinite a shows.
+  // The step from state 0 as it is computed elsewhere: a * 0 is NaN for an infinite a.
   template <class V> static INLINE void lift(V* s, V a, V b, V) { s[0] = lagged ? a * b : a * V{} + b, s[1] = a; }
   template <class V> static INLINE V before(const V* s, V b) { return s[0] + b; }
   // A product that overflows does not meet a state of 0.
@@ -211,9 +217,10 @@ struct Linear : Machine<C> {
 using M = MACHINE;
 using C = M::C;
 constexpr int L = kBytes / int(sizeof(C)), P = M::planes, W = M::vectors * L;  // W: chains of a tile, a power of 2
-constexpr int64_t kTiles = 16, kBlock = 16384;  // tiles that a thread walks in turn, so many elements each round
+constexpr int64_t kTiles = 16, kBlock = 16384;  // tiles that a thread scans in turn, and elements of all in each round
 
-// As native.py packs it. states (planes, outer, inner): before all rows, and in the end after them.
+// The arguments, as native.py packs them. starts_*: strides of starts. before: the scan is exclusive or lagged.
+// states (planes, outer, inner): on entry before all rows, on return after them. empty: the neutral element.
 struct Problem {
   const IN *x, *b;
   const uint8_t* starts;
@@ -224,7 +231,7 @@ struct Problem {
   std::conditional_t<std::is_same_v<C, int64_t>, int64_t, double> empty;
 };
 
-// Some neighbouring chains. Rows are numbered in scan order.
+// Adjacent chains from `column` on. Rows i are numbered in scan order.
 struct Walk {
   const Problem& p;
   int64_t outer, column;
@@ -234,101 +241,100 @@ struct Walk {
   const uint8_t* start(int64_t i) const {
     return p.starts + outer * p.starts_outer + row(i) * p.starts_row + column * p.starts_inner;
   }
-
   C* state(int plane) const { return p.states + (plane * p.outer + outer) * p.inner + column; }
-  template <class V> INLINE void emit(int64_t at, V value, V index) const {
-    if constexpr (M::outputs > 0) store(p.out + at, value);
-    if constexpr (M::outputs > 1) store(p.indices + at, index);
+  template <class V> INLINE void emit(int64_t offset, V value, V index) const {
+    if constexpr (M::outputs > 0) store(p.out + offset, value);
+    if constexpr (M::outputs > 1) store(p.indices + offset, index);
   }
 
-  // N * vectors neighbouring chains down the rows.
+  // Scan N * vectors adjacent chains, row after row.
   template <int N, int vectors>
   void walk_columns(int64_t begin, int64_t end) const {
     using V = Vec<C, N>;
     using Mask = Vec<Bits<C>, N>;
-    constexpr int kept = M::carried;
     V states[vectors][P];
-    each<kept>([&](auto q) INLINE_LAMBDA {
+    each<M::carried>([&](auto q) INLINE_LAMBDA {
       each<vectors>([&](auto v) INLINE_LAMBDA { states[v][q] = load<V>(state(q) + v * N); });
     });
-    int64_t at = place(begin), step = p.reverse ? -p.inner : p.inner;
-    for (int64_t i = begin; i < end; ++i, at += step)
+    int64_t offset = place(begin), step = p.reverse ? -p.inner : p.inner;
+    for (int64_t i = begin; i < end; ++i, offset += step)
       each<vectors>([&](auto v) INLINE_LAMBDA {
-        V next[P], *s = states[v], x = load<V>(p.x + at + v * N), b = x;
+        V next[P], *s = states[v], x = load<V>(p.x + offset + v * N), b = x;
         if (p.starts) {
           const uint8_t* starts = start(i);
           Mask begun = (p.starts_inner ? load<Mask>(starts + v * N) : Mask{} + Bits<C>(*starts)) != 0;
-          each<kept>([&](auto q) INLINE_LAMBDA { s[q] = begun ? V{} + M::identity(q, p.empty) : s[q]; });
+          each<M::carried>([&](auto q) INLINE_LAMBDA { s[q] = begun ? V{} + M::identity(q, p.empty) : s[q]; });
         }
-        if constexpr (M::inputs == 2) b = load<V>(p.b + at + v * N);
+        if constexpr (M::inputs == 2) b = load<V>(p.b + offset + v * N);
         M::lift(next, x, b, V{} + C(row(i)));
         M::join(s, next);
-        emit(at + v * N, p.before ? M::before(s, b) : M::value(next), next[P - 1]);
-        each<kept>([&](auto q) INLINE_LAMBDA { s[q] = next[q]; });
+        emit(offset + v * N, p.before ? M::before(s, b) : M::value(next), next[P - 1]);
+        each<M::carried>([&](auto q) INLINE_LAMBDA { s[q] = next[q]; });
       });
-    each<kept>([&](auto q) INLINE_LAMBDA {
+    each<M::carried>([&](auto q) INLINE_LAMBDA {
       each<vectors>([&](auto v) INLINE_LAMBDA { store(state(q) + v * N, states[v][q]); });
     });
   }
 
-  // Whole vectors of one chain with inner 1: log2(L) joins scan a vector, one more joins what came before it.
+  // Scan vectors of one chain with inner 1: log2(L) joins scan a vector, one more joins the carry from the rows before.
   template <bool segmented>
   void walk_line(int64_t begin, int64_t end) const {
     using V = Vec<C, L>;
     using Mask = Vec<Bits<C>, L>;
     const int64_t step = p.reverse ? -L : L;
-    auto turned = [=](auto v) INLINE_LAMBDA { return step < 0 ? backwards(v) : v; };
+    auto in_scan_order = [=](auto v) INLINE_LAMBDA { return step < 0 ? reversed(v) : v; };
     auto join = [](const V* left, V* s, Mask begun) INLINE_LAMBDA {
-      V own[P];
-      each<P>([&](auto q) INLINE_LAMBDA { own[q] = s[q]; });
+      V right[P];
+      each<P>([&](auto q) INLINE_LAMBDA { right[q] = s[q]; });
       M::join(left, s);
-      if constexpr (segmented) each<P>([&](auto q) INLINE_LAMBDA { s[q] = begun ? own[q] : s[q]; });
+      if constexpr (segmented) each<P>([&](auto q) INLINE_LAMBDA { s[q] = begun ? right[q] : s[q]; });
     };
     V carry[P], empty[P], s[P], left[P], rows;
     each<P>([&](auto q) INLINE_LAMBDA { carry[q] = V{} + *state(q), empty[q] = V{} + M::identity(q, p.empty); });
     each<L>([&](auto l) INLINE_LAMBDA { rows[int(l)] = C(row(begin + l)); });
-    for (int64_t i = begin, at = place(i + (step < 0) * (L - 1)); i < end; i += L, at += step, rows += C(step)) {
-      V x = turned(load<V>(p.x + at)), b = x;
-      if constexpr (M::inputs == 2) b = turned(load<V>(p.b + at));
-      if (!segmented && M::is_same(carry, x)) { emit(at, carry[0], carry[P - 1]); continue; }
+    int64_t offset = place(begin + (step < 0) * (L - 1));
+    for (int64_t i = begin; i < end; i += L, offset += step, rows += C(step)) {
+      V x = in_scan_order(load<V>(p.x + offset)), b = x;
+      if constexpr (M::inputs == 2) b = in_scan_order(load<V>(p.b + offset));
+      if (!segmented && M::is_same(carry, x)) { emit(offset, carry[0], carry[P - 1]); continue; }
       Mask begins{}, begun{};
-      if constexpr (segmented) begun = begins = turned(load<Mask>(start(i + (step < 0) * (L - 1)))) != 0;
+      if constexpr (segmented) begun = begins = in_scan_order(load<Mask>(start(i + (step < 0) * (L - 1)))) != 0;
       M::lift(s, x, b, rows);
       each<5>([&](auto power) INLINE_LAMBDA {
         constexpr int width = 1 << power;
         if constexpr (width < L) {
-          each<P>([&](auto q) INLINE_LAMBDA { left[q] = moved<width>(s[q], empty[q]); });
+          each<P>([&](auto q) INLINE_LAMBDA { left[q] = shift_lanes<width>(s[q], empty[q]); });
           join(left, s, begun);
-          if constexpr (segmented) begun |= moved<width>(begun, Mask{});
+          if constexpr (segmented) begun |= shift_lanes<width>(begun, Mask{});
         }
       });
       join(carry, s, begun);
       if (p.before)
         each<P>([&](auto q) INLINE_LAMBDA {
-          left[q] = moved<1>(s[q], carry[q]);
+          left[q] = shift_lanes<1>(s[q], carry[q]);
           if constexpr (segmented) left[q] = begins ? empty[q] : left[q];
         });
-      emit(at, turned(p.before ? M::before(left, b) : M::value(s)), turned(s[P - 1]));
+      emit(offset, in_scan_order(p.before ? M::before(left, b) : M::value(s)), in_scan_order(s[P - 1]));
       each<P>([&](auto q) INLINE_LAMBDA { carry[q] = last_of(s[q]); });
     }
     each<P>([&](auto q) INLINE_LAMBDA { *state(q) = carry[q][0]; });
   }
 
-  // `count` chains, fewer than 2 * width.
+  // Scan `count` chains, fewer than 2 * width: `width` at once if there are as many, then the others.
   template <int width = W>
   void walk(int64_t count, int64_t begin, int64_t end) const {
-    Walk rest = *this;
+    Walk remaining = *this;
     if (p.inner == 1 && width > 1) {
-      int64_t whole = begin + (end - begin) / L * L;
-      p.starts ? walk_line<true>(begin, whole) : walk_line<false>(begin, whole);
-      return walk<1>(1, whole, end);
+      int64_t vectors_end = begin + (end - begin) / L * L;
+      p.starts ? walk_line<true>(begin, vectors_end) : walk_line<false>(begin, vectors_end);
+      return walk<1>(1, vectors_end, end);
     }
     if (count >= width) {
       walk_columns<std::min(width, L), width / std::min(width, L)>(begin, end);
-      rest.column += width, count -= width;
+      remaining.column += width, count -= width;
     }
     if constexpr (width > 1)
-      if (count) rest.template walk<width / 2>(count, begin, end);
+      if (count) remaining.template walk<width / 2>(count, begin, end);
   }
 };
 

@@ -26,7 +26,8 @@ from sp_compile.lowering.scan.scan_table import ScanLowering, ScanProblem, regis
 from sp_compile.lowering.torch_compat import compile_cpp, has_cpp_compiler
 
 CPP_FLAGS = ("-ffp-contract=fast", "-g0")
-NAMES = {
+# Types of elements, and operations, in native.cpp.
+CPP_TYPES = {
     torch.float32: "float",
     torch.float64: "double",
     torch.bfloat16: "BFloat",
@@ -40,17 +41,16 @@ NAMES = {
 }
 OPERATORS = {"sum": "Add", "prod": "Multiply", "max": "Select<true>", "min": "Select<false>"}
 
-PAGE, MADV_HUGEPAGE = 1 << 21, 14
-GRAIN = 1 << 15
-"""Elements from which starting threads is worthwhile."""
-POINTERS = ("x", "b", "starts", "out", "indices", "states")
+HUGE_PAGE, MADV_HUGEPAGE = 1 << 21, 14  # bytes of a large page of Linux; the argument of madvise that requests them
+GRAIN = 1 << 15  # elements from which starting threads is worthwhile
+POINTERS = ("x", "b", "starts", "out", "indices", "states")  # the first fields of Problem in native.cpp
 
 _compile_lock = threading.Lock()
 
 
 def fits_native(problem: ScanProblem) -> bool:
     """Return True if the problem is on a CPU, has supported dtypes, and a compiler translates it."""
-    if problem.device != "cpu" or problem.dtype not in NAMES or problem.result not in NAMES:
+    if problem.device != "cpu" or problem.dtype not in CPP_TYPES or problem.result not in CPP_TYPES:
         return False
     if _compute_dtype(problem) is None:
         return False
@@ -72,9 +72,9 @@ def _compute_dtype(problem: ScanProblem) -> torch.dtype | None:
     return torch.float64 if problem.op == "logsumexp" else problem.accumulate
 
 
-def _machine(problem: ScanProblem) -> str:
-    """Return the C++ type that runs the scan."""
-    compute = NAMES[_compute_dtype(problem)]
+def _cpp_machine(problem: ScanProblem) -> str:
+    """Return the C++ type that runs the scan, such as "Scan<float, Add>"."""
+    compute = CPP_TYPES[_compute_dtype(problem)]
     if problem.kind.startswith("linear"):
         return f"Linear<{compute}, {problem.lagged:d}, {problem.kind == 'linear_total':d}>"
     if problem.op == "logsumexp":
@@ -85,11 +85,12 @@ def _machine(problem: ScanProblem) -> str:
 def _native_kernel(problem: ScanProblem, dtype: torch.dtype) -> Callable[[bytes], None] | None:
     """Return the function of a packed problem, with operands of `dtype`."""
     with _compile_lock:
-        return _compile(_machine(problem), NAMES[dtype], NAMES[problem.result])
+        return _compile(_cpp_machine(problem), CPP_TYPES[dtype], CPP_TYPES[problem.result])
 
 
 @cache
 def _compile(machine: str, operand: str, result: str) -> Callable[[bytes], None] | None:
+    """Compile native.cpp for a type of scan and C++ element types; None if that is not possible."""
     if not has_cpp_compiler():
         return None
     source = Path(__file__).with_name("native.cpp").read_text()
@@ -121,7 +122,7 @@ def extremes_native(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> P
 
 def linear_native(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
     """Return h with h_i = a_i * h_(i-1) + b_i."""
-    a, b = _of_one_dtype(a, b)
+    a, b = _promote(a, b)
     h = b.new_empty(b.shape, dtype=problem.result)
     _run_native(problem, a, initial, b=b, out=h)
     return h
@@ -129,43 +130,58 @@ def linear_native(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | 
 
 def linear_total_native(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
     """Return the factor and the state of the affine map of all rows."""
-    a, b = _of_one_dtype(a, b)
+    a, b = _promote(a, b)
     state, factor = _run_native(problem, a, b=b)
     return factor.clone(), state.clone()  # results of an operator share no memory
 
 
 def _kernel_dtype(dtype: torch.dtype, result: torch.dtype) -> torch.dtype:
-    """Return `dtype` if `result` represents its values exactly, else `result`."""
-    wider = torch.promote_types(dtype, result) == result
-    return dtype if wider and dtype.is_floating_point == result.is_floating_point else result
+    """Return the dtype of the operands: `dtype` if `result` represents its values exactly, else `result`."""
+    is_wider = torch.promote_types(dtype, result) == result
+    return dtype if is_wider and dtype.is_floating_point == result.is_floating_point else result
 
 
-def _of_one_dtype(a: Tensor, b: Tensor) -> Pair:
+def _promote(a: Tensor, b: Tensor) -> Pair:
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
 
 
 def _run_native(problem: ScanProblem, x: Tensor, initial: Tensor | None = None, **others: Tensor | None) -> Tensor:
-    """Fill the results among `others`; return the states after all rows, (planes, outer, inner).
+    """Run the C++ kernel, which fills the results among `others`.
 
-    All tensors are contiguous.
+    Args:
+        problem: The problem.
+        x: The operand, or the factors of a recurrence.
+        initial: The state before all rows of a recurrence, (outer, inner).
+        **others: Tensors by their names in POINTERS; out and indices are results. All are contiguous.
+
+    Returns:
+        The states after all rows, (2, outer, inner). The planes depend on the operation, see native.cpp.
     """
     dtype, kernel = _compute_dtype(problem), _native_kernel(problem, x.dtype)
     assert kernel is not None, "the problem does not fit"
-    empty = MONOIDS[problem.op].identity(problem.result) if problem.op else 0
+    neutral = MONOIDS[problem.op].identity(problem.result) if problem.op else 0
     states = x.new_zeros((2, x.shape[0], x.shape[2]), dtype=dtype)
-    states[0] = empty if initial is None else initial
+    states[0] = neutral if initial is None else initial
     states[1] = problem.kind.startswith("linear")
     for result in (others.get("out"), others.get("indices")):
         if result is not None:
             _use_large_pages(result)
-    tensors = {"x": x, "states": states, **others}
-    pointers = ((tensor.data_ptr() if (tensor := tensors.get(name)) is not None else 0) for name in POINTERS)
+    # Pack the struct Problem of native.cpp: 6 pointers, 9 integers, and the neutral element.
+    tensors = [({"x": x, "states": states} | others).get(name) for name in POINTERS]
+    pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     threads = torch.get_num_threads() if x.numel() >= GRAIN else 1
-    integers = dtype is torch.int64
-    options = problem.exclusive or problem.lagged, problem.reverse, threads, int(empty) if integers else float(empty)
-    layout = "6Q9qq" if integers else "6Q9qd"  # of Problem in native.cpp
-    kernel(struct.pack(layout, *pointers, *x.shape, *start_strides(others.get("starts")), *options))
+    integers = (
+        *x.shape,
+        *start_strides(others.get("starts")),
+        problem.exclusive or problem.lagged,
+        problem.reverse,
+        threads,
+    )
+    if dtype is torch.int64:
+        kernel(struct.pack("6Q9qq", *pointers, *integers, int(neutral)))
+    else:
+        kernel(struct.pack("6Q9qd", *pointers, *integers, float(neutral)))
     return states
 
 
@@ -174,8 +190,9 @@ def _use_large_pages(result: Tensor) -> None:
 
     Allocating new memory in small pages takes longer than a scan takes to fill it.
     """
-    begin, end = -(-result.data_ptr() // PAGE) * PAGE, (result.data_ptr() + result.nbytes) // PAGE * PAGE
-    if sys.platform == "linux" and end - begin > PAGE:
+    begin = -(-result.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    end = (result.data_ptr() + result.nbytes) // HUGE_PAGE * HUGE_PAGE
+    if sys.platform == "linux" and end - begin > HUGE_PAGE:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)
 
 

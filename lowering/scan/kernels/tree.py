@@ -62,6 +62,6 @@ def down_sweep(combine: Combine, states: Any, parents: Any, dim: int) -> Any:
     n = num_rows(states, dim)
     lefts = slice_rows(states, dim, 0, 1)
     if n > 2:
-        before = slice_rows(parents, dim, (n - 1) // 2)
-        lefts = concat_rows(lefts, combine(before, slice_rows(states, dim, 2, None, 2)), dim)
+        prefixes = slice_rows(parents, dim, (n - 1) // 2)  # those that end before the left children, but the first
+        lefts = concat_rows(lefts, combine(prefixes, slice_rows(states, dim, 2, None, 2)), dim)
     return interleave_rows(lefts, slice_rows(parents, dim, n // 2), dim)

@@ -82,8 +82,8 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled
 )
 
 from measuring.scan_direct import Direct
+from measuring.scan_schedules import using_schedule
 from sp_compile.lowering.scan.kernels.triton import triton_scan as row
-from sp_compile.lowering.scan.kernels.triton.dispatch import using_schedule
 
 f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64
 scan = Direct(row.TRITON_LOWERING)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 
-import pytest
 import torch
 from measuring.scan_direct import Direct
+from measuring.scan_schedules import SCHEDULES, using_schedule
 from support.scans.scanning import DTYPES, OPS, linear_scan_by_loop, sample, scan_by_loop
 from torch import Tensor
 
-from sp_compile import SpError, exclusive_scan, inclusive_scan, linear_scan, segmented_scan
+from sp_compile import exclusive_scan, inclusive_scan, linear_scan, segmented_scan
 from sp_compile.lowering.scan import scan_table as table
 from sp_compile.lowering.scan.kernels.triton import triton_scan as row
-from sp_compile.lowering.scan.kernels.triton.dispatch import SERIES, TileSizes, choose_schedule, using_schedule
+from sp_compile.lowering.scan.kernels.triton.dispatch import TileSizes, choose_schedule
 from sp_compile.lowering.scan.kernels.triton.triton_tiles import Sweep
 from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
 
 ROW = Direct(row.TRITON_LOWERING)
-ORDER = list(SERIES)
+ORDER = list(SCHEDULES)
 SHAPES = (1, 90, 1), (3, 13, 2), (2, 9, 5), (1, 6, 17), (20, 4, 1), (1, 1, 3)
 FLAGS = tuple(itertools.product((False, True), repeat=3))
 """exclusive, reverse, segmented"""
@@ -239,5 +239,3 @@ def check_choice() -> None:
         sweep = Sweep(torch.empty(shape, device="meta"), "sum", 0, torch.float32, torch.int32)
         found = sweep.tile(2048, 4)
         assert (found.steps, found.lines) == tile
-    with pytest.raises(SpError, match=r"SP551: .*'fast'"), using_schedule("fast"):
-        pass

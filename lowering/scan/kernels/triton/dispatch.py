@@ -1,19 +1,16 @@
-"""Choose the schedule of a scan on a GPU. Importing this module needs triton.
+"""Choose the schedule of a scan on a GPU: one program for each line, or several for parts of its length.
 
-On an H100 the chosen schedule was the faster one for every shape of `benchmarks/gpu_scans.py` (torch 2.11).
+On an H100 the chosen schedule was the faster one for every shape of `benchmarks/gpu_scans.py` (torch 2.11). Importing
+this module needs triton.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 import triton
-
-from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.registry import Override
 
 from .triton_tiles import State, Sweep
 from .walk import scan_in_parts, scan_single_pass
@@ -28,18 +25,14 @@ class TileSizes:
     min_tiles: int = 4  # programs per multiprocessor from which lengths are not divided
 
 
+# Bytes of states per warp of a tile, for 64-bit states without flags; with half the warps some spill on sm_90.
 WARP_BYTES = 1024
-"""Bytes of states per warp of a tile, for 64-bit states without flags; with half the warps some spill on sm_90."""
-
+# Tile sizes in Triton's interpreter: small, so that small tensors have several tiles.
 INTERPRETER_SIZES = TileSizes((128, 1), programs=2, min_tiles=2)
-"""Tile sizes in Triton's interpreter: small, so that small tensors have several tiles."""
-
-
-SERIES = ("one", "parts")
 
 
 def choose_schedule(across: int, along: int, multiprocessors: int, sizes: TileSizes) -> str:
-    """Return the schedule: parts of lines, unless undivided lines keep the device busy.
+    """Return the schedule: "parts" of lines, or "one" program per line if these keep the device busy.
 
     Args:
         across: Number of tiles across the lines.
@@ -50,14 +43,9 @@ def choose_schedule(across: int, along: int, multiprocessors: int, sizes: TileSi
     return "one" if across >= sizes.min_tiles * multiprocessors or along <= 2 else "parts"
 
 
-_forced_schedule: Override[tuple[str, TileSizes | None]] = Override()
-
-
-def using_schedule(name: str, sizes: TileSizes | None = None) -> AbstractContextManager[None]:
-    """Run every scan within the context, on any thread, with this schedule."""
-    if name not in SERIES:
-        raise SpError("SP551", f"name: expected one of {', '.join(SERIES)}, got {name!r}.")
-    return _forced_schedule.force((name, sizes))
+def tile_sizes() -> TileSizes:
+    """Return the tile sizes, which depend on whether Triton's interpreter runs the kernels."""
+    return INTERPRETER_SIZES if triton.knobs.runtime.interpret else TileSizes()
 
 
 def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> State | None:
@@ -72,20 +60,23 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
     Returns:
         The total, (1, lines), if requested.
     """
-    way, sizes = _forced_schedule.value or ("", None)
-    sizes = sizes or (INTERPRETER_SIZES if triton.knobs.runtime.interpret else TileSizes())
-    held, warps = sizes.walk
-    elements = 1 << (held // sweep.state_bytes).bit_length() - 1
+    sizes = tile_sizes()
+    tile_bytes, warps = sizes.walk
+    elements = _floor_power_of_2(tile_bytes // sweep.state_bytes)
     if sweep.compute.itemsize == 8:
-        warps = max(warps, 1 << (elements * sweep.value_bytes // WARP_BYTES | 1).bit_length() - 1)
+        warps = max(warps, _floor_power_of_2(elements * sweep.value_bytes // WARP_BYTES))
     tile = sweep.tile(elements, warps)
     across, along = triton.cdiv(sweep.lines, tile.lines), triton.cdiv(sweep.length, tile.steps)
     multiprocessors = _multiprocessors(sweep.x.device)
-    if (way or choose_schedule(across, along, multiprocessors, sizes)) == "one":
+    if choose_schedule(across, along, multiprocessors, sizes) == "one":
         return scan_single_pass(sweep, tile, initial, out, total)
-    wanted = triton.cdiv(sizes.programs * multiprocessors, across)
-    part = tile.steps * triton.cdiv(along, min(wanted, along))
-    return scan_in_parts(sweep, tile, part, initial, out)
+    parts = min(triton.cdiv(sizes.programs * multiprocessors, across), along)
+    return scan_in_parts(sweep, tile, tile.steps * triton.cdiv(along, parts), initial, out)
+
+
+def _floor_power_of_2(number: int) -> int:
+    """Return the largest power of 2 that is at most the number, and at least 1."""
+    return 1 << max(number, 1).bit_length() - 1
 
 
 @cache

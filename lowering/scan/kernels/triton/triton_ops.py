@@ -1,8 +1,9 @@
 """Combine functions of the scan kernels, in Triton, and their variants for segments.
 
-A state is one tensor or two: (maximum, sum of exponentials relative to it), (h, factor) or (value, index). The left
-operand is the earlier state. A segmented state begins with a flag: nothing is carried into a state that contains the
-start of a segment. Importing this module needs triton.
+A state is one tensor p, or two, (p, q): (maximum, sum of exponentials relative to it), (h, factor) or (value, index).
+The left operand, with the suffix _a, is the earlier state. A segmented state begins with a flag: nothing is carried
+into a state that contains the start of a segment. OP is a key of LEAF_KINDS, or "sum", "prod", "max" or "min".
+Importing this module needs triton.
 """
 
 import triton
@@ -44,15 +45,15 @@ def _linear(h_a, factor_a, h_b, factor_b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _argmax(a, at_a, b, at_b):  # type: ignore[no-untyped-def]
+def _argmax(a, index_a, b, index_b):  # type: ignore[no-untyped-def]
     later = (b >= a) | (b != b)
-    return tl.where(later, b, a), tl.where(later, at_b, at_a)
+    return tl.where(later, b, a), tl.where(later, index_b, index_a)
 
 
 @triton.jit
-def _argmin(a, at_a, b, at_b):  # type: ignore[no-untyped-def]
+def _argmin(a, index_a, b, index_b):  # type: ignore[no-untyped-def]
     later = (b <= a) | (b != b)
-    return tl.where(later, b, a), tl.where(later, at_b, at_a)
+    return tl.where(later, b, a), tl.where(later, index_b, index_a)
 
 
 @triton.jit
@@ -77,20 +78,20 @@ def _segmented_min(start_a, a, start_b, b):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _segmented_logsumexp(start_a, top_a, a, start_b, top_b, b):  # type: ignore[no-untyped-def]
-    top, both = _logsumexp(top_a, a, top_b, b)
-    return start_a | start_b, tl.where(start_b != 0, top_b, top), tl.where(start_b != 0, b, both)
+    top, total = _logsumexp(top_a, a, top_b, b)
+    return start_a | start_b, tl.where(start_b != 0, top_b, top), tl.where(start_b != 0, b, total)
 
 
 @triton.jit
-def _segmented_argmax(start_a, a, at_a, start_b, b, at_b):  # type: ignore[no-untyped-def]
+def _segmented_argmax(start_a, a, index_a, start_b, b, index_b):  # type: ignore[no-untyped-def]
     later = (start_b != 0) | (b >= a) | (b != b)
-    return start_a | start_b, tl.where(later, b, a), tl.where(later, at_b, at_a)
+    return start_a | start_b, tl.where(later, b, a), tl.where(later, index_b, index_a)
 
 
 @triton.jit
-def _segmented_argmin(start_a, a, at_a, start_b, b, at_b):  # type: ignore[no-untyped-def]
+def _segmented_argmin(start_a, a, index_a, start_b, b, index_b):  # type: ignore[no-untyped-def]
     later = (start_b != 0) | (b <= a) | (b != b)
-    return start_a | start_b, tl.where(later, b, a), tl.where(later, at_b, at_a)
+    return start_a | start_b, tl.where(later, b, a), tl.where(later, index_b, index_a)
 
 
 @triton.jit
@@ -121,13 +122,13 @@ def combine(p_a, q_a, p_b, q_b, OP: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def combine_where(here, p_a, q_a, p_b, q_b, OP: tl.constexpr, PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the states b, combined with the earlier states a where ``here`` is True."""
-    both, both_q = combine(p_a, q_a, p_b, q_b, OP)
-    p = tl.where(here, both, p_b)
+def combine_where(mask, p_a, q_a, p_b, q_b, OP: tl.constexpr, PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the states b, combined with the earlier states a where ``mask`` is True. PAIR: states are (p, q)."""
+    combined_p, combined_q = combine(p_a, q_a, p_b, q_b, OP)
+    p = tl.where(mask, combined_p, p_b)
     q = p
     if PAIR:
-        q = tl.where(here, both_q, q_b)
+        q = tl.where(mask, combined_q, q_b)
     return p, q
 
 
@@ -177,5 +178,5 @@ def scan_segments(flag, p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
     return flag, p, q
 
 
+# Kinds of the state of one element, see `triton_tiles._leaf_states`; "value" for other operations.
 LEAF_KINDS = {"logsumexp": "exponentials", "linear": "linear", "argmax": "indexed", "argmin": "indexed"}
-"""Kinds of the state of one element, see `triton_tiles._leaf_states`; "value" for other operations."""

@@ -1,6 +1,7 @@
 """Implement scans in Triton for the lowering table.
 
-They run CUDA tensors, and all tensors in Triton's interpreter.
+They run CUDA tensors, and all tensors in Triton's interpreter. A function describes the scan as a `Sweep`, and
+`dispatch.run_sweep` runs it. Modules that need triton are imported at the first call.
 
 x is (outer, length, inner), contiguous; starts is None or bool (outer|1, length, inner|1); every size may be 0.
 """
@@ -86,6 +87,7 @@ def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
 
 
 def _recurrence_sweep(problem: ScanProblem, a: Tensor, b: Tensor) -> Sweep:
+    """Return the sweep of a recurrence with the factors a and the summands b."""
     from .triton_tiles import Sweep
 
     compute = _state_dtype(problem.accumulate)

@@ -7,8 +7,17 @@ inner > 1, and places if inner == 1, so a tile is always read in contiguous runs
 Scans run forward over places; place i is time length - 1 - i if REVERSE. An exclusive scan, and a lagged recurrence,
 is the inclusive scan of the elements one place earlier: SHIFT.
 
-FLAT: outer == 1. EVEN: LINES divides the number of lines. SHARED: all lines have the same starts. LEAF: see
-`_leaf_states`.
+Names in the kernels:
+
+    p, q                states, or their first and second tensors, see `triton_ops.py`
+    x, second, starts   operands, see `Sweep`; starts is read with the strides per_outer, per_time and per_inner
+    line, exists, base  number of each line, whether it exists, and the address of its first element, (1, LINES)
+    place, time         numbers of a row in scan order and in memory, (STEPS, 1)
+    OP, LEAF            the operation; the kind of the states of single elements, see `_leaf_states`
+    NEUTRAL, ACC, INDEX the neutral value; the types of values and of indices
+    FLAT, EVEN          outer == 1; LINES divides the number of lines
+    GIVEN               indices are read from ``second``
+    SHARED, SEGMENTED   all lines have the same starts; there are starts
 """
 
 from __future__ import annotations
@@ -52,24 +61,24 @@ def _time_at(place, length, REVERSE: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _leaf_states(  # type: ignore[no-untyped-def]
-    x, second, source, at, valid, kept, inside, time, LEAF: tl.constexpr, NEUTRAL: tl.constexpr,
+    x, second, source, address, source_mask, state_mask, inside, time, LEAF: tl.constexpr, NEUTRAL: tl.constexpr,
     ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the states of single elements, neutral where not kept.
+    """Return the states (p, q) of single elements, neutral outside ``state_mask``.
 
-    The second tensor is a copy of the first if the operation has one tensor. x is read at ``source`` where taken:
-    values, or the factors of a recurrence. The summands of a recurrence are read from ``second`` at ``at``, where
-    inside. The index of an indexed state is its time, or the value of ``second`` if GIVEN.
+    q is p if the operation has one tensor. x, the values or the factors of a recurrence, is read at ``source``. The
+    summands of a recurrence are read from ``second`` at ``address``, where inside. The index of an indexed state is its
+    time, or the value of ``second`` if GIVEN.
     """
-    p = tl.where(kept, tl.load(x + source, mask=valid, other=0).to(ACC), NEUTRAL)
+    p = tl.where(state_mask, tl.load(x + source, mask=source_mask, other=0).to(ACC), NEUTRAL)
     q = p
     if LEAF == "linear":
-        p = tl.load(second + at, mask=inside, other=0).to(ACC)
+        p = tl.load(second + address, mask=inside, other=0).to(ACC)
     if LEAF == "exponentials":
-        q = tl.where(kept, 1.0, 0.0).to(ACC)
+        q = tl.where(state_mask, 1.0, 0.0).to(ACC)
     if LEAF == "indexed":
         if GIVEN:
-            q = tl.load(second + source, mask=valid, other=0)
+            q = tl.load(second + source, mask=source_mask, other=0)
         else:
             q = tl.broadcast_to(time, p.shape).to(INDEX)
     return p, q
@@ -84,8 +93,8 @@ def _start_flags(  # type: ignore[no-untyped-def]
     if SHARED:
         flag = tl.load(starts + time, mask=exists, other=0)
     else:
-        at = line // inner * per_outer + time * per_time + line % inner * per_inner
-        flag = tl.load(starts + at, mask=inside, other=0)
+        address = line // inner * per_outer + time * per_time + line % inner * per_inner
+        flag = tl.load(starts + address, mask=inside, other=0)
     return tl.broadcast_to((flag != 0).to(tl.int32), (STEPS, LINES))
 
 
@@ -102,21 +111,23 @@ def load_tile(  # type: ignore[no-untyped-def]
     """
     inside = exists & (place < length)
     time = _time_at(place, length, REVERSE)
-    at = base + time * inner
-    source, taken = at, inside
+    address = base + time * inner
+    source, source_mask = address, inside
     if SHIFT:
         source = base + _time_at(place - 1, length, REVERSE) * inner
-        taken = inside & (place > begin)
-    kept = taken
+        source_mask = inside & (place > begin)
+    state_mask = source_mask
     flag = tl.zeros((STEPS, LINES), tl.int32)
     if SEGMENTED:
         flag = _start_flags(
             starts, time, line, place < length, inside, inner, per_outer, per_time, per_inner, SHARED, STEPS, LINES
         )  # fmt: skip
         if SHIFT:
-            kept = taken & (flag == 0)
-    p, q = _leaf_states(x, second, source, at, taken, kept, inside, time, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
-    return at, inside, flag, p, q
+            state_mask = source_mask & (flag == 0)
+    p, q = _leaf_states(
+        x, second, source, address, source_mask, state_mask, inside, time, LEAF, NEUTRAL, ACC, INDEX, GIVEN
+    )  # fmt: skip
+    return address, inside, flag, p, q
 
 
 @triton.jit
@@ -124,13 +135,15 @@ def append_last_state(  # type: ignore[no-untyped-def]
     p, q, x, second, exists, base, end, length, inner, OP: tl.constexpr, LEAF: tl.constexpr,
     NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Return states with the element before ``end``, which a shift has omitted.
+    """Return states (p, q) with the element before ``end``, which a shift has omitted.
 
-    A recurrence only multiplies there.
+    A recurrence only multiplies there: no summand is read, as no address is below 0.
     """
-    at = base + _time_at(end - 1, length, REVERSE) * inner
-    own, own_q = _leaf_states(x, second, at, at, exists, exists, at < 0, at, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
-    return combine(p, q, own, own_q, OP)
+    address = base + _time_at(end - 1, length, REVERSE) * inner
+    last_p, last_q = _leaf_states(
+        x, second, address, address, exists, exists, address < 0, address, LEAF, NEUTRAL, ACC, INDEX, GIVEN
+    )  # fmt: skip
+    return combine(p, q, last_p, last_q, OP)
 
 
 @triton.jit
@@ -150,16 +163,16 @@ def neutral(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_state(values, indices, at, here, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load states from the values that `value_of` returned; elsewhere the neutral p and q.
+def load_state(values, indices, address, mask, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load states from the values that `value_of` returned; outside the mask, return the neutral p and q.
 
     For a recurrence, only h is loaded.
     """
-    p = tl.where(here, tl.load(values + at, mask=here, other=0), p)
+    p = tl.where(mask, tl.load(values + address, mask=mask, other=0), p)
     if LEAF == "exponentials":
         q = q + 1
     if LEAF == "indexed":
-        q = tl.load(indices + at, mask=here, other=0)
+        q = tl.load(indices + address, mask=mask, other=0)
     return p, q
 
 
@@ -175,11 +188,11 @@ def value_of(p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_tile(out, out_index, at, inside, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_tile(out, out_index, address, inside, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store the values of a tile, and its indices if the operation has them."""
-    tl.store(out + at, value_of(p, q, LEAF).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + address, value_of(p, q, LEAF).to(out.dtype.element_ty), mask=inside)
     if LEAF == "indexed":
-        tl.store(out_index + at, q.to(out_index.dtype.element_ty), mask=inside)
+        tl.store(out_index + address, q.to(out_index.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -192,15 +205,14 @@ def last_place(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 TRITON_TYPES = {torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32, torch.float64: tl.float64}
-RUN_BYTES = 128
-"""Minimum bytes of neighboring lines of a tile, if the tensor has them."""
+RUN_BYTES = 128  # minimum bytes of neighboring lines of a tile, if the tensor has them
 
 
 @dataclass(frozen=True)
 class State:
     """States of some places of every line, (places, lines)."""
 
-    value: Tensor
+    value: Tensor  # the value, or h of a recurrence
     second: Tensor | None = None  # the factor of a recurrence, or the index
     flag: Tensor | None = None  # int8, 1 if a segment begins there
 
@@ -213,24 +225,24 @@ class State:
 class Tile:
     """A tile of STEPS places by LINES lines, and its number of warps."""
 
-    steps: int
-    lines: int
-    warps: int
+    steps: int  # a power of 2
+    lines: int  # a power of 2
+    warps: int  # of a program
 
 
 @dataclass(frozen=True)
 class Sweep:
     """An inclusive scan over the places of x (outer, length, inner), or of the elements before if shift."""
 
-    x: Tensor
+    x: Tensor  # (outer, length, inner): the values, or the factors of a recurrence
     op: str  # "sum", "prod", "max", "min", or one of LEAF_KINDS
     neutral: float  # the identity of the operation in x; 1 for "linear", whose x are the factors
     compute: torch.dtype  # a key of TRITON_TYPES, the type of all states
     index: torch.dtype  # int32 or int64
     second: Tensor | None = None  # the summands of a recurrence, or the indices of x if they are not its times
     starts: Tensor | None = None  # bool or int8, (outer|1, length, inner|1)
-    shift: bool = False
-    reverse: bool = False
+    shift: bool = False  # scan the elements one place earlier
+    reverse: bool = False  # scan from the last row
 
     @property
     def leaf(self) -> str:
@@ -253,30 +265,28 @@ class Sweep:
         return 0 if self.op == "linear" else self.neutral
 
     def totals(self) -> Sweep:
-        """Return the sweep whose last state is the total.
+        """Return the sweep whose last state is the total of x.
 
-        A shift moves results, and the factors of a lagged recurrence.
+        It has no shift, which only delays results by a place, unless it is a lagged recurrence, where the shift pairs
+        summands with other factors.
         """
         return replace(self, shift=self.shift and self.op == "linear")
 
-    def over(self, parts: State) -> Sweep:
-        """Return the scan of the totals of the parts, in scan order."""
-        x, second = parts.value, parts.second
+    def over(self, totals: State) -> Sweep:
+        """Return the scan of the totals of all parts of the lines, (parts, lines), which are in scan order."""
+        x, second = totals.value, totals.second
         if self.op == "linear":
-            x, second = second, x
-        return replace(
-            self, x=_as_lines(x), second=_as_lines(second), starts=_as_lines(parts.flag), shift=False, reverse=False
-        )
+            x, second = second, x  # the factors are x
+        x, second, starts = (states if states is None else states[None] for states in (x, second, totals.flag))
+        return replace(self, x=x, second=second, starts=starts, shift=False, reverse=False)
 
     def states(self, places: int) -> State:
         """Allocate the values of states of every line at some places."""
-        pair = self.leaf in ("linear", "indexed")
-        second_dtype = self.index if self.leaf == "indexed" else self.compute
-        empty, shape = self.x.new_empty, (places, self.lines)
+        shape, second_dtype = (places, self.lines), {"linear": self.compute, "indexed": self.index}.get(self.leaf)
         return State(
-            empty(shape, dtype=self.compute),
-            empty(shape, dtype=second_dtype) if pair else None,
-            empty(shape, dtype=torch.int8) if self.starts is not None else None,
+            self.x.new_empty(shape, dtype=self.compute),
+            None if second_dtype is None else self.x.new_empty(shape, dtype=second_dtype),
+            None if self.starts is None else self.x.new_empty(shape, dtype=torch.int8),
         )
 
     @property
@@ -292,16 +302,16 @@ class Sweep:
 
     def tile(self, elements: int, warps: int) -> Tile:
         """Return a tile: first contiguous runs of memory, then all available places, then more lines."""
-        runs = RUN_BYTES // self.x.element_size()
-        lines = min(triton.next_power_of_2(self.x.shape[2]), max(runs, 16), elements)
+        run_elements = RUN_BYTES // self.x.element_size()
+        lines = min(triton.next_power_of_2(self.x.shape[2]), max(run_elements, 16), elements)
         steps = min(triton.next_power_of_2(self.length), elements // lines)
         lines = max(lines, min(triton.next_power_of_2(self.lines), elements // steps))
         return Tile(steps, lines, warps)
 
     def pointers(self, *tensors: Tensor | None) -> list[Tensor]:
         """Return tensors as kernel arguments: bools as bytes, and x for each missing tensor."""
-        given = (self.x if x is None else x for x in tensors)
-        return [x.view(torch.uint8) if x.dtype is torch.bool else x for x in given]
+        present = (self.x if x is None else x for x in tensors)
+        return [x.view(torch.uint8) if x.dtype is torch.bool else x for x in present]
 
     def options(self, tile: Tile) -> dict[str, Any]:
         """Return the constants that the kernels are compiled with."""
@@ -324,8 +334,3 @@ class Sweep:
             "LINES": tile.lines,
             "num_warps": tile.warps,
         }
-
-
-def _as_lines(x: Tensor | None) -> Tensor | None:
-    """View (places, lines) as (1, length, inner)."""
-    return x if x is None else x.unsqueeze(0)

@@ -38,7 +38,11 @@ def _walk(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
     CARRY: tl.constexpr, STORE: tl.constexpr, TOTAL: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Scan places [k * part, (k + 1) * part) of LINES lines; carry and totals are (parts, lines)."""
+    """Scan places [k * part, (k + 1) * part) of LINES lines, tile by tile; k is the program's number along the length.
+
+    For the other names see `triton_tiles.py`. With CARRY, part k starts from the state k of ``carry`` (parts, lines).
+    With STORE, results are written to ``out`` and ``out_index``; with TOTAL, the part's total to (parts, lines).
+    """
     k = tl.program_id(1).to(tl.int64)
     inner = inner // UNIT * UNIT
     line, exists, base = tile_lines(tl.program_id(0), lines, length, inner, FLAT, EVEN, LINES)
@@ -46,41 +50,41 @@ def _walk(  # type: ignore[no-untyped-def]
     p, q = neutral(LEAF, NEUTRAL, ACC, INDEX, LINES)
     if CARRY:
         p, q = load_state(carry, carry_index, k * lines + line, exists, p, q, LEAF)
-    started = tl.zeros((1, LINES), tl.int32)
+    has_start = tl.zeros((1, LINES), tl.int32)  # whether a segment has begun in this part
     begin = k * part
     end = tl.minimum(begin + part, length)
-    at = begin
-    while at < end:
+    tile_begin = begin
+    while tile_begin < end:
         # A part is a multiple of STEPS, so only the end of the length is within a tile. Triton infers this
         # for the counter of a `for`, but its interpreter cannot count from a tensor.
-        place = tl.multiple_of(at, STEPS) + row
-        where, inside, flag, own, own_q = load_tile(
+        place = tl.multiple_of(tile_begin, STEPS) + row
+        address, inside, flag, states_p, states_q = load_tile(
             x, second, starts, line, exists, base, place, begin, length, inner, per_outer, per_time, per_inner,
             LEAF, NEUTRAL, ACC, INDEX, GIVEN, SHARED, SEGMENTED, SHIFT, REVERSE, STEPS, LINES,
         )  # fmt: skip
-        own, own_q = combine_where((row == 0) & (flag == 0), p, q, own, own_q, OP, PAIR)
+        states_p, states_q = combine_where((row == 0) & (flag == 0), p, q, states_p, states_q, OP, PAIR)
         if SEGMENTED:
-            flag, own, own_q = scan_segments(flag, own, own_q, OP)
-            started = started | last_place(flag, row, STEPS)
+            flag, states_p, states_q = scan_segments(flag, states_p, states_q, OP)
+            has_start = has_start | last_place(flag, row, STEPS)
         else:
-            own, own_q = scan_states(own, own_q, OP)
+            states_p, states_q = scan_states(states_p, states_q, OP)
         if STORE:
-            store_tile(out, out_index, where, inside, own, own_q, LEAF)
-        p = last_place(own, row, STEPS)
+            store_tile(out, out_index, address, inside, states_p, states_q, LEAF)
+        p = last_place(states_p, row, STEPS)
         if PAIR:
-            q = last_place(own_q, row, STEPS)
-        at += STEPS
+            q = last_place(states_q, row, STEPS)
+        tile_begin += STEPS
     if TOTAL:
         if SHIFT:
             p, q = append_last_state(
                 p, q, x, second, exists, base, end, length, inner, OP, LEAF, NEUTRAL, ACC, INDEX, GIVEN, REVERSE
             )  # fmt: skip
-        sums = k * lines + line
-        tl.store(total + sums, value_of(p, q, LEAF), mask=exists)
+        total_address = k * lines + line
+        tl.store(total + total_address, value_of(p, q, LEAF), mask=exists)
         if LEAF == "linear" or LEAF == "indexed":
-            tl.store(total_second + sums, q, mask=exists)
+            tl.store(total_second + total_address, q, mask=exists)
         if SEGMENTED:
-            tl.store(total_flag + sums, started.to(tl.int8), mask=exists)
+            tl.store(total_flag + total_address, has_start.to(tl.int8), mask=exists)
 
 
 def _run_parts(
@@ -102,11 +106,12 @@ def _run_parts(
     parts = triton.cdiv(sweep.length, part)
     totals = sweep.states(parts) if total else None
     unused = State(sweep.x, sweep.x, sweep.x)
-    into, to, sums = carry or unused, out or unused, totals or unused
+    carries, results, sums = carry or unused, out or unused, totals or unused
     with use_device(sweep.x):
         _walk[(triton.cdiv(sweep.lines, tile.lines), parts)](
             *sweep.pointers(sweep.x, sweep.second, sweep.starts),
-            *sweep.pointers(into.value, into.second, to.value, to.second, sums.value, sums.second, sums.flag),
+            *sweep.pointers(carries.value, carries.second, results.value, results.second),
+            *sweep.pointers(sums.value, sums.second, sums.flag),
             sweep.lines, sweep.length, sweep.x.shape[2], part, *start_strides(sweep.starts), **sweep.options(tile),
             CARRY=carry is not None, STORE=out is not None, TOTAL=total,
         )  # fmt: skip
@@ -129,18 +134,21 @@ def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, ou
     """
     sums = _run_parts(sweep.totals(), tile, part, None, None, True)
     assert sums is not None
-    over = sweep.over(sums)
-    small = over.tile(tile.steps * tile.lines, tile.warps)
+    totals_sweep = sweep.over(sums)
+    totals_tile = totals_sweep.tile(tile.steps * tile.lines, tile.warps)
     if out is None:
-        return scan_single_pass(over, small, initial, None, True)
-    carry = _carry_buffers(sweep, over.length, initial)
-    scan_single_pass(over, small, initial, carry.rows(1), False)
+        return scan_single_pass(totals_sweep, totals_tile, initial, None, True)
+    carry = _carry_buffers(sweep, totals_sweep.length, initial)
+    scan_single_pass(totals_sweep, totals_tile, initial, carry.rows(1), False)
     _run_parts(sweep, tile, part, carry, out, False)
-    return carry.rows(over.length)
+    return carry.rows(totals_sweep.length)
 
 
 def _carry_buffers(sweep: Sweep, parts: int, initial: State | None) -> State:
-    """Allocate the carries into every part and out of the last one; the first row is the initial state."""
+    """Allocate the carries into every part and out of the last one, (parts + 1, lines).
+
+    The first row is set to the initial state, or to the neutral one; the others are not written yet.
+    """
     carry = replace(sweep, starts=None).states(parts + 1)
     carry.value[0] = sweep.start if initial is None else initial.value[0]
     if carry.second is not None:
