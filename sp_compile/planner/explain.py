@@ -130,7 +130,7 @@ def find_attentions(
         (result,) = run.run()
         return result.report.attention
     run.repeats = FewLayers(layers.order, ModelBytes.of(model))
-    with layers.only(layers.reduce_layers):
+    with layers.only(layers.reduced_positions):
         (result,) = run.run()
     return result.report.attention
 
@@ -145,7 +145,7 @@ def similar_layers(model: Any) -> LayerList | None:
         The layers; None if the model has too few equal ones.
     """
     layers = LayerList.of(model) if isinstance(model, torch.nn.Module) else None
-    skipped = 0 if layers is None else len(layers.layers) - len(layers.reduce_layers)
+    skipped = 0 if layers is None else len(layers.layers) - len(layers.reduced_positions)
     return layers if skipped >= MIN_SKIPPED_LAYERS else None
 
 
@@ -163,9 +163,9 @@ def _run_few_layers(run: DryRun, layers: LayerList) -> list[DryRunResult] | None
     Returns:
         The results, or None if the graphs do not name the layer of each node; `run` is as before then.
     """
-    repeats, few = FewLayers(layers.order, ModelBytes.of(run.model)), len(layers.reduce_layers)
+    repeats, few = FewLayers(layers.order, ModelBytes.of(run.model)), len(layers.reduced_positions)
     run.repeats = repeats
-    with layers.only(layers.reduce_layers):
+    with layers.only(layers.reduced_positions):
         results = run.run()
     kinds = max(layers.kinds) + 1
     text = f"{few} layers were lowered, and represent {len(layers.kinds)} of {kinds} kind{'s' if kinds > 1 else ''}"
