@@ -434,7 +434,7 @@ def attends(n: int, *shapes: AttentionShape, **options: Any) -> dict[tuple[str, 
     vars(planner)["_shapes"] = [(shape, 12.0) for shape in shapes]
     found = planner.attention_choices(n)
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    return {one.key: [(c.kind, c.layout, c.relayout) for c, _ in one.found] for one in found}
+    return {one.key: [(c.kind, c.layout, c.relayout) for c, _ in one.candidates] for one in found}
 
 
 def test_local_and_global_attention_may_go_different_ways() -> None:
