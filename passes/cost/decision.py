@@ -65,10 +65,10 @@ def describe_shape(shape: AttentionShape) -> str:
 
 
 def candidate_table(candidates: Sequence[Candidate], chosen: Candidate, requested: bool = False) -> str:
-    """Format the candidates: the chosen one, then others by time, then those that are not legal."""
-    others = sorted((c for c in candidates if c != chosen), key=lambda c: (c.legal is not None, c.seconds))
+    """Format the candidates: the chosen one, then alternatives by time, then those that are not legal."""
+    alternatives = sorted((c for c in candidates if c != chosen), key=lambda c: (c.legal is not None, c.seconds))
     reason = _winning_reason(chosen, candidates, requested)
-    rows = [_candidate_row(c, chosen, reason) for c in [chosen, *others]]
+    rows = [_candidate_row(c, chosen, reason) for c in [chosen, *alternatives]]
     return tabulate(rows, headers=HEADERS, floatfmt=".3f", disable_numparse=[1])
 
 
@@ -77,8 +77,8 @@ def _candidate_row(c: Candidate, chosen: Candidate, reason: str) -> tuple[object
     layout = c.layout + (", moved" if c.relayout else "") + (f", {c.chunks} groups" if c.chunks > 1 else "")
     numbers = [x * 1e3 for x in (c.forward, c.backward, c.seconds)] + [c.memory / 2**20]
     shown = numbers if c.legal is None or c == chosen else [None] * 4
-    why = reason if c == chosen else c.legal or f"{c.seconds / chosen.seconds - 1:+.1%}"
-    return (c.kind, f"{c.ulysses} x {c.ring}", layout, *shown, why)
+    note = reason if c == chosen else c.legal or f"{c.seconds / chosen.seconds - 1:+.1%}"
+    return (c.kind, f"{c.ulysses} x {c.ring}", layout, *shown, note)
 
 
 def _winning_reason(c: Candidate, candidates: Sequence[Candidate], requested: bool) -> str:

@@ -72,9 +72,10 @@ class LayerList:
     def reduced_positions(self) -> tuple[int, ...]:
         """Return the layers of the reduced model: the first two of the most common kind, and one of each other kind."""
         common = Counter(self.kinds).most_common(1)[0][0]
-        first = self.kinds.index(common)
-        second = self.kinds.index(common, first + 1)
-        return (first, second, *(self.kinds.index(kind) for kind in range(max(self.kinds) + 1) if kind != common))
+        first_common = self.kinds.index(common)
+        second_common = self.kinds.index(common, first_common + 1)
+        of_other_kinds = (self.kinds.index(kind) for kind in range(max(self.kinds) + 1) if kind != common)
+        return (first_common, second_common, *of_other_kinds)
 
     @property
     def order(self) -> list[str]:
@@ -82,10 +83,10 @@ class LayerList:
 
         That of the most common kind is its second layer, except for the first layer itself.
         """
-        first, *others = self.reduced_positions
-        representatives = {self.kinds[i]: position for position, i in enumerate(others, 1)}
+        first_index, *later_indices = self.reduced_positions
+        representatives = {self.kinds[i]: position for position, i in enumerate(later_indices, 1)}
         prefix = f"{self.name}." if self.name else ""
-        return [f"{prefix}{0 if i == first else representatives[kind]}" for i, kind in enumerate(self.kinds)]
+        return [f"{prefix}{0 if i == first_index else representatives[kind]}" for i, kind in enumerate(self.kinds)]
 
     @contextmanager
     def only(self, positions: Sequence[int]) -> Iterator[None]:

@@ -73,8 +73,8 @@ class Machine:
             return replace(measured, **(override or {}))
         for name in override or {}:
             if name not in _DEFAULTS:
-                hint, known = did_you_mean(name, _DEFAULTS), ", ".join(_DEFAULTS)
-                raise SpError("SP703", f"cost: unknown constant {name!r}{hint}, expected one of {known}.")
+                hint, names = did_you_mean(name, _DEFAULTS), ", ".join(_DEFAULTS)
+                raise SpError("SP703", f"cost: unknown constant {name!r}{hint}, expected one of {names}.")
         return replace(CPU if device_type == "cpu" else GPU, **(override or {}))
 
     def efficiency(self, kernel: str) -> float:

@@ -72,16 +72,16 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
     group = ranks.process_group
     if not ranks.exchanges:
         return Machine.of(device.type)
-    known = _measured.setdefault(group, {})
-    if device.type not in known:
+    cache = _measured.setdefault(group, {})
+    if device.type not in cache:
         message_device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         partition = (tuple(range(ranks.n)),)
         jobs = [_time_collective(kind, ranks.group, partition, message_device) for kind in ("all_to_all", "all_gather")]
         lines = measure_lines([*jobs, _measure_attention(device)], group, device, MACHINE_REPEATS, meet)
         ranks_per_node = min(Counter(meet(None, platform.node())).values())
         base, kernel = _base_constants(device, meet), _measured_kernel(device).rate
-        known[device.type] = fit_constants(lines, ranks.n, ranks_per_node, base, kernel)
-    return known[device.type]
+        cache[device.type] = fit_constants(lines, ranks.n, ranks_per_node, base, kernel)
+    return cache[device.type]
 
 
 def fit_constants(
@@ -219,21 +219,21 @@ def measure_lines(
         repeats: Timed calls of each size.
         meet: Exchange of the group.
     """
-    known = _measured.setdefault(group, {})
-    unknown = list({job.key: job for job in jobs if job.key not in known}.values())
+    lines = _measured.setdefault(group, {})
+    unknown = list({job.key: job for job in jobs if job.key not in lines}.values())
     if unknown:
         is_first, cached = dist.get_rank(group) == 0, {}
         with _raised_on_all(meet):
             path = _cache_path(group, device)
             cached = _read_cache(path) if is_first else {}
         lines_of_first = meet(None, [cached.get(repr(job.key)) for job in unknown])[0]
-        known.update((job.key, line) for job, line in zip(unknown, lines_of_first) if line is not None)
-        missing = [job for job in unknown if job.key not in known]
+        lines.update((job.key, line) for job, line in zip(unknown, lines_of_first) if line is not None)
+        missing = [job for job in unknown if job.key not in lines]
         if missing:
-            known.update(zip([job.key for job in missing], _measure_and_fit(missing, repeats, meet)))
+            lines.update(zip([job.key for job in missing], _measure_and_fit(missing, repeats, meet)))
         if missing and is_first:
-            _write_cache(path, cached | {repr(job.key): known[job.key] for job in missing})
-    return [known[job.key] for job in jobs]
+            _write_cache(path, cached | {repr(job.key): lines[job.key] for job in missing})
+    return [lines[job.key] for job in jobs]
 
 
 def _measure_and_fit(jobs: Sequence[Measurement], repeats: int, meet: MeetFunction) -> list[LatencyBandwidth]:

@@ -85,8 +85,8 @@ class GraphStep:
         layers = {n.name: node_layer(n) for n in forward.nodes}
         first_layer = next(filter(None, layers.values()), "")
         saved_bytes = [
-            (layer if layers.get(live.name) or layer == first_layer else "", live)
-            for layer, live in backward_walk.by_last_layer(saved)
+            (layer if layers.get(value.name) or layer == first_layer else "", value)
+            for layer, value in backward_walk.by_last_layer(saved)
         ]
         remaining = max(0, forward_walk.end - nbytes[0])
         return GraphStep(forward_walk, backward_walk, inputs, remaining, *nbytes, saved_bytes=saved_bytes)
@@ -176,7 +176,7 @@ class StepMemory:
 
     def points(self) -> Iterator[StepMoment]:
         """Yield the moments of the forward of each graph, then of the backwards in reverse order."""
-        live = 0  # bytes that other graphs have left
+        other_bytes = 0  # bytes that other graphs have left
         last = len(self.graphs) - 1
         for g, graph in enumerate(self.graphs):
             moments = graph.forward.moments
@@ -184,14 +184,14 @@ class StepMemory:
             products = [i for i, moment in enumerate(moments) if moment.product] if has_loss else []
             loss_start = products[-1] if products else len(moments)  # the last product computes the logits
             for i, moment in enumerate(moments):
-                yield StepMoment("forward" if i < loss_start else "loss", moment, live + moment.nbytes, g, i)
-            live += graph.saved + graph.results
+                yield StepMoment("forward" if i < loss_start else "loss", moment, other_bytes + moment.nbytes, g, i)
+            other_bytes += graph.saved + graph.results
         later_gradients = 0  # bytes that the backward of the next graph has left, among them tangents of this one
         for g, graph in reversed(list(enumerate(self.graphs))):
             if graph.backward is None:
                 continue
             moments = graph.backward.moments
-            live -= graph.saved + min(later_gradients, graph.tangents)
+            other_bytes -= graph.saved + min(later_gradients, graph.tangents)
             loss_end = next((i for i, moment in enumerate(moments) if moment.product), 0) if g == last else 0
             # FSDP gathers the next layer until the last layer of the step begins.
             if not self.weights.unit:
@@ -201,10 +201,10 @@ class StepMemory:
             unsharded = _unsharded_bytes(moments, self.weights.unit)
             for i, moment in enumerate(moments):
                 phase = "loss" if i < loss_end else "backward"
-                nbytes = live + (graph.copied if i == 0 else 0) + moment.nbytes
+                nbytes = other_bytes + (graph.copied if i == 0 else 0) + moment.nbytes
                 yield StepMoment(phase, moment, nbytes, g, i, True, moment.results, i < gather_end, unsharded[i])
             later_gradients = graph.backward.end
-            live += later_gradients
+            other_bytes += later_gradients
 
     def peaks(self) -> dict[str, StepMoment]:
         """Return the largest moment of each phase."""
@@ -342,9 +342,9 @@ def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
     return unsharded
 
 
-def shorten_line(where: str) -> str:
+def shorten_line(line: str) -> str:
     """Shorten a line to the width of a table column."""
-    return where if len(where) <= LINE_WIDTH else where[: LINE_WIDTH - 3] + "..."
+    return line if len(line) <= LINE_WIDTH else line[: LINE_WIDTH - 3] + "..."
 
 
 def format_bytes(nbytes: float) -> str:

@@ -281,10 +281,10 @@ def _sum_over_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: d
     dist.all_reduce(total, group=replicas)
     if total.is_floating_point() or total.is_complex():
         return total
-    least, most = total.clone(), total.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN, sequence)
-    dist.all_reduce(most, dist.ReduceOp.MAX, sequence)
-    if not torch.equal(least, most):
+    minimum, maximum = total.clone(), total.clone()
+    dist.all_reduce(minimum, dist.ReduceOp.MIN, sequence)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, sequence)
+    if not torch.equal(minimum, maximum):
         expected = f"the same integers on the {sequence.size()} ranks that share a sequence"
         raise SpError("SP828", f"reduce: expected {expected}, got different ones.")
     return total

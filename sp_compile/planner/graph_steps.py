@@ -70,8 +70,8 @@ def unroll_step(
         steps: A list to which the `Unroll` is appended, from which the step for any share follows; or None.
     """
     options, n = lowered.options, lowered.ranks.n
-    job = PassContext(lowered.ranks, options, machine=lowered.machine)
-    machine = job.machine_of_nodes(lowered.graph.graph.find_nodes(op="placeholder"))
+    context = PassContext(lowered.ranks, options, machine=lowered.machine)
+    machine = context.machine_of_nodes(lowered.graph.graph.find_nodes(op="placeholder"))
     full = Unroll.of(step, () if repeats is None else repeats.order, machine)
     if steps is not None:
         steps.append(full)

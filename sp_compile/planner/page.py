@@ -181,7 +181,7 @@ def _ticks(top: float) -> Sequence[Mapping[str, float]]:
     return [{"bytes": i * step, "y": CHART_HEIGHT * (1 - i * step / top)} for i in range(int(top / step) + 1)]
 
 
-def _call_of(where: str) -> str:
+def _call_of(line: str) -> str:
     """Return the code of "file:line: code", without `return` or the variables to which the result is assigned."""
-    code = where.partition(": ")[2] or where
+    code = line.partition(": ")[2] or line
     return re.sub(r"^(return |[\w., ]+ = )", "", code)

@@ -405,9 +405,9 @@ def _update_rows(planner: StepPlanner, result: StepPlan, rows: Sequence[Variant]
         variant = _make_variant(planner, **planner.plan_row(step, attend, row.state, row.offload))
         result.rows.append(variant)
         if row.offload and planner.shares and step.covers_any_share:
-            least = planner.min_offload(step, attend, row.state)
-            if least and least["config"] != row.config:
-                result.rows.append(_make_variant(planner, **least))
+            with_least_share = planner.min_offload(step, attend, row.state)
+            if with_least_share and with_least_share["config"] != row.config:
+                result.rows.append(_make_variant(planner, **with_least_share))
         elif refines and row.offload and (estimate := _estimate_share(planner, result, variant)) is not None:
             result.rows.append(estimate)
 
@@ -443,16 +443,16 @@ def _required_change(planner: StepPlanner, result: StepPlan, n: int) -> str:
         return "; ".join(filter(None, [reason, elsewhere, "use more ranks, or an optimizer with less state"]))
     if not rows:
         return f"{n} ranks: {'; '.join(filter(None, [planner.refusal_reason(n), elsewhere]))}"
-    least = min(rows, key=lambda row: row.memory)
-    layers = "each layer checkpointed" if least.checkpoint else "as written"
-    config = f"{least.attention}, {layers}, state {least.state}"
-    config += f", tiles {least.tiles}, {least.offload:.0%} of the saved values on the host"
-    reasons = [f"{n} ranks: the smallest plan needs {result.unit(least.memory)} ({config})"]
-    if (excess := least.memory - result.memory) > 0:
-        reasons[0] += f", {result.unit(excess)} too much, in its {least.phase}"
-        reasons.append(f"the largest value there: {planner.largest_value(least.config)}")
+    smallest = min(rows, key=lambda row: row.memory)
+    layers = "each layer checkpointed" if smallest.checkpoint else "as written"
+    config = f"{smallest.attention}, {layers}, state {smallest.state}"
+    config += f", tiles {smallest.tiles}, {smallest.offload:.0%} of the saved values on the host"
+    reasons = [f"{n} ranks: the smallest plan needs {result.unit(smallest.memory)} ({config})"]
+    if (excess := smallest.memory - result.memory) > 0:
+        reasons[0] += f", {result.unit(excess)} too much, in its {smallest.phase}"
+        reasons.append(f"the largest value there: {planner.largest_value(smallest.config)}")
     if result.host_memory is not None:
-        host, limit = result.unit(least.host), result.unit(result.host_memory)
+        host, limit = result.unit(smallest.host), result.unit(result.host_memory)
         reasons.append(f"{host} are offloaded; the host has {limit} a rank")
     reasons.append(elsewhere)
     reasons.append("use more ranks or smaller batches, and return only the loss from the model")

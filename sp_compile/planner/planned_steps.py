@@ -187,7 +187,7 @@ class PlannedStep:
     @property
     def max_tiles(self) -> int:
         """Return the largest number of tiles of a region."""
-        return max((one.tiles for one in self.dry_run.report.tiled), default=0)
+        return max((region.tiles for region in self.dry_run.report.tiled), default=0)
 
     @property
     def recomputes_attention(self) -> bool:
@@ -403,9 +403,9 @@ class StepPlanner:
             row = self.plan_row(step, attend, state, self.offload)
             yield row
             if not row["fits"] and step.dry_run.steps:
-                least = self.min_offload(step, attend, state)
-                if least is not None:
-                    yield least
+                with_least_share = self.min_offload(step, attend, state)
+                if with_least_share is not None:
+                    yield with_least_share
 
     def min_offload(self, step: PlannedStep, attend: AttentionChoice, state: str) -> dict[str, Any] | None:
         """Return the variant with the least share on the host that fits.

@@ -202,13 +202,13 @@ class Unroll:
                 unrolled.sources.append(source)
                 unrolled.extra_values.append(extra_values)
 
-        first, last = (0, 0), (len(self.order), len(self.layers))
-        add_range(BEFORE_LAYERS, *(last if is_backward else first), 0)
+        start, end = (0, 0), (len(self.order), len(self.layers))
+        add_range(BEFORE_LAYERS, *(end if is_backward else start), 0)
         positions = list(enumerate(self.order))
         for position, i in reversed(positions) if is_backward else positions:
             if self.layers[i].path in ranges:
                 add_range(self.layers[i].path, position, i, 1)
-        add_range(AFTER_LAYERS, *(first if is_backward else last), 0)
+        add_range(AFTER_LAYERS, *(start if is_backward else end), 0)
         extra_saved = saved_before[-1] - program_saved_before[-1]
         extra_grads = grads_after[0] - program_grads_after[0]
         unrolled.start = walk.start + (extra_saved if is_backward else 0)

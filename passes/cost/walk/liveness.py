@@ -1,10 +1,10 @@
 """Model the memory of a running graph: each value lives from its definition to its last use.
 
 `walk` returns a `WalkMoment` for each kernel of a graph (see `fused_kernels.py`), in order, with the bytes of all
-values alive while it runs. Graphs are those of AOTAutograd's partition, with fake tensors. Values that share memory (views,
-in-place writes) are one storage. With fusion, an elementwise op has no storage: its readers recompute it. It gets
-storage only if an unfused op (product, attention, collective) reads it, at the end of a reduction, or if it reads more
-storages than Inductor inlines. A kernel may write over an operand that it reads last.
+values alive while it runs. Graphs are those of AOTAutograd's partition, with fake tensors. Values that share memory
+(views, in-place writes) are one storage. With fusion, an elementwise op has no storage: its readers recompute it. It
+gets storage only if an unfused op (product, attention, collective) reads it, at the end of a reduction, or if it reads
+more storages than Inductor inlines. A kernel may write over an operand that it reads last.
 """
 
 from __future__ import annotations
