@@ -607,7 +607,7 @@ def test_kinds_of_layers() -> None:
     depth = LayerList.of(nn.Sequential(layers))
     assert depth is not None
     assert depth.kinds == (0, 0, 1, 0, 1)
-    assert depth.reduce_layers == (0, 1, 2)
+    assert depth.reduced_positions == (0, 1, 2)
     with depth.only((0, 2)):
         assert [layer.out_features for layer in layers] == [8, 4]
     assert len(layers) == 5
