@@ -315,9 +315,13 @@ class StorageTable(KernelSchedule):
         return key
 
     def run(self, inputs: dict[StorageKey, LiveValue]) -> Iterator[tuple[Node, list[LiveValue]]]:
-        """Yield each kernel with the values that are alive while it runs; `inputs` are values to free."""
+        """Yield each kernel with the values that are alive while it runs.
+
+        Args:
+            inputs: Inputs of the graph to count, until their last use; others are permanent.
+        """
         kernels = [(node, dict(live)) for node, live in self._live(inputs)]
-        idle = self._idle(inputs, [live for _, live in kernels]) if self.fused else [[] for _ in kernels]
+        idle = self._idle([live for _, live in kernels]) if self.fused else [[] for _ in kernels]
         for (node, live), idle_buffers in zip(kernels, idle, strict=True):
             nbytes = _workspace_bytes(node, self.fused)
             workspace = [LiveValue(node.name, _node_line(node), nbytes, "workspace")] if nbytes else []
@@ -351,9 +355,7 @@ class StorageTable(KernelSchedule):
                 del live[key]
         self.remaining = live
 
-    def _idle(
-        self, inputs: dict[StorageKey, LiveValue], lives: Sequence[dict[StorageKey, LiveValue]]
-    ) -> list[list[LiveValue]]:
+    def _idle(self, lives: Sequence[dict[StorageKey, LiveValue]]) -> list[list[LiveValue]]:
         """Return the idle buffers that Inductor retains for reuse at each kernel, if that does not raise the peak.
 
         The peak is that of Inductor, which identifies freeable inputs by name. It queries buffer sizes only when it
@@ -395,9 +397,9 @@ class StorageTable(KernelSchedule):
         return totals
 
     def _is_extern_kernel(self, node: Node) -> bool:
-        """Return True for a call that Inductor passes to torch without a kernel or buffer of its own."""
-        exchanges = isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
-        return not (self.is_fused(node) or self._is_matrix_product(node) or exchanges)
+        """Return True for a call that Inductor passes to torch, which allocates its results."""
+        is_collective = isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
+        return not (self.is_fused(node) or self._is_matrix_product(node) or is_collective)
 
     def _is_matrix_product(self, node: Node) -> bool:
         return node in self.product_of_sum or node.target in MATRIX_PRODUCTS
