@@ -96,7 +96,7 @@ def find_exchanges(local: GraphModule, n: int) -> list[Exchange]:
 def _edge_bytes(call: OpCall, n: int) -> Size:
     """Return the bytes to fill padding with the nearest valid row, if it is on another rank: one row at each end.
 
-    The frame is that of the result: (dim, padding, start, length, ...) in rows of all ranks.
+    The frame is that of the result: (dim, size, start, length, ...), where rows [start, start + length) are valid.
     """
     frame = call.get("result") or call.get("frame") if call.node.target in ENDS_IN_WINDOW else None
     if frame is None:

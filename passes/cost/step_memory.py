@@ -80,7 +80,7 @@ class GraphStep:
         saved = [n for n in saved_inputs if n.users and not is_on_host(n) and callers.isdisjoint(storage_bytes([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         backward_walk = walk(backward, fused, [*saved, *tangents])
-        nbytes = [sum(storage_bytes(nodes).values()) for nodes in (saved, tangents, copied)]
+        saved_sum, tangents_sum, copied_sum = (sum(storage_bytes(x).values()) for x in (saved, tangents, copied))
         # A value without a layer in the forward belongs to the layer that reads it only if this is the first layer.
         layers = {n.name: node_layer(n) for n in forward.nodes}
         first_layer = next(filter(None, layers.values()), "")
@@ -88,8 +88,8 @@ class GraphStep:
             (layer if layers.get(value.name) or layer == first_layer else "", value)
             for layer, value in backward_walk.by_last_layer(saved)
         ]
-        remaining = max(0, forward_walk.end - nbytes[0])
-        return GraphStep(forward_walk, backward_walk, inputs, remaining, *nbytes, saved_bytes=saved_bytes)
+        nbytes = inputs, max(0, forward_walk.end - saved_sum), saved_sum, tangents_sum, copied_sum
+        return GraphStep(forward_walk, backward_walk, *nbytes, saved_bytes=saved_bytes)
 
 
 def _is_row_major(x: torch.Tensor) -> bool:
