@@ -301,10 +301,8 @@ class StepMemory:
         for live in self.alive(point):
             total[live.origin, live.where] += live.nbytes
             count[live.origin, live.where] += live.nbytes > 0
-        lines = [
-            LiveSummary(*key, nbytes, f"{count[key]} values" if count[key] > 1 else "")
-            for key, nbytes in total.most_common()
-        ]
+        texts = {key: f"{n} values" if n > 1 else "" for key, n in count.items()}
+        lines = [LiveSummary(*key, nbytes, texts[key]) for key, nbytes in total.most_common()]
         other_bytes = sum(line.nbytes for line in lines[limit:])
         if not other_bytes:
             return lines[:limit]

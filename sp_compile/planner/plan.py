@@ -237,7 +237,8 @@ def plan(
     options, model_kwargs = split_kwargs(model, {**config, "kwargs": {**named, **(kwargs or {})}})
     SPConfig.of(options).refuse("plan", **REFUSED_PROGRAM)
     cost = {**(cost or {}), "memory": result.memory}
-    planner = _make_planner(model, args, model_kwargs, {**options, "cost": cost}, optimizer, host)
+    planner = _make_planner(model, args, model_kwargs, {**options, "cost": cost}, optimizer)
+    planner.host = math.inf if host is None else host
     _plan_first(planner, result, all_ranks, options.get("tiles"))
     _refine_best(planner, result, all_ranks)
     result.rows.sort(key=lambda row: (row.ranks, not row.fits, *_time_key(row)))
@@ -246,12 +247,7 @@ def plan(
 
 
 def _make_planner(
-    model: nn.Module,
-    args: list[Any],
-    kwargs: dict[str, Any],
-    options: dict[str, Any],
-    optimizer: Any,
-    host: float | None,
+    model: nn.Module, args: list[Any], kwargs: dict[str, Any], options: dict[str, Any], optimizer: Any
 ) -> StepPlanner:
     """Return the planner of a model with these arguments; an option `offload` fixes the share on the host."""
     device_type = next((x.device.type for x in model.parameters()), "cpu")
@@ -267,7 +263,6 @@ def _make_planner(
         _tokens([*args, *kwargs.values()]),
         checkpoint_blocks(model),
         0.0 if isinstance(offload, str) else float(offload),
-        math.inf if host is None else host,
     )
 
 

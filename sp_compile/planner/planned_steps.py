@@ -304,13 +304,11 @@ class StepPlanner:
             requested = [config for config in new if config.checkpoint == checkpoint]
             if not requested:
                 continue
-            dry_run_configs = [(config.ranks, self._dry_run_options(**config.options)) for config in requested]
+            configs_to_run = [(config.ranks, self._dry_run_options(**config.options)) for config in requested]
             captured = self._captured[checkpoint]
             try:
                 with checkpoint_layers(self.blocks if checkpoint else []), _reduce_gc():
-                    dry_runs = explain_configs(
-                        self.model, self.args, dry_run_configs, self.per_weight, layers, captured
-                    )
+                    dry_runs = explain_configs(self.model, self.args, configs_to_run, self.per_weight, layers, captured)
             except SpError as error:
                 if requested != list(configs) or self._steps:
                     self._problems |= {config.ranks: str(error) for config in requested}
@@ -391,9 +389,8 @@ class StepPlanner:
             return self._problems[n]
         requested = {name: self.options[name] for name in PLAN_OPTIONS if self.options.get(name, "auto") != "auto"}
         candidates = [c for shape, _ in self._shapes for c in all_candidates(replace(shape, n=n), self.machine)]
-        reasons = {
-            f"{c.kind}: {c.legal}" for c in candidates if c.legal and c.kind == requested.get("attention", c.kind)
-        }
+        kind = requested.get("attention")
+        reasons = {f"{c.kind}: {c.legal}" for c in candidates if c.legal and kind in (None, c.kind)}
         requested_text = " and ".join(f"{name}={value!r}" for name, value in requested.items())
         return f"{requested_text} is not possible ({'; '.join(sorted(reasons)) or 'no candidate'}); omit it"
 
