@@ -43,8 +43,8 @@ class AttentionShape:
     kv_len: int  # keys
     heads: int  # query heads
     kv_heads: int  # key and value heads
-    head_dim: int
-    v_head_dim: int
+    head_dim: int  # of queries and keys
+    v_head_dim: int  # of values
     element_size: int  # bytes
     causal: bool = False  # query i attends to keys 0..i
     window: int | None = None  # maximum distance of a key that a query attends to, in positions
@@ -223,6 +223,7 @@ class Strategy:
     name: str  # value of the option attention=, and `kind` of its candidates
     preference: int  # lower values win ties
     rewrite: Any  # `AttentionPass` of the same name; its `op` replaces attention
+    # (shape, machine, layout) -> candidates in this layout, legal or not
     candidates: Callable[[AttentionShape, Machine, str], Iterable[Candidate]]
     # (forward, backward) bytes that a rank sends in a call of the op; required with an op
     sends: Callable[[OpCall, int], tuple[Size, Size]] | None = None

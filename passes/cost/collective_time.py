@@ -43,8 +43,8 @@ def collective_bytes(collective: str, nbytes: Any, n: int) -> Any:
 class HeadBytes:
     """Bytes of the operands and the result of one attention on one rank."""
 
-    queries: Size
-    results: Size
+    queries: Size  # all queries of the rank
+    results: Size  # all results of the rank
     keys: Size  # keys and values
     key_heads: Size  # number of key heads
     element_size: int  # bytes of an element of keys

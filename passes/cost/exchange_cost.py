@@ -167,10 +167,12 @@ def _exchange_line(node: Node) -> str:
 
 
 def _operand_bytes(operands: Iterable[Node]) -> Size:
+    """Return the bytes of the values of nodes, a number or an expression of symbols."""
     return _tensor_bytes(operand.meta["val"] for operand in operands)
 
 
 def _tensor_bytes(tensors: Iterable[Tensor]) -> Size:
+    """Return the bytes of tensors, a number or an expression of symbols."""
     return sum((size_product(as_sizes(x.shape)) * x.element_size() for x in tensors), 0)
 
 

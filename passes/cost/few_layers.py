@@ -48,7 +48,7 @@ class FewLayers:
 class LayerList:
     """List of layers of a model."""
 
-    layers: nn.ModuleList
+    layers: nn.ModuleList  # the list itself, which `only` modifies
     kinds: tuple[int, ...]  # number of each layer's kind, by first appearance
     # configs (transformers) that contain a list of one entry for each layer, such as `layer_types`, and its name
     settings: Sequence[tuple[dict[str, Any], str]] = ()

@@ -36,16 +36,16 @@ class Machine:
     ring_efficiency: float  # rate of a ring block over a single block (transfers use some cores)
     overlap: float  # part of a transfer that compute hides, 0 to 1
     call: float  # seconds per block or merge (launches, Python)
-    all_to_all_bandwidth: float
-    all_to_all_latency: float
+    all_to_all_bandwidth: float  # bytes that a rank sends per second
+    all_to_all_latency: float  # seconds
     all_gather_bandwidth: float  # reduce-scatter, too
-    all_gather_latency: float
+    all_gather_latency: float  # seconds
     hop_bandwidth: float  # shift around a ring
-    hop_latency: float
-    all_reduce_bandwidth: float
-    all_reduce_latency: float
+    hop_latency: float  # seconds
+    all_reduce_bandwidth: float  # bytes that a rank sends per second
+    all_reduce_latency: float  # seconds
     step_latency: float  # seconds of each of the 2 (n - 1) steps of an all-reduce
-    inter_node_step_latency: float
+    inter_node_step_latency: float  # the same if the ranks are on several nodes
     inter_node_bandwidth: float  # between nodes
     ranks_per_node: float  # neighboring ranks on one node
     memory_bandwidth: float  # reads plus writes

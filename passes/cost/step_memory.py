@@ -46,8 +46,8 @@ LINE_WIDTH = 56
 class GraphStep:
     """Memory of one graph of a program, forward and backward, in bytes."""
 
-    forward: LivenessWalk
-    backward: LivenessWalk | None
+    forward: LivenessWalk  # live bytes at each kernel
+    backward: LivenessWalk | None  # None without gradients
     inputs: int  # inputs of the program, without the model
     results: int  # results that remain after the forward, without saved values
     saved: int = 0  # saved on the device for the backward, besides parameters and inputs
@@ -103,7 +103,7 @@ class LiveSummary(NamedTuple):
 
     origin: str  # as in `LiveValue`, or "others"
     where: str  # user's line
-    nbytes: int
+    nbytes: int  # their sum
     count: str  # text of the number of values, "" for one
 
 
@@ -112,7 +112,7 @@ class StepMoment:
     """Memory while one node of a step runs, without the constant state."""
 
     phase: str  # one of `PHASES`
-    moment: WalkMoment
+    moment: WalkMoment  # the kernel, with the bytes of its graph
     nbytes: int  # bytes of live values of all graphs
     graph: int  # index of the graph
     index: int  # index of the moment in its walk
@@ -126,9 +126,9 @@ class StepMoment:
 class StepMemory:
     """Memory of one rank over a step."""
 
-    weights: ModelBytes
+    weights: ModelBytes  # bytes of the model
     per_weight: float = ADAMW_STATE  # bytes of optimizer state per byte of parameters
-    graphs: list[GraphStep] = field(default_factory=list)
+    graphs: list[GraphStep] = field(default_factory=list)  # graphs of the program in the order in which they run
     shards: int = 1  # ranks that shard parameters, gradients and state; 1 if unknown
 
     @property

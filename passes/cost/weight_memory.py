@@ -29,9 +29,9 @@ IMPLEMENTATION_SETTINGS = "foreach", "fused", "capturable"
 class ModelBytes:
     """Bytes of a model on every rank."""
 
-    parameters: int
+    parameters: int  # all parameters
     trainable: int  # parameters that require gradients
-    buffers: int
+    buffers: int  # all buffers
     unit: int  # parameters of the largest layer, which FSDP gathers at once
     outside_layers: int = 0  # parameters outside of layers
 

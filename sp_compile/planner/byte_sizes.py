@@ -16,7 +16,7 @@ MIN_BYTES = 10
 class SizeUnit:
     """The unit in which a plan prints sizes: that of the requested memory."""
 
-    name: str
+    name: str  # a key of `UNITS`
 
     def __call__(self, nbytes: float) -> str:
         """Format bytes with one decimal, or three significant digits for small values."""

@@ -64,7 +64,7 @@ class DryRunResult:
 
     user_options: SPConfig  # the options, as the user passed them
     sp: int | None  # the number of ranks
-    report: Report
+    report: Report  # merged from the reports of all graphs
     steps: list[Unroll] | None = None  # for a plan: the step of each graph, for any share of saved values on the host
     checkpoints: bool = False  # the backward recomputes a part of the program
     problem: SpError | None = None  # the reason why the configuration is not possible
@@ -79,8 +79,8 @@ class _Lowered(NamedTuple):
     """A graph that was lowered in one configuration."""
 
     result: DryRunResult  # of the configuration
-    session: CompileSession
-    program: RankProgram
+    session: CompileSession  # the ranks and facts with which it was lowered
+    program: RankProgram  # the program of one rank
 
 
 @dataclass

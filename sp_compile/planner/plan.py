@@ -233,7 +233,7 @@ def plan(
     if not all_ranks or not all(type(n) is int and n > 0 for n in all_ranks):
         raise SpError("SP711", f"ranks: expected numbers of ranks, 1 or more, got {ranks!r}.")
     named = dict(inputs) if isinstance(inputs, Mapping) else {}
-    args: list[Any] = [] if named else [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    args: list[Any] = [inputs] if isinstance(inputs, torch.Tensor) else [] if named else list(inputs)
     options, model_kwargs = split_kwargs(model, {**config, "kwargs": {**named, **(kwargs or {})}})
     SPConfig.of(options).refuse("plan", **REFUSED_PROGRAM)
     cost = {**(cost or {}), "memory": result.memory}
@@ -319,9 +319,12 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
         return
     has_own = any(step.dry_run.checkpoints for step in steps)
     checkpoint = bool(planner.blocks) and not has_own
-    if not all(map(result.fits_on_device, all_ranks)):
-        result.notes += [OWN_CHECKPOINTS] if has_own else [] if checkpoint else [NO_BLOCKS]
-    for next_tiles in [*([tiles] if checkpoint else []), *([] if more_tiles is None else [more_tiles])]:
+    if not checkpoint and not all(map(result.fits_on_device, all_ranks)):
+        result.notes.append(OWN_CHECKPOINTS if has_own else NO_BLOCKS)
+    attempts = [tiles] if checkpoint else []
+    if more_tiles is not None:
+        attempts.append(more_tiles)
+    for next_tiles in attempts:
         steps = examine(checkpoint, next_tiles)
         if checkpoint and steps and not any(step.dry_run.checkpoints for step in steps):
             checkpoint = False  # torch.utils.checkpoint had no effect

@@ -123,7 +123,7 @@ class _Peak(NamedTuple):
 class _PeakMemory:
     """Peaks of a step, by placement of the state (`STATES`)."""
 
-    step: StepMemory
+    step: StepMemory  # sizes of its state
     near_attention: Mapping[str, _Peak]  # peaks at lines with attention, which change with the attention
     elsewhere: Mapping[str, _Peak]  # peaks at other lines
     host: float  # bytes on the host
@@ -145,6 +145,7 @@ class _PeakMemory:
         """Return peaks between these, with nothing on the host, and those with all values on the host."""
 
         def interpolate(at_none: Mapping[str, _Peak], at_all: Mapping[str, _Peak]) -> dict[str, _Peak]:
+            """Return peaks whose bytes are linear in the share, with the phases of the nearer ones."""
             nearest = at_none if share < 0.5 else at_all
             return {
                 state: _Peak(peak.nbytes + share * (at_all[state].nbytes - peak.nbytes), nearest[state].phase)
@@ -168,8 +169,8 @@ class _PeakMemory:
 class PlannedStep:
     """Result of examining a configuration."""
 
-    config: PlanConfig
-    dry_run: DryRunResult
+    config: PlanConfig  # the configuration
+    dry_run: DryRunResult  # its report and step
     exact: bool  # True if a few layers represent all, so any share on the host is a number of layers
     _peaks: dict[float, _PeakMemory] = field(default_factory=dict)  # share on the host -> peaks
 
@@ -260,10 +261,10 @@ class PlannedStep:
 class StepPlanner:
     """A model, and the variants to examine."""
 
-    model: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    machine: Machine
+    model: nn.Module  # may be on the meta device
+    args: Sequence[Any]  # positional arguments of the model
+    kwargs: Mapping[str, Any]  # keyword arguments of the model
+    machine: Machine  # constants of a device; its memory is the limit
     options: Mapping[str, Any]  # options of all variants
     shares: Sequence[float]  # the shares of saved values that may go to the host, from 0
     per_weight: float  # bytes of optimizer state for a byte of parameters
@@ -447,6 +448,7 @@ class StepPlanner:
         """Return the line of the largest value at the peak of the most similar examined step."""
 
         def num_equal_options(step: PlannedStep) -> int:
+            """Return the number of options that the step has in common with `config`."""
             return sum(a == b for a, b in zip(astuple(step.config), astuple(config)))
 
         examined = [step for step in self._steps.values() if step.config.ranks == config.ranks]

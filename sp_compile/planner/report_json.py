@@ -139,8 +139,10 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
             continue
         if line in gathered:
             kind = "gathered"
+        elif sent[line]:
+            kind = "exchanged"
         else:
-            kind = "exchanged" if sent[line] else "tiled" if line in tiled else "sharded"
+            kind = "tiled" if line in tiled else "sharded"
         nbytes = {"kept_bytes": saved[line], "sent_bytes": sent[line]}
         blocks.append({"where": line, "kind": kind, **nbytes, "done": list(dict.fromkeys(rewrites))})
     return blocks

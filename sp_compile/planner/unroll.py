@@ -67,7 +67,7 @@ class _OffloadPiece(NamedTuple):
     """A saved value of one layer of the model that may go to the host."""
 
     key: tuple[str, str]  # path of the representative, name of the value
-    nbytes: int
+    nbytes: int  # bytes of the value
     idle_layers: int  # number of layers that run until the backward reads it
 
 
@@ -217,6 +217,7 @@ class Unroll:
 
 
 def _total_bytes(values: Sequence[LiveValue]) -> int:
+    """Return the sum of the bytes of values."""
     return sum(value.nbytes for value in values)
 
 

@@ -47,9 +47,9 @@ StorageKey = int
 class RowKernel:
     """Fused kernels over the same rows in graph order, and the storages that they read and write."""
 
-    nodes: list[Node]
-    reads: set[StorageKey]
-    writes: set[StorageKey]
+    nodes: list[Node]  # kernels before fusion
+    reads: set[StorageKey]  # storages that one of them reads
+    writes: set[StorageKey]  # storages that one of them writes
 
     def join(self, later: RowKernel) -> RowKernel:
         """Return both kernels as one."""
@@ -109,6 +109,7 @@ class KernelSchedule:
         self._merge_kernels(list({id(group): group for group in group_of.values()}.values()))
 
     def _common_reads(self, a: Node, b: Node) -> frozenset[StorageKey]:
+        """Return the storages that both kernels read."""
         return self.kernel_reads[a] & self.kernel_reads[b]
 
     def _has_common_reads(self, a: Node, b: Node) -> bool:

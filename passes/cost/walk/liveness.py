@@ -92,11 +92,11 @@ class WalkMoment:
 class LivenessWalk:
     """Liveness of one graph."""
 
-    moments: list[WalkMoment] = field(default_factory=list)
+    moments: list[WalkMoment] = field(default_factory=list)  # one for each kernel, in order
     start: int = 0  # live bytes before the first kernel, without permanent inputs
     end: int = 0  # live bytes after the last one
-    _storages: StorageTable | None = None
-    _inputs: dict[StorageKey, LiveValue] = field(default_factory=dict)
+    _storages: StorageTable | None = None  # storages of the graph
+    _inputs: dict[StorageKey, LiveValue] = field(default_factory=dict)  # inputs that are freed after their last use
 
     @property
     def traffic(self) -> int:
@@ -402,6 +402,7 @@ class StorageTable(KernelSchedule):
         return not (self.is_fused(node) or self._is_matrix_product(node) or is_collective)
 
     def _is_matrix_product(self, node: Node) -> bool:
+        """Return True if the kernel computes a matrix product, alone or with a sum."""
         return node in self.product_of_sum or node.target in MATRIX_PRODUCTS
 
     def _retained_by(self, node: Node) -> set[StorageKey]:
