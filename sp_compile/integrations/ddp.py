@@ -64,7 +64,8 @@ def compile_under_ddp(
 
     def check_ddp() -> None:
         """Raise SpError for a training call outside DDP."""
-        if model.training and torch.is_grad_enabled() and not is_under_ddp() and resolve(mesh, None).n > 1:
+        computes_gradients = model.training and torch.is_grad_enabled()
+        if computes_gradients and not is_under_ddp() and resolve(mesh, None).n > 1:
             raise SpError("SP832", WITHOUT_DDP)
 
     compile_in_place(model, check_ddp, backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)

@@ -110,7 +110,8 @@ def _plan_values(plan: Mapping[str, Any]) -> dict[str, Any]:
         row += [variant["state"], f"{'' if variant['measured'] else '~'}{unit(variant['memory_bytes'])}"]
         row += [variant["phase"], f"{variant['seconds']:.3g}", f"{variant['tokens_per_second']:,.0f}"]
         rows.append(row)
-        marks.append("best" if i in fastest.values() else "" if variant["fits"] else "misses")
+        unmarked = "" if variant["fits"] else "misses"
+        marks.append("best" if i in fastest.values() else unmarked)
     best = None if plan["best"] is None else variants[plan["best"]]
     return {"unit": unit, "ways": rows, "marks": marks, "best": best}
 

@@ -163,7 +163,8 @@ class StepPlan:
         columns = [show(row) for show in COLUMNS.values()]
         columns += [f"{'' if row.is_measured else '~'}{self.unit(row.memory)}", self.unit(row.host) if row.host else ""]
         columns += [show(row) for show in MORE_COLUMNS.values()]
-        return [*columns, "best" if row == self.of(row.ranks) else "fits" if row.fits else ""]
+        fits = "fits" if row.fits else ""
+        return [*columns, "best" if row == self.of(row.ranks) else fits]
 
 
 def _time_key(row: Variant) -> tuple[float, float]:
@@ -233,7 +234,7 @@ def plan(
     if not all_ranks or not all(type(n) is int and n > 0 for n in all_ranks):
         raise SpError("SP711", f"ranks: expected numbers of ranks, 1 or more, got {ranks!r}.")
     named = dict(inputs) if isinstance(inputs, Mapping) else {}
-    args: list[Any] = [inputs] if isinstance(inputs, torch.Tensor) else [] if named else list(inputs)
+    args = [inputs] if isinstance(inputs, torch.Tensor) else list(() if named else inputs)
     options, model_kwargs = split_kwargs(model, {**config, "kwargs": {**named, **(kwargs or {})}})
     SPConfig.of(options).refuse("plan", **REFUSED_PROGRAM)
     cost = {**(cost or {}), "memory": result.memory}

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch.fx import Graph, Node
@@ -209,8 +209,10 @@ class _TileLoop:
         tiled, untiled, tiles, name, _ = node.args[first_operand:]
         program: TileProgram = PROGRAMS[name]
         sizes = program.sizes([x.meta["val"] for x in (*tiled, *untiled)])
-        accumulators = wide = narrow = 0
-        for value in (value for kind in result_kinds for value in getattr(program, kind) if value.dim is None):
+        accumulators = wide = narrow = 0  # bytes
+        for value in chain(*(getattr(program, kind) for kind in result_kinds)):
+            if value.dim is not None:  # its rows are those of the tiles
+                continue
             elements, dtype = math.prod(map(size_hint, value.sizes(sizes))), accumulation_dtype(value.dtype)
             accumulators += elements * dtype.itemsize
             if dtype != value.dtype:
