@@ -233,8 +233,10 @@ def plan(
     all_ranks = sorted({ranks} if isinstance(ranks, int) else {*ranks})
     if not all_ranks or not all(type(n) is int and n > 0 for n in all_ranks):
         raise SpError("SP711", f"ranks: expected numbers of ranks, 1 or more, got {ranks!r}.")
-    named = dict(inputs) if isinstance(inputs, Mapping) else {}
-    args = [inputs] if isinstance(inputs, torch.Tensor) else list(() if named else inputs)
+    args: list[Any] = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    named: dict[str, Any] = {}
+    if isinstance(inputs, Mapping):
+        args, named = [], dict(inputs)
     options, model_kwargs = split_kwargs(model, {**config, "kwargs": {**named, **(kwargs or {})}})
     SPConfig.of(options).refuse("plan", **REFUSED_PROGRAM)
     cost = {**(cost or {}), "memory": result.memory}
