@@ -25,7 +25,7 @@ from .machine import Machine
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of an attention's backward over those of its forward."""
-FLASH_KERNELS = frozenset({"cudnn", "flash", "flash3", "flash4"})
+WORKSPACE_KERNELS = frozenset({"cudnn", "flash", "flash3", "flash4"})
 """Kernels whose backward has a workspace, see `cost/walk/workspace.py`."""
 TIE_RATIO = 1.05
 """Candidates up to this factor slower, or with this factor more memory, count as equal to the fastest one."""
@@ -112,7 +112,7 @@ class AttentionShape:
             ulysses: Ranks that share heads; a rank has their rows for its part of the heads.
             keys: Keys of one call.
         """
-        if not self.training or self.kernel not in FLASH_KERNELS:
+        if not self.training or self.kernel not in WORKSPACE_KERNELS:
             return 0
         # Key heads are repeated until the ranks divide them.
         heads, key_heads = self.heads // ulysses, math.lcm(self.kv_heads, ulysses) // ulysses

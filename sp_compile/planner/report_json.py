@@ -58,22 +58,23 @@ def report_json(report: Report) -> dict[str, Any]:
         "inputs": {name: list(dims) for name, dims in report.inputs.items()},
         "constraints": list(report.constraints),
         "rewrites": [
-            {"kind": note.kind.name.lower(), **_select(note, "subject done=label node where why=text")}
+            {"kind": note.kind.name.lower(), **_select_fields(note, "subject done=label node where why=text")}
             for note in report.notes
         ],
         "collectives": [
-            _select(e, "op node where shape")
+            _select_fields(e, "op node where shape")
             | {"forward_bytes": assume_large(e.forward), "backward_bytes": assume_large(e.backward)}
             for e in report.exchanges
         ],
         "attention": [
             {"attention": describe_shape(d.shape), "nodes": d.nodes}
-            | _select(d.chosen, "chosen=kind layout seconds memory_bytes=memory")
+            | _select_fields(d.chosen, "chosen=kind layout seconds memory_bytes=memory")
             for d in report.attention
         ],
         "blocks": _line_blocks(report),
         "tiles": [
-            _select(region, "node where tiles rows inside_bytes=inside tile_bytes=tile") for region in report.tiled
+            _select_fields(region, "node where tiles rows inside_bytes=inside tile_bytes=tile")
+            for region in report.tiled
         ],
         "memory": None if report.step is None else _memory_json(report.step, report.n),
         "errors": [{"name": name, "error": error if math.isfinite(error) else None} for name, error in report.errors],
@@ -95,13 +96,13 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
         "unit": plan.unit.name,
         "parameters_bytes": plan.weights.parameters,
         "best": None if best is None else plan.rows.index(best),
-        "ways": [_select(row, attributes) | {"options": _option_json(row.options)} for row in plan.rows],
+        "ways": [_select_fields(row, attributes) | {"options": _option_json(row.options)} for row in plan.rows],
         "changes": {str(ranks): text for ranks, text in plan.changes.items()},
         "notes": plan.notes,
     }
 
 
-def _select(source: Any, attributes: str) -> dict[str, Any]:
+def _select_fields(source: Any, attributes: str) -> dict[str, Any]:
     """Return attributes of an object: {"node": source.node, "why": source.text} for "node why=text"."""
     pairs = [attribute.rpartition("=") for attribute in attributes.split()]
     return {key or name: getattr(source, name) for key, _, name in pairs}
@@ -153,17 +154,21 @@ def _memory_json(step: StepMemory, n: int) -> dict[str, Any]:
 
     def describe_point(point: StepMoment) -> dict[str, Any]:
         """Return the phase, node, source line and bytes of a moment of the step."""
-        return {"phase": point.phase, **_select(point.moment, "node=name where"), "values_bytes": step.peak_with(point)}
+        return {
+            "phase": point.phase,
+            **_select_fields(point.moment, "node=name where"),
+            "values_bytes": step.peak_with(point),
+        }
 
     def largest_values(point: StepMoment) -> list[dict[str, Any]]:
         """Return the largest values that are alive at a moment of the step."""
-        return [_select(live, "origin where bytes=nbytes") for live in step.summary(point, MAX_ALIVE_VALUES)]
+        return [_select_fields(live, "origin where bytes=nbytes") for live in step.summary(point, MAX_ALIVE_VALUES)]
 
     return {
-        **_select(step.weights, "parameters_bytes=parameters gradients_bytes=trainable"),
+        **_select_fields(step.weights, "parameters_bytes=parameters gradients_bytes=trainable"),
         "optimizer_bytes": step.optimizer,
         "buffers_bytes": step.weights.buffers,
-        **_select(step, "inputs_bytes=inputs kept_bytes=saved constant_bytes=constant shards"),
+        **_select_fields(step, "inputs_bytes=inputs kept_bytes=saved constant_bytes=constant shards"),
         "offload": None if step.offloaded is None else asdict(step.offloaded),
         "peak_bytes": step.peak,
         "peak_with_fsdp_bytes": step.fsdp(step.shards if step.shards > 1 else n),

@@ -332,7 +332,7 @@ class StorageTable(KernelSchedule):
     def _live(self, inputs: dict[StorageKey, LiveValue]) -> Iterator[tuple[Node, dict[StorageKey, LiveValue]]]:
         """Yield each kernel with the live values by storage, without retained buffers.
 
-        The same dict is yielded each time. Sets `remaining` at the end, and `unaligned` on the way.
+        The same dict is yielded each time. Sets `unaligned`, and at the end `remaining`.
         """
         live = {key: value for key, value in inputs.items() if key in self.last_read or key in self.results}
         self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in node_tensors(node)}
