@@ -1,5 +1,7 @@
-"""Choose an attention strategy: sizes of an attention, candidates of every strategy, and the fastest one.
+"""Choose an attention strategy by predicted time.
 
+An `AttentionShape` describes one attention of the unsplit program. Each strategy (ring, all-to-all of heads, all-gather
+of keys, ...) proposes `Candidate`s with their seconds and bytes on a `Machine`; `choose_attention` returns the fastest.
 Costs of a strategy are defined in `passes/strategies/attention`. Bytes are those that one rank sends or receives.
 Gradients of keys and values are sent in float32 (float64 for float64). The backward has 2.5 times the FLOPs.
 """
@@ -21,6 +23,15 @@ from sp_compile.passes.graph.sizes import Size
 from .collective_time import HeadBytes
 from .machine import Machine
 
+BACKWARD_FLOPS = 2.5
+"""FLOPs of an attention's backward over those of its forward."""
+WORKSPACE_KERNELS = frozenset({"cudnn", "flash", "flash3", "flash4"})
+"""Kernels whose backward has a workspace, see `cost/walk/workspace.py`."""
+TIE_RATIO = 1.05
+"""Candidates up to this factor slower, or with this factor more memory, count as equal to the fastest one."""
+MAX_DOCUMENTS = 8
+"""Documents of a sequence in the model of documents with unknown lengths."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
@@ -32,13 +43,13 @@ class AttentionShape:
     kv_len: int  # keys
     heads: int  # query heads
     kv_heads: int  # key and value heads
-    head_dim: int
-    v_head_dim: int
+    head_dim: int  # of queries and keys
+    v_head_dim: int  # of values
     element_size: int  # bytes
     causal: bool = False  # query i attends to keys 0..i
-    window: int | None = None  # last keys of these that it attends to; distance if not causal
+    window: int | None = None  # maximum distance of a key that a query attends to, in positions
     mask: bool = False  # a mask is described by data only
-    kernel: str = "named"  # rate in `Machine`; "fused": text masks or scores, "dense": all scores
+    kernel: str = "named"  # kernel whose rate `Machine` has; "fused": FlexAttention, "dense": stores all scores
     order: RowOrder = CONTIGUOUS  # row order of the program, in which attention needs no relayout
     documents: bool = False  # queries attend within documents of unknown length, see `halving_documents`
     training: bool = True  # gradients are computed
@@ -101,11 +112,12 @@ class AttentionShape:
             ulysses: Ranks that share heads; a rank has their rows for its part of the heads.
             keys: Keys of one call.
         """
-        if not self.training or self.kernel not in FLASH_RATE:
+        if not self.training or self.kernel not in WORKSPACE_KERNELS:
             return 0
-        heads, of_keys = self.heads // ulysses, math.lcm(self.kv_heads, ulysses) // ulysses
-        nbytes = self.batch * of_keys * keys * (self.head_dim + self.v_head_dim) * self.element_size
-        return flash_workspace(self.batch, heads, of_keys, self.q_rows * ulysses, self.head_dim, nbytes)
+        # Key heads are repeated until the ranks divide them.
+        heads, key_heads = self.heads // ulysses, math.lcm(self.kv_heads, ulysses) // ulysses
+        key_bytes = self.batch * key_heads * keys * (self.head_dim + self.v_head_dim) * self.element_size
+        return flash_workspace(self.batch, heads, key_heads, self.q_rows * ulysses, self.head_dim, key_bytes)
 
     @property
     def flops(self) -> float:
@@ -114,38 +126,38 @@ class AttentionShape:
         return 2 * self.batch * self.heads * dims * self.pairs(0, self.q_len) / self.n
 
     def pairs(self, start: float, stop: float) -> float:
-        """Return the (query, key) pairs of the queries [start, stop), in the limit of long sequences."""
+        """Return the (query, key) pairs that the queries [start, stop) attend to, in the limit of long sequences."""
         if self.documents and self.q_len == self.kv_len:
-            return sum(
-                self._pairs_within_document(first, length, start, stop)
-                for first, length in halving_documents(self.q_len)
-            )
+            total = 0.0
+            for first, length in halving_documents(self.q_len):
+                document = replace(self, q_len=length, kv_len=length, documents=False)
+                begin, end = (min(max(position - first, 0), length) for position in (start, stop))
+                total += document.pairs(begin, end)
+            return total
 
-        def distant(by: float) -> float:  # pairs with the key at least `by` before the query
-            """Return the number of pairs whose key is at least `by` positions before the query."""
-            return _integrate_clamped(stop - by, self.kv_len) - _integrate_clamped(start - by, self.kv_len)
+        def pairs_from(distance: float) -> float:
+            """Return the number of pairs whose key is at least `distance` positions before the query."""
+            return _integrate_clamped(stop - distance, self.kv_len) - _integrate_clamped(start - distance, self.kv_len)
 
-        later = (stop - start) * self.kv_len - distant(0)
-        attended = (stop - start) * self.kv_len - (later if self.causal else 0)
-        if self.window is None:
-            return attended
-        ahead = 0.0 if self.causal else (stop - start) * self.kv_len - distant(-self.window)
-        return attended - distant(self.window) - ahead
-
-    def _pairs_within_document(self, first: int, length: int, start: float, stop: float) -> float:
-        """Return the pairs of one document."""
-        document = replace(self, q_len=length, kv_len=length, documents=False)
-        begin, end = (min(max(at - first, 0), length) for at in (start, stop))
-        return document.pairs(begin, end)
+        if self.causal:
+            not_ahead = pairs_from(0)
+        elif self.window is not None:
+            not_ahead = pairs_from(-self.window)
+        else:
+            not_ahead = (stop - start) * self.kv_len
+        return not_ahead if self.window is None else not_ahead - pairs_from(self.window)
 
     def imbalance(self, parts: int, layout: str = CONTIGUOUS.name) -> float:
-        """Return the maximum over the mean work of `parts` parts of the queries in this layout."""
-        folds = LAYOUTS[layout].chunks
+        """Return the maximum over the mean work of `parts` ranks that share the queries in this layout.
+
+        A rank of a zigzag layout has two chunks of the sequence, one from each end.
+        """
+        chunks = LAYOUTS[layout].chunks
         if LAYOUTS[layout].balances_causal(self.documents) or not self.q_len * self.kv_len:
             return 1.0
-        rows = self.q_len / parts / folds
-        work = [self.pairs(i * rows, (i + 1) * rows) for i in range(folds * parts)]
-        if folds == 2:
+        rows = self.q_len / parts / chunks
+        work = [self.pairs(i * rows, (i + 1) * rows) for i in range(chunks * parts)]
+        if chunks == 2:
             work = [work[i] + work[-1 - i] for i in range(parts)]
         return max(work) * parts / self.pairs(0, self.q_len)
 
@@ -156,12 +168,12 @@ def halving_documents(length: int) -> list[tuple[int, int]]:
     They model documents of unknown lengths. No split balances them, which is true for log-normal lengths as well
     (`benchmarks/plans.py`), and there are long and short documents for any sequence length.
     """
-    found: list[tuple[int, int]] = []
-    first = 0
-    while length - first > 1 and len(found) < MAX_DOCUMENTS - 1:
-        found.append((first, (length - first + 1) // 2))
-        first += found[-1][1]
-    return [*found, (first, length - first)]
+    documents: list[tuple[int, int]] = []
+    start = 0
+    while length - start > 1 and len(documents) < MAX_DOCUMENTS - 1:
+        documents.append((start, (length - start + 1) // 2))
+        start += documents[-1][1]
+    return [*documents, (start, length - start)]
 
 
 def _integrate_clamped(x: float, keys: int) -> float:
@@ -171,30 +183,26 @@ def _integrate_clamped(x: float, keys: int) -> float:
     return x * x / 2 if x <= keys else keys * keys / 2 + (x - keys) * keys
 
 
-BACKWARD_FLOPS = 2.5
-FLASH_RATE = frozenset({"cudnn", "flash", "flash3", "flash4"})
-"""Kernels whose backward has a workspace, see `cost/walk/workspace.py`."""
-TIE_RATIO = 1.05
-MAX_DOCUMENTS = 8  # documents of a sequence in this model
-
-
 @dataclass(frozen=True)
 class Candidate:
-    """Candidate implementation of an attention: `ulysses` neighboring ranks share heads, `ring` groups the sequence."""
+    """Candidate implementation of an attention on n = ulysses * ring ranks.
+
+    Each `ulysses` neighboring ranks exchange heads for rows; `ring` such groups pass keys around a ring.
+    """
 
     kind: str  # name of the strategy
     ulysses: int  # ranks that exchange heads
     ring: int  # ranks of a ring
-    layout: str  # "contiguous", "zigzag" or "balanced": row order inside
+    layout: str  # row order during the attention: "contiguous", "zigzag" or "balanced"
     forward: float  # predicted seconds
     backward: float  # predicted seconds
     memory: float  # bytes of a rank in addition to its shards, maximum of forward and backward
-    rounds: tuple[int, int]  # collectives of forward and backward
+    rounds: tuple[int, int]  # number of collectives of forward and backward
     ring_grads: str = ""  # gradients of K and V "travel" or are reduced by "scatter"; "" without a ring
-    legal: str | None = None  # reason why it is not possible
+    legal: str | None = None  # reason why it is not possible; None if it is
     fits: bool = True  # False if memory is insufficient
     relayout: bool = False  # q, k, v move to zigzag order and the result back; cost from `all_candidates`
-    folds_keys: bool = True  # keys and values move, too
+    folds_keys: bool = True  # a relayout moves keys and values, too
     chunks: int = 1  # groups of heads that are exchanged separately
 
     @property
@@ -215,6 +223,7 @@ class Strategy:
     name: str  # value of the option attention=, and `kind` of its candidates
     preference: int  # lower values win ties
     rewrite: Any  # `AttentionPass` of the same name; its `op` replaces attention
+    # (shape, machine, layout) -> candidates in this layout, legal or not
     candidates: Callable[[AttentionShape, Machine, str], Iterable[Candidate]]
     # (forward, backward) bytes that a rank sends in a call of the op; required with an op
     sends: Callable[[OpCall, int], tuple[Size, Size]] | None = None
@@ -226,9 +235,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.op is not None and self.sends is None:
-            raise SpError(
-                "SP981", f"sends: expected the bytes that a rank sends in {self.op}, got None in {self.name!r}."
-            )
+            raise SpError("SP981", f"sends: expected bytes that a rank sends in {self.op}, got None in {self.name!r}.")
 
     @property
     def op(self) -> Any:
@@ -244,40 +251,49 @@ def attention_strategies() -> list[Strategy]:
 def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
     """Return all candidates, legal or not, in a fixed order; on one rank nothing is split."""
     # A window leaves little to balance, and zigzag order would distribute its neighbors over all ranks.
-    halves = shape.n > 1 and shape.causal and shape.window is None and shape.q_len == shape.kv_len
-    undealt = (order for order in LAYOUTS.values() if not order.is_balanced and (order.is_in_order or halves))
-    layouts = [order.name for order in ([shape.order] if shape.order.is_balanced else undealt)]
+    can_zigzag = shape.n > 1 and shape.causal and shape.window is None and shape.q_len == shape.kv_len
+    if shape.order.is_balanced:
+        layouts = [shape.order.name]
+    else:
+        layouts = [o.name for o in LAYOUTS.values() if not o.is_balanced and (o.is_in_order or can_zigzag)]
     strategies = [s for s in attention_strategies() if shape.n > 1 or s.op is None]
     machine = replace(machine, flops=machine.flops * machine.efficiency(shape.kernel))
-    found = [c for layout in layouts for s in strategies for c in s.candidates(shape, machine, layout)]
-    return [_complete_candidate(c, shape, machine) for c in found]
+    return [
+        _complete_candidate(candidate, shape, machine)
+        for layout in layouts
+        for strategy in strategies
+        for candidate in strategy.candidates(shape, machine, layout)
+    ]
 
 
 def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candidate]:
-    """Return the candidates in the program's row order; in a permuted order a window reaches all ranks."""
+    """Return the candidates for a program whose rows are in `shape.order`.
+
+    In a permuted order a window reaches all ranks, so rings cost the same as without a window.
+    """
     if shape.order.is_balanced:
         return all_candidates(replace(shape, window=None), machine)
-    found = all_candidates(shape, machine)
+    candidates = all_candidates(shape, machine)
     if shape.order.is_in_order or not shape.causal or shape.q_len != shape.kv_len:
-        return found
-    others = all_candidates(replace(shape, window=None), machine)
-    return [c for c in found if c.ring == 1] + [c for c in others if c.ring > 1 and c.layout == shape.order.name]
+        return candidates
+    without_rings = [c for c in candidates if c.ring == 1]
+    unwindowed = all_candidates(replace(shape, window=None), machine)
+    return without_rings + [c for c in unwindowed if c.ring > 1 and c.layout == shape.order.name]
 
 
-def fastest_candidate(found: Iterable[Candidate]) -> Candidate:
+def fastest_candidate(candidates: Sequence[Candidate]) -> Candidate:
     """Return the fastest legal candidate.
 
     Raises:
         SpError: If no candidate is legal.
     """
-    found = list(found)
-    legal = [c for c in found if c.legal is None]
+    legal = [c for c in candidates if c.legal is None]
     if not legal:
-        raise SpError("SP701", f"attention: {'; '.join(f'{c.kind}: {c.legal}' for c in found)}.")
+        raise SpError("SP701", f"attention: {'; '.join(f'{c.kind}: {c.legal}' for c in candidates)}.")
     return min(legal, key=lambda c: (c.seconds, *_preference_key(c)))
 
 
-def choose_attention(found: Sequence[Candidate]) -> Candidate:
+def choose_attention(candidates: Sequence[Candidate]) -> Candidate:
     """Return the fastest candidate, or one within 5 % in time and memory that has fewer collectives.
 
     Ties are resolved by the preference of the strategies.
@@ -285,14 +301,15 @@ def choose_attention(found: Sequence[Candidate]) -> Candidate:
     Raises:
         SpError: If no candidate is legal.
     """
-    best = fastest_candidate(found)
+    best = fastest_candidate(candidates)
+    legal = [c for c in candidates if c.legal is None]
     # Without the bound on memory a gather, which has one collective less, would win every long sequence.
-    fast = [c for c in found if c.seconds <= TIE_RATIO * best.seconds and c.memory <= TIE_RATIO * best.memory]
-    tied = [c for c in fast if c.legal is None]
+    tied = [c for c in legal if c.seconds <= TIE_RATIO * best.seconds and c.memory <= TIE_RATIO * best.memory]
     return min(tied, key=lambda c: (*_preference_key(c), c.seconds))
 
 
 def _preference_key(c: Candidate) -> tuple[int, int, bool, int, str]:
+    """Return the sort key of candidates that are equally fast; the simplest is first."""
     return c.collectives, STRATEGIES[c.kind].preference, c.relayout, c.ring, c.layout
 
 
@@ -300,9 +317,9 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
     """Add the cost of a relayout and a mask, omit the backward without training, and apply the memory limit."""
     if not LAYOUTS[c.layout].is_in_order and c.layout != shape.order.name:
         extra = _relayout_seconds(shape, machine, c.folds_keys)
-        rounds = (c.rounds[0] + 2, c.rounds[1] + 2)
+        rounds = (c.rounds[0] + 2, c.rounds[1] + 2)  # before and after the attention
         c = replace(c, relayout=True, forward=c.forward + extra, backward=c.backward + extra, rounds=rounds)
-    if shape.mask:
+    if shape.mask:  # one byte for each query of the `ulysses` ranks and each key
         c = replace(c, memory=c.memory + shape.batch * c.ulysses * shape.q_rows * shape.kv_len)
     if not shape.training:
         c = replace(c, backward=0.0, rounds=(c.rounds[0], 0), ring_grads="")
@@ -311,8 +328,8 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
     return c
 
 
-def _relayout_seconds(shape: AttentionShape, machine: Machine, keys: bool) -> float:
-    """Return the seconds to move q, and k and v, from contiguous to zigzag order, and the result back."""
-    moved = shape.head_bytes
-    both = (moved.queries + (moved.keys if keys else 0), moved.results)
-    return sum(machine.seconds("fold", nbytes, shape.n) + machine.copy(2 * nbytes) for nbytes in both)
+def _relayout_seconds(shape: AttentionShape, machine: Machine, moves_keys: bool) -> float:
+    """Return the seconds to move q, and optionally k and v, from contiguous to zigzag order, and the result back."""
+    sizes = shape.head_bytes
+    moved = (sizes.queries + (sizes.keys if moves_keys else 0), sizes.results)
+    return sum(machine.seconds("fold", nbytes, shape.n) + machine.copy(2 * nbytes) for nbytes in moved)

@@ -21,7 +21,7 @@ class RankMemory:
     weights: int  # parameters and buffers
     gradients: int  # gradients of parameters
     saved: int  # activations saved for the backward
-    tiled: int = 0  # part of these that tiled losses avoid, if tiling is permitted
+    tiled: int = 0  # part of `saved` that losses avoid if they are computed in tiles of rows, if this is permitted
     state: ModelBytes | None = None  # unsharded state of the model
 
     @property
@@ -31,15 +31,15 @@ class RankMemory:
 
     @property
     def used_with_tiles(self) -> int:
-        """Return the bytes in use, with tiled losses if it does not fit otherwise."""
+        """Return the bytes in use besides attention, with tiled losses if the device is too small otherwise."""
         return self.used if self.used < self.device else self.used - self.tiled
 
     @property
     def available(self) -> float:
         """Return the bytes that one attention may use in addition to its shards.
 
-        This is the full device if the rest does not fit: then something invisible to the program shards, offloads or
-        recomputes it, and the choice of attention would not help.
+        This is the full device if the other memory does not fit: then code outside of the program shards, offloads or
+        recomputes values, and the choice of attention would not help.
         """
         return self.device - self.used_with_tiles if self.used_with_tiles < self.device else self.device
 

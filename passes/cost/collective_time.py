@@ -13,6 +13,7 @@ from typing import Any
 
 from sp_compile.passes.graph.sizes import Size
 
+# collective -> number of ranks n -> bytes that a rank sends over `nbytes` of `collective_bytes`, as a fraction
 _SENT_SHARE: dict[str, Callable[[int], tuple[int, int]]] = {
     "all_to_all": lambda n: (n - 1, n),
     "all_gather": lambda n: (n - 1, 1),
@@ -34,16 +35,16 @@ def collective_bytes(collective: str, nbytes: Any, n: int) -> Any:
             contiguous to zigzag order or back), of its input (all_gather), or of its result (reduce_scatter).
         n: Number of ranks.
     """
-    times, over = _SENT_SHARE[collective](n)
-    return nbytes * times // over if isinstance(nbytes, int) else nbytes * times / over
+    numerator, denominator = _SENT_SHARE[collective](n)
+    return nbytes * numerator // denominator if isinstance(nbytes, int) else nbytes * numerator / denominator
 
 
 @dataclass(frozen=True)
 class HeadBytes:
-    """Bytes of one attention on one rank."""
+    """Bytes of the operands and the result of one attention on one rank."""
 
-    queries: Size
-    results: Size
+    queries: Size  # all queries of the rank
+    results: Size  # all results of the rank
     keys: Size  # keys and values
     key_heads: Size  # number of key heads
     element_size: int  # bytes of an element of keys
@@ -76,16 +77,20 @@ class LatencyBandwidth:
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> LatencyBandwidth:
-    """Fit a line to measured times with least squares of relative errors."""
+    """Fit a line to the measured seconds of messages of these sizes in bytes, by least squares of relative errors.
+
+    If noise results in a negative slope or latency, the line is constant or starts at zero.
+    """
     if min(times) <= 0:
         return LatencyBandwidth(0.0, math.inf)
-    w = [1 / t for t in times]
-    a, b, c = (sum(x * x * s**p for x, s in zip(w, sizes)) for p in (0, 1, 2))
-    y, z = sum(w), sum(x * s for x, s in zip(w, sizes))
-    slope = (a * z - b * y) / (a * c - b * b)
-    latency = (y - slope * b) / a
+    # Minimize sum(((latency + slope * size) / time - 1) ** 2) by the normal equations of weighted sums.
+    weights = [1 / seconds for seconds in times]
+    w2, w2_size, w2_size2 = (sum(w * w * size**power for w, size in zip(weights, sizes)) for power in (0, 1, 2))
+    w, w_size = sum(weights), sum(w * size for w, size in zip(weights, sizes))
+    slope = (w2 * w_size - w2_size * w) / (w2 * w2_size2 - w2_size * w2_size)
+    latency = (w - slope * w2_size) / w2
     if slope <= 0:
         return LatencyBandwidth(statistics.median(times), math.inf)
     if latency < 0:
-        return LatencyBandwidth(0.0, c / z)
+        return LatencyBandwidth(0.0, w2_size2 / w_size)
     return LatencyBandwidth(latency, 1 / slope)

@@ -1,4 +1,7 @@
-"""Attention decisions for each shape in a graph, and the table of their candidates."""
+"""Attention decisions of a graph, and the table in which a report prints their candidates.
+
+Attentions of equal shape share one `Decision`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from tabulate import tabulate
 from .attention_cost import AttentionShape, Candidate, choose_attention, fastest_candidate
 
 HEADERS = ("attention", "U x R", "layout", "forward ms", "backward ms", "total ms", "memory MiB", "why")
+"""Columns; U neighboring ranks exchange heads, R such groups are a ring."""
 KERNEL_NAMES = {
     "flash3": "FlashAttention-3",
     "flash4": "FlashAttention-4",
@@ -35,12 +39,12 @@ class Decision:
 
 
 def merge_decisions(decisions: Iterable[Decision]) -> list[Decision]:
-    """Merge decisions of equal shape and choice, adding their numbers of nodes."""
-    found: dict[tuple[AttentionShape, Candidate], Decision] = {}
+    """Return one decision for each shape and choice, with the sum of the numbers of nodes."""
+    merged: dict[tuple[AttentionShape, Candidate], Decision] = {}
     for d in decisions:
-        known = found.get((d.shape, d.chosen))
-        found[d.shape, d.chosen] = replace(d, nodes=d.nodes + known.nodes) if known else d
-    return list(found.values())
+        earlier = merged.get((d.shape, d.chosen))
+        merged[d.shape, d.chosen] = replace(d, nodes=d.nodes + earlier.nodes) if earlier else d
+    return list(merged.values())
 
 
 def describe_shape(shape: AttentionShape) -> str:
@@ -60,34 +64,37 @@ def describe_shape(shape: AttentionShape) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def candidate_table(found: Sequence[Candidate], chosen: Candidate, requested: bool = False) -> str:
-    """Format the candidates: the chosen one, then others by time, then those that are not legal."""
-    others = sorted((c for c in found if c != chosen), key=lambda c: (c.legal is not None, c.seconds))
-    rows = [_candidate_row(c, chosen, _winning_reason(chosen, found, requested)) for c in [chosen, *others]]
+def candidate_table(candidates: Sequence[Candidate], chosen: Candidate, requested: bool = False) -> str:
+    """Format the candidates: the chosen one, then alternatives by time, then those that are not legal."""
+    alternatives = sorted((c for c in candidates if c != chosen), key=lambda c: (c.legal is not None, c.seconds))
+    reason = _winning_reason(chosen, candidates, requested)
+    rows = [_candidate_row(c, chosen, reason) for c in [chosen, *alternatives]]
     return tabulate(rows, headers=HEADERS, floatfmt=".3f", disable_numparse=[1])
 
 
-def _candidate_row(c: Candidate, chosen: Candidate, won: str) -> tuple[object, ...]:
+def _candidate_row(c: Candidate, chosen: Candidate, reason: str) -> tuple[object, ...]:
+    """Return the columns of `HEADERS`; `reason` is that of the chosen candidate."""
     layout = c.layout + (", moved" if c.relayout else "") + (f", {c.chunks} groups" if c.chunks > 1 else "")
     numbers = [x * 1e3 for x in (c.forward, c.backward, c.seconds)] + [c.memory / 2**20]
-    known = numbers if c.legal is None or c == chosen else [None] * 4
-    why = won if c == chosen else c.legal or f"{c.seconds / chosen.seconds - 1:+.1%}"
-    return (c.kind, f"{c.ulysses} x {c.ring}", layout, *known, why)
+    shown = numbers if c.legal is None or c == chosen else [None] * 4
+    note = reason if c == chosen else c.legal or f"{c.seconds / chosen.seconds - 1:+.1%}"
+    return (c.kind, f"{c.ulysses} x {c.ring}", layout, *shown, note)
 
 
-def _winning_reason(c: Candidate, found: Sequence[Candidate], requested: bool) -> str:
+def _winning_reason(c: Candidate, candidates: Sequence[Candidate], requested: bool) -> str:
+    """Return the reason why a candidate was chosen, as shown in the last column."""
     if not c.fits:
         return f"chosen: needs the least memory, {c.legal}"
-    if requested or not any(other.legal is None for other in found) or c != choose_attention(found):
+    if requested or not any(other.legal is None for other in candidates) or c != choose_attention(candidates):
         return "chosen: requested"
-    best = fastest_candidate(found)
+    best = fastest_candidate(candidates)
     if c == best:
         return "chosen: fastest"
     return f"chosen: within 5 % of {best.kind} {best.ulysses} x {best.ring}, {_simplicity_reason(c, best)}"
 
 
 def _simplicity_reason(c: Candidate, best: Candidate) -> str:
-    """Return the tie-breaking reason for the first of two candidates: see `choose_attention`."""
+    """Return the reason why `c` was preferred to the equally fast `best`: see `choose_attention`."""
     if c.collectives != best.collectives:
         return f"{c.collectives} collectives instead of {best.collectives}"
     if c.kind != best.kind:

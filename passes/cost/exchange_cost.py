@@ -1,5 +1,7 @@
 """List the collectives of a local graph with the bytes that one rank sends, forward and backward.
 
+A local graph is the program of one rank: its collectives are `sp::` ops. Each becomes an `Exchange` of the report.
+
 Also declare the routes of a local graph's exchanges, because a cache may restore its program without a trace.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +17,13 @@ from torch.fx import GraphModule, Node, map_arg
 
 from sp_compile.lowering.attention.op_args import HEADS
 from sp_compile.lowering.base.errors import PARAMETERS_LINE, RESULTS_LINE, node_line
-from sp_compile.lowering.base.frames import has_remote_edges, local_row_count
+from sp_compile.lowering.base.frames import frame_folds, has_remote_edges, local_row_count
 from sp_compile.lowering.base.layers import node_layer
 from sp_compile.lowering.base.library import MOVE_OPS
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
 from sp_compile.lowering.torch_compat import namespace_of
-from sp_compile.passes.graph.call import OpCall, is_tensor, node_tensors
+from sp_compile.passes.graph.call import OpCall, node_tensors
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_size, size_product
 from sp_compile.passes.sharding.attention_axes import op_strategy
@@ -31,7 +34,9 @@ from .scan_cost import COSTED_SCAN_OPS, bytes_to_send, message_bytes, step_offse
 
 sp = torch.ops.sp
 ENDS_IN_WINDOW = (sp.window.default, *COSTED_SCAN_OPS, *SHARD_WINDOWS)
+"""Ops that fill the padding of their result with the nearest valid row, which may be on another rank."""
 GRADIENT_MOVES = sp.reduce_grad.default, sp.broadcast_grad.default
+"""Ops whose backward exchanges the gradients of parameters."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +54,30 @@ class Exchange:
     of_attention: bool = False  # True for attention
 
     def repeat(self, times: Mapping[str, int]) -> list[Exchange]:
-        """Return copies of the exchange, if each layer is repeated `times`; a bucket is scaled."""
+        """Return the exchanges of a model in which the layer of each path occurs `times`.
+
+        An exchange of one layer is repeated; for a bucket of gradients of several layers, the bytes increase.
+        """
         if len(self.shares) < 2:
             return [self] * times.get(self.layer, 1)
-        return [replace(self, backward=sum((sent * times.get(layer, 1) for layer, sent in self.shares), 0))]
+        backward = sum((nbytes * times.get(layer, 1) for layer, nbytes in self.shares), 0)
+        return [replace(self, backward=backward)]
 
 
 def exchange_collectives(exchange: Exchange) -> tuple[str, str]:
-    """Return the collectives of forward and backward in the cost model, "" for none; other ops shift rows."""
+    """Return the kinds of collectives of forward and backward in the cost model, "" for none.
+
+    Ops that are not in `MOVE_OPS` shift rows between neighbors.
+    """
     return MOVE_OPS.get(getattr(sp, exchange.op).default, ("shift", "shift"))
+
+
+class _SentBytes(NamedTuple):
+    """Bytes that one rank sends in an exchange."""
+
+    operands: list[Node]  # exchanged values, or the first ones of these
+    forward: Size  # bytes
+    backward: Size  # bytes, if the operands have gradients
 
 
 def find_exchanges(local: GraphModule, n: int) -> list[Exchange]:
@@ -65,80 +85,80 @@ def find_exchanges(local: GraphModule, n: int) -> list[Exchange]:
     calls = [OpCall(c) for c in local.graph.nodes if c.op == "call_function" and namespace_of(c.target) == "sp"]
     exchanges = []
     for call in calls:
-        if (found := _sent_bytes(call, n)) is not None:
-            exchanges.append(_make_exchange(call, *found))
+        sent = _sent_bytes(call, n)
+        if sent is not None:
+            exchanges.append(_make_exchange(call, sent))
         if nbytes := _edge_bytes(call, n):
-            exchanges.append(replace(_make_exchange(call, [call.operands[0]], nbytes, 0), op="window"))
+            exchanges.append(replace(_make_exchange(call, _SentBytes([call.operands[0]], nbytes, 0)), op="window"))
     return exchanges
 
 
 def _edge_bytes(call: OpCall, n: int) -> Size:
-    """Return the bytes to restore padded rows of a result whose nearest valid row is on another rank."""
-    op = call.node.target
-    frame = call.get("result") or call.get("frame") if op in ENDS_IN_WINDOW else None
+    """Return the bytes to fill padding with the nearest valid row, if it is on another rank: one row at each end.
+
+    The frame is that of the result: (dim, size, start, length, ...), where rows [start, start + length) are valid.
+    """
+    frame = call.get("result") or call.get("frame") if call.node.target in ENDS_IN_WINDOW else None
     if frame is None:
         return 0
     values = map_arg(frame, lambda node: node.meta["val"])
     if not any(has_remote_edges(values, n)):
         return 0
-    edges = (not is_same_size(values[2], 0)) + (not is_same_size(values[2] + values[3], n * local_row_count(values, n)))
-    rows = _operand_bytes([call.node]) if is_tensor(call.node) else sum(map(_value_bytes, node_tensors(call.node)), 0)
-    return collective_bytes("all_gather", rows * edges // local_row_count(values, n), n)
+    rows, (start, length) = local_row_count(values, n), values[2:4]
+    edges = (not is_same_size(start, 0)) + (not is_same_size(start + length, n * rows))
+    return collective_bytes("all_gather", _tensor_bytes(node_tensors(call.node)) * edges // rows, n)
 
 
-def _sent_bytes(call: OpCall, n: int) -> tuple[list[Node], Size, Size] | None:
-    """Return operands and forward and backward bytes of an exchange, or None for local ops."""
+def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
+    """Return the bytes that one of n ranks sends in a call, or None for local ops."""
     op = call.node.target
     strategy = op_strategy(op)
     if strategy is not None and strategy.sends is not None:
-        return call.operands[:3], *strategy.sends(call, n)
+        return _SentBytes(call.operands[:3], *strategy.sends(call, n))
     if op in COSTED_SCAN_OPS and call["frame"] is not None:
-        folds = call["frame"][4] if len(call["frame"]) == 5 else 1
-        there, back = (bytes_to_send(call["exchange"], nbytes, n) for nbytes in message_bytes(call, folds))
-        return call.operands[:1], there, back
+        messages = message_bytes(call, frame_folds(call["frame"]))
+        return _SentBytes(call.operands[:1], *(bytes_to_send(call["exchange"], nbytes, n) for nbytes in messages))
     if shifts := window_shift_sizes(call, n):
-        at = call.dim() if "dim" in call.args else call.ndim() - 1
-        others = size_product(s for d, s in enumerate(call.shape()) if d != at)
-        row = others * call.operands[0].meta["val"].element_size()
-        nbytes = collective_bytes("shift", sum((as_size(rows) for _, rows in shifts), 0) * row, n)
-        return call.operands[:1], nbytes, nbytes
+        row_dim = call.dim() if "dim" in call.args else call.ndim() - 1
+        row_elements = size_product(size for dim, size in enumerate(call.shape()) if dim != row_dim)
+        row_bytes = row_elements * call.operands[0].meta["val"].element_size()
+        nbytes = collective_bytes("shift", sum((as_size(rows) for _, rows in shifts), 0) * row_bytes, n)
+        return _SentBytes(call.operands[:1], nbytes, nbytes)
     if op not in MOVE_OPS or op is sp.window.default:
         return None
     operands = [call.node] if op is sp.shard.default else call.operands
-    there, back = (collective_bytes(kind, _operand_bytes(operands), n) if kind else 0 for kind in MOVE_OPS[op])
-    return operands, there, back
+    nbytes = _operand_bytes(operands)
+    return _SentBytes(operands, *(collective_bytes(kind, nbytes, n) if kind else 0 for kind in MOVE_OPS[op]))
 
 
-def _make_exchange(call: OpCall, operands: list[Node], there: Size, back: Size) -> Exchange:
-    node, values = call.node, [v.meta["val"] for v in operands]
+def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
+    """Return the exchange of a call, without bytes of the backward if no gradient is sent."""
+    node, values, backward = call.node, [operand.meta["val"] for operand in sent.operands], sent.backward
     partial = "partial" in node.args  # sp::reduce_grad: the averaging of gradients sends them
     if partial or not all(v.is_floating_point() for v in values) or node_info(node).requires_grad is False:
-        back = 0
+        backward = 0
     shapes = [" x ".join(map(str, as_sizes(v.shape))) for v in values]
     shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")
     name = node.target.__name__.split(".")[0]
-    shares = _layer_shares(node, back, values) if node.target is sp.reduce_grad.default else ()
+    shares = _layer_shares(node, backward, values) if node.target is sp.reduce_grad.default else ()
     layer = shares[0][0] if len(shares) == 1 else node_layer(node)
     attends = op_strategy(node.target) is not None
-    return Exchange(name, node.name, _exchange_line(node), shown, there, back, layer, shares, attends)
+    return Exchange(name, node.name, _exchange_line(node), shown, sent.forward, backward, layer, shares, attends)
 
 
-def _layer_shares(node: Node, back: Size, values: Sequence[Tensor]) -> tuple[tuple[str, Size], ...]:
-    """Return the bytes of a gradient bucket by layer: the layer that first reads the parameter."""
-    nbytes: dict[str, Size] = dict.fromkeys(layers := [_first_layer(node, i) for i in range(len(values))], 0)
-    for layer, value in zip(layers, values):
-        nbytes[layer] += value.numel() * value.element_size()
+def _layer_shares(bucket: Node, sent: Size, values: Sequence[Tensor]) -> tuple[tuple[str, Size], ...]:
+    """Return the `sent` bytes of a gradient bucket by layer: the layer that first reads the parameter."""
+    nbytes: dict[str, Size] = {}
+    for index, value in enumerate(values):
+        readers = (user for item in bucket.users if item.args[1] == index for user in item.users)
+        layer = next(map(node_layer, readers), "")
+        nbytes[layer] = nbytes.get(layer, 0) + value.numel() * value.element_size()
     total = sum(nbytes.values(), 0) or 1
-    return tuple((layer, back * part // total) for layer, part in nbytes.items())
-
-
-def _first_layer(bucket: Node, index: int) -> str:
-    readers = (user for item in bucket.users if item.args[1] == index for user in item.users)
-    return next(map(node_layer, readers), "")
+    return tuple((layer, sent * layer_bytes // total) for layer, layer_bytes in nbytes.items())
 
 
 def _exchange_line(node: Node) -> str:
-    """Return the user's line, or the model's parameters, inputs or results if there is none."""
+    """Return the user's line; for moves that the compiler adds, the words for parameters, inputs or results."""
     if node.meta.get("stack_trace") or node.target not in MOVE_OPS:
         return node_line(node)
     if node.target in GRADIENT_MOVES:
@@ -147,11 +167,13 @@ def _exchange_line(node: Node) -> str:
 
 
 def _operand_bytes(operands: Iterable[Node]) -> Size:
-    return sum((_value_bytes(operand.meta["val"]) for operand in operands), 0)
+    """Return the bytes of the values of nodes, a number or an expression of symbols."""
+    return _tensor_bytes(operand.meta["val"] for operand in operands)
 
 
-def _value_bytes(value: Tensor) -> Size:
-    return size_product(as_sizes(value.shape)) * value.element_size()
+def _tensor_bytes(tensors: Iterable[Tensor]) -> Size:
+    """Return the bytes of tensors, a number or an expression of symbols."""
+    return sum((size_product(as_sizes(x.shape)) * x.element_size() for x in tensors), 0)
 
 
 def head_bytes(call: OpCall) -> HeadBytes:
@@ -176,6 +198,5 @@ def declare_routes(local: GraphModule, ranks: Ranks) -> None:
             stepped = call["frame"] is not None and call["exchange"] == "steps"
             routes.declare_shift_routes(ranks.group, step_offsets(ranks.n) if stepped else [])
         elif node.target in SHARD_WINDOWS:
-            routes.declare_shift_routes(
-                ranks.group, [further for further, _ in window_shift_sizes(OpCall(node), ranks.n)]
-            )
+            shifts = window_shift_sizes(OpCall(node), ranks.n)
+            routes.declare_shift_routes(ranks.group, [distance for distance, _ in shifts])

@@ -1,5 +1,7 @@
 """Reduce a model to few layers of each kind, or checkpoint each layer.
 
+A model with 32 equal layers is analyzed as one with two: a dry run then takes a sixteenth of the time.
+
 From the third layer of a kind on, each layer adds the same to a step: the backward of the last one has a different
 peak. Therefore a deep model is analyzed with two layers of the most common kind and one of each other kind.
 """
@@ -27,7 +29,7 @@ MIN_LAYERS = 3
 
 @dataclass(frozen=True)
 class FewLayers:
-    """Full model that a program of few layers represents."""
+    """Model of many layers that a program of few layers represents."""
 
     order: Sequence[str]  # all layers in execution order, by the path of the equal remaining layer
     weights: ModelBytes  # bytes of the full model
@@ -46,109 +48,105 @@ class FewLayers:
 class LayerList:
     """List of layers of a model."""
 
-    layers: nn.ModuleList  # layers
+    layers: nn.ModuleList  # the list itself, which `only` modifies
     kinds: tuple[int, ...]  # number of each layer's kind, by first appearance
-    settings: tuple[
-        tuple[dict[str, Any], str], ...
-    ] = ()  # configs (transformers) with per-layer lists such as `layer_types`, and their names
+    # configs (transformers) that contain a list of one entry for each layer, such as `layer_types`, and its name
+    settings: Sequence[tuple[dict[str, Any], str]] = ()
     name: str = ""  # name of the list in the model
 
     @staticmethod
     def of(model: nn.Module) -> LayerList | None:
         """Return the list with most of the weights, or None if there are few layers or few are equal."""
-        lists = [
-            (name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) >= MIN_LAYERS
-        ]
+        lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) >= MIN_LAYERS}
         if not lists:
             return None
-        name, layers = max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()))
-        known: dict[Any, int] = {}
-        kinds = tuple(known.setdefault(_layer_kind(layer), len(known)) for layer in layers)
-        settings = tuple(_layer_settings(model, len(layers)))
-        return LayerList(layers, kinds, settings, name) if len(kinds) >= len(known) + 2 else None
-
-    def _most_common_kind(self) -> list[int]:
-        """Return the positions of the most common kind."""
-        most = Counter(self.kinds).most_common(1)[0][0]
-        return [i for i, k in enumerate(self.kinds) if k == most]
+        name = max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()))
+        layers = lists[name]
+        numbers: dict[Any, int] = {}  # kind -> its number
+        kinds = tuple(numbers.setdefault(_layer_kind(layer), len(numbers)) for layer in layers)
+        if len(kinds) < len(numbers) + 2:
+            return None
+        return LayerList(layers, kinds, list(_layer_settings(model, len(layers))), name)
 
     @property
-    def reduce_layers(self) -> tuple[int, ...]:
-        """Return two positions of the most common kind, and one of each other kind."""
-        first = [self.kinds.index(k) for k in range(max(self.kinds) + 1)]
-        one, two, *_ = self._most_common_kind()
-        return (one, two, *(place for k, place in enumerate(first) if k != self.kinds[one]))
+    def reduced_positions(self) -> tuple[int, ...]:
+        """Return the layers of the reduced model: the first two of the most common kind, and one of each other kind."""
+        common = Counter(self.kinds).most_common(1)[0][0]
+        first_common = self.kinds.index(common)
+        second_common = self.kinds.index(common, first_common + 1)
+        of_other_kinds = (self.kinds.index(kind) for kind in range(max(self.kinds) + 1) if kind != common)
+        return (first_common, second_common, *of_other_kinds)
 
     @property
     def order(self) -> list[str]:
-        """Return for each layer the path of its representative in the reduced model."""
-        first, *others = self.reduce_layers
-        likes = {self.kinds[i]: place for place, i in enumerate(others, 1)}
-        path = f"{self.name}." if self.name else ""
-        return [f"{path}{0 if i == first else likes[kind]}" for i, kind in enumerate(self.kinds)]
+        """Return for each layer the path of its representative in the reduced model.
+
+        That of the most common kind is its second layer, except for the first layer itself.
+        """
+        first_index, *later_indices = self.reduced_positions
+        representatives = {self.kinds[i]: position for position, i in enumerate(later_indices, 1)}
+        prefix = f"{self.name}." if self.name else ""
+        return [f"{prefix}{0 if i == first_index else representatives[kind]}" for i, kind in enumerate(self.kinds)]
 
     @contextmanager
     def only(self, positions: Sequence[int]) -> Iterator[None]:
-        """Restrict the model to these layers in this context."""
-        remaining, lists = list(self.layers), [holder[name] for holder, name in self.settings]
+        """Restrict the model, which is modified, to the layers at these positions in this context."""
+        all_layers = list(self.layers)
+        all_settings = [(config, name, config[name]) for config, name in self.settings]
         del self.layers[:]
-        self.layers.extend(remaining[i] for i in positions)
-        for (holder, name), one in zip(self.settings, lists, strict=True):
-            holder[name] = [one[i] for i in positions]
+        self.layers.extend(all_layers[i] for i in positions)
+        for config, name, values in all_settings:
+            config[name] = [values[i] for i in positions]
         try:
             yield
         finally:
             del self.layers[:]
-            self.layers.extend(remaining)
-            for (holder, name), one in zip(self.settings, lists, strict=True):
-                holder[name] = one
+            self.layers.extend(all_layers)
+            for config, name, values in all_settings:
+                config[name] = values
 
 
 def _layer_settings(model: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the lists with `count` entries in the configs of a model, without duplicates."""
-    found = {id(config): config for m in model.modules() if hasattr(config := getattr(m, "config", None), "__dict__")}
-    for config in found.values():
-        for name, value in vars(config).items():
+    """Yield (attributes of a config, name) for each list of `count` entries in the configs of a model's modules."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}  # modules share configs
+    for config in configs.values():
+        for name, value in getattr(config, "__dict__", {}).items():
             if isinstance(value, list) and len(value) == count:
                 yield vars(config), name
 
 
 def _layer_kind(layer: nn.Module) -> Any:
-    """Return a key that is equal for equal layers: modules, sizes, and settings except indices."""
-    return tuple(
-        (
-            name,
-            type(module).__qualname__,
-            tuple((key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)),
-            tuple(
-                (key, value)
-                for key, value in sorted(vars(module).items())
-                if isinstance(value, bool | float | str | None) or (isinstance(value, int) and "idx" not in key)
-            ),
-        )
-        for name, module in layer.named_modules()
-    )
+    """Return a key that is equal for equal layers: modules, parameters, and settings except indices of layers."""
+    key: list[Any] = []
+    for name, module in layer.named_modules():
+        key += [name, type(module).__qualname__]
+        key += [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters(recurse=False)]
+        for attribute, value in sorted(vars(module).items()):
+            is_index = isinstance(value, int) and not isinstance(value, bool) and "idx" in attribute
+            if isinstance(value, bool | int | float | str | None) and not is_index:
+                key.append((attribute, value))
+    return tuple(key)
 
 
 def checkpoint_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks to checkpoint: outermost callable entries of the model's module lists."""
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
+    """Return the blocks to checkpoint: outermost callable entries with parameters of the model's module lists."""
+    outermost: list[nn.Module] = []
+    covered: set[nn.Module] = set()  # the blocks and all modules inside of them
     for module in model.modules():  # outer modules are first
-        if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+        if module in covered or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        blocks = [one for one in module if not isinstance(one, nn.ModuleList) and any(True for _ in one.parameters())]
+        blocks = [b for b in module if not isinstance(b, nn.ModuleList) and next(b.parameters(), None) is not None]
         if len(blocks) > 1:
-            found += [one for one in blocks if one not in inside]
-            inside.update(part for one in blocks for part in one.modules())
-    return found
+            outermost += [block for block in blocks if block not in covered]
+            covered.update(submodule for block in blocks for submodule in block.modules())
+    return outermost
 
 
 @contextmanager
 def checkpoint_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Checkpoint each layer in this context."""
+    """Checkpoint each layer in this context, by changing its class to a subclass with another forward."""
     classes = [(layer, type(layer)) for layer in layers]
-    wrapped = {cls: type(cls.__name__, (cls,), {"forward": _checkpointed_class(cls)}) for _, cls in classes}
+    wrapped = {cls: type(cls.__name__, (cls,), {"forward": _checkpointed_forward(cls)}) for _, cls in classes}
     try:
         for layer, cls in classes:
             layer.__class__ = wrapped[cls]
@@ -158,11 +156,12 @@ def checkpoint_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
             layer.__class__ = cls
 
 
-def _checkpointed_class(cls: type[nn.Module]) -> Any:
-    inside: Any = cls.forward
+def _checkpointed_forward(cls: type[nn.Module]) -> Any:
+    """Return a method that runs the forward of the class under `torch.utils.checkpoint`."""
+    original: Any = cls.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward under a checkpoint."""
-        return checkpoint(partial(inside, self), *args, use_reentrant=False, **kwargs)
+        return checkpoint(partial(original, self), *args, use_reentrant=False, **kwargs)
 
     return forward

@@ -1,7 +1,8 @@
 """Find the process groups of a program's own collectives, their axes, and how they are related.
 
-Two groups may be axes of a grid, one may contain the other, or they are unrelated. All ranks must agree on this while
-they compile.
+A program may call collectives itself, for tensor parallelism or to average a loss. Their process group is an argument,
+a string in functional collectives. Two groups may be axes of a grid of ranks (a `DeviceMesh`), one may contain the
+other, or they are unrelated: see `GroupGrid`. All ranks must agree on this while they compile.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 TORCH_EXCHANGES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # namespaces
 ALL_REDUCES = (c10d.all_reduce, c10d.all_reduce_, c10d.all_reduce_coalesced, c10d.all_reduce_coalesced_)
 GROUP_ARGUMENTS = ("group_name", "group")
-LISTS_OF_GROUPS = ("forward", "backward")  # "sum 3", as sp::reduce_pair has it
+LISTS_OF_GROUPS = ("forward", "backward")  # arguments of sp::reduce_pair: lists of "reduction group", such as "sum 3"
 
 GatherRanks = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None]]
+"""Function of a group and a tuple that returns the tuples of all ranks of the group."""
 
 
 def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
@@ -49,21 +51,23 @@ def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
     merged.
     """
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
-    tensors = [name for x in (*inputs, *values) if isinstance(x, DTensor) for name in group_names(x.device_mesh)]
-    several = _multi_rank_names([*_named_groups(gm, _is_mergeable), *tensors])
-    rows = {*_named_groups(gm, _is_row_exchange), *tensors}
-    return several if len(several) > 1 or not rows.isdisjoint(r.group for r in several) else []
+    of_tensors = [name for x in (*inputs, *values) if isinstance(x, DTensor) for name in group_names(x.device_mesh)]
+    groups = _multi_rank_groups([*_collective_groups(gm, _is_mergeable), *of_tensors])
+    of_rows = {*_collective_groups(gm, _is_row_exchange), *of_tensors}
+    return groups if len(groups) > 1 or any(ranks.group in of_rows for ranks in groups) else []
 
 
 def has_user_exchanges(gm: GraphModule) -> bool:
     """Return True if a collective of the program uses a group of more than one rank."""
-    return bool(_multi_rank_names(_named_groups(gm, is_collective)))
+    return bool(_multi_rank_groups(_collective_groups(gm, is_collective)))
 
 
-def _multi_rank_names(names: Iterable[str]) -> list[Ranks]:
+def _multi_rank_groups(names: Iterable[str]) -> list[Ranks]:
     """Return the groups of more than one rank among the names, without duplicates."""
-    found = [n for n in dict.fromkeys(names) if known_process_group(n)] if dist.is_initialized() else []
-    return [ranks for ranks in (Ranks(process_group(n).size(), n) for n in found) if ranks.n > 1]
+    if not dist.is_initialized():
+        return []
+    groups = [Ranks(process_group(name).size(), name) for name in dict.fromkeys(names) if known_process_group(name)]
+    return [ranks for ranks in groups if ranks.n > 1]
 
 
 def check_groups(gm: GraphModule) -> None:
@@ -78,16 +82,16 @@ def check_groups(gm: GraphModule) -> None:
             raise SpError("SP612", f"this rank has no process group {group!r}, which {describe_node(node)} uses.")
 
 
-def _named_groups(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
-    """Yield the groups of the collectives for which `counts` is true, including bodies of regions."""
+def _collective_groups(gm: GraphModule, is_counted: Callable[[Node], bool]) -> Iterator[str]:
+    """Yield the groups of the collectives for which `is_counted` is true, including those in subgraphs."""
     for node in iterate_nodes(gm):
         names = named_groups(node)
-        if names and counts(node):
+        if names and is_counted(node):
             yield from sorted(names)
 
 
 def iterate_nodes(gm: GraphModule) -> Iterator[Node]:
-    """Iterate over the nodes of a graph in order; a region's body replaces the node that references it."""
+    """Yield the nodes of a graph in order; those of a subgraph (of a higher-order op) replace its `get_attr` node."""
     for node in gm.graph.nodes:
         body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(body, GraphModule):
@@ -97,24 +101,24 @@ def iterate_nodes(gm: GraphModule) -> Iterator[Node]:
 
 
 def _is_mergeable(node: Node) -> bool:
-    """Return True for `_is_row_exchange` and for reductions over a declared group."""
-    declares = not declared_groups().members.keys().isdisjoint(named_groups(node))
-    return _is_row_exchange(node) or (node_packet(node) in ALL_REDUCES and declares)
+    """Return True for `_is_row_exchange` and for all_reduces over a declared group, which a pass may merge."""
+    is_declared = not named_groups(node).isdisjoint(declared_groups().members)
+    return _is_row_exchange(node) or (node_packet(node) in ALL_REDUCES and is_declared)
 
 
 def _is_row_exchange(node: Node) -> bool:
     """Return True if the collective is more than a reduction of scalars or vectors.
 
-    Such reductions, as of losses over data-parallel ranks, leave no layer to scatter. The kind of reduction is ignored,
-    because ranks that disagree on it must communicate to detect that.
+    Such reductions, as of losses over data-parallel ranks, move no rows. The kind of reduction (sum, max, ...) is
+    ignored, because ranks that disagree on it must communicate to detect that.
     """
     if namespace_of(node.target) not in TORCH_EXCHANGES:
         return node_packet(node) is sp.all_to_all_permute
     if node_packet(node) not in ALL_REDUCES:
         return True
     operands = [n.meta.get("example_value") for n in node.all_input_nodes]
-    ranks_of = [x.ndim for x in operands if isinstance(x, torch.Tensor)]
-    return not ranks_of or max(ranks_of) > 1
+    dims = [x.ndim for x in operands if isinstance(x, torch.Tensor)]
+    return not dims or max(dims) > 1
 
 
 def is_collective(node: Node) -> bool:
@@ -131,10 +135,10 @@ def is_pending_exchange(node: Node) -> bool:
 
 def named_groups(node: Node) -> set[str]:
     """Return the groups that a collective names; empty for other nodes."""
-    has_words = any(isinstance(leaf, str) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
-    places = _group_arguments(node.target) if has_words and is_collective(node) else ()
-    arguments = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
-    return {leaf.rpartition(" ")[2] for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, str) and leaf}
+    has_strings = any(isinstance(leaf, str) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
+    positions = _group_arguments(node.target) if has_strings and is_collective(node) else ()
+    values = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in positions]
+    return {leaf.rpartition(" ")[2] for leaf in pytree.tree_leaves(values) if isinstance(leaf, str) and leaf}
 
 
 def exchange_group(node: Node) -> str | None:
@@ -148,11 +152,11 @@ def _group_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     """Return the positions and names of the arguments of a collective that name groups."""
     op = getattr(target, "default", target)  # Dynamo writes an op without its overload
     if isinstance(op, OpOverload):
-        arguments = [a.name for a in schema_of(op).arguments]
-        wanted = (*GROUP_ARGUMENTS, *(LISTS_OF_GROUPS if op is sp.reduce_pair.default else ()))
+        names = [argument.name for argument in schema_of(op).arguments]
     else:
-        arguments, wanted = list(inspect.signature(op).parameters), GROUP_ARGUMENTS
-    return tuple((i, name) for i, name in enumerate(arguments) if name in wanted)
+        names = list(inspect.signature(op).parameters)
+    of_groups = GROUP_ARGUMENTS + (LISTS_OF_GROUPS if op is sp.reduce_pair.default else ())
+    return tuple((i, name) for i, name in enumerate(names) if name in of_groups)
 
 
 def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:
@@ -165,7 +169,8 @@ def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:
 class GroupGrid:
     """Relations of the ranks of one group to other groups, by name.
 
-    The axes of a mesh are level and parallel to each other.
+    Example: on a 2 x 2 mesh with the axes a = {0, 2}, {1, 3} and b = {0, 1}, {2, 3}, both ranks of a group of a have
+    the same rank in their groups of b, and the reverse. So the axes of a mesh are level and parallel to each other.
     """
 
     level: frozenset[str] = frozenset()  # groups in which all ranks of this group have the same rank
@@ -194,23 +199,22 @@ def group_grids(groups: Sequence[Ranks], all_gather: GatherRanks) -> dict[str, G
         groups: Groups of this rank.
         all_gather: Exchanges a tuple with all ranks of a group.
     """
-    members = {r.group: _member_ranks(r) for r in groups}
-    own = tuple(dist.get_rank(r.process_group) if r.process_group is not None else 0 for r in groups)
+    members: dict[str, set[int]] = {}  # group -> global ranks
+    positions: list[int] = []  # of this rank in each group
+    for ranks in groups:
+        group = ranks.process_group
+        members[ranks.group] = set() if group is None else set(dist.get_process_group_ranks(group))
+        positions.append(0 if group is None else dist.get_rank(group))
     level: dict[str, frozenset[str]] = {}
     for ranks in groups:
-        everyone = [places for places in all_gather(ranks, own) if places is not None and len(places) == len(own)]
-        equal = [len({places[i] for places in everyone}) == 1 for i in range(len(groups))]
-        level[ranks.group] = frozenset(g.group for g, is_equal in zip(groups, equal) if is_equal)
+        gathered = all_gather(ranks, tuple(positions))
+        rows = [row for row in gathered if row is not None and len(row) == len(positions)]
+        level[ranks.group] = frozenset(g.group for i, g in enumerate(groups) if len({row[i] for row in rows}) == 1)
     return {
         name: GroupGrid(
             level[name],
-            frozenset(other for other, theirs in level.items() if name in theirs),
-            frozenset(other for other, theirs in members.items() if members[name] <= theirs),
+            parallel=frozenset(other for other, level_of_other in level.items() if name in level_of_other),
+            enclosing=frozenset(other for other, other_ranks in members.items() if members[name] <= other_ranks),
         )
         for name in level
     }
-
-
-def _member_ranks(ranks: Ranks) -> frozenset[int]:
-    group = ranks.process_group
-    return frozenset() if group is None else frozenset(dist.get_process_group_ranks(group))

@@ -1,4 +1,7 @@
-"""Facts about the inputs of a graph across the ranks of a group."""
+"""Facts about the inputs of a graph across the ranks of a group.
+
+They are determined at run time, where the inputs exist, and read by passes, where only their names do.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,11 @@ class InputFacts:
 
     differing: frozenset[str] = frozenset()  # inputs whose values differ between ranks
     equal: frozenset[str] | None = None  # inputs whose values are equal; None if not determined
-    constants: frozenset[str] = (
-        frozenset()
-    )  # equal inputs that contain one value only: initial values, possibly of parts
+    # equal inputs whose elements all have one value; then a part of a tensor is equal to another part
+    constants: frozenset[str] = frozenset()
     grid: GroupGrid | None = None  # relation of the program's other groups to this one
-    tangents: Mapping[str, Sequence[Node]] = field(
-        default_factory=dict
-    )  # joint graph: tangent input -> results that it may belong to
+    # joint graph: tangent input -> results that it may belong to
+    tangents: Mapping[str, Sequence[Node]] = field(default_factory=dict)
     gradients: Mapping[str, Node] = field(default_factory=dict)  # joint graph: input -> node of its gradient
 
     def for_graph(self, replaced: Mapping[Node, Node]) -> InputFacts:

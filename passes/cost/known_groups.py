@@ -1,4 +1,6 @@
-"""Table of the groups of a mesh with their ranks on all processes, for passes.
+"""Table of the process groups of a mesh with their ranks on all processes, for passes.
+
+Example: the first axis of a 2 x 2 mesh is the partition ((0, 2), (1, 3)).
 
 A graph names only the groups of the rank that traced it. Decisions of a pass about groups must be equal on all ranks,
 so they use this table, which contains the groups of all ranks, not the process groups of the current rank.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,21 +21,20 @@ from sp_compile.lowering.base.errors import SpError
 from .collective_time import LatencyBandwidth
 
 Partition: TypeAlias = tuple[tuple[int, ...], ...]
-"""Groups of one mesh axis, or of several axes: global ranks in group order."""
+"""Disjoint groups of one mesh axis, or of several joined axes: global ranks in group order."""
 
 
 @dataclass(frozen=True)
 class KnownGroups:
-    """Declared groups."""
+    """Table of declared groups."""
 
-    members: Mapping[str, Partition] = field(
-        default_factory=dict
-    )  # group name in this rank's graphs -> groups of this kind on all ranks
+    # name of a group in this rank's graphs -> the partition of all ranks to which it belongs
+    members: Mapping[str, Partition] = field(default_factory=dict)
     nodes: Mapping[int, int] = field(default_factory=dict)  # rank -> machine number, 0 by default
     lines: Mapping[str, LatencyBandwidth] = field(default_factory=dict)  # group name -> measured all_reduce time
 
     def __getitem__(self, name: str) -> Partition:
-        """Return the groups called `name`.
+        """Return the partition to which the group called `name` belongs.
 
         Raises:
             SpError: If the group was not declared.
@@ -47,15 +48,15 @@ class KnownGroups:
         """Return the number of ranks of a group."""
         return len(self[name][0])
 
-    def communicator(self, union: Partition, ordered: bool = False) -> str | None:
-        """Return the name of a communicator for these groups, or None.
+    def communicator(self, partition: Partition, ordered: bool = False) -> str | None:
+        """Return the name of a declared group with this partition, or None.
 
         Args:
-            union: Groups.
+            partition: Groups.
             ordered: Require the same order of ranks.
         """
-        wanted = _canonical_groups(union, ordered)
-        return next((n for n, groups in self.members.items() if _canonical_groups(groups, ordered) == wanted), None)
+        key = _canonical_groups(partition, ordered)
+        return next((name for name, groups in self.members.items() if _canonical_groups(groups, ordered) == key), None)
 
     def is_in_one_node(self, name: str) -> bool:
         """Return True if each of the groups is on one machine."""
@@ -69,68 +70,71 @@ class KnownGroups:
 def label_subsets(labels: Sequence[str]) -> list[tuple[str, ...]]:
     """Return all subsets of two or more labels, in order."""
     sizes = range(2, len(labels) + 1)
-    return [several for size in sizes for several in itertools.combinations(labels, size)]
+    return [subset for size in sizes for subset in itertools.combinations(labels, size)]
 
 
-# Composition of collectives, traced by contribution.
+# Composition of collectives. Each rank has the sequence of ranks whose values contribute to its result.
 
 
-def reduce_partitions(parts: Sequence[Partition]) -> Partition | None:
-    """Return the groups of one reduction that is equal to consecutive reductions over `parts`, or None.
+def reduce_partitions(partitions: Sequence[Partition]) -> Partition | None:
+    """Return the groups of one reduction that is equal to consecutive reductions over `partitions`, or None.
 
-    This requires that every rank's value counts exactly once, equally on all ranks of a group, so the parts are axes of
-    a full grid. Overlapping groups, groups of different sizes and missing ranks return None.
+    This requires that every rank's value counts exactly once, equally on all ranks of a group, so the partitions are
+    axes of a full grid. None for overlapping groups, groups of different sizes and missing ranks.
     """
-    members = _joined_ranks(parts)
+    members = _joined_ranks(partitions)
     return None if members is None else _as_disjoint({tuple(sorted(ranks)) for ranks in members})
 
 
-def gather_partitions(parts: Sequence[Partition]) -> Partition | None:
-    """Return the groups of one all_gather that is equal to consecutive all_gathers over `parts`, or None.
+def gather_partitions(partitions: Sequence[Partition]) -> Partition | None:
+    """Return the groups of one all_gather that is equal to consecutive all_gathers over `partitions`, or None.
 
-    The order of the ranks matters: the last part is the major one.
+    The order of the ranks matters: the last partition is the major one.
     """
-    members = _joined_ranks(parts)
+    members = _joined_ranks(partitions)
     return None if members is None else _as_disjoint(set(members))
 
 
-def scatter_partitions(parts: Sequence[Partition]) -> Partition | None:
-    """Return the groups of one reduce_scatter for those over `parts`: the adjoint of `gather_partitions`."""
-    return gather_partitions(parts[::-1])
+def scatter_partitions(partitions: Sequence[Partition]) -> Partition | None:
+    """Return the groups of one reduce_scatter for those over `partitions`: the adjoint of `gather_partitions`."""
+    return gather_partitions(partitions[::-1])
 
 
-def _joined_ranks(parts: Sequence[Partition]) -> list[tuple[int, ...]] | None:
-    """Return the distinct rank sequences after gathering over each part, or None for unequal groups."""
-    members: dict[int, tuple[int, ...]] = {rank: (rank,) for group in parts[0] for rank in group}
-    for part in parts:
-        if {rank for group in part for rank in group} != members.keys() or len({len(g) for g in part}) != 1:
+def _joined_ranks(partitions: Sequence[Partition]) -> list[tuple[int, ...]] | None:
+    """Return the distinct sequences of ranks after an all_gather over each partition in order.
+
+    None if a partition has groups of different sizes or other ranks than the first one.
+    """
+    sequences: dict[int, tuple[int, ...]] = {rank: (rank,) for group in partitions[0] for rank in group}
+    for partition in partitions:
+        if set(itertools.chain(*partition)) != sequences.keys() or len(set(map(len, partition))) != 1:
             return None
-        joined = {group: tuple(itertools.chain.from_iterable(members[r] for r in group)) for group in part}
-        members = {rank: joined[group] for group in part for rank in group}
-    return list({id(ranks): ranks for ranks in members.values()}.values())
+        gathered = {group: tuple(itertools.chain(*(sequences[rank] for rank in group))) for group in partition}
+        sequences = {rank: gathered[group] for group in partition for rank in group}
+    # One entry for each group, not for each of its ranks: equal sequences of two groups remain, and are an overlap.
+    return list({id(ranks): ranks for ranks in sequences.values()}.values())
 
 
-def _as_disjoint(groups: Iterable[tuple[int, ...]]) -> Partition | None:
-    """Return the groups if no rank occurs twice, which implies that a group's ranks hold the same."""
-    groups = sorted(groups)
-    ranks = [rank for group in groups for rank in group]
-    return tuple(groups) if len(set(ranks)) == len(ranks) else None
+def _as_disjoint(groups: Collection[tuple[int, ...]]) -> Partition | None:
+    """Return the sorted groups if no rank occurs twice, which implies equal results on the ranks of a group."""
+    ranks = list(itertools.chain(*groups))
+    return tuple(sorted(groups)) if len(set(ranks)) == len(ranks) else None
 
 
 def _canonical_groups(groups: Partition, ordered: bool) -> Partition:
+    """Return the groups in an order in which equal partitions are equal; without `ordered`, their ranks are sorted."""
     return tuple(sorted(group if ordered else tuple(sorted(group)) for group in groups))
 
 
+# default process group -> its table
 _declared_groups: weakref.WeakKeyDictionary[Any, KnownGroups] = weakref.WeakKeyDictionary()
 
 
 def declared_groups() -> KnownGroups:
     """Return the groups declared in this process."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return _declared_groups.get(world, KnownGroups()) if world is not None else KnownGroups()
+    return _declared_groups.get(dist.group.WORLD, KnownGroups()) if dist.is_initialized() else KnownGroups()
 
 
 def add_declared(table: KnownGroups) -> None:
     """Add groups to the declared ones of this process."""
-    world = dist.group.WORLD
-    _declared_groups[world] = _declared_groups.get(world, KnownGroups()).merge(table)
+    _declared_groups[dist.group.WORLD] = declared_groups().merge(table)

@@ -1,10 +1,14 @@
-"""Constants of a rank and its links, and the times derived from them."""
+"""Constants of a rank and its links, and the times derived from them.
+
+`Machine.of("cuda")` has the defaults of an H100, `Machine.of("cpu")` those of Gloo processes. `measure.py` replaces
+some by measured ones, and the option `cost` any of them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sp_compile.lowering.base.errors import SpError, did_you_mean
@@ -21,7 +25,7 @@ class Machine:
     """
 
     flops: float  # attention on long sequences
-    block_keys: float  # keys at half this rate: a call over k keys runs at flops / (1 + block_keys / k)
+    block_keys: float  # number of keys with half of this rate: a call over k keys runs at flops / (1 + block_keys / k)
     cudnn_efficiency: float  # rate of cuDNN attention over `flops`
     flash_efficiency: float  # rate of FlashAttention-2
     flash3_efficiency: float  # rate of FlashAttention-3
@@ -32,16 +36,16 @@ class Machine:
     ring_efficiency: float  # rate of a ring block over a single block (transfers use some cores)
     overlap: float  # part of a transfer that compute hides, 0 to 1
     call: float  # seconds per block or merge (launches, Python)
-    all_to_all_bandwidth: float
-    all_to_all_latency: float
+    all_to_all_bandwidth: float  # bytes that a rank sends per second
+    all_to_all_latency: float  # seconds
     all_gather_bandwidth: float  # reduce-scatter, too
-    all_gather_latency: float
+    all_gather_latency: float  # seconds
     hop_bandwidth: float  # shift around a ring
-    hop_latency: float
-    all_reduce_bandwidth: float
-    all_reduce_latency: float
+    hop_latency: float  # seconds
+    all_reduce_bandwidth: float  # bytes that a rank sends per second
+    all_reduce_latency: float  # seconds
     step_latency: float  # seconds of each of the 2 (n - 1) steps of an all-reduce
-    inter_node_step_latency: float
+    inter_node_step_latency: float  # the same if the ranks are on several nodes
     inter_node_bandwidth: float  # between nodes
     ranks_per_node: float  # neighboring ranks on one node
     memory_bandwidth: float  # reads plus writes
@@ -49,10 +53,9 @@ class Machine:
     memory: float = math.inf  # bytes of the device
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value, expected = getattr(self, f.name), _check_constant(f.name, getattr(self, f.name))
-            if expected:
-                raise SpError("SP702", f"cost: {f.name}: expected {expected}, got {value!r}.")
+        for name, value in vars(self).items():
+            if expected := _expected_range(name, value):
+                raise SpError("SP702", f"cost: {name}: expected {expected}, got {value!r}.")
 
     @staticmethod
     def of(device_type: str, override: Mapping[str, Any] | None = None, measured: Machine | None = None) -> Machine:
@@ -68,11 +71,10 @@ class Machine:
         """
         if measured is not None and (override is None or set(override) == {"memory"}):
             return replace(measured, **(override or {}))
-        known = [f.name for f in fields(Machine)]
         for name in override or {}:
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise SpError("SP703", f"cost: unknown constant {name!r}{hint}, expected one of {', '.join(known)}.")
+            if name not in _DEFAULTS:
+                hint, names = did_you_mean(name, _DEFAULTS), ", ".join(_DEFAULTS)
+                raise SpError("SP703", f"cost: unknown constant {name!r}{hint}, expected one of {names}.")
         return replace(CPU if device_type == "cpu" else GPU, **(override or {}))
 
     def efficiency(self, kernel: str) -> float:
@@ -88,25 +90,27 @@ class Machine:
         return nbytes / self.memory_bandwidth
 
     def line(self, collective: str, ranks: int, stride: int = 1, inside: bool | None = None) -> LatencyBandwidth:
-        """Return the time model of a collective.
+        """Return the time of a collective as a function of the bytes that one rank sends.
 
         Args:
-            collective: Name of the collective.
+            collective: Name of the collective, as in `collective_bytes`.
             ranks: Number of ranks.
-            stride: Distance of the ranks.
-            inside: True if they share a node; derived by default.
+            stride: Difference of the global ranks of neighbors in the group.
+            inside: True if all ranks are on one node; by default derived from `ranks_per_node`.
         """
-        node = max(1.0, self.ranks_per_node / stride)
-        inside = ranks <= node if inside is None else inside
-        kind = _EFFICIENCIES.get(collective, collective)
+        group_ranks_per_node = max(1.0, self.ranks_per_node / stride)
+        inside = ranks <= group_ranks_per_node if inside is None else inside
+        kind = _CONSTANTS_OF.get(collective, collective)
         latency, bandwidth = getattr(self, f"{kind}_latency"), getattr(self, f"{kind}_bandwidth")
         if kind == "all_reduce":
             latency += 2 * (ranks - 1) * (self.step_latency if inside else self.inter_node_step_latency)
         if inside:
             return LatencyBandwidth(latency, bandwidth)
-        within, across = {  # shares of the bytes on links within a node and between nodes
-            "all_to_all": ((node - 1) / (ranks - 1), (ranks - node) / (ranks - 1)),
-            "all_gather": (1, (ranks - node) / (ranks - 1) / node),
+        # Shares of the sent bytes on links within a node and between nodes; the slower of both links counts.
+        share_of_others = (ranks - group_ranks_per_node) / (ranks - 1)  # of the other ranks, those on other nodes
+        within, across = {
+            "all_to_all": (1 - share_of_others, share_of_others),
+            "all_gather": (1, share_of_others / group_ranks_per_node),
             "all_reduce": (1, 1),
             "hop": (0, 1),
         }[kind]
@@ -119,27 +123,28 @@ class Machine:
         return self.line(collective, ranks, stride).seconds(collective_bytes(collective, nbytes, ranks))
 
     def together(self, compute: float, transfer: float) -> float:
-        """Return the seconds of a transfer and independent compute."""
+        """Return the seconds of a transfer and independent compute, which hides a part of the transfer."""
         return compute + transfer - self.overlap * min(compute, transfer)
 
 
-_EFFICIENCIES = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop", "broadcast": "hop"}
+_CONSTANTS_OF = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop", "broadcast": "hop"}
+"""Collectives that have the latency and bandwidth of another one."""
 
 
-def _check_constant(name: str, value: Any) -> str:
-    """Return the expected range of a constant if the value is outside, else ""."""
-    share = name == "overlap" or name.endswith("efficiency")
-    low, high = float(name == "ranks_per_node"), 1.0 if share else math.inf
-    least = name.endswith("latency") or name in ("block_keys", "overlap", "call", "ranks_per_node")
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and low <= value <= high and (least or value > low):
+def _expected_range(name: str, value: Any) -> str:
+    """Return the expected range of a constant as a text if the value is outside of it, else ""."""
+    is_share = name == "overlap" or name.endswith("efficiency")
+    low, high = float(name == "ranks_per_node"), 1.0 if is_share else math.inf
+    includes_low = name.endswith("latency") or name in ("block_keys", "overlap", "call", "ranks_per_node")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and low <= value <= high and (includes_low or value > low):
         return ""
-    return f"a number {'from' if least else 'above'} {low:g}" + (", at most 1" if high == 1 else "")
+    return f"a number {'from' if includes_low else 'above'} {low:g}" + (", at most 1" if is_share else "")
 
 
 # Of a CPU: two to four Gloo processes of one thread each on a shared two-core virtual machine, float32. A transfer is
-# copied by the same cores that compute, so nothing of it hides. dense_efficiency: a soft-cap against none, 4,096 keys
-# of 64.
+# copied by the same cores that compute, so nothing of it is hidden. dense_efficiency: measured with and without a
+# soft-cap of the scores, for 4,096 keys of head dim 64.
 #
 # Of a GPU: one H100 of a node of eight, bfloat16. flops: causal FlashAttention-3 as published for context parallelism
 # over 8 to 64 of them; block_keys: its published fall towards 1K keys. Links: NVLink at 370 GB/s, 80 % of it in an
@@ -150,7 +155,7 @@ def _check_constant(name: str, value: Any) -> str:
 # what block_keys takes off, over FlashAttention-3; nothing is known of -4 on this device. fused_efficiency:
 # FlexAttention at 0.9 of FlashAttention-2 as published. dense_efficiency: 50 bytes read and written for each score of
 # heads of 128.
-_DEFAULTS = {
+_DEFAULTS = {  # constant -> (of a CPU, of a GPU)
     "flops": (5e10, 650e12),
     "block_keys": (100, 340),
     "cudnn_efficiency": (1.0, 0.95),

@@ -1,5 +1,7 @@
 """Measure the constants of the cost model once, with equal results on all ranks, cached on disk.
 
+A `Measurement` times calls of several sizes; a line is fitted to the times (see `collective_time.fit_line`).
+
 All paths from `machine` and `measure_reductions` issue the same collectives on every rank for any state of the caches.
 Operations that may fail on one rank are followed by a `MeetFunction`, which raises on all ranks.
 """
@@ -38,17 +40,21 @@ from .collective_time import LatencyBandwidth, collective_bytes, fit_line
 from .known_groups import Partition
 from .machine import Machine
 
-FILE_VERSION = 2  # of the cache files
+FILE_VERSION = 2
+"""Version of the format of cache files."""
 CPU_SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 22)
 GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)
+"""Bytes of the measured messages."""
 HOPPER = 9
 """First GPU generation on which cuDNN attention runs in place of FlashAttention-2."""
 MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
+"""Timed calls of each size."""
 
 MeetFunction: TypeAlias = Callable[[Exception | None, Any], list[Any]]
 """Exchange of all ranks: it returns the value of every rank, in order, or [] if all pass None. If any rank passes an
 exception, it raises the same SpError on every rank."""
 
+# process group -> {device type: Machine, key of a Measurement: LatencyBandwidth}
 _measured: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -66,86 +72,89 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
     group = ranks.process_group
     if not ranks.has_other_processes:
         return Machine.of(device.type)
-    known = _measured.setdefault(group, {})
-    if device.type not in known:
-        where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-        everyone = (tuple(range(ranks.n)),)
-        jobs = [_time_collective(kind, ranks.group, everyone, where) for kind in ("all_to_all", "all_gather")]
+    cache = _measured.setdefault(group, {})
+    if device.type not in cache:
+        message_device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+        partition = (tuple(range(ranks.n)),)
+        jobs = [_time_collective(kind, ranks.group, partition, message_device) for kind in ("all_to_all", "all_gather")]
         lines = measure_lines([*jobs, _measure_attention(device)], group, device, MACHINE_REPEATS, meet)
-        node, base = min(Counter(meet(None, platform.node())).values()), _base_constants(device, meet)
-        known[device.type] = fit_constants(lines, ranks.n, node, base, _measured_kernel(device).rate)
-    return known[device.type]
+        ranks_per_node = min(Counter(meet(None, platform.node())).values())
+        base, kernel = _base_constants(device, meet), _measured_kernel(device).rate
+        cache[device.type] = fit_constants(lines, ranks.n, ranks_per_node, base, kernel)
+    return cache[device.type]
 
 
 def fit_constants(
-    lines: Sequence[LatencyBandwidth], n: int, node: int, base: Machine, kernel: str = "named"
+    lines: Sequence[LatencyBandwidth], n: int, ranks_per_node: int, base: Machine, kernel: str = "named"
 ) -> Machine:
     """Return `base` with the constants fitted to measured lines.
 
     Between nodes the all-to-all is limited by their links, and the links inside are those of `base`.
 
     Args:
-        lines: Lines of all-to-all, all-gather and attention.
+        lines: Lines of all-to-all, all-gather and attention; the last one is seconds per FLOP over 1 / keys.
         n: Number of ranks.
-        node: Ranks per node.
+        ranks_per_node: Ranks per node.
         base: Default constants.
         kernel: Kernel of the measured attention.
     """
     exchange, gather, attention = lines
-    there, per_flop = exchange.bandwidth, attention.latency
-    links: dict[str, float] = {"inter_node_bandwidth": there * (n - node) / (n - 1)}
-    if n <= node:
-        links = {"all_to_all_bandwidth": there, "hop_bandwidth": there, "all_gather_bandwidth": gather.bandwidth}
-    return replace(
-        base,
-        **links,
-        flops=1 / per_flop / base.efficiency(kernel) if per_flop else base.flops,  # 0: noise
-        block_keys=1 / per_flop / attention.bandwidth if per_flop else base.block_keys,
-        all_to_all_latency=exchange.latency,
-        all_gather_latency=gather.latency,
-        hop_latency=exchange.latency,
-        ranks_per_node=node,
-    )
+    constants: dict[str, float] = {"all_to_all_latency": exchange.latency, "hop_latency": exchange.latency}
+    constants |= {"all_gather_latency": gather.latency, "ranks_per_node": ranks_per_node}
+    if n <= ranks_per_node:
+        constants |= {"all_to_all_bandwidth": exchange.bandwidth, "hop_bandwidth": exchange.bandwidth}
+        constants |= {"all_gather_bandwidth": gather.bandwidth}
+    else:
+        constants |= {"inter_node_bandwidth": exchange.bandwidth * (n - ranks_per_node) / (n - 1)}
+    if seconds_per_flop := attention.latency:  # 0 is noise
+        constants |= {"flops": 1 / seconds_per_flop / base.efficiency(kernel)}
+        constants |= {"block_keys": 1 / seconds_per_flop / attention.bandwidth}
+    return replace(base, **constants)
 
 
 def measure_reductions(
-    groups: Sequence[tuple[str | None, Partition]], where: torch.device, meet: MeetFunction
+    groups: Sequence[tuple[str | None, Partition]], device: torch.device, meet: MeetFunction
 ) -> dict[str, LatencyBandwidth]:
     """Measure all_reduces over this rank's communicators; equal on all ranks.
 
     All ranks of the program must call it together.
 
     Args:
-        groups: Communicator of this rank (None if it has none), and the ranks of all communicators of that kind.
-        where: Device of the reduced tensors.
+        groups: Group names of this rank (None if it is in no group of several ranks), each with its partition.
+        device: Device of the reduced tensors.
         meet: Exchange of these ranks; its exceptions propagate.
 
     Returns:
-        The line of each communicator of this rank.
+        The line of each group of this rank.
     """
-    jobs = [_time_collective("all_reduce", *group, where) for group in groups]
-    lines = measure_lines(jobs, dist.group.WORLD, where, REDUCTION_REPEATS, meet)
+    jobs = [_time_collective("all_reduce", *group, device) for group in groups]
+    lines = measure_lines(jobs, dist.group.WORLD, device, REDUCTION_REPEATS, meet)
     return {name: line for (name, _), line in zip(groups, lines) if name is not None}
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Timing job."""
+    """Calls to time, and the line to fit to their times."""
 
     key: Hashable  # cache key of the line
     device: torch.device  # device that runs the calls
-    sizes: Sequence[int]  # sizes to time
-    call: Callable[
-        [int], Callable[[], object] | None
-    ]  # size -> function to time; None on a rank that does not take part
-    point: Callable[
-        [int, float], tuple[float, float]
-    ]  # (size, seconds) -> point on the line, by bytes that one rank sends
+    sizes: Sequence[int]  # sizes to time: bytes of a message, or length of a sequence
+    call: Callable[[int], Callable[[], object] | None]  # size -> function to time; None if this rank does not take part
+    point: Callable[[int, float], tuple[float, float]]  # (size, seconds) -> point (x, y) on the line
 
 
-def _time_collective(kind: str, name: str | None, groups: Partition, where: torch.device) -> Measurement:
-    """Return the job of a collective over one of the groups, with `size` bytes per rank (all_gather: total)."""
-    n = max(map(len, groups))
+def _time_collective(kind: str, name: str | None, partition: Partition, device: torch.device) -> Measurement:
+    """Return the measurement of a collective over the groups of a partition, all at the same time.
+
+    Sizes are bytes per rank (all_gather: in total).
+
+    Args:
+        kind: Name of the collective, a method of a `Communicator`.
+        name: Group of this rank; None if it is in no group of several ranks.
+        partition: All groups.
+        device: Device of the tensors.
+    """
+    n = max(map(len, partition))
 
     def shape(size: int) -> tuple[int, int]:
         """Return the shape of a float32 operand for a size in bytes."""
@@ -153,18 +162,18 @@ def _time_collective(kind: str, name: str | None, groups: Partition, where: torc
 
     def call(size: int) -> Callable[[], object] | None:
         """Return a call of the collective over the group; None if this rank has no group of several ranks."""
-        own = 1 if name is None else dist.get_world_size(process_group(name))
-        if own == 1:
+        group_size = 1 if name is None else dist.get_world_size(process_group(name))
+        if group_size == 1:
             return None
-        x = torch.ones(shape(size), device=where)
-        return lambda: getattr(current_communicator(), kind)(x, own, name)
+        x = torch.ones(shape(size), device=device)
+        return lambda: getattr(current_communicator(), kind)(x, group_size, name)
 
     def point(size: int, seconds: float) -> tuple[float, float]:
         """Return the bytes that a rank sends and the measured seconds."""
         return collective_bytes(kind, 4 * math.prod(shape(size)), n), seconds
 
-    sizes = CPU_SIZES if where.type == "cpu" else GPU_SIZES
-    return Measurement((kind, where.type, groups), where, sizes, call, point)
+    sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
+    return Measurement((kind, device.type, partition), device, sizes, call, point)
 
 
 def _attention_sizes(device: torch.device) -> tuple[int, int, torch.dtype]:
@@ -179,8 +188,8 @@ def _measured_kernel(device: torch.device) -> Kernel:
 
 
 def _measure_attention(device: torch.device) -> Measurement:
-    """Return the job of attention on one rank: seconds per FLOP are (1 + block_keys / keys) / flops."""
-    cpu, (heads, dim, dtype) = device.type == "cpu", _attention_sizes(device)
+    """Return the measurement of attention on one rank: seconds per FLOP are (1 + block_keys / keys) / flops."""
+    is_cpu, (heads, dim, dtype) = device.type == "cpu", _attention_sizes(device)
 
     def call(length: int) -> Callable[[], object]:
         """Return a call of attention over a sequence of this length."""
@@ -192,8 +201,8 @@ def _measure_attention(device: torch.device) -> Measurement:
         """Return 1 / length, and the seconds per floating-point operation."""
         return 1 / length, seconds / (4 * heads * dim * length**2)
 
-    key = ("attention", device.type, *([] if cpu else [_measured_kernel(device).name]))
-    return Measurement(key, device, (256, 1024) if cpu else (1024, 8192), call, point)
+    key = ("attention", device.type, *([] if is_cpu else [_measured_kernel(device).name]))
+    return Measurement(key, device, (256, 1024) if is_cpu else (1024, 8192), call, point)
 
 
 def measure_lines(
@@ -201,48 +210,47 @@ def measure_lines(
 ) -> list[LatencyBandwidth]:
     """Return the lines of the jobs, equal on all ranks of the group, which must call it together.
 
-    Lines that this process does not have are read from the cache of rank 0; the rest are measured by all ranks, and the
-    slowest rank counts.
+    A line is taken from this process, else from the cache file of rank 0, else measured by all ranks.
 
     Args:
-        jobs: Timing jobs.
+        jobs: Measurements.
         group: Process group.
         device: Device of the model.
-        repeats: Measured rounds.
+        repeats: Timed calls of each size.
         meet: Exchange of the group.
     """
-    known = _measured.setdefault(group, {})
-    new = list({job.key: job for job in jobs if job.key not in known}.values())
-    if new:
-        first, cached = dist.get_rank(group) == 0, {}
+    lines = _measured.setdefault(group, {})
+    unknown = list({job.key: job for job in jobs if job.key not in lines}.values())
+    if unknown:
+        is_first, cached = dist.get_rank(group) == 0, {}
         with _raised_on_all(meet):
             path = _cache_path(group, device)
-            cached = _read_cache(path) if first else {}
-        found = meet(None, [cached.get(repr(job.key)) for job in new])[0]
-        missing = [job for job, line in zip(new, found) if line is None]
-        known.update((job.key, line) for job, line in zip(new, found) if line is not None)
+            cached = _read_cache(path) if is_first else {}
+        lines_of_first = meet(None, [cached.get(repr(job.key)) for job in unknown])[0]
+        lines.update((job.key, line) for job, line in zip(unknown, lines_of_first) if line is not None)
+        missing = [job for job in unknown if job.key not in lines]
         if missing:
-            known.update(zip([job.key for job in missing], _measure_and_fit(missing, repeats, meet)))
-        if missing and first:
-            _write_cache(path, cached | {repr(job.key): known[job.key] for job in missing})
-    return [known[job.key] for job in jobs]
+            lines.update(zip([job.key for job in missing], _measure_and_fit(missing, repeats, meet)))
+        if missing and is_first:
+            _write_cache(path, cached | {repr(job.key): lines[job.key] for job in missing})
+    return [lines[job.key] for job in jobs]
 
 
 def _measure_and_fit(jobs: Sequence[Measurement], repeats: int, meet: MeetFunction) -> list[LatencyBandwidth]:
-    """Measure the jobs and fit lines; the slowest rank of a round counts, because others wait for it.
+    """Time all sizes of the measurements and fit their lines; the slowest rank of a round counts.
 
-    Jobs alternate, so that disturbances affect all of them. Sizes do not, because a small message after a large one
-    would find other cache contents than in a program with small messages.
+    The first round warms up. Jobs alternate, so that disturbances affect all of them. Sizes do not, because a small
+    message after a large one would find other cache contents than in a program with small messages.
     """
     points: dict[Hashable, list[tuple[float, float]]] = {job.key: [] for job in jobs}
     for k in range(max(len(job.sizes) for job in jobs)):
-        turn = [job for job in jobs if k < len(job.sizes)]
+        timed_jobs = [job for job in jobs if k < len(job.sizes)]
         with torch.no_grad():
             with _raised_on_all(meet):
-                calls = [(job.call(job.sizes[k]), job.device) for job in turn]
+                calls = [(job.call(job.sizes[k]), job.device) for job in timed_jobs]
             rounds = [[_time_call(call, device, meet) for call, device in calls] for _ in range(repeats + 1)]
-        slowest = torch.tensor(meet(None, rounds[1:]), dtype=torch.float64).amax(0)
-        for job, seconds in zip(turn, mean_of_middle(slowest).tolist()):
+        by_rank = torch.tensor(meet(None, rounds[1:]), dtype=torch.float64)  # (ranks, rounds, jobs), seconds
+        for job, seconds in zip(timed_jobs, mean_of_middle(by_rank.amax(0)).tolist()):
             points[job.key].append(job.point(job.sizes[k], seconds))
     return [fit_line(*zip(*points[job.key])) for job in jobs]
 
@@ -265,7 +273,7 @@ def _time_call(call: Callable[[], object] | None, device: torch.device, meet: Me
 
 @contextmanager
 def _raised_on_all(meet: MeetFunction) -> Iterator[None]:
-    """Run a block, then raise its exception on every rank."""
+    """Run the body of the context, then exchange its exception, which `meet` raises on every rank."""
     problem: Exception | None = None
     try:
         yield
@@ -294,10 +302,10 @@ def _base_constants(device: torch.device, meet: MeetFunction) -> Machine:
 
     CPU memory is unlimited, because it is shared.
     """
-    own = [math.inf, math.inf]
+    limits = [math.inf, math.inf]  # memory in bytes, generation
     if device.type == "cuda":
-        own = [torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_capability(device)[0]]
-    memory, generation = map(min, zip(*meet(None, own)))
+        limits = [torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_capability(device)[0]]
+    memory, generation = map(min, zip(*meet(None, limits)))
     base = replace(Machine.of(device.type), memory=memory)
     return base if generation >= HOPPER else replace(base, cudnn_efficiency=base.flash_efficiency)
 
@@ -307,28 +315,15 @@ def _cache_path(group: Any, device: torch.device) -> Path:
     folder = os.path.expanduser(os.environ.get("SP_COMPILE_CACHE_DIR") or "~/.cache/sp_compile")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     members = dist.get_process_group_ranks(group)
-    key = (
-        FILE_VERSION,
-        platform.node(),
-        f"{device.type} {gpu}",
-        [rank - members[0] for rank in members],
-        os.environ.get("LOCAL_WORLD_SIZE", ""),
-        dist.get_backend(group),
-        torch.__version__,
-        torch.get_num_threads(),
-    )
-    return Path(folder) / f"measured-{_hash(repr(key))[:16]}.json"
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    key: tuple[Any, ...] = (FILE_VERSION, platform.node(), f"{device.type} {gpu}", [r - members[0] for r in members])
+    key += (os.environ.get("LOCAL_WORLD_SIZE", ""), dist.get_backend(group), torch.__version__, torch.get_num_threads())
+    return Path(folder) / f"measured-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
 
 
 def _read_cache(path: Path) -> dict[str, LatencyBandwidth]:
     """Read the lines of a file; empty if it does not exist or is invalid."""
     try:
-        found = json.loads(path.read_text())
-        lines = {key: LatencyBandwidth(*map(float, line)) for key, line in found.items()}
+        lines = {key: LatencyBandwidth(*map(float, line)) for key, line in json.loads(path.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, OverflowError):
         return {}
     return {key: line for key, line in lines.items() if line.latency >= 0 and line.bandwidth > 0}

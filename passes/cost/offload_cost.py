@@ -11,22 +11,22 @@ from sp_compile.lowering.tiles.tile_flops import node_flops
 from .machine import Machine
 
 MIN_OFFLOAD_BYTES = 1e-3
-"""Minimum fraction of the saved bytes: copies of smaller values cost more than they free."""
+"""Minimum size of an offloaded value as a fraction of all saved bytes: smaller copies cost more than they free."""
 
 
 @dataclass(frozen=True)
 class HostValues:
-    """Offloaded values of one graph."""
+    """Values of one graph, or of a step, that are copied to the host after the forward and back for the backward."""
 
     values: int = 0  # number of values
     nbytes: int = 0  # bytes of these
     kept: int = 0  # bytes that remain on the device
     seconds: float = 0.0  # seconds of copies, each way
-    waits: float = 0.0  # seconds of copies that no compute hides, both ways
+    waits: float = 0.0  # seconds that compute waits for copies, both ways
 
 
 def hiding_seconds(node: Node, machine: Machine) -> float:
-    """Return the seconds of products and attention at a node, which hide copies; fusible ops are ignored."""
+    """Return the seconds of products and attention at a node, during which copies run; other ops are ignored."""
     return node_flops(node) / machine.flops
 
 

@@ -1,5 +1,8 @@
 """Cost of exchanging the carries of a scan: all at once, or in steps.
 
+A carry is what a rank adds to the rows of later ranks: the total of its rows for a cumulative sum, a pair (factor,
+state) for a linear recurrence. C is its size in bytes, n the number of ranks.
+
     gather   alpha + (n - 1) * C / beta                  one all-gather of C bytes per rank
     steps    ceil(log2 n) * (alpha + C / beta)           step k: to the rank 2^k after this one
 
@@ -25,14 +28,16 @@ from .machine import Machine
 
 sp = torch.ops.sp
 COSTED_SCAN_OPS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
-INDEX_BYTES = 8  # of a position
+"""Cumulative sums and the like, cumulative maxima with positions, linear recurrences."""
+INDEX_BYTES = 8
+"""Bytes of the position that a cumulative maximum or minimum returns."""
 
 
 @dataclass(frozen=True)
 class CarryExchangeCost:
     """Exchange of one scan."""
 
-    nbytes: int  # bytes of one rank's part
+    nbytes: int  # bytes of one rank's carry
     gather: float  # predicted seconds of an all-gather
     steps: float  # predicted seconds of steps
     rounds: int  # number of steps
@@ -45,14 +50,14 @@ class CarryExchangeCost:
 
 
 def choose_exchange(nbytes: int, n: int, machine: Machine, folds: int = 1) -> CarryExchangeCost:
-    """Choose the exchange of `nbytes` per rank; steps require contiguous chunks (folds=1)."""
+    """Choose the exchange of `nbytes` per rank; steps require one contiguous chunk of rows per rank (folds=1)."""
     lines = {"gather": machine.line("all_gather", n), "steps": machine.line("shift", n)}
     alpha, rounds = max(line.latency for line in lines.values()), num_rounds(n)
-    beta = {exchange: bytes_to_send(exchange, nbytes, n) / line.bandwidth for exchange, line in lines.items()}
-    gather = alpha + beta["gather"] + machine.copy(2 * n * nbytes)
-    stepped = beta["steps"] + rounds * (alpha + machine.copy(3 * nbytes))
-    exchange = "steps" if folds == 1 and rounds < n - 1 and stepped < gather else "gather"
-    return CarryExchangeCost(nbytes, gather, stepped, rounds, exchange)
+    transfer = {exchange: bytes_to_send(exchange, nbytes, n) / line.bandwidth for exchange, line in lines.items()}
+    gather = alpha + transfer["gather"] + machine.copy(2 * n * nbytes)
+    steps = transfer["steps"] + rounds * (alpha + machine.copy(3 * nbytes))
+    exchange = "steps" if folds == 1 and rounds < n - 1 and steps < gather else "gather"
+    return CarryExchangeCost(nbytes, gather, steps, rounds, exchange)
 
 
 def bytes_to_send(exchange: str, nbytes: Any, n: int) -> Any:
@@ -76,38 +81,41 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
     """Return the bytes of a rank's carry, forward and backward; see lowering/scan/scan_ops.py.
 
     Args:
-        call: Scan.
-        folds: Chunks of a rank.
-        extent: Converts a size to a number; by default to its expression.
+        call: Call of one of `COSTED_SCAN_OPS`.
+        folds: Chunks of rows per rank: 1, or 2 in a zigzag layout.
+        extent: Converts the size of a dim; by default to a number or an expression of symbols.
     """
     result = call.results()[0]
     linear = call.node.target is sp.linear_scan.default
     op, dim = call.get("op", "sum"), call.dim(operand=int(linear))
     rows = _row_elements(result, dim, extent) * folds
-    inner = call.get("accumulate") or accumulate_dtype(op, result.dtype, result.device)
+    dtype = call.get("accumulate") or accumulate_dtype(op, result.dtype, result.device)
     # The backward of most scans is a recurrence, which sends factor and state in the accumulation dtype.
-    wide = accumulate_dtype("sum", torch.promote_types(result.dtype, inner), result.device)
-    recurrence = 2 * wide.itemsize * rows
+    backward_dtype = accumulate_dtype("sum", torch.promote_types(result.dtype, dtype), result.device)
+    recurrence = 2 * backward_dtype.itemsize * rows
     if linear:
-        return 2 * inner.itemsize * rows, recurrence
+        return 2 * dtype.itemsize * rows, recurrence
     if call.node.target is sp.extremes.default:
-        return (inner.itemsize + INDEX_BYTES) * rows, recurrence
-    forward, flags = inner.itemsize * rows, _segment_bytes(call, dim, folds, extent)
-    backward = forward + flags[1] if op == "sum" else recurrence
-    return forward + sum(flags), backward
+        return (dtype.itemsize + INDEX_BYTES) * rows, recurrence
+    forward = dtype.itemsize * rows
+    id_bytes, flag_bytes = _segment_bytes(call, dim, folds, extent)
+    return forward + id_bytes + flag_bytes, forward + flag_bytes if op == "sum" else recurrence
 
 
 def _segment_bytes(call: OpCall, dim: int, folds: int, extent: Callable[[Any], Size]) -> tuple[Size, Size]:
-    """Return the bytes of the first and last ids, and of the flags for starts of segments."""
+    """Return the bytes of the first and last segment ids of the chunks, and of one flag for each: a new segment starts.
+
+    (0, 0) for a scan without segments. `dim` is the scanned dim of the operand; ids may have fewer dims.
+    """
     node: Node | None = call.get("segments")
     if node is None:
         return 0, 0
     ids = node.meta["val"]
-    at = 0 if ids.ndim == 1 else dim - call.ndim() + ids.ndim
-    count = _row_elements(ids, at, extent) * folds
+    ids_dim = 0 if ids.ndim == 1 else dim - call.ndim() + ids.ndim
+    count = _row_elements(ids, ids_dim, extent) * folds
     return 2 * ids.element_size() * count, count
 
 
 def _row_elements(value: torch.Tensor, dim: int, extent: Callable[[Any], Size]) -> Size:
-    """Return the number of elements in one row of a tensor."""
-    return size_product(extent(s) for d, s in enumerate(value.shape) if d != dim)
+    """Return the number of elements in one row of a tensor, that is for one index of `dim`."""
+    return size_product(extent(size) for d, size in enumerate(value.shape) if d != dim)

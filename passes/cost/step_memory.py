@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from tabulate import tabulate
@@ -45,16 +46,16 @@ LINE_WIDTH = 56
 class GraphStep:
     """Memory of one graph of a program, forward and backward, in bytes."""
 
-    forward: LivenessWalk
-    backward: LivenessWalk | None
+    forward: LivenessWalk  # live bytes at each kernel
+    backward: LivenessWalk | None  # None without gradients
     inputs: int  # inputs of the program, without the model
     results: int  # results that remain after the forward, without saved values
     saved: int = 0  # saved on the device for the backward, besides parameters and inputs
     tangents: int = 0  # gradients of results, zeros for unused ones
-    copied: int = 0  # part of these that is copied to another layout
-    offloaded: HostValues | None = None
+    copied: int = 0  # part of `tangents` that is copied to row-major strides
+    offloaded: HostValues | None = None  # values on the host; None if offloading is off
     hosted: GraphStep | None = None  # same graph with all permitted values on the host, if requested
-    saved_bytes: Sequence[tuple[str, LiveValue]] = ()  # by the layer that reads them last, or ""
+    saved_bytes: Sequence[tuple[str, LiveValue]] = ()  # (layer that reads it last in the backward or "", saved value)
 
     @staticmethod
     def of(forward: Graph, backward: Graph | None, fused: bool, inputs: int) -> GraphStep:
@@ -66,28 +67,29 @@ class GraphStep:
             fused: Model Inductor's fusion.
             inputs: Bytes of the program's inputs, without the model.
         """
-        first = walk(forward, fused)
+        forward_walk = walk(forward, fused)
         if backward is None:
-            return GraphStep(first, None, inputs, first.end)
+            return GraphStep(forward_walk, None, inputs, forward_walk.end)
+        # The forward returns (*results, *saved values); the backward has the inputs (*saved values, *tangents).
         tangents = graph_tangents(backward)
-        values = [n for n in backward.find_nodes(op="placeholder") if n not in tangents]
-        read = [n for n in values if n.users]  # others are part of offloaded values
+        saved_inputs = [n for n in backward.find_nodes(op="placeholder") if n not in tangents]
         outputs = forward.output_node().args[0]
-        results = [n for n in outputs[: len(outputs) - len(values)] if isinstance(n, Node)]
-        # Values that the caller also holds remain after the backward reads them.
-        others = storage_bytes([*forward.find_nodes(op="placeholder"), *results]).keys()
-        saved = [n for n in read if not is_on_host(n) and others.isdisjoint(storage_bytes([n]))]
+        results = [n for n in outputs[: len(outputs) - len(saved_inputs)] if isinstance(n, Node)]
+        # Values that the caller also references remain after the backward reads them. An unread input is offloaded.
+        callers = storage_bytes([*forward.find_nodes(op="placeholder"), *results]).keys()
+        saved = [n for n in saved_inputs if n.users and not is_on_host(n) and callers.isdisjoint(storage_bytes([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
-        second = walk(backward, fused, [*saved, *tangents])
-        of_saved, of_tangents, of_copied = (sum(storage_bytes(nodes).values()) for nodes in (saved, tangents, copied))
-        results_of = max(0, first.end - of_saved)
+        backward_walk = walk(backward, fused, [*saved, *tangents])
+        saved_sum, tangents_sum, copied_sum = (sum(storage_bytes(x).values()) for x in (saved, tangents, copied))
+        # A value without a layer in the forward belongs to the layer that reads it only if this is the first layer.
         layers = {n.name: node_layer(n) for n in forward.nodes}
-        begins = next((layer for layer in layers.values() if layer), "")
-        by_layer = [
-            (layer if layers.get(live.name) or layer == begins else "", live)
-            for layer, live in second.by_last_layer(saved)
+        first_layer = next(filter(None, layers.values()), "")
+        saved_bytes = [
+            (layer if layers.get(value.name) or layer == first_layer else "", value)
+            for layer, value in backward_walk.by_last_layer(saved)
         ]
-        return GraphStep(first, second, inputs, results_of, of_saved, of_tangents, of_copied, saved_bytes=by_layer)
+        nbytes = inputs, max(0, forward_walk.end - saved_sum), saved_sum, tangents_sum, copied_sum
+        return GraphStep(forward_walk, backward_walk, *nbytes, saved_bytes=saved_bytes)
 
 
 def _is_row_major(x: torch.Tensor) -> bool:
@@ -96,28 +98,37 @@ def _is_row_major(x: torch.Tensor) -> bool:
     return all(is_same_size(stride, size_product(shape[d + 1 :])) for d, stride in enumerate(as_sizes(x.stride())))
 
 
+class LiveSummary(NamedTuple):
+    """Live values of one line of the user's code."""
+
+    origin: str  # as in `LiveValue`, or "others"
+    where: str  # user's line
+    nbytes: int  # their sum
+    count: str  # text of the number of values, "" for one
+
+
 @dataclass(frozen=True)
 class StepMoment:
-    """Moment of a step; state is not counted."""
+    """Memory while one node of a step runs, without the constant state."""
 
     phase: str  # one of `PHASES`
-    moment: WalkMoment
+    moment: WalkMoment  # the kernel, with the bytes of its graph
     nbytes: int  # bytes of live values of all graphs
     graph: int  # index of the graph
     index: int  # index of the moment in its walk
-    is_after: bool = False  # True in a backward
-    gradients: int = 0  # bytes of gradients of parameters
-    arriving: bool = True  # True if gathered weights arrive or are present
-    whole: int = 0  # unsharded bytes of these gradients
+    in_backward: bool = False  # True in a backward
+    gradients: int = 0  # bytes of all gradients of parameters computed so far
+    arriving: bool = True  # True if FSDP is gathering the weights of the next layer
+    unsharded: int = 0  # bytes of those gradients that FSDP has not yet reduced to shards
 
 
 @dataclass
 class StepMemory:
     """Memory of one rank over a step."""
 
-    weights: ModelBytes
+    weights: ModelBytes  # bytes of the model
     per_weight: float = ADAMW_STATE  # bytes of optimizer state per byte of parameters
-    graphs: list[GraphStep] = field(default_factory=list)
+    graphs: list[GraphStep] = field(default_factory=list)  # graphs of the program in the order in which they run
     shards: int = 1  # ranks that shard parameters, gradients and state; 1 if unknown
 
     @property
@@ -138,17 +149,17 @@ class StepMemory:
     @property
     def offloaded(self) -> HostValues | None:
         """Return the offloaded values, or None if offloading was not requested."""
-        found = [graph.offloaded for graph in self.graphs if graph.offloaded is not None]
-        return HostValues(*map(sum, zip(*map(astuple, found)))) if found else None
+        by_graph = [astuple(graph.offloaded) for graph in self.graphs if graph.offloaded is not None]
+        return HostValues(*map(sum, zip(*by_graph))) if by_graph else None
 
     @property
     def state(self) -> int:
-        """Return the constant bytes, without gradients."""
+        """Return the constant bytes of unsharded state: parameters, buffers, optimizer state and inputs."""
         return self.weights.parameters + self.weights.buffers + self.optimizer + self.inputs
 
     @property
     def constant(self) -> int:
-        """Return the constant bytes with the program's sharding of state."""
+        """Return the constant bytes, sharded over `shards` ranks."""
         return self.state if self.shards == 1 else self.sharded_state(self.shards)
 
     def peak_with(self, point: StepMoment) -> int:
@@ -156,78 +167,93 @@ class StepMemory:
         return point.nbytes if self.shards == 1 else self.sharded_bytes(point, self.shards)
 
     def sharded_bytes(self, point: StepMoment, n: int) -> int:
-        """Return the bytes of values and unsharded gradients and weights if n ranks shard these by layer."""
+        """Return the bytes of a rank at a moment, without sharded state, if n ranks shard the state by layer (FSDP).
+
+        They are values, gathered weights, unsharded gradients, and shards of gradients.
+        """
         weights = self.weights.unsharded_bytes(bool(point.moment.layer), point.arriving)
-        return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n, point.whole)
+        return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n, point.unsharded)
 
     def points(self) -> Iterator[StepMoment]:
         """Yield the moments of the forward of each graph, then of the backwards in reverse order."""
-        live = 0
+        other_bytes = 0  # bytes that other graphs have left
         last = len(self.graphs) - 1
         for g, graph in enumerate(self.graphs):
-            begins = _last_product(graph.forward.moments) if g == last and graph.backward is not None else None
-            for i, moment in enumerate(graph.forward.moments):
-                phase = "forward" if begins is None or i < begins else "loss"
-                yield StepMoment(phase, moment, live + moment.nbytes, g, i)
-            live += graph.saved + graph.results
-        ended = 0
+            moments = graph.forward.moments
+            has_loss = g == last and graph.backward is not None
+            products = [i for i, moment in enumerate(moments) if moment.product] if has_loss else []
+            loss_start = products[-1] if products else len(moments)  # the last product computes the logits
+            for i, moment in enumerate(moments):
+                yield StepMoment("forward" if i < loss_start else "loss", moment, other_bytes + moment.nbytes, g, i)
+            other_bytes += graph.saved + graph.results
+        later_gradients = 0  # bytes that the backward of the next graph has left, among them tangents of this one
         for g, graph in reversed(list(enumerate(self.graphs))):
             if graph.backward is None:
                 continue
-            live -= graph.saved
-            if g < last:  # computed by the backward of a later graph
-                live -= min(ended, graph.tangents)
-            ends = next((i for i, m in enumerate(graph.backward.moments) if m.product), 0) if g == last else 0
-            arrived = 0 if not self.weights.unit else _last_layer_start(graph.backward.moments) if g == 0 else None
-            gradients = _unsharded_bytes(graph.backward.moments, self.weights.unit)
-            for i, moment in enumerate(graph.backward.moments):
-                phase = "loss" if i < ends else "backward"
-                nbytes = live + (graph.copied if i == 0 else 0) + moment.nbytes
-                arriving = arrived is None or i < arrived
-                yield StepMoment(phase, moment, nbytes, g, i, True, moment.results, arriving, gradients[i])
-            ended = graph.backward.end
-            live += ended
+            moments = graph.backward.moments
+            other_bytes -= graph.saved + min(later_gradients, graph.tangents)
+            loss_end = next((i for i, moment in enumerate(moments) if moment.product), 0) if g == last else 0
+            # FSDP gathers the next layer until the last layer of the step begins.
+            if not self.weights.unit:
+                gather_end = 0
+            else:
+                gather_end = _last_layer_start(moments) if g == 0 else len(moments)
+            unsharded = _unsharded_bytes(moments, self.weights.unit)
+            for i, moment in enumerate(moments):
+                phase = "loss" if i < loss_end else "backward"
+                nbytes = other_bytes + (graph.copied if i == 0 else 0) + moment.nbytes
+                yield StepMoment(phase, moment, nbytes, g, i, True, moment.results, i < gather_end, unsharded[i])
+            later_gradients = graph.backward.end
+            other_bytes += later_gradients
 
     def peaks(self) -> dict[str, StepMoment]:
         """Return the largest moment of each phase."""
-        found: dict[str, StepMoment] = {}
-        for point in self.points():
-            if point.phase not in found or self.peak_with(point) > self.peak_with(found[point.phase]):
-                found[point.phase] = point
-        return {phase: found[phase] for phase in PHASES if phase in found}
+        points = list(self.points())
+        by_phase = {phase: [point for point in points if point.phase == phase] for phase in PHASES}
+        return {phase: max(moments, key=self.peak_with) for phase, moments in by_phase.items() if moments}
 
     def alive(self, point: StepMoment) -> list[LiveValue]:
-        """Return the live values of the running graph; values of callers and other graphs are one entry."""
+        """Return the live values of the running graph at a moment, and one entry for all values of other graphs."""
         graph = self.graphs[point.graph]
-        run = graph.backward if point.is_after and graph.backward is not None else graph.forward
-        others = point.nbytes - point.moment.nbytes
-        found = run.alive(point.index)
-        if point.is_after:
-            found = [replace(live, origin="gradient") if live.origin == "result" else live for live in found]
-        return [*found, LiveValue("results", OTHER_VALUES_ORIGIN, others, "result")] if others > 0 else found
+        graph_walk = graph.backward if point.in_backward and graph.backward is not None else graph.forward
+        values = graph_walk.alive(point.index)
+        if point.in_backward:
+            values = [replace(live, origin="gradient") if live.origin == "result" else live for live in values]
+        other_bytes = point.nbytes - point.moment.nbytes
+        if other_bytes > 0:
+            values.append(LiveValue("results", OTHER_VALUES_ORIGIN, other_bytes, "result"))
+        return values
 
     @property
     def values(self) -> int:
-        """Return the bytes of values and gradients at the peak."""
+        """Return the bytes of values and gradients at the peak of the step, without state."""
         return max((point.nbytes for point in self.points()), default=0)
 
     @property
     def peak_without_gradients(self) -> int:
-        """Return the peak bytes without gradients of parameters."""
+        """Return the bytes of values at the peak of the step, without state and gradients of parameters."""
         return max((point.nbytes - point.gradients for point in self.points()), default=0)
 
     @property
     def peak(self) -> int:
-        """Return the peak bytes of the step or of the optimizer with unsharded gradients."""
+        """Return the peak bytes of the step with its optimizer, without sharding.
+
+        The optimizer runs with all gradients, when the values are freed.
+        """
         return self.state + max(self.values, self.weights.trainable)
 
     def fsdp(self, n: int) -> int:
         """Return the peak bytes if n ranks shard parameters, gradients and state by layer."""
         return self.sharded_peak(max((self.sharded_bytes(point, n) for point in self.points()), default=0), n)
 
-    def sharded_peak(self, peak: int, n: int) -> int:
-        """Return the peak bytes if n ranks shard the state: of the optimizer, or of a step with `peak` other bytes."""
-        return self.sharded_state(n) + max(peak, -(-self.weights.trainable // n))
+    def sharded_peak(self, values: int, n: int) -> int:
+        """Return the peak bytes if n ranks shard the state, of the optimizer or of forward and backward.
+
+        Args:
+            values: Largest `sharded_bytes` of forward and backward.
+            n: Number of ranks.
+        """
+        return self.sharded_state(n) + max(values, -(-self.weights.trainable // n))
 
     def sharded_state(self, n: int) -> int:
         """Return the constant bytes if n ranks shard parameters and state by layer."""
@@ -239,78 +265,84 @@ class StepMemory:
         Args:
             n: Ranks over which FSDP would shard the state.
         """
-        w = self.weights
-        state = {"parameters": w.parameters, "gradients": w.trainable, "optimizer": self.optimizer}
-        state |= {"buffers": w.buffers, "inputs": self.inputs, "saved for the backward": self.saved}
+        weights = self.weights
+        state = {"parameters": weights.parameters, "gradients": weights.trainable, "optimizer": self.optimizer}
+        state |= {"buffers": weights.buffers, "inputs": self.inputs, "saved for the backward": self.saved}
         lines = [", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in state.items() if nbytes)]
-        if (sent := self.offloaded) is not None:
-            saved = format_bytes(sent.nbytes + sent.kept)
-            amount = f"of {saved} saved, {format_bytes(sent.nbytes)} are copied to the host"
-            timing = f"copies of {sent.seconds:.3g} s each way, {sent.waits:.3g} s of them not overlapped"
-            lines.append(f"offload: {amount} ({sent.values} values); {timing}")
-        rows: list[tuple[str, ...]] = []
-        for phase, point in self.peaks().items():
+        if (offloaded := self.offloaded) is not None:
+            saved = format_bytes(offloaded.nbytes + offloaded.kept)
+            amount = f"of {saved} saved, {format_bytes(offloaded.nbytes)} are copied to the host"
+            timing = f"copies of {offloaded.seconds:.3g} s each way, {offloaded.waits:.3g} s of them not overlapped"
+            lines.append(f"offload: {amount} ({offloaded.values} values); {timing}")
+        peaks, rows = self.peaks(), list[tuple[str, ...]]()
+        for phase, point in peaks.items():
             live = self.peak_with(point)
             total = format_bytes(self.constant + live)
             rows.append((phase, total, format_bytes(live), point.moment.name, shorten_line(point.moment.where)))
         lines.append(tabulate(rows, headers=("peak of", "total", "values", "at node", "line"), disable_numparse=True))
-        if self.graphs:
-            top = max(self.peaks().values(), key=self.peak_with)
-            rows = [
-                (format_bytes(nbytes), origin, times, shorten_line(where))
-                for origin, where, nbytes, times in self.summary(top)
-            ]
+        if peaks:
+            top = max(peaks.values(), key=self.peak_with)
+            rows = [(format_bytes(x.nbytes), x.origin, x.count, shorten_line(x.where)) for x in self.summary(top)]
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
+        fsdp = format_bytes(self.fsdp(self.shards if self.shards > 1 else n))
         if self.shards > 1:
-            peak = format_bytes(self.fsdp(self.shards))
-            lines.append(f"peak of a rank {peak}, with sharded parameters, gradients and optimizer")
+            lines.append(f"peak of a rank {fsdp}, with sharded parameters, gradients and optimizer")
         else:
-            lines.append(
-                f"peak of a rank {format_bytes(self.peak)}; with FSDP over {n} ranks {format_bytes(self.fsdp(n))}"
-            )
+            lines.append(f"peak of a rank {format_bytes(self.peak)}; with FSDP over {n} ranks {fsdp}")
         return "\n".join(lines)
 
-    def summary(self, point: StepMoment, limit: int = ALIVE_LINES) -> list[tuple[str, str, int, str]]:
-        """Return (origin, user's line, bytes, number of values) of live values by line, largest first."""
+    def summary(self, point: StepMoment, limit: int = ALIVE_LINES) -> list[LiveSummary]:
+        """Return the live values at a moment, merged by origin and line, largest first.
+
+        Lines after the first `limit` are one entry.
+        """
         total: Counter[tuple[str, str]] = Counter()
         count: Counter[tuple[str, str]] = Counter()
         for live in self.alive(point):
             total[live.origin, live.where] += live.nbytes
             count[live.origin, live.where] += live.nbytes > 0
-        found = [
-            (*key, nbytes, f"{count[key]} values" if count[key] > 1 else "") for key, nbytes in total.most_common()
-        ]
-        rest = sum(nbytes for _, _, nbytes, _ in found[limit:])
-        return found[:limit] + ([("others", "", rest, f"{len(found) - limit} lines")] if rest else [])
-
-
-def _last_product(moments: Sequence[WalkMoment]) -> int | None:
-    return next((i for i in reversed(range(len(moments))) if moments[i].product), None)
+        texts = {key: f"{n} values" if n > 1 else "" for key, n in count.items()}
+        lines = [LiveSummary(*key, nbytes, texts[key]) for key, nbytes in total.most_common()]
+        other_bytes = sum(line.nbytes for line in lines[limit:])
+        if not other_bytes:
+            return lines[:limit]
+        return [*lines[:limit], LiveSummary("others", "", other_bytes, f"{len(lines) - limit} lines")]
 
 
 def _last_layer_start(moments: Sequence[WalkMoment]) -> int:
-    """Return the first moment after which no other layer runs."""
+    """Return the index of the first moment of the last layer after which no other layer runs; 0 without layers."""
     layers = [moment.layer for moment in moments]
     last = next(filter(None, reversed(layers)), "")
-    others = [i for i, layer in enumerate(layers) if layer not in ("", last)]
-    return layers.index(last, others[-1] if others else 0) if last else 0
+    if not last:
+        return 0
+    other_indices = [i for i, layer in enumerate(layers) if layer not in ("", last)]
+    return layers.index(last, other_indices[-1] if other_indices else 0)
 
 
 def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
-    """Return the unsharded gradients of a backward at each moment: outside of layers, current and previous layer."""
-    found, grad_bytes, begin, apart, before = list[int](), 0, ("", ""), 0, 0
+    """Return the bytes of unsharded gradients at each moment of a backward.
+
+    They are those outside of layers, of the current layer, and of the previous one, which has at most `unit` bytes. A
+    layer starts where the path changes, or where the first node of the path occurs again (one of several equal layers).
+    """
+    unsharded: list[int] = []
+    layer_start = "", ""  # path and node of the first moment of the current layer
+    before_layers = before_layer = gradients = 0  # bytes before the first and the current layer, and at the last moment
     for moment in moments:
-        if moment.layer and (moment.layer != begin[0] or begin == (moment.layer, moment.name)):
-            apart, before = (apart if begin[0] else grad_bytes), grad_bytes
-            begin = moment.layer, moment.name
-        found.append(apart + min(unit, before - apart) + moment.results - before)
-        grad_bytes = moment.results
-    return found
+        key = moment.layer, moment.name
+        if moment.layer and (moment.layer != layer_start[0] or key == layer_start):
+            if not layer_start[0]:
+                before_layers = gradients
+            before_layer, layer_start = gradients, key
+        previous_layer = min(unit, before_layer - before_layers)
+        unsharded.append(before_layers + previous_layer + moment.results - before_layer)
+        gradients = moment.results
+    return unsharded
 
 
-def shorten_line(where: str) -> str:
+def shorten_line(line: str) -> str:
     """Shorten a line to the width of a table column."""
-    return where if len(where) <= LINE_WIDTH else where[: LINE_WIDTH - 3] + "..."
+    return line if len(line) <= LINE_WIDTH else line[: LINE_WIDTH - 3] + "..."
 
 
 def format_bytes(nbytes: float) -> str:

@@ -1,4 +1,8 @@
-"""Memory of parameters and optimizer state: unsharded, or sharded by layer as in FSDP."""
+"""Memory of parameters and optimizer state: unsharded, or sharded by layer as in FSDP.
+
+FSDP (`fully_shard` of each layer and of the model) gathers the weights of one layer at a time, and reduces its
+gradients to shards after its backward. A layer is an entry of a module list.
+"""
 
 from __future__ import annotations
 
@@ -17,34 +21,34 @@ ADAMW_STATE = 2.0
 """Bytes of AdamW state per byte of a parameter."""
 SMALL_PARAMETER = 256
 """Rows and columns of a matrix for which per-row state is negligible."""
-OPTIMIZER_HELP = "foreach", "fused", "capturable"
-"""Settings that select an implementation of a step and do not affect the state."""
+IMPLEMENTATION_SETTINGS = "foreach", "fused", "capturable"
+"""Settings of optimizers that select an implementation of the step and do not affect the state."""
 
 
 @dataclass(frozen=True)
 class ModelBytes:
     """Bytes of a model on every rank."""
 
-    parameters: int
+    parameters: int  # all parameters
     trainable: int  # parameters that require gradients
-    buffers: int
-    unit: int  # largest layer (entry of a module list), which FSDP gathers at once
-    rest: int = 0  # parameters outside of layers
+    buffers: int  # all buffers
+    unit: int  # parameters of the largest layer, which FSDP gathers at once
+    outside_layers: int = 0  # parameters outside of layers
 
     @staticmethod
     def of(model: Any) -> ModelBytes:
         """Return the bytes of a module; 0 for a function."""
         if not isinstance(model, nn.Module):
             return ModelBytes(0, 0, 0, 0)
-        units: Counter[str] = Counter()
-        learned = 0
+        by_layer: Counter[str] = Counter()
+        trainable = 0
         for name, p in model.named_parameters():
             nbytes = _local_bytes(p)
-            learned += nbytes if p.requires_grad else 0
-            found = re.match(r"(.*?\.)?\d+(?=\.)", name)
-            units[found[0] if found else ""] += nbytes
-        buffers, rest = sum(map(_local_bytes, model.buffers())), units.pop("", 0)
-        return ModelBytes(sum(units.values()) + rest, learned, buffers, max(units.values(), default=0), rest)
+            trainable += nbytes if p.requires_grad else 0
+            layer = re.match(r"(.*?\.)?\d+(?=\.)", name)  # "layers.0" of "layers.0.mlp.weight"
+            by_layer[layer[0] if layer else ""] += nbytes
+        buffers, outside = sum(map(_local_bytes, model.buffers())), by_layer.pop("", 0)
+        return ModelBytes(by_layer.total() + outside, trainable, buffers, max(by_layer.values(), default=0), outside)
 
     def shard_bytes(self, n: int, per_weight: float = ADAMW_STATE) -> int:
         """Return the bytes of a rank's shards of parameters and optimizer state."""
@@ -58,25 +62,28 @@ class ModelBytes:
         """Return the bytes of weights that FSDP has gathered.
 
         Args:
-            in_layer: Inside of a layer.
-            arriving: The next layer is being gathered.
+            in_layer: A layer runs.
+            arriving: The weights of the next layer are being gathered.
         """
-        if not self.unit:  # gathered weights remain until the end of the forward
-            return (1 + arriving) * self.rest
-        return self.rest + (in_layer + arriving) * self.unit
+        if not self.unit:  # no layers: all weights are gathered for the forward, and again for the backward
+            return (1 + arriving) * self.outside_layers
+        return self.outside_layers + (in_layer + arriving) * self.unit
 
-    def gradients(self, unsharded: int, n: int, total: int | None = None) -> int:
-        """Return the bytes of unsharded gradients and of a rank's shards.
+    def gradients(self, computed: int, n: int, unsharded: int | None = None) -> int:
+        """Return the bytes of gradients on a rank: unsharded ones of layers that are not yet reduced, and all shards.
 
         Args:
-            unsharded: Bytes of all computed gradients.
+            computed: Bytes of all gradients computed so far, before they are sharded.
             n: Number of ranks.
-            total: Unsharded bytes; by default the maximum.
+            unsharded: Bytes of those that are not yet reduced; by default the maximum, which is two layers and the
+                gradients outside of layers.
         """
-        return min(unsharded if total is None else total, self.rest + 2 * self.unit) + -(-unsharded // n)
+        unreduced = computed if unsharded is None else unsharded
+        return min(unreduced, self.outside_layers + 2 * self.unit) + -(-computed // n)
 
 
 def _local_bytes(x: torch.Tensor) -> int:
+    """Return the bytes of a tensor; of a DTensor those of the local shard."""
     x = x.to_local() if hasattr(x, "to_local") else x
     return x.numel() * x.element_size()
 
@@ -95,13 +102,10 @@ def state_per_weight(optimizer: Any = None) -> float:
     small = nn.Parameter(torch.zeros(SMALL_PARAMETER, SMALL_PARAMETER))
     small.grad = torch.ones_like(small)
     try:
-        one = (
-            optimizer([small])
-            if not isinstance(optimizer, torch.optim.Optimizer)
-            else _recreate_optimizer(optimizer, small)
-        )
-        one.step()
-        state = [x for stored in one.state.values() for x in stored.values() if isinstance(x, torch.Tensor)]
+        is_instance = isinstance(optimizer, torch.optim.Optimizer)
+        trial = _recreate_optimizer(optimizer, small) if is_instance else optimizer([small])
+        trial.step()
+        state = [x for values in trial.state.values() for x in values.values() if isinstance(x, torch.Tensor)]
     except Exception as error:
         text = f"{' '.join(repr(optimizer).split()):.80}"
         raise SpError("SP704", f"optimizer: {text} failed in a trial step on a small matrix ({error}).") from error
@@ -109,9 +113,12 @@ def state_per_weight(optimizer: Any = None) -> float:
 
 
 def _recreate_optimizer(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.optim.Optimizer:
-    """Create an optimizer with the type of another one and the settings of its first parameters."""
-    settings, takes = {**optimizer.defaults, **optimizer.param_groups[0]}, inspect.signature(type(optimizer)).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    left_out = {"params", *OPTIMIZER_HELP}  # AdamW has a default that its constructor does not accept
-    known = {k: v for k, v in settings.items() if (takes_any or k in takes) and k not in left_out}
-    return type(optimizer)([parameter], **{k: v for k, v in known.items() if not isinstance(v, torch.Tensor)})
+    """Create an optimizer of one parameter, with the type of another one and the settings of its first parameters."""
+    accepted = inspect.signature(type(optimizer)).parameters  # AdamW has a default that its constructor does not accept
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    settings: dict[str, Any] = {}
+    for name, value in {**optimizer.defaults, **optimizer.param_groups[0]}.items():
+        is_used = name not in ("params", *IMPLEMENTATION_SETTINGS) and not isinstance(value, torch.Tensor)
+        if is_used and (accepts_any or name in accepted):
+            settings[name] = value
+    return type(optimizer)([parameter], **settings)

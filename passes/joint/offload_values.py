@@ -109,7 +109,7 @@ class OffloadValues(Pass):
             live = point.nbytes if self.shards is None else step.sharded_bytes(point, self.n)
             excess = always + live - self.machine.memory
             if excess > 0:
-                found[halves[point.is_after][point.moment.name]] = excess
+                found[halves[point.in_backward][point.moment.name]] = excess
         return found
 
     def _take_share(self, schedule: _OffloadSchedule, wanted: float) -> dict[Node, int]:

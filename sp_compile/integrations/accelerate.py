@@ -40,7 +40,9 @@ REPLICA_AXIS, SEQUENCE_AXIS = "dp_replicate", "cp"
 """Axes of the mesh. Ranks along the axis "cp" receive the same batches from accelerate's loaders."""
 
 GATHER_METHODS = Message("gathers", "the arguments of a metric")
-OWN_ARGUMENTS = ("mesh", "mesh_dim", "param_grads")  # options that the Accelerator sets
+"""Announcement of a gather to the ranks of a group, which names it in errors."""
+OWN_OPTIONS = ("mesh", "mesh_dim", "param_grads")
+"""Options that the Accelerator sets, so that users cannot."""
 DISPATCH_ERROR = (
     "dispatch_batches=True is not supported: it cuts a batch over all ranks, and ranks that share a sequence need "
     "the same batch."
@@ -55,13 +57,14 @@ class SequenceParallelAccelerator(Accelerator):
     and `reduce` count each sequence once. With one process, the model is compiled without a mesh.
 
     Args:
-        *args: Arguments of `Accelerator`.
+        *args: Positional arguments of `Accelerator`, the first of which is `device_placement`.
         parallelism_config: The sizes `dp_replicate_size` and `sp_size`. A size of 1 is derived from the other and the
             number of processes. By default all ranks share each sequence.
         sp_options: Fields of `sp_compile.SPConfig` for the compilation of the model, except `mesh`, `mesh_dim` and
             `param_grads`.
-        **kwargs: Arguments of `Accelerator`. `dynamo_backend` is "sp" or absent. `dynamic`, `fullgraph` and `options`
-            of a `dynamo_plugin` are used.
+        **kwargs: Arguments of `Accelerator`, such as `mixed_precision` and `gradient_accumulation_steps`, with their
+            meaning there. `dynamo_backend` is "sp" or absent. `dynamic`, `fullgraph` and `options` of a
+            `dynamo_plugin` are used. `dataloader_config` must not set `dispatch_batches`.
 
     Attributes:
         mesh: The mesh with axes ("dp_replicate", "cp"), the second of which splits the sequence; None with one process.
@@ -88,41 +91,34 @@ class SequenceParallelAccelerator(Accelerator):
             super().__init__(*args, **kwargs)
         plugin = self.state.dynamo_plugin
         if plugin.backend not in ("NO", NAME):
-            other = str(plugin.backend.value).lower()
-            raise SpError(
-                "SP821",
-                f"dynamo_backend: expected 'sp', got {other!r}.",
-                f"Leave it out or pass 'sp', and sp_options={{'compiler': {other!r}}}.",
-            )
+            backend = str(plugin.backend.value).lower()
+            fix = f"Leave it out or pass 'sp', and sp_options={{'compiler': {backend!r}}}."
+            raise SpError("SP821", f"dynamo_backend: expected 'sp', got {backend!r}.", fix)
         self.sp_options = dict(sp_options or {}) | dict(plugin.options or {})
-        for name in OWN_ARGUMENTS:
+        for name in OWN_OPTIONS:
             if name in self.sp_options:
                 raise SpError("SP822", f"sp_options: {name!r} follows from the processes of the Accelerator.")
         self.compiles = {"fullgraph": plugin.fullgraph, "dynamic": plugin.dynamic}
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # which would compile around DDP
         self._check_processes()
-        replicas, share = axis_sizes(parallelism_config, self.num_processes)
+        self.replicas, self.sp_size = axis_sizes(parallelism_config, self.num_processes)
         self.mesh: DeviceMesh | None = None
         if self.num_processes > 1:
             if not str(self.distributed_type.value).startswith("MULTI_"):
                 raise SpError("SP823", f"distributed_type: expected DDP, got {self.distributed_type}.")
-            names = (REPLICA_AXIS, SEQUENCE_AXIS)
-            self.mesh = init_device_mesh(self.device.type, (replicas, share), mesh_dim_names=names)
+            sizes, names = (self.replicas, self.sp_size), (REPLICA_AXIS, SEQUENCE_AXIS)
+            self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
             if self.dataloader_config.dispatch_batches:
                 raise SpError("SP824", DISPATCH_ERROR)
             self.dataloader_config.dispatch_batches = False
-        self.sp_size, self.replicas = share, replicas
 
     def _check_processes(self) -> None:
         """Raise SpError if accelerate uses fewer processes than were started, as on machines without a GPU."""
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        there = max(dist.get_world_size() if dist.is_initialized() else 1, launched)
-        if self.num_processes != there:
-            raise SpError(
-                "SP825",
-                f"{there} processes were started, but accelerate uses {self.num_processes}, so each would train its "
-                "own model.",
-            )
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        started = max(world_size, int(os.environ.get("WORLD_SIZE", "1")))
+        if self.num_processes != started:
+            effect = f"accelerate uses {self.num_processes}, so each would train its own model"
+            raise SpError("SP825", f"{started} processes were started, but {effect}.")
 
     @property
     def torch_device_mesh(self) -> Any:
@@ -134,8 +130,8 @@ class SequenceParallelAccelerator(Accelerator):
 
         Args:
             data_loader: The DataLoader. A sampler without a generator receives one with a common seed.
-            *args: Arguments of `Accelerator.prepare_data_loader`.
-            **kwargs: Arguments of `Accelerator.prepare_data_loader`.
+            *args: `device_placement` and `slice_fn_for_dispatch` of `Accelerator.prepare_data_loader`.
+            **kwargs: The same by name.
 
         Returns:
             The prepared loader.
@@ -151,8 +147,8 @@ class SequenceParallelAccelerator(Accelerator):
 
         Args:
             model: The model, which is compiled in place.
-            *args: Arguments of `Accelerator.prepare_model`.
-            **kwargs: Arguments of `Accelerator.prepare_model`.
+            *args: `device_placement` and `evaluation_mode` of `Accelerator.prepare_model`.
+            **kwargs: The same by name.
 
         Returns:
             The prepared model.
@@ -160,9 +156,8 @@ class SequenceParallelAccelerator(Accelerator):
         Raises:
             SpError: An option is invalid, or the model is already compiled (SP831).
         """
-        if getattr(model, "_is_accelerate_prepared", False):
-            return super().prepare_model(model, *args, **kwargs)
-        self.compile(model)
+        if not getattr(model, "_is_accelerate_prepared", False):
+            self.compile(model)
         return super().prepare_model(model, *args, **kwargs)
 
     def compile(self, model: torch.nn.Module) -> None:
@@ -195,10 +190,10 @@ class SequenceParallelAccelerator(Accelerator):
         prepared = super().prepare_scheduler(scheduler)
         if self.mesh is None or type(prepared) is not AcceleratedScheduler or prepared.split_batches:
             return prepared
-        mine = ReplicaScheduler(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, True)
-        mine.replicas = self.replicas
-        self._schedulers[-1] = mine
-        return mine
+        replicated = ReplicaScheduler(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, True)
+        replicated.replicas = self.replicas
+        self._schedulers[-1] = replicated  # the Accelerator has appended `prepared`
+        return replicated
 
     def gather(self, tensor: Any) -> Any:
         """Gather tensors over the replicas, as `Accelerator.gather` does over the processes.
@@ -241,11 +236,11 @@ class SequenceParallelAccelerator(Accelerator):
         Returns:
             The same value on every rank.
         """
-        mine = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
-        found = bool(self.reduce(mine, "max").item() >= 1)
-        if found:
+        flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
+        is_set = bool(self.reduce(flag, "max").item() >= 1)
+        if is_set:
             self.flag_tensor = None
-        return found
+        return is_set
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather over the replicas, as `Accelerator.gather_for_metrics`, without duplicates of the last batch.
@@ -264,14 +259,17 @@ class SequenceParallelAccelerator(Accelerator):
         if self.mesh is None:
             return super().gather_for_metrics(input_data, use_gather_object)
         gathered = gather_over_replicas(input_data, self.mesh.get_group(REPLICA_AXIS), use_gather_object)
-        left = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
-        if left <= 0:
+        # Loaders complete the last batch with samples of the first one; `remainder` is the number of others in it.
+        remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
+        if remainder <= 0:
             return gathered
-        return gathered[:left] if isinstance(gathered, list) else recursively_apply(lambda x: x[:left], gathered)
+        if isinstance(gathered, list):
+            return gathered[:remainder]
+        return recursively_apply(lambda x: x[:remainder], gathered)
 
 
 def _sum_over_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over replicas.
+    """Return the sum over replicas; check that integers, such as counts of tokens, are equal on ranks of a sequence.
 
     Returns:
         A tensor with the shape and dtype of x.
@@ -283,15 +281,12 @@ def _sum_over_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: d
     dist.all_reduce(total, group=replicas)
     if total.is_floating_point() or total.is_complex():
         return total
-    least, most = total.clone(), total.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN, sequence)
-    dist.all_reduce(most, dist.ReduceOp.MAX, sequence)
-    if not torch.equal(least, most):
-        raise SpError(
-            "SP828",
-            f"reduce: expected the same integers on the {sequence.size()} ranks that share a sequence, got different "
-            "ones.",
-        )
+    minimum, maximum = total.clone(), total.clone()
+    dist.all_reduce(minimum, dist.ReduceOp.MIN, sequence)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, sequence)
+    if not torch.equal(minimum, maximum):
+        expected = f"the same integers on the {sequence.size()} ranks that share a sequence"
+        raise SpError("SP828", f"reduce: expected {expected}, got different ones.")
     return total
 
 
@@ -314,28 +309,34 @@ def gather_over_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
         RuntimeError: A collective fails.
     """
     ranks, tensors = ranks_of(group), None if as_objects else _collect_tensors(data)
-    plain = not tensors and _is_json(data)
-    mine = "values" if plain else "objects" if tensors is None else str([(str(x.dtype), [*x.shape]) for x in tensors])
-    everyone = all_gather_object(ranks, GATHER_METHODS.verb, GATHER_METHODS.subject, (mine, data if plain else None))
-    rows = [kind for kind, _ in everyone]
-    if {*rows} == {"values"}:
-        return [x for _, one in everyone for x in one]
-    if len({*rows}) > 1 and not {*rows} <= {"values", "objects"}:
-        raise SpError("SP829", format_mismatch("gather_for_metrics: the replicas pass different values", rows))
-    wire, begun = channel_of(ranks), time.monotonic()
+    # Exchange the kind of the data: "values" (sent with it as JSON), "objects", or dtypes and shapes of tensors.
+    is_json = not tensors and _is_json(data)
+    if is_json:
+        kind = "values"
+    else:
+        kind = "objects" if tensors is None else str([(str(x.dtype), [*x.shape]) for x in tensors])
+    message = kind, data if is_json else None
+    messages = all_gather_object(ranks, GATHER_METHODS.verb, GATHER_METHODS.subject, message)
+    kinds = [kind for kind, _ in messages]
+    if {*kinds} == {"values"}:
+        return [x for _, values in messages for x in values]
+    if len({*kinds}) > 1 and not {*kinds} <= {"values", "objects"}:
+        raise SpError("SP829", format_mismatch("gather_for_metrics: the replicas pass different values", kinds))
+    channel, start = channel_of(ranks), time.monotonic()
     try:
-        if tensors is not None and "objects" not in rows:
+        if tensors is not None and "objects" not in kinds:
             return recursively_apply(lambda x: _all_gather(x, group), data, error_on_other_type=True)
-        each: list[Any] = [None] * ranks.n
-        dist.all_gather_object(each, data, group)
+        by_rank: list[Any] = [None] * ranks.n
+        dist.all_gather_object(by_rank, data, group)
     except RuntimeError as error:
-        if wire is None or not is_lost_connection(error):
+        if channel is None or not is_lost_connection(error):
             raise
-        raise wire.fail_timeout(GATHER_METHODS, time.monotonic() - begun, error) from error
-    return [x for one in each for x in one]
+        raise channel.fail_timeout(GATHER_METHODS, time.monotonic() - start, error) from error
+    return [x for objects in by_rank for x in objects]
 
 
 def _all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tensors of all ranks, concatenated along the first dim; scalars become vectors."""
     x = (x[None] if x.ndim == 0 else x).contiguous()
     out = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(out, x, group)
@@ -344,12 +345,12 @@ def _all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _collect_tensors(data: Any) -> list[torch.Tensor] | None:
     """Return the tensors in nested lists, tuples and dicts; None if there are other objects."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     try:
-        recursively_apply(found.append, data, error_on_other_type=True)
+        recursively_apply(tensors.append, data, error_on_other_type=True)
     except TypeError:
         return None
-    return found
+    return tensors
 
 
 def _is_json(data: Any) -> bool:
@@ -400,15 +401,13 @@ def axis_sizes(config: ParallelismConfig | None, processes: int) -> tuple[int, i
         if getattr(config, name) > 1:
             fix = "Pass sp_size, whose ranks share a sequence." if name == "cp_size" else None
             raise SpError("SP827", f"ParallelismConfig: {name}={getattr(config, name)} is not supported.", fix)
-    replicas, share = config.dp_replicate_size, config.sp_size
-    if share == 1:
-        share = max(processes // replicas, 1)
+    replicas, sp_size = config.dp_replicate_size, config.sp_size
+    if sp_size == 1:
+        sp_size = max(processes // replicas, 1)
     elif replicas == 1:
-        replicas = max(processes // share, 1)
-    if replicas * share != processes:
-        raise SpError(
-            "SP826",
-            f"ParallelismConfig: expected sizes whose product is {processes}, the number of processes, got "
-            f"dp_replicate_size={config.dp_replicate_size} and sp_size={config.sp_size}.",
-        )
-    return replicas, share
+        replicas = max(processes // sp_size, 1)
+    if replicas * sp_size != processes:
+        expected = f"sizes whose product is {processes}, the number of processes"
+        sizes = f"dp_replicate_size={config.dp_replicate_size} and sp_size={config.sp_size}"
+        raise SpError("SP826", f"ParallelismConfig: expected {expected}, got {sizes}.")
+    return replicas, sp_size

@@ -48,7 +48,8 @@ def compile_under_ddp(
         mesh: The ranks that share a sequence. None selects the default process group.
         fullgraph: As for `torch.compile`.
         dynamic: As for `torch.compile`.
-        **options: Fields of `sp_compile.SPConfig`.
+        **options: Fields of `sp_compile.SPConfig`, such as `attention="ring"`. `param_grads` is "partial" by default.
+            Other names raise.
 
     Returns:
         The model.
@@ -58,13 +59,14 @@ def compile_under_ddp(
     """
     if is_compiled(model):
         raise SpError("SP831", COMPILED)
-    given = {"mesh": mesh, "param_grads": "partial", **options}
-    SPConfig.of(given)  # raises here, not at the first call
+    options = {"mesh": mesh, "param_grads": "partial", **options}
+    SPConfig.of(options)  # raises here, not at the first call
 
-    def check() -> None:
+    def check_ddp() -> None:
         """Raise SpError for a training call outside DDP."""
-        if model.training and torch.is_grad_enabled() and not is_under_ddp() and resolve(mesh, None).n > 1:
+        computes_gradients = model.training and torch.is_grad_enabled()
+        if computes_gradients and not is_under_ddp() and resolve(mesh, None).n > 1:
             raise SpError("SP832", WITHOUT_DDP)
 
-    compile_in_place(model, check, backend=sp, options=given, fullgraph=fullgraph, dynamic=dynamic)
+    compile_in_place(model, check_ddp, backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
     return model

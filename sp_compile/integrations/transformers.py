@@ -47,13 +47,13 @@ class SequenceParallel(ItemCounter):
             SpError: The arguments do not match the processes; see `SequenceParallelAccelerator`.
         """
 
-        def make(**kwargs: Any) -> SequenceParallelAccelerator:
-            """Create the Accelerator with the sizes of the arguments."""
+        def make_accelerator(**kwargs: Any) -> SequenceParallelAccelerator:
+            """Return the Accelerator with the Trainer's arguments of `Accelerator`, but our parallelism_config."""
             kwargs.pop("parallelism_config", None)
             config = self.args.parallelism_config
             return SequenceParallelAccelerator(parallelism_config=config, sp_options=self.sp_options, **kwargs)
 
-        with mock.patch.object(transformers.trainer, "Accelerator", make), register_backend_name():
+        with mock.patch.object(transformers.trainer, "Accelerator", make_accelerator), register_backend_name():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
     def get_tp_size(self) -> int:

@@ -9,14 +9,14 @@ from sp_compile.lowering.base.errors import SpError
 
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 MIN_BYTES = 10
-"""Minimum of a number without a unit, in the unit in which it is printed."""
+"""Minimum printed number of a size that was passed without a unit: 9e9 is printed in MB, 10e9 in GB."""
 
 
 @dataclass(frozen=True)
 class SizeUnit:
     """The unit in which a plan prints sizes: that of the requested memory."""
 
-    name: str
+    name: str  # a key of `UNITS`
 
     def __call__(self, nbytes: float) -> str:
         """Format bytes with one decimal, or three significant digits for small values."""
@@ -49,15 +49,13 @@ def parse_unit(memory: str | float) -> SizeUnit:
 
 
 def _parse_size(memory: str | float, name: str) -> tuple[float, str]:
-    """Return the bytes, and the unit if there is one."""
+    """Return the bytes of a size, and its unit, "" if it has none; see `parse_bytes`."""
     if isinstance(memory, int | float) and not isinstance(memory, bool) and 0 < memory < float("inf"):
         return float(memory), ""
     match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))
-    known = {name.upper(): name for name in UNITS} | {"": ""}
-    if match is None or match[2].upper() not in known or not float(match[1]):
-        raise SpError(
-            "SP722",
-            f"{name}: expected a positive number of bytes, or a size in one of ({', '.join(UNITS)}), got {memory!r}.",
-        )
-    unit = known[match[2].upper()]
+    units = {unit.upper(): unit for unit in ("", *UNITS)}
+    if match is None or match[2].upper() not in units or not float(match[1]):
+        expected = f"a positive number of bytes, or a size in one of ({', '.join(UNITS)})"
+        raise SpError("SP722", f"{name}: expected {expected}, got {memory!r}.")
+    unit = units[match[2].upper()]
     return float(match[1]) * UNITS[unit or "B"], unit

@@ -1,6 +1,8 @@
 """Lower every graph of a model in several configurations, without processes.
 
-`explain`, `verify` and `plan` share them.
+`explain`, `verify` and `plan` call `DryRun.run`. Dynamo traces the model once; each of its graphs is lowered to the
+program of one rank in each configuration, such as 8 ranks with ring attention. No lowered program runs; `verify`
+simulates it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.fx import GraphModule
@@ -53,25 +55,32 @@ DryRunConfigs: TypeAlias = Sequence[tuple[int | None, Mapping[str, Any]]]
 """Numbers of ranks, each with options and the keyword arguments of the model; these are equal in all configurations."""
 
 CompareRanks: TypeAlias = Callable[[GraphModule, RankProgram, Sequence[Any]], None]
-"""Compares the program of one rank with the graph that it was lowered from, on the inputs of a call."""
+"""Function that compares the program of a rank with the graph that it was lowered from, on the inputs of a call."""
 
 
 @dataclass
 class DryRunResult:
     """The result of a dry run in one configuration."""
 
-    call_options: SPConfig  # the options, as the user passed them
+    user_options: SPConfig  # the options, as the user passed them
     sp: int | None  # the number of ranks
-    report: Report
-    steps: list[Unroll] | None = None  # the step of each graph, for any share on the host, if a plan needs it
+    report: Report  # merged from the reports of all graphs
+    steps: list[Unroll] | None = None  # for a plan: the step of each graph, for any share of saved values on the host
     checkpoints: bool = False  # the backward recomputes a part of the program
     problem: SpError | None = None  # the reason why the configuration is not possible
 
     @property
     def options(self) -> SPConfig:
-        """The options of the lowering, which compiles nothing."""
-        options = self.call_options
-        return replace(options, compiler="aot_eager") if options.has_joint_passes else options
+        """The options of the lowering; Inductor is replaced, because nothing is compiled."""
+        return replace(self.user_options, compiler="aot_eager") if self.user_options.has_joint_passes else self.user_options
+
+
+class _Lowered(NamedTuple):
+    """A graph that was lowered in one configuration."""
+
+    result: DryRunResult  # of the configuration
+    session: CompileSession  # the ranks and facts with which it was lowered
+    program: RankProgram  # the program of one rank
 
 
 @dataclass
@@ -79,19 +88,19 @@ class DryRun:
     """A model, and the configurations in which each of its graphs is lowered."""
 
     entry: str  # the function that runs it: "explain", "verify" or "plan"
-    model: Callable[..., Any]
-    args: Sequence[Any]
-    configs: DryRunConfigs
+    model: Callable[..., Any]  # a module or a function
+    args: Sequence[Any]  # positional arguments of the model
+    configs: DryRunConfigs  # the configurations
     refused: Mapping[str, str]  # options without an effect, each with the reason
     per_weight: float | None = None  # bytes of optimizer state for a byte of parameters; None: no memory is predicted
     compare: CompareRanks | None = None  # called for each split graph; the ranks are simulated then
-    partitions: bool = False  # run the passes over forward and backward
+    partitions: bool = False  # True to run the passes over forward and backward
     repeats: FewLayers | None = None  # the layers that the model represents
-    keeps_steps: bool = False  # keep the steps for any share on the host
-    captured: CapturedGraphs | None = None  # the graphs of an earlier dry run of the model
-    results: list[DryRunResult] = field(default_factory=list)
-    _graphs: list[GraphModule] = field(default_factory=list)
-    _running: list[GraphModule] = field(default_factory=list)
+    keeps_steps: bool = False  # True to set `steps` of the results
+    captured: CapturedGraphs | None = None  # graphs of earlier dry runs of the model; its own are added
+    results: list[DryRunResult] = field(default_factory=list)  # one for each configuration, set by `run`
+    _graphs: list[GraphModule] = field(default_factory=list)  # all graphs that Dynamo has passed to the backend
+    _running: list[GraphModule] = field(default_factory=list)  # the graph that is running, if any
 
     def run(self) -> list[DryRunResult]:
         """Lower every graph that Dynamo finds in the model, in every configuration.
@@ -110,7 +119,7 @@ class DryRun:
                 self._trace(kwargs)
             else:
                 self._resume(*self.captured.graph)
-        problems = [one.problem for one in self.results if one.problem is not None]
+        problems = [result.problem for result in self.results if result.problem is not None]
         if len(problems) == len(self.results):
             raise problems[0]
         if not self._graphs:
@@ -118,113 +127,120 @@ class DryRun:
         return self.results
 
     def _start(self) -> dict[str, Any]:
-        """Check the configurations, create a result for each, and return the keyword arguments of the model."""
+        """Check the configurations and append a result for each; return the keyword arguments of the model.
+
+        Raises:
+            SpError: An option is not supported, or a number of ranks is not positive (SP711).
+        """
         weights = ModelBytes.of(self.model) if self.repeats is None else self.repeats.weights
-        kwargs = dict[str, Any]()
-        for sp, options in self.configs:
-            config, kwargs = split_kwargs(self.model, options)
-            passed = SPConfig.of(config)
-            passed.refuse(self.entry, **self.refused)
+        kwargs: dict[str, Any] = {}
+        for sp, passed in self.configs:
+            fields_of_config, kwargs = split_kwargs(self.model, passed)
+            options = SPConfig.of(fields_of_config)
+            options.refuse(self.entry, **self.refused)
             if sp is not None and (type(sp) is not int or sp < 1):
                 raise SpError("SP711", f"sp: expected a number of ranks, 1 or more, got {sp!r}.")
             step = StepMemory(weights, self.per_weight) if self.per_weight is not None else None
             report = Report(2 if sp is None else sp, step=step)
-            self.results.append(DryRunResult(passed, sp, report, [] if self.keeps_steps else None))
+            self.results.append(DryRunResult(options, sp, report, [] if self.keeps_steps else None))
         return kwargs
 
     def _trace(self, kwargs: Mapping[str, Any]) -> None:
-        """Run the model once with a backend that lowers its graphs."""
+        """Run the model once with `_backend`, which lowers its graphs."""
         torch.compiler.reset()
         with _restore_buffers(self.model), _constants_on_meta(self.entry):
             torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
         torch.compiler.reset()
 
     def _resume(self, gm: GraphModule, inputs: Sequence[Any], context: Any) -> None:
-        """Lower the graph of an earlier dry run."""
+        """Lower the graph of an earlier dry run, without tracing the model again."""
         self._graphs.append(gm)
         with resume_trace(context):
-            for one, _, lowered in self._lower_all(UserProgram.from_dynamo(gm, inputs)):
-                one.report.merge(lowered.report)
+            for lowered in self._lower_all(UserProgram.from_dynamo(gm, inputs)):
+                lowered.result.report.merge(lowered.program.report)
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Lower a graph in every configuration, and return a function that runs the graph as it is."""
         self._graphs.append(gm)
         if self.captured is not None:
             self.captured.add(gm, example_inputs)
-        found = self._lower_all(UserProgram.from_dynamo(gm, example_inputs))
-        if not found:
+        all_lowered = self._lower_all(UserProgram.from_dynamo(gm, example_inputs))
+        if not all_lowered:
             return gm.forward
 
         def call(*inputs: Any) -> Any:
             """Run the captured graph on a single device, and merge the reports of its lowered graphs."""
-            for one, session, lowered in found:
-                if self.compare is not None and session.split:
-                    self.compare(gm, lowered, inputs)
-                one.report.merge(lowered.report)
+            for lowered in all_lowered:
+                if self.compare is not None and lowered.session.split:
+                    self.compare(gm, lowered.program, inputs)
+                lowered.result.report.merge(lowered.program.report)
             self._running.append(gm)
             results = gm.forward(*inputs)
             self._running.pop()
-            return simulate_sharded_outputs(results, inputs, found[0][2].boundary, self._note_read)
+            return simulate_sharded_outputs(results, inputs, all_lowered[0].program.boundary, self._note_read)
 
         return call
 
     def _note_read(self, name: str) -> None:
-        """Add a note where eager code reads a sharded result."""
+        """Add a note to all reports where eager code, outside of a graph, reads a sharded result."""
         if not self._running and not is_compiling():
             text = f"{name} is sharded, and {EAGER_READ}"
-            for one in self.results:
-                one.report.add([Note(NoteKind.UNSHARDED, name, text, name, user_line())])
+            for result in self.results:
+                result.report.add([Note(NoteKind.UNSHARDED, name, text, name, user_line())])
 
-    def _lower_all(self, program: UserProgram) -> list[tuple[DryRunResult, CompileSession, RankProgram]]:
-        """Lower a graph in every configuration that is possible so far."""
-        found = list[tuple[DryRunResult, CompileSession, RankProgram]]()
-        for one in self.results:
+    def _lower_all(self, program: UserProgram) -> list[_Lowered]:
+        """Lower a graph in every configuration that is possible so far; set `problem` of those that are not."""
+        all_lowered: list[_Lowered] = []
+        for result in self.results:
             try:
-                found += [(one, *self._lower(program, one))] if one.problem is None else []
+                if result.problem is None:
+                    all_lowered.append(self._lower(program, result))
             except SpError as error:
-                one.problem = error
-        return found
+                result.problem = error
+        return all_lowered
 
-    def _lower(self, program: UserProgram, one: DryRunResult) -> tuple[CompileSession, RankProgram]:
+    def _lower(self, program: UserProgram, result: DryRunResult) -> _Lowered:
         """Lower a graph in one configuration."""
-        session = CompileSession(program.graph, program.inputs, one.options, measures=False)
-        total, options = one.report, one.options
+        session = CompileSession(program.graph, program.inputs, result.options, measures=False)
+        report, options = result.report, result.options
         if session.splits:
-            total.n = _simulate_ranks(session, one.sp, simulate=self.compare is not None)
+            report.n = _simulate_ranks(session, result.sp, simulate=self.compare is not None)
             options = replace(options, outputs="gather") if self.compare is not None else options
-        if total.step is not None and options.state == "sharded":
-            total.step.shards = total.n
-        lowered, _ = lower_or_keep(program, options, session, partial(self._examine, one=one), self.repeats)
-        return session, lowered
+        if report.step is not None and options.state == "sharded":
+            report.step.shards = report.n
+        lowered, _ = lower_or_keep(program, options, session, partial(self._examine, result=result), self.repeats)
+        return _Lowered(result, session, lowered)
 
-    def _examine(self, lowered: RankProgram, one: DryRunResult) -> None:
-        """Run the passes over forward and backward, or check that torch can partition the program."""
+    def _examine(self, lowered: RankProgram, result: DryRunResult) -> None:
+        """Run the passes over forward and backward, or check that torch can partition the program.
+
+        Their notes are added to the report of the program, the step of the graph to that of the result.
+        """
         if lowered.eager:
             return
-        total, options = one.report, one.call_options
-        walks = self.partitions or total.step is not None
+        options, walks = result.user_options, self.partitions or result.report.step is not None
         if lowered.exchanges and self.compare is None and not options.has_joint_passes:
             text = NO_COLLECTIVE_PASSES.format(options.compiler)
             lowered.report.add([Note(NoteKind.DECLINED, SequenceParallelLinear.name, text)])
         elif self.entry == "explain" and not lowered.exchanges and not walks:
             options.refuse(self.entry, compiler="compiles nothing of a program without exchanges")
         if walks or (self.compare is None and lowered.exchanges and options.has_joint_passes):
-            self._add_step(lowered, one)
+            self._add_step(lowered, result)
         elif self.entry != "plan" and torch.is_grad_enabled() and not lowered.unsplit_reason:
             partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False)
 
-    def _add_step(self, lowered: RankProgram, one: DryRunResult) -> None:
-        """Add the training step of a graph to the report."""
-        total, options = one.report, one.call_options
+    def _add_step(self, lowered: RankProgram, result: DryRunResult) -> None:
+        """Add the training step of a graph to the result and its report."""
+        options = result.user_options
         if not lowered.unsplit_reason:
             lowered.return_edges()
-        one.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
+        result.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
         offloads = self.keeps_steps if options.offload == "never" else self.repeats is not None
         step = graph_step(lowered, options, offloads and options.has_joint_passes)
-        if self.repeats is not None or one.steps is not None:
-            step = unroll_step(step, lowered, self.repeats, one.steps)
-        if total.step is not None:
-            total.step.graphs.append(step)
+        if self.repeats is not None or result.steps is not None:
+            step = unroll_step(step, lowered, self.repeats, result.steps)
+        if result.report.step is not None:
+            result.report.step.graphs.append(step)
 
 
 def split_kwargs(model: Callable[..., Any], passed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -235,28 +251,34 @@ def split_kwargs(model: Callable[..., Any], passed: Mapping[str, Any]) -> tuple[
 
     Args:
         model: The model.
-        passed: Both, by name; `kwargs={...}` holds arguments of the model that are called as a field.
+        passed: Both, by name. The entry `kwargs={...}` contains arguments of the model with the name of a field.
 
     Returns:
         The fields of `SPConfig`, and the keyword arguments of the model.
     """
     passed = dict(passed)
     kwargs, config = dict(passed.pop("kwargs", {})), dict[str, Any]()
-    known = [one.name for one in fields(SPConfig)]
+    field_names = [field.name for field in fields(SPConfig)]
     try:
         parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
     except (TypeError, ValueError):  # of a builtin
         parameters = inspect.Signature().parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for name, value in passed.items():
-        of_model = name not in known and (name in names or (takes_any and not did_you_mean(name, known)))
-        (kwargs if of_model else config)[name] = value
+        is_accepted = name in names or (accepts_any and not did_you_mean(name, field_names))
+        (kwargs if name not in field_names and is_accepted else config)[name] = value
     return config, kwargs
 
 
 def _simulate_ranks(session: CompileSession, sp: int | None, simulate: bool) -> int:
-    """Set the ranks of the sequence of a dry run, and return their number."""
+    """Set `session.ranks` for a dry run, and return their number.
+
+    Ranks of a mesh remain, unless they are simulated. By default there are two.
+
+    Raises:
+        SpError: `sp` differs from the size of the mesh (SP712).
+    """
     ranks = session.ranks
     if session.has_mesh and session.problem is None and sp not in (None, ranks.n):
         raise SpError("SP712", f"sp: expected {ranks.n}, the ranks of the mesh that share the sequence, got {sp}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from sp_compile.passes.report import Report
 from .dry_run import DryRun, DryRunConfigs, DryRunResult
 
 MIN_SKIPPED_LAYERS = 8
-"""The least number of layers that are not lowered, from which on a few layers represent all of a model."""
+"""Minimum number of omitted layers for which a few layers of a model are lowered instead of all."""
 
 DRY_RUN_OPTIONS = {"check_every": "runs in one process, so there is nothing to compare"}
 MEMORY_OPTIONS = dict.fromkeys(("activation_memory_budget", "offload"), "does not report saved values")
-"""Options that `explain` rejects, and the reasons."""
+"""Options that dry runs reject, those that `explain` rejects without memory=True, and the reasons."""
 
 
 def explain(
@@ -49,8 +50,8 @@ def explain(
         memory: Predict the memory of a rank over a training step (`report.step`, in bytes) from the forward and the
             backward graph. Of a model on the meta device with many equal layers, a few are lowered.
         optimizer: The optimizer that trains the model, or its class. AdamW by default.
-        **config: Fields of `SPConfig`, and keyword arguments of the model; those that are called as a field are passed
-            in a dict `kwargs={...}`.
+        **config: Fields of `SPConfig` (`attention="ring"`), and keyword arguments of the model (`labels=ids`).
+            Arguments of the model with the name of a field are passed in a dict `kwargs={...}`. Other names raise.
 
     Returns:
         The report.
@@ -63,12 +64,12 @@ def explain(
         raise SpError("SP713", f"memory: expected True or False, got {memory!r}.")
     if optimizer is not None and not memory:
         raise SpError("SP714", "optimizer: expected None with memory=False, as explain does not report its state.")
-    run = DryRun("explain", model, args, [(sp, config)], _refused_options(memory or passes), partitions=passes)
+    refused = DRY_RUN_OPTIONS if memory or passes else DRY_RUN_OPTIONS | MEMORY_OPTIONS
+    run = DryRun("explain", model, args, [(sp, config)], refused, partitions=passes)
     run.per_weight = state_per_weight(optimizer) if memory else None
-    layers = similar_layers(model) if memory and _is_on_meta(model) else None
+    is_on_meta = isinstance(model, torch.nn.Module) and any(p.is_meta for p in model.parameters())
     with show_progress("explain"):
-        results = _run_few_layers(run, layers) if layers is not None else None
-        (result,) = results if results is not None else run.run()
+        (result,) = _run_layers(run, similar_layers(model) if memory and is_on_meta else None)
     result.report.show_passes = passes
     return result.report
 
@@ -99,8 +100,7 @@ def explain_configs(
     """
     options: dict[str, Any] = {"per_weight": per_weight, "keeps_steps": True, "captured": captured}
     run = DryRun("plan", model, args, configs, DRY_RUN_OPTIONS, **options)
-    found = _run_few_layers(run, layers) if layers is not None else None
-    return found if found is not None else run.run()
+    return _run_layers(run, layers)
 
 
 def find_attentions(
@@ -126,11 +126,9 @@ def find_attentions(
         SpError: The backend would raise.
     """
     run = DryRun("plan", model, args, [config], DRY_RUN_OPTIONS, captured=captured)
-    if layers is None:
-        (result,) = run.run()
-        return result.report.attention
-    run.repeats = FewLayers(layers.order, ModelBytes.of(model))
-    with layers.only(layers.reduce_layers):
+    if layers is not None:
+        run.repeats = FewLayers(layers.order, ModelBytes.of(model))
+    with layers.only(layers.reduced_positions) if layers is not None else nullcontext():
         (result,) = run.run()
     return result.report.attention
 
@@ -145,38 +143,31 @@ def similar_layers(model: Any) -> LayerList | None:
         The layers; None if the model has too few equal ones.
     """
     layers = LayerList.of(model) if isinstance(model, torch.nn.Module) else None
-    skipped = 0 if layers is None else len(layers.layers) - len(layers.reduce_layers)
+    skipped = 0 if layers is None else len(layers.layers) - len(layers.reduced_positions)
     return layers if skipped >= MIN_SKIPPED_LAYERS else None
 
 
-def _is_on_meta(model: Any) -> bool:
-    return isinstance(model, torch.nn.Module) and any(p.is_meta for p in model.parameters())
+def _run_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
+    """Return the results of a dry run; of these layers only a few run, and the reports are extended to all of them.
 
-
-def _refused_options(reports_memory: bool) -> Mapping[str, str]:
-    return DRY_RUN_OPTIONS if reports_memory else DRY_RUN_OPTIONS | MEMORY_OPTIONS
-
-
-def _run_few_layers(run: DryRun, layers: LayerList) -> list[DryRunResult] | None:
-    """Run a few layers and extend the reports to all of them.
-
-    Returns:
-        The results, or None if the graphs do not name the layer of each node; `run` is as before then.
+    If the graphs do not name the layer of each node, all layers run.
     """
-    repeats, few = FewLayers(layers.order, ModelBytes.of(run.model)), len(layers.reduce_layers)
+    if layers is None:
+        return run.run()
+    repeats = FewLayers(layers.order, ModelBytes.of(run.model))
     run.repeats = repeats
-    with layers.only(layers.reduce_layers):
+    with layers.only(layers.reduced_positions):
         results = run.run()
-    kinds = max(layers.kinds) + 1
-    text = f"{few} layers were lowered, and represent {len(layers.kinds)} of {kinds} kind{'s' if kinds > 1 else ''}"
-    for report in (one.report for one in results if one.problem is None):
+    num_lowered, num_kinds = len(layers.reduced_positions), max(layers.kinds) + 1
+    text = f"{num_lowered} layers were lowered, and represent {len(layers.kinds)} of {num_kinds} kind"
+    text += "s" if num_kinds > 1 else ""
+    for report in (result.report for result in results if result.problem is None):
         assert report.step is not None
         if not repeats.times.keys() <= {m.layer for graph in report.step.graphs for m in graph.forward.moments}:
             run.repeats, run.results = None, []
-            return None
-        for name in ("notes", "tiled"):
-            found = getattr(report, name)
-            setattr(report, name, [one for one in found for _ in range(repeats.times.get(one.layer, 1))])
-        report.exchanges = [one for e in report.exchanges for one in e.repeat(repeats.times)]
+            return run.run()
+        report.notes = [note for note in report.notes for _ in range(repeats.times.get(note.layer, 1))]
+        report.tiled = [region for region in report.tiled for _ in range(repeats.times.get(region.layer, 1))]
+        report.exchanges = [repeated for e in report.exchanges for repeated in e.repeat(repeats.times)]
         report.notes.append(Note(NoteKind.EXTRAPOLATED, layers.name, text, where=f"layers {layers.name}"))
     return results

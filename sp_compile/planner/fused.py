@@ -12,7 +12,6 @@ grouped heads in float32, and inputs that do not have four dims.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -23,10 +22,8 @@ from sp_compile.passes.graph.edit import GraphEditor
 
 aten = torch.ops.aten
 SDPA_META_OP = aten.scaled_dot_product_attention.default
-FLASH_OP, EFFICIENT_OP = (
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-)
+FLASH_OP = aten._scaled_dot_product_flash_attention.default
+EFFICIENT_OP = aten._scaled_dot_product_efficient_attention.default
 MAX_HEAD_DIM = 256
 """Maximum head dim of flash attention."""
 
@@ -43,18 +40,18 @@ def fuse_on_meta(gm: GraphModule) -> None:
 
 
 def _fuse_node(edit: GraphEditor, node: Node) -> Node | None:
-    """Return the call of the kernel; None if there is none."""
+    """Add a call of the kernel to the graph and return it; None if no kernel supports the operands."""
     call = OpCall(node)
     q, k, v = call.operands[:3]
     mask, dropout, causal = (call[name] for name in ("attn_mask", "dropout_p", "is_causal"))
-    shapes: list[Any] = [x.meta["val"].shape for x in (q, k, v)]
-    if {len(shape) for shape in shapes} != {4}:
+    q_shape, k_shape, v_shape = (x.meta["val"].shape for x in (q, k, v))  # (batch, heads, rows, head dim)
+    if {len(q_shape), len(k_shape), len(v_shape)} != {4}:
         return None
-    scale, width = {"scale": call["scale"]}, shapes[0][3]
-    if mask is None and q.meta["val"].dtype in HALF and width == shapes[2][3] <= MAX_HEAD_DIM:
+    scale, dtype = {"scale": call["scale"]}, q.meta["val"].dtype
+    if mask is None and dtype in HALF and q_shape[3] == v_shape[3] <= MAX_HEAD_DIM:
         return edit.compute(FLASH_OP, (q, k, v, dropout, causal), node, scale)
-    if shapes[0][1] != shapes[1][1]:
+    if q_shape[1] != k_shape[1]:
         return None
-    if mask is not None:  # a bias of numbers
-        mask = edit.cast(mask, q.meta["val"].dtype, node)
+    if mask is not None:  # it is added to the scores
+        mask = edit.cast(mask, dtype, node)
     return edit.compute(EFFICIENT_OP, (q, k, v, mask, True, dropout, causal), node, scale)

@@ -1,4 +1,8 @@
-"""Predict the training step of one graph: partition its joint graph and walk it without running it."""
+"""Predict the training step of one graph, without running it.
+
+The program of one rank is partitioned to a forward and a backward graph, as AOTAutograd does it. The result is a
+`GraphStep`: the live bytes at each kernel of both graphs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from .unroll import Unroll
 
 
 def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> GraphStep:
-    """Return the memory and the time of one graph over a training step.
+    """Return the memory of one graph over a training step.
 
     The notes and runs of the passes over the joint graph are added to the report of the program.
 
@@ -32,64 +36,65 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
         options: The options with which it would be compiled.
         offloads: True to add the step with all offloadable values on the host.
     """
-    halves = first = lowered.halves(replace(options, offload=1.0) if offloads else options)
-    if halves is not None and offloads:
-        first = PartitionedPasses(replace(halves.job, options=replace(options, offload="never")))
-    forward, backward = _partition_graph(lowered, options.uses_inductor, first)
+    # With `offloads`, the graphs are walked twice: without offloading, and after `OffloadValues` of all values.
+    all_passes = passes = lowered.halves(replace(options, offload=1.0) if offloads else options)
+    if all_passes is not None and offloads:
+        passes = PartitionedPasses(replace(all_passes.job, options=replace(options, offload="never")))
+    forward, backward = _partition_graph(lowered, options.uses_inductor, passes)
 
-    def walk() -> GraphStep:
-        """Examine the memory and the time of both graphs."""
+    def walk_graphs() -> GraphStep:
+        """Return the memory of both graphs in their current state."""
         graphs = forward.graph, backward.graph if backward is not None else None
         return GraphStep.of(*graphs, options.uses_inductor, lowered.input_bytes)
 
-    step = walk()
-    if halves is None or first is None:
+    step = walk_graphs()
+    if all_passes is None or passes is None:
         return step
     if offloads and backward is not None:
-        OffloadValues().run(forward, replace(halves.job, backward=backward, results=first.job.results))
-        step = replace(step, hosted=walk())
-    (step.hosted or step).offloaded = next(iter(halves.job.on_host), None)
-    lowered.report.passes += halves.job.runs
+        OffloadValues().run(forward, replace(all_passes.job, backward=backward, results=passes.job.results))
+        step = replace(step, hosted=walk_graphs())
+    (step.hosted or step).offloaded = next(iter(all_passes.job.on_host), None)
+    lowered.report.passes += all_passes.job.runs
     return step
 
 
 def unroll_step(
     step: GraphStep, lowered: RankProgram, repeats: FewLayers | None, steps: list[Unroll] | None
 ) -> GraphStep:
-    """Return the step of a graph with all layers, with the share on the host that the options name.
+    """Return the step of a graph with all layers, and with the share of saved values on the host of the options.
 
     Args:
         step: The step of the graph with a few layers.
         lowered: The program of one rank.
         repeats: The layers that the program represents.
-        steps: A list to which the step for any share is appended.
+        steps: A list to which the `Unroll` is appended, from which the step for any share follows; or None.
     """
     options, n = lowered.options, lowered.ranks.n
-    job = PassContext(lowered.ranks, options, machine=lowered.machine)
-    machine = job.machine_of_nodes(lowered.graph.graph.find_nodes(op="placeholder"))
+    context = PassContext(lowered.ranks, options, machine=lowered.machine)
+    machine = context.machine_of_nodes(lowered.graph.graph.find_nodes(op="placeholder"))
     full = Unroll.of(step, () if repeats is None else repeats.order, machine)
     if steps is not None:
         steps.append(full)
     if repeats is None or options.offload == "never" or step.hosted is None:
         return full.step() if repeats is not None else replace(step, hosted=None)
-    weights = repeats.weights
+    weights, is_sharded = repeats.weights, options.state == "sharded"
 
-    def fits(one: GraphStep) -> bool:
+    def fits(graph_step: GraphStep) -> bool:
         """Return True if a step of this graph fits the device with the program's state."""
-        total = StepMemory(weights, ADAMW_STATE if options.state == "sharded" else 0.0, [one])
-        return (total.fsdp(n) if options.state == "sharded" else total.peak) <= machine.memory
+        memory = StepMemory(weights, ADAMW_STATE if is_sharded else 0.0, [graph_step])
+        return (memory.fsdp(n) if is_sharded else memory.peak) <= machine.memory
 
     return full.step(full.min_offload(fits) if options.offload == "auto" else full.share(float(options.offload)))
 
 
 def _partition_graph(
-    lowered: RankProgram, fused: bool, halves: PartitionedPasses | None
+    lowered: RankProgram, fused: bool, passes: PartitionedPasses | None
 ) -> tuple[GraphModule, GraphModule | None]:
-    """Return the forward and the backward of a copy, after all passes."""
+    """Return the forward and the backward of a copy of the program, after all passes; add their report to its own."""
     local, options = copy_graph(lowered.graph), lowered.options
     fuse_on_meta(local)
     joint = lowered.joint if options.has_joint_passes else None
     with memory_budget(options.activation_memory_budget), apply_checkpoint_policies(local):
-        found = partition_joint_graph(local, lowered.inputs, joint, fused, halves)
+        graphs = partition_joint_graph(local, lowered.inputs, joint, fused, passes)
     lowered.report.merge(lowered.joint.report)
-    return found
+    return graphs

@@ -21,15 +21,19 @@ from sp_compile.passes.cost.step_memory import format_bytes
 
 from .byte_sizes import SizeUnit
 
-CHART_WIDTH, CHART_HEIGHT, MAX_POINTS = 960, 220, 2000
+CHART_WIDTH, CHART_HEIGHT = 960, 220
+"""Size of the memory chart in pixels."""
+MAX_POINTS = 2000
+"""Maximum number of points of the memory chart."""
 LABEL_WIDTH = 80
-"""The most characters of the label at the peak."""
+"""Maximum number of characters of the label at the peak."""
 EXCHANGE_KINDS = {
     "sharded": "each rank has its rows",
     "tiled": "rows of a rank, processed in tiles",
     "exchanged": "ranks send and receive",
     "gathered": "replicated on every rank",
 }
+"""Legend of the kinds of lines ("blocks")."""
 PURPOSES = {
     "reduce_grad": "gradients of parameters, summed over the ranks",
     "all_to_all": "heads exchanged for positions, and back",
@@ -46,15 +50,13 @@ PURPOSES = {
 COLORS = {"forward": "#8fb9dd", "loss": "#e0b05a", "backward": "#8cc4a2"}
 
 
-def page(found: Mapping[str, Any]) -> str:
+def page(report: Mapping[str, Any]) -> str:
     """Return the HTML page of a report's or a plan's JSON."""
-    is_plan = found["format"] == "sp_compile.plan"
-    values = _plan_values(found) if is_plan else _report_values(found)
-    data = json.dumps(found).replace("<", "\\u003c")
-    title = "Plan" if is_plan else f"The program on {found['ranks']} ranks"
-    return _template().render(
-        found=found, plan=is_plan, title=title, data=jinja2.utils.markupsafe.Markup(data), **values
-    )
+    is_plan = report["format"] == "sp_compile.plan"
+    values = _plan_values(report) if is_plan else _report_values(report)
+    data = jinja2.utils.markupsafe.Markup(json.dumps(report).replace("<", "\\u003c"))
+    title = "Plan" if is_plan else f"The program on {report['ranks']} ranks"
+    return _template().render(found=report, plan=is_plan, title=title, data=data, **values)
 
 
 @cache
@@ -65,27 +67,25 @@ def _template() -> jinja2.Template:
     return environment.from_string(Path(__file__).with_suffix(".html").read_text())
 
 
-def _report_values(found: Mapping[str, Any]) -> dict[str, Any]:
+def _report_values(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that the template shows of a report in addition to its JSON."""
-    gathered = {block["where"] for block in found["blocks"] if block["kind"] == "gathered"}
-    rewrites = [
-        {**row, "gathered": row["where"] in gathered}
-        for row in sorted(found["rewrites"], key=lambda row: row["where"] not in gathered)
-    ]
-    totals: Counter[str] = Counter()
-    for e in found["collectives"]:
+    gathered = {block["where"] for block in report["blocks"] if block["kind"] == "gathered"}
+    rewrites = [{**row, "gathered": row["where"] in gathered} for row in report["rewrites"]]
+    rewrites.sort(key=lambda row: not row["gathered"])
+    totals: Counter[str] = Counter()  # op -> bytes
+    for e in report["collectives"]:
         totals[e["op"]] += e["forward_bytes"] + e["backward_bytes"]
-    memory = found["memory"]
+    memory = report["memory"]
     return {
         "memory": memory,
-        "inputs": ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in found["inputs"].items()),
+        "inputs": ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in report["inputs"].items()),
         "kinds": EXCHANGE_KINDS,
-        "most_kept": max((block["kept_bytes"] for block in found["blocks"]), default=0) or 1,
-        "tiles": _count_equal(found["tiles"], "tiles", "rows", "inside_bytes", "tile_bytes", "where"),
+        "most_kept": max((block["kept_bytes"] for block in report["blocks"]), default=0) or 1,
+        "tiles": _count_equal(report["tiles"], "tiles", "rows", "inside_bytes", "tile_bytes", "where"),
         "totals": totals.most_common(),
         "most_sent": max(totals.values(), default=0) or 1,
         "purposes": {op: PURPOSES.get(op, "") for op in totals},
-        "collectives": _count_equal(found["collectives"], "op", "shape", "forward_bytes", "backward_bytes", "where"),
+        "collectives": _count_equal(report["collectives"], "op", "shape", "forward_bytes", "backward_bytes", "where"),
         "rewrites": _count_equal(rewrites, "done", "where", "why", "gathered"),
         "shares": [(name, format_bytes(nbytes)) for name, nbytes in _memory_shares(memory)] if memory else [],
         "area": _area_chart(memory) if memory else None,
@@ -94,35 +94,36 @@ def _report_values(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plan_values(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that the template shows of a plan: the rows of its table, with marks."""
-    unit, fastest = SizeUnit(found["unit"]), dict[int, int]()
-    for i in sorted(range(len(found["ways"])), key=lambda i: found["ways"][i]["seconds"]):
-        if found["ways"][i]["fits"]:
-            fastest.setdefault(found["ways"][i]["ranks"], i)
-    rows = [
-        (
-            *(way["ranks"], way["attention"], way["layout"], "each layer" if way["checkpoint"] else "as written"),
-            f"auto: {way['most_tiles'] or 'none'}" if way["tiles"] == "auto" else way["tiles"],
-            f"{way['offload']:.0%}: {unit(way['host_bytes'])}" if way["offload"] else "never",
-            *(way["state"], f"{'' if way['measured'] else '~'}{unit(way['memory_bytes'])}", way["phase"]),
-            *(f"{way['seconds']:.3g}", f"{way['tokens_per_second']:,.0f}"),
-        )
-        for way in found["ways"]
-    ]
-    marks = ["best" if i in fastest.values() else "" if w["fits"] else "misses" for i, w in enumerate(found["ways"])]
-    best = None if found["best"] is None else found["ways"][found["best"]]
+def _plan_values(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that the template shows of a plan: the rows of its table, and the CSS class of each."""
+    unit, variants = SizeUnit(plan["unit"]), plan["ways"]
+    fastest: dict[int, int] = {}  # number of ranks -> index of the fastest variant that fits
+    for i in sorted(range(len(variants)), key=lambda i: variants[i]["seconds"]):
+        if variants[i]["fits"]:
+            fastest.setdefault(variants[i]["ranks"], i)
+    rows, marks = [], []
+    for i, variant in enumerate(variants):
+        row = [variant["ranks"], variant["attention"], variant["layout"]]
+        row += ["each layer" if variant["checkpoint"] else "as written"]
+        row += [f"auto: {variant['most_tiles'] or 'none'}" if variant["tiles"] == "auto" else variant["tiles"]]
+        row += [f"{variant['offload']:.0%}: {unit(variant['host_bytes'])}" if variant["offload"] else "never"]
+        row += [variant["state"], f"{'' if variant['measured'] else '~'}{unit(variant['memory_bytes'])}"]
+        row += [variant["phase"], f"{variant['seconds']:.3g}", f"{variant['tokens_per_second']:,.0f}"]
+        rows.append(row)
+        unmarked = "" if variant["fits"] else "misses"
+        marks.append("best" if i in fastest.values() else unmarked)
+    best = None if plan["best"] is None else variants[plan["best"]]
     return {"unit": unit, "ways": rows, "marks": marks, "best": best}
 
 
 def _count_equal(rows: Iterable[Mapping[str, Any]], *fields: str) -> list[tuple[int, dict[str, Any]]]:
-    """Return distinct rows with their counts; only these fields are compared and returned."""
-    counted = Counter(tuple(row[field] for field in fields) for row in rows)
-    return [(times, dict(zip(fields, row, strict=True))) for row, times in counted.items()]
+    """Return (count, row) for distinct rows; only these fields are compared and returned."""
+    counts = Counter(tuple(row[field] for field in fields) for row in rows)
+    return [(count, dict(zip(fields, row, strict=True))) for row, count in counts.items()]
 
 
 def _memory_shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
-    """Yield the memory of a rank and its peak: for the placement of the state, then for the other one."""
+    """Yield (name, bytes) of each kind of memory of a rank, and of its peaks with sharded and replicated state."""
     n = memory["shards"]
     state = {"parameters": "parameters", "gradients": "gradients", "optimizer": "state of the optimizer"}
     if n == 1:
@@ -142,15 +143,16 @@ def _memory_shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
 
 
 def _area_chart(memory: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the chart of values over the step, above the constant bytes.
+    """Return SVG paths, label and ticks of the chart of values over the step, above the constant bytes.
 
-    Of more than `MAX_POINTS` points the largest of each run is drawn, so the peak is one of them.
+    None without points. Of more than `MAX_POINTS` points the largest of each run is drawn, so the peak is one of them.
     """
-    points, width = memory["curve"], max(1, len(memory["curve"]) // MAX_POINTS)
-    runs = [points[i : i + width] for i in range(0, len(points), width)]
-    curve = [max(run, key=lambda point: point["values_bytes"]) for run in runs]
-    if not curve:
+    points, run_length = memory["curve"], max(1, len(memory["curve"]) // MAX_POINTS)
+    if not points:
         return None
+    runs = [points[i : i + run_length] for i in range(0, len(points), run_length)]
+    curve = [max(run, key=lambda point: point["values_bytes"]) for run in runs]
+    # Pixels of each point: x from the left, y from the top, floor the height of the constant bytes.
     state = memory["constant_bytes"]
     top = 1.05 * (state + max(point["values_bytes"] for point in curve))
     x = [CHART_WIDTH * i / max(1, len(curve) - 1) for i in range(len(curve))]
@@ -158,32 +160,29 @@ def _area_chart(memory: Mapping[str, Any]) -> dict[str, Any] | None:
     floor = CHART_HEIGHT * (1 - state / top)
     phases = []
     for name, group in groupby(range(len(curve)), key=lambda i: curve[i]["phase"]):
-        run = list(group)
-        last = min(run[-1] + 1, len(curve) - 1)
-        line = " ".join(f"L{x[i]:.1f} {y[i]:.1f}" for i in run)
-        path = f"M{x[run[0]]:.1f} {floor:.1f} {line} L{x[last]:.1f} {y[run[-1]]:.1f} L{x[last]:.1f} {floor:.1f} Z"
+        indices = list(group)
+        left, right = x[indices[0]], x[min(indices[-1] + 1, len(curve) - 1)]
+        line = " ".join(f"L{x[i]:.1f} {y[i]:.1f}" for i in indices)
+        path = f"M{left:.1f} {floor:.1f} {line} L{right:.1f} {y[indices[-1]]:.1f} L{right:.1f} {floor:.1f} Z"
         # The loss is narrow: its label ends where it does, so that it does not overlap the next one.
-        at, anchor = (x[last] - 3, "end") if name == "loss" else (x[run[0]] + 3, "start")
-        phases.append({"name": name, "path": path, "color": COLORS[name], "x": f"{at:.0f}", "anchor": anchor})
+        text_x, anchor = (right - 3, "end") if name == "loss" else (left + 3, "start")
+        phases.append({"name": name, "path": path, "color": COLORS[name], "x": f"{text_x:.0f}", "anchor": anchor})
     peak = max(range(len(curve)), key=lambda i: curve[i]["values_bytes"])
     text = f"{format_bytes(state + curve[peak]['values_bytes'])} at {curve[peak]['where']}"
+    text = text if len(text) <= LABEL_WIDTH else f"{text[:LABEL_WIDTH]}..."
     anchor, offset = ("end", -8) if x[peak] > CHART_WIDTH / 2 else ("start", 8)
-    label = {
-        "text": text if len(text) <= LABEL_WIDTH else f"{text[:LABEL_WIDTH]}...",
-        "anchor": anchor,
-        "text_x": x[peak] + offset,
-    }
+    label = {"text": text, "anchor": anchor, "text_x": x[peak] + offset}
     label |= {"x": x[peak], "y": y[peak], "text_y": max(12.0, y[peak] - 4)}
     return {"floor": floor, "phases": phases, "peak": label, "ticks": _ticks(top)}
 
 
 def _ticks(top: float) -> Sequence[Mapping[str, float]]:
-    """Return at least four round numbers of bytes from 0 to `top`, with their heights."""
+    """Return at least four round numbers of bytes from 0 to `top`, with their y in pixels."""
     step = 2.0 ** math.floor(math.log2(top / 4)) if top else 1.0
     return [{"bytes": i * step, "y": CHART_HEIGHT * (1 - i * step / top)} for i in range(int(top / step) + 1)]
 
 
-def _call_of(where: str) -> str:
-    """Return the code of a source line, without the file and without what the result is assigned to."""
-    code = where.partition(": ")[2] or where
+def _call_of(line: str) -> str:
+    """Return the code of "file:line: code", without `return` or the variables to which the result is assigned."""
+    code = line.partition(": ")[2] or line
     return re.sub(r"^(return |[\w., ]+ = )", "", code)

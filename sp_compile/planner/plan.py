@@ -4,7 +4,7 @@
 
 Each number of ranks is examined as `explain(memory=True)` does it, with the fastest attention of the cost model. The
 model is lowered as it is written first. If that does not fit, or copies to the host dominate the step, its layers are
-checkpointed; if that is not enough, it runs in tiles. The memory of other attentions, and of replicated state, is
+checkpointed; if that is not enough, it runs in more tiles. The memory of other attentions, and of replicated state, is
 estimated from these dry runs. If an estimated variant, or one with a share on the host, seems to be the best, it is
 examined, too, until the best one is not an estimate (`planned_steps.py`). So its numbers are those of `explain`.
 """
@@ -32,7 +32,7 @@ from .dry_run import split_kwargs
 from .planned_steps import OFFLOAD_SHARES, PlanConfig, PlannedStep, StepPlanner, merge_options
 
 TILE_COUNTS = 16
-"""Number of tiles for work on rows, tried if the number that the memory requires is too small."""
+"""Number of tiles of token-wise work that is tried if "auto", the number that the memory requires, is not enough."""
 MAX_PLAN_ROUNDS = 4
 """Maximum number of rounds of dry runs of the best variants."""
 NEAR_RATIO = 1.1
@@ -55,7 +55,7 @@ class Variant:
     checkpoint: bool  # True if each layer is recomputed in the backward
     tiles: int | str  # number of tiles; "auto" for the number that the memory requires, "never" for none
     offload: float  # the share of saved values on the host
-    host: float  # bytes of these values
+    host: float  # bytes of these values, for each rank
     state: str  # "sharded" over the ranks by FSDP, or "on every rank"
     memory: float  # bytes of a rank at the peak
     phase: str  # the phase of the peak
@@ -65,7 +65,7 @@ class Variant:
     fits: bool  # True if the memory is sufficient
     is_measured: bool = True  # True if predicted with exactly these options; False if estimated from others
     most_tiles: int = 0  # the largest number of tiles of a region
-    given: Mapping[str, Any] = field(default_factory=dict)  # the options passed to `plan`
+    user_options: Mapping[str, Any] = field(default_factory=dict)  # the options passed to `plan`
 
     @property
     def config(self) -> PlanConfig:
@@ -80,14 +80,14 @@ class Variant:
 
         FSDP and checkpoints are not options: the program applies them.
         """
-        return merge_options(self.given, self.config.options)
+        return merge_options(self.user_options, self.config.options)
 
     @property
     def required_changes(self) -> str:
         """Return the changes that the program needs in addition to the options."""
-        words = ["torch.utils.checkpoint around each layer"] if self.checkpoint else []
-        words += [f"fully_shard over the {self.ranks} ranks"] if self.state == "sharded" else []
-        return " and ".join(words)
+        checkpoint = "torch.utils.checkpoint around each layer" if self.checkpoint else ""
+        shard = f"fully_shard over the {self.ranks} ranks" if self.state == "sharded" else ""
+        return " and ".join(filter(None, [checkpoint, shard]))
 
     @property
     def tokens_per_second(self) -> float:
@@ -116,9 +116,8 @@ class StepPlan:
         """
         fitting = [row for row in self.rows if row.fits]
         if not fitting:
-            raise SpError(
-                "SP723", f"plan: nothing fits: {'; '.join([*self.changes.values(), *self.notes]).rstrip('.')}."
-            )
+            reasons = "; ".join([*self.changes.values(), *self.notes]).rstrip(".")
+            raise SpError("SP723", f"plan: nothing fits: {reasons}.")
         return min(fitting, key=_time_key)
 
     def of(self, ranks: int) -> Variant | None:
@@ -145,30 +144,27 @@ class StepPlan:
 
     def __str__(self) -> str:
         """Return a table of the variants, and the required changes."""
-        shown = [
-            row
-            for n in dict.fromkeys(r.ranks for r in self.rows)
-            for row in [r for r in self.rows if r.ranks == n][:MAX_PLAN_ROWS]
-        ]
-        rows = [
-            [
-                *(show(r) for show in COLUMNS.values()),
-                f"{'' if r.is_measured else '~'}{self.unit(r.memory)}",
-                self.unit(r.host) if r.host else "",
-                *(show(r) for show in MORE_COLUMNS.values()),
-                "best" if r == self.of(r.ranks) else "fits" if r.fits else "",
-            ]
-            for r in shown
-        ]
+        shown: list[Variant] = []
+        for n in dict.fromkeys(row.ranks for row in self.rows):
+            shown += [row for row in self.rows if row.ranks == n][:MAX_PLAN_ROWS]
         host = f", {self.unit(self.host_memory)} of its host" if self.host_memory is not None else ""
         lines = [f"{self.unit(self.memory)} a rank{host}; parameters {self.unit(self.weights.parameters)}"]
-        lines.append(tabulate(rows, headers=[*COLUMNS, "memory", "host", *MORE_COLUMNS, ""], disable_numparse=True))
+        headers = [*COLUMNS, "memory", "host", *MORE_COLUMNS, ""]
+        lines.append(tabulate(map(self._table_row, shown), headers=headers, disable_numparse=True))
         lines += [ESTIMATED] if not all(row.is_measured for row in shown) else []
         if any(row.fits for row in self.rows):
             best = self.best
             change = f"; change the program: {best.required_changes}" if best.required_changes else ""
             lines.append(f"the fastest, on {best.ranks} ranks: options={best.options}{change}")
         return "\n".join([*lines, *self.changes.values(), *self.notes])
+
+    def _table_row(self, row: Variant) -> list[Any]:
+        """Return the columns of a variant."""
+        columns = [show(row) for show in COLUMNS.values()]
+        columns += [f"{'' if row.is_measured else '~'}{self.unit(row.memory)}", self.unit(row.host) if row.host else ""]
+        columns += [show(row) for show in MORE_COLUMNS.values()]
+        fits = "fits" if row.fits else ""
+        return [*columns, "best" if row == self.of(row.ranks) else fits]
 
 
 def _time_key(row: Variant) -> tuple[float, float]:
@@ -220,7 +216,8 @@ def plan(
         optimizer: The optimizer or its class, as for `explain`.
         cost: Constants that replace those of the cost model, an H100 (a CPU if the model is on one).
         kwargs: Keyword arguments of the model whose names are also arguments of this function or fields of `SPConfig`.
-        **config: Other fields of `SPConfig`, which all variants contain, and keyword arguments of the model.
+        **config: Fields of `SPConfig` but `mesh` and `mesh_dim`, which all variants contain (`attention="ring"`), and
+            keyword arguments of the model (`labels=ids`). Other names raise.
 
     Returns:
         The plan.
@@ -231,102 +228,117 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise SpError("SP721", f"model: expected an nn.Module, got {model!r:.80}.")
-    named = dict(inputs) if isinstance(inputs, Mapping) else {}
-    args: list[Any] = [] if named else [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     host = None if host_memory is None else parse_bytes(host_memory, "host_memory")
-    device, wanted = parse_bytes(memory), sorted({ranks} if isinstance(ranks, int) else {*ranks})
-    if not wanted or not all(type(n) is int and n > 0 for n in wanted):
+    result = StepPlan(parse_bytes(memory), ModelBytes.of(model), unit=parse_unit(memory), host_memory=host)
+    all_ranks = sorted({ranks} if isinstance(ranks, int) else {*ranks})
+    if not all_ranks or not all(type(n) is int and n > 0 for n in all_ranks):
         raise SpError("SP711", f"ranks: expected numbers of ranks, 1 or more, got {ranks!r}.")
-    options, found_kwargs = split_kwargs(model, {**config, "kwargs": {**named, **(kwargs or {})}})
+    args: list[Any] = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    named: dict[str, Any] = {}
+    if isinstance(inputs, Mapping):
+        args, named = [], dict(inputs)
+    options, model_kwargs = split_kwargs(model, {**config, "kwargs": {**named, **(kwargs or {})}})
     SPConfig.of(options).refuse("plan", **REFUSED_PROGRAM)
-    where = next((x.device.type for x in model.parameters()), "cpu")
-    limits = {**(cost or {}), "memory": device}
-    sent = options.pop("offload", "auto")
-    planner = StepPlanner(
+    cost = {**(cost or {}), "memory": result.memory}
+    planner = _make_planner(model, args, model_kwargs, {**options, "cost": cost}, optimizer)
+    planner.host = math.inf if host is None else host
+    _plan_first(planner, result, all_ranks, options.get("tiles"))
+    _refine_best(planner, result, all_ranks)
+    result.rows.sort(key=lambda row: (row.ranks, not row.fits, *_time_key(row)))
+    result.changes = {n: _required_change(planner, result, n) for n in all_ranks if result.of(n) is None}
+    return result
+
+
+def _make_planner(
+    model: nn.Module, args: list[Any], kwargs: dict[str, Any], options: dict[str, Any], optimizer: Any
+) -> StepPlanner:
+    """Return the planner of a model with these arguments; an option `offload` fixes the share on the host."""
+    device_type = next((x.device.type for x in model.parameters()), "cpu")
+    offload = options.pop("offload", "auto")
+    return StepPlanner(
         model,
         args,
-        found_kwargs,
-        Machine.of(where, limits),
-        {**options, "cost": limits},
-        OFFLOAD_SHARES if sent == "auto" else (),
+        kwargs,
+        Machine.of(device_type, options["cost"]),
+        options,
+        OFFLOAD_SHARES if offload == "auto" else (),
         state_per_weight(optimizer),
-        _tokens([*args, *found_kwargs.values()]),
+        _tokens([*args, *kwargs.values()]),
         checkpoint_blocks(model),
-        0.0 if isinstance(sent, str) else float(sent),
-        math.inf if host is None else host,
+        0.0 if isinstance(offload, str) else float(offload),
     )
-    found = StepPlan(device, ModelBytes.of(model), unit=parse_unit(memory), host_memory=host)
-    _plan_first(planner, found, wanted, options.get("tiles"))
-    _refine_best(planner, found, wanted)
-    found.rows.sort(key=lambda row: (row.ranks, not row.fits, *_time_key(row)))
-    for n in wanted:
-        if found.of(n) is None:
-            found.changes[n] = _required_change(planner, found, n)
-    return found
 
 
-def _is_settled(found: StepPlan, n: int) -> bool:
+def _is_settled(result: StepPlan, n: int) -> bool:
     """Return True if neither checkpoints nor smaller tiles can be faster.
 
-    That is so if the variant fits, or if copies to the host take no longer than the rest. A step without changes takes
-    no longer than one with recomputation or more tiles.
+    That is so if a variant fits without the host, or if copies to the host take no longer than the rest of the step. A
+    step without changes takes no longer than one with recomputation or more tiles.
     """
-    best = found.of(n)
-    least = min((row.seconds for row in found.rows if row.ranks == n and not row.checkpoint), default=0.0)
-    return best is not None and (found.fits_on_device(n) or best.seconds <= EQUAL_RATIO * least)
+    best = result.of(n)
+    unchanged = min((row.seconds for row in result.rows if row.ranks == n and not row.checkpoint), default=0.0)
+    return best is not None and (result.fits_on_device(n) or best.seconds <= EQUAL_RATIO * unchanged)
 
 
 def _tokens(values: Iterable[Any]) -> int:
-    """Return the number of elements of the largest integer input, or of the first dims of another one."""
+    """Return the number of elements of the largest integer input, or of the first two dims of another one."""
     tensors = [x for x in values if isinstance(x, torch.Tensor) and x.ndim]
     ids = [x.numel() for x in tensors if not x.is_floating_point()]
     return max(ids or [x.shape[:2].numel() for x in tensors], default=0)
 
 
-def _plan_first(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], user_tiles: int | str | None) -> None:
-    """Examine each number of ranks with the fastest attention, until it fits with nothing on the host."""
-    tiles = "auto" if user_tiles is None else user_tiles
-    attends = {n: planner.attention_choices(n) for n in wanted if planner.constant(n) < found.memory}
-    tiled: dict[int, int] = {}
-    configs: list[tuple[bool, int | str]] = [(False, tiles)]
-    while configs:
-        again, tiles = configs.pop(0)
-        left = [n for n, known in attends.items() if known and not _is_settled(found, n)]
-        if tiles == TILE_COUNTS and user_tiles is None:
-            left = [n for n in left if tiled.get(n, 0) < TILE_COUNTS]
-        state = {n: planner.states(n)[0] for n in left}
-        ways_of = [PlanConfig(n, *attends[n][0].key, again, tiles, state[n], planner.offload) for n in left]
-        steps = planner.plan_steps(ways_of) if left else []
+def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int], user_tiles: int | str | None) -> None:
+    """Examine each number of ranks with the fastest attention, until it fits with nothing on the host.
+
+    The model is lowered as it is written, then with checkpoints, then in more tiles as well. Rows and notes are added
+    to `result`.
+    """
+    choices = {n: planner.attention_choices(n) for n in all_ranks if planner.constant(n) < result.memory}
+    num_tiles: dict[int, int] = {}  # number of ranks -> tiles of its last step
+    more_tiles = TILE_COUNTS if user_tiles is None else None
+
+    def examine(checkpoint: bool, tiles: int | str) -> list[PlannedStep]:
+        """Add the variants of all numbers of ranks that are not settled, and return their steps."""
+        unsettled = [n for n, attends in choices.items() if attends and not _is_settled(result, n)]
+        if tiles == more_tiles:
+            unsettled = [n for n in unsettled if num_tiles.get(n, 0) < TILE_COUNTS]
+        states = {n: planner.states(n)[0] for n in unsettled}
+        configs = [PlanConfig(n, *choices[n][0].key, checkpoint, tiles, states[n], planner.offload) for n in unsettled]
+        steps = planner.plan_steps(configs) if configs else []
         for step in steps:
-            if tiles == TILE_COUNTS and user_tiles is None and not step.max_tiles:
-                continue
-            tiled[step.config.ranks] = step.max_tiles
-            found.notes += [note for note in _graph_breaks(step) if note not in found.notes]
-            for attend in attends[step.config.ranks]:
-                found.rows += [_make_variant(planner, **row) for row in planner.plan_rows(step, attend)]
+            if tiles == more_tiles and not step.max_tiles:
+                continue  # nothing can be tiled
+            num_tiles[step.config.ranks] = step.max_tiles
+            result.notes += [note for note in _graph_breaks(step) if note not in result.notes]
+            for attend in choices[step.config.ranks]:
+                result.rows += [_make_variant(planner, **row) for row in planner.plan_rows(step, attend)]
         # An estimate is not final: a variant that it predicts to fit may not fit.
-        _refine_best(planner, found, [n for n in left if _is_settled(found, n)], near=False)
-        if not again and tiles != TILE_COUNTS and not found.rows:
-            return
-        if not again and tiles != TILE_COUNTS:
-            more = [TILE_COUNTS] if user_tiles is None else []
-            own = any(step.dry_run.checkpoints for step in steps)
-            again = bool(planner.blocks) and not own
-            configs = [(again, "auto" if user_tiles is None else user_tiles)] if again else []
-            configs += [(again, one) for one in more]
-            if not all(map(found.fits_on_device, wanted)):
-                found.notes += [OWN_CHECKPOINTS] if own else [NO_BLOCKS] if not again else []
-        elif again and steps and not any(step.dry_run.checkpoints for step in steps):
-            found.rows = [row for row in found.rows if not row.checkpoint]
-            found.notes.append(NOT_CALLED)
-            configs = [(False, one) for _, one in configs]
+        _refine_best(planner, result, [n for n in unsettled if _is_settled(result, n)], near=False)
+        return steps
+
+    tiles = "auto" if user_tiles is None else user_tiles
+    steps = examine(False, tiles)
+    if not result.rows:
+        return
+    has_own = any(step.dry_run.checkpoints for step in steps)
+    checkpoint = bool(planner.blocks) and not has_own
+    if not checkpoint and not all(map(result.fits_on_device, all_ranks)):
+        result.notes.append(OWN_CHECKPOINTS if has_own else NO_BLOCKS)
+    attempts = [tiles] if checkpoint else []
+    if more_tiles is not None:
+        attempts.append(more_tiles)
+    for next_tiles in attempts:
+        steps = examine(checkpoint, next_tiles)
+        if checkpoint and steps and not any(step.dry_run.checkpoints for step in steps):
+            checkpoint = False  # torch.utils.checkpoint had no effect
+            result.rows = [row for row in result.rows if not row.checkpoint]
+            result.notes.append(NOT_CALLED)
 
 
 def _graph_breaks(step: PlannedStep) -> list[str]:
-    """Return the places where the program is split into graphs."""
-    return [
-        f"{one.where}: {one.text}; {SEVERAL_GRAPHS}" for one in step.dry_run.report.find_notes(NoteKind.GRAPH_BREAK)
-    ]
+    """Return a note for each place where Dynamo splits the program into graphs."""
+    notes = step.dry_run.report.find_notes(NoteKind.GRAPH_BREAK)
+    return [f"{note.where}: {note.text}; {SEVERAL_GRAPHS}" for note in notes]
 
 
 SEVERAL_GRAPHS = (
@@ -343,106 +355,106 @@ NOT_CALLED = (
 )
 
 
-def _make_variant(planner: StepPlanner, config: PlanConfig, **found: Any) -> Variant:
+def _make_variant(planner: StepPlanner, config: PlanConfig, **predicted: Any) -> Variant:
+    """Return the variant of a configuration with the numbers that `StepPlanner.plan_row` predicts."""
     return Variant(
         config.ranks, config.attention, config.layout, config.checkpoint, config.tiles, config.offload,
-        state=config.state, tokens=planner.tokens, given=planner.options, **found,
+        state=config.state, tokens=planner.tokens, user_options=planner.options, **predicted,
     )  # fmt: skip
 
 
-def _refine_best(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], near: bool = True) -> None:
-    """Examine variants until the best one on each number of ranks is not an estimate.
+def _refine_best(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int], near: bool = True) -> None:
+    """Examine variants, updating `result.rows`, until the best one on each number of ranks is not an estimate.
 
     If near, variants that almost fit are examined once, too.
     """
-    missed: set[int] = set()
-    for left in reversed(range(MAX_PLAN_ROUNDS)):
-        if not (open_ways := [row for n in wanted for row in _unplanned_best(found, n, near and n not in missed)]):
+    tried_near: set[int] = set()
+    for rounds_after in reversed(range(MAX_PLAN_ROUNDS)):
+        rows = [row for n in all_ranks for row in _unplanned_best(result, n, near and n not in tried_near)]
+        if not rows:
             break
-        missed |= {row.ranks for row in open_ways if not row.fits}
-        _update_rows(planner, found, open_ways, refines=left > 0)
+        tried_near |= {row.ranks for row in rows if not row.fits}
+        _update_rows(planner, result, rows, refines=rounds_after > 0)
 
 
-def _unplanned_best(found: StepPlan, n: int, near: bool = True) -> list[Variant]:
-    """Return the estimated variant that seems to be the best on a number of ranks.
+def _unplanned_best(result: StepPlan, n: int, near: bool = True) -> list[Variant]:
+    """Return the best variant on a number of ranks if it is an estimate.
 
-    If near, this includes the smallest of the faster variants that almost fit.
+    If near, add the smallest of the faster estimates that almost fit.
     """
-    best = found.of(n)
-    rows = [row for row in found.rows if row.ranks == n and not row.fits and row.memory <= NEAR_RATIO * found.memory]
-    faster = [row for row in rows if best is None or EQUAL_RATIO * row.seconds < best.seconds]
-    nearest = min(faster, key=lambda row: row.memory, default=None) if near else None
-    return [row for row in (best, nearest) if row is not None and not row.is_measured]
+    best = result.of(n)
+    candidates = [best]
+    if near:
+        almost = [r for r in result.rows if r.ranks == n and not r.fits and r.memory <= NEAR_RATIO * result.memory]
+        faster = [row for row in almost if best is None or EQUAL_RATIO * row.seconds < best.seconds]
+        candidates.append(min(faster, key=lambda row: row.memory, default=None))
+    return [row for row in candidates if row is not None and not row.is_measured]
 
 
-def _update_rows(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant], refines: bool) -> None:
-    """Examine these variants and replace their rows; try another share on the host if that is enough.
+def _update_rows(planner: StepPlanner, result: StepPlan, rows: Sequence[Variant], refines: bool) -> None:
+    """Examine these variants and replace them in `result.rows`; remove those that are not possible.
 
-    If refines, another share is also tried for estimates.
+    For a variant with a share on the host, another share is added if it is the least one that fits. Where dry runs of
+    other shares are required to know it, it is an estimate and added only if `refines`.
     """
-    seen = {step.config: step for step in planner.plan_steps([row.config for row in rows])}
+    steps = {step.config: step for step in planner.plan_steps([row.config for row in rows])}
     for row in rows:
-        found.rows.remove(row)
-        if (step := seen.get(row.config)) is None:
+        result.rows.remove(row)
+        if (step := steps.get(row.config)) is None:
             continue
-        attend = next(one for one in planner.attention_choices(row.ranks) if one.key == row.config.key)
+        attend = next(choice for choice in planner.attention_choices(row.ranks) if choice.key == row.config.key)
         variant = _make_variant(planner, **planner.plan_row(step, attend, row.state, row.offload))
-        found.rows.append(variant)
+        result.rows.append(variant)
         if row.offload and planner.shares and step.covers_any_share:
-            least = planner.min_offload(step, attend, row.state)
-            found.rows += [_make_variant(planner, **least)] if least and least["config"] != row.config else []
-        elif refines and row.offload:
-            known = {
-                other.config.offload: other
-                for other in found.rows
-                if replace(other.config, offload=0.0) == _without_offload(row)
-            }
-            if (share := _share_that_fits(planner, known, variant, found.memory)) is not None:
-                host = variant.host * share / variant.offload
-                guess = replace(variant, offload=share, host=host, is_measured=False, memory=found.memory)
-                found.rows += [replace(guess, fits=True)] if host <= planner.host else []
+            with_least_share = planner.min_offload(step, attend, row.state)
+            if with_least_share and with_least_share["config"] != row.config:
+                result.rows.append(_make_variant(planner, **with_least_share))
+        elif refines and row.offload and (estimate := _estimate_share(planner, result, variant)) is not None:
+            result.rows.append(estimate)
 
 
-def _without_offload(row: Variant) -> PlanConfig:
-    """Return the variant with nothing on the host."""
-    return replace(row.config, offload=0.0)
+def _estimate_share(planner: StepPlanner, result: StepPlan, variant: Variant) -> Variant | None:
+    """Return the variant with the least share on the host with which it is estimated to fit.
 
-
-def _share_that_fits(
-    planner: StepPlanner, known: Mapping[float, Variant], variant: Variant, memory: float
-) -> float | None:
-    """Return the least new share with which a variant fits; None if there is none.
-
-    Memory is assumed to decrease linearly with the share.
+    Memory is assumed to decrease linearly from that of the variant without a share. None if there is no such variant,
+    no share fits, its variant exists, or the host has too little memory.
     """
-    if (here := known.get(0.0)) is None or here.memory <= variant.memory:
+    key = replace(variant.config, offload=0.0)
+    by_share = {row.offload: row for row in result.rows if replace(row.config, offload=0.0) == key}
+    unshared = by_share.get(0.0)
+    if unshared is None or unshared.memory <= variant.memory:
         return None
-    wanted = variant.offload * (here.memory - memory) / (here.memory - variant.memory)
-    share = next((one for one in planner.shares if one >= wanted), None)
-    return None if share in known else share
+    required = variant.offload * (unshared.memory - result.memory) / (unshared.memory - variant.memory)
+    share = next((share for share in planner.shares if share >= required), None)
+    if share is None or share in by_share:
+        return None
+    host = variant.host * share / variant.offload
+    if host > planner.host:
+        return None
+    return replace(variant, offload=share, host=host, is_measured=False, memory=result.memory, fits=True)
 
 
-def _required_change(planner: StepPlanner, found: StepPlan, n: int) -> str:
-    """Return the change that is required for one number of ranks."""
-    rows = [row for row in found.rows if row.ranks == n]
-    more = [row.ranks for row in found.rows if row.fits and row.ranks > n]
-    elsewhere = f"it fits on {min(more)}" if more else ""
-    if (state := planner.constant(n)) >= found.memory:
-        reasons = [f"{n} ranks: sharded parameters, gradients and optimizer state alone need {found.unit(state)}"]
-        return "; ".join(filter(None, [*reasons, elsewhere, "use more ranks, or an optimizer with less state"]))
+def _required_change(planner: StepPlanner, result: StepPlan, n: int) -> str:
+    """Return the reason why nothing fits on a number of ranks, and the change that is required."""
+    rows = [row for row in result.rows if row.ranks == n]
+    more_ranks = [row.ranks for row in result.rows if row.fits and row.ranks > n]
+    elsewhere = f"it fits on {min(more_ranks)}" if more_ranks else ""
+    if (state := planner.constant(n)) >= result.memory:
+        reason = f"{n} ranks: sharded parameters, gradients and optimizer state alone need {result.unit(state)}"
+        return "; ".join(filter(None, [reason, elsewhere, "use more ranks, or an optimizer with less state"]))
     if not rows:
         return f"{n} ranks: {'; '.join(filter(None, [planner.refusal_reason(n), elsewhere]))}"
-    least = min(rows, key=lambda row: row.memory)
-    config = (
-        f"{least.attention}, {'each layer checkpointed' if least.checkpoint else 'as written'}, state {least.state}"
-    )
-    config += f", tiles {least.tiles}, {least.offload:.0%} of the saved values on the host"
-    reasons = [f"{n} ranks: the smallest plan needs {found.unit(least.memory)} ({config})"]
-    if (excess := least.memory - found.memory) > 0:
-        reasons[0] += f", {found.unit(excess)} too much, in its {least.phase}"
-        reasons.append(f"the largest value there: {planner.largest_value(least.config)}")
-    if found.host_memory is not None:
-        reasons.append(f"{found.unit(least.host)} are offloaded; the host has {found.unit(found.host_memory)} a rank")
+    smallest = min(rows, key=lambda row: row.memory)
+    layers = "each layer checkpointed" if smallest.checkpoint else "as written"
+    config = f"{smallest.attention}, {layers}, state {smallest.state}"
+    config += f", tiles {smallest.tiles}, {smallest.offload:.0%} of the saved values on the host"
+    reasons = [f"{n} ranks: the smallest plan needs {result.unit(smallest.memory)} ({config})"]
+    if (excess := smallest.memory - result.memory) > 0:
+        reasons[0] += f", {result.unit(excess)} too much, in its {smallest.phase}"
+        reasons.append(f"the largest value there: {planner.largest_value(smallest.config)}")
+    if result.host_memory is not None:
+        host, limit = result.unit(smallest.host), result.unit(result.host_memory)
+        reasons.append(f"{host} are offloaded; the host has {limit} a rank")
     reasons.append(elsewhere)
     reasons.append("use more ranks or smaller batches, and return only the loss from the model")
     return "; ".join(filter(None, reasons))

@@ -39,7 +39,7 @@ from typing import Any
 
 from sp_compile.lowering.base.errors import TANGENTS_LINE, UNKNOWN_LINE
 from sp_compile.passes.cost.decision import describe_shape
-from sp_compile.passes.cost.step_memory import StepMemory
+from sp_compile.passes.cost.step_memory import StepMemory, StepMoment
 from sp_compile.passes.graph.sizes import assume_large
 from sp_compile.passes.report import Report
 
@@ -50,7 +50,7 @@ MAX_ALIVE_VALUES = 20
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """Return the JSON of a report of `explain` or `verify`."""
+    """Return the JSON of a report of `explain` or `verify`, as described above."""
     return {
         "format": "sp_compile.report",
         "version": VERSION,
@@ -58,49 +58,23 @@ def report_json(report: Report) -> dict[str, Any]:
         "inputs": {name: list(dims) for name, dims in report.inputs.items()},
         "constraints": list(report.constraints),
         "rewrites": [
-            {
-                "kind": note.kind.name.lower(),
-                "subject": note.subject,
-                "done": note.label,
-                "node": note.node,
-                "where": note.where,
-                "why": note.text,
-            }
+            {"kind": note.kind.name.lower(), **_select_fields(note, "subject done=label node where why=text")}
             for note in report.notes
         ],
         "collectives": [
-            {
-                "op": e.op,
-                "node": e.node,
-                "where": e.where,
-                "shape": e.shape,
-                "forward_bytes": assume_large(e.forward),
-                "backward_bytes": assume_large(e.backward),
-            }
+            _select_fields(e, "op node where shape")
+            | {"forward_bytes": assume_large(e.forward), "backward_bytes": assume_large(e.backward)}
             for e in report.exchanges
         ],
         "attention": [
-            {
-                "attention": describe_shape(d.shape),
-                "nodes": d.nodes,
-                "chosen": d.chosen.kind,
-                "layout": d.chosen.layout,
-                "seconds": d.chosen.seconds,
-                "memory_bytes": d.chosen.memory,
-            }
+            {"attention": describe_shape(d.shape), "nodes": d.nodes}
+            | _select_fields(d.chosen, "chosen=kind layout seconds memory_bytes=memory")
             for d in report.attention
         ],
         "blocks": _line_blocks(report),
         "tiles": [
-            {
-                "node": one.node,
-                "where": one.where,
-                "tiles": one.tiles,
-                "rows": one.rows,
-                "inside_bytes": one.inside,
-                "tile_bytes": one.tile,
-            }
-            for one in report.tiled
+            _select_fields(region, "node where tiles rows inside_bytes=inside tile_bytes=tile")
+            for region in report.tiled
         ],
         "memory": None if report.step is None else _memory_json(report.step, report.n),
         "errors": [{"name": name, "error": error if math.isfinite(error) else None} for name, error in report.errors],
@@ -108,8 +82,12 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def plan_json(plan: StepPlan) -> dict[str, Any]:
-    """Return the JSON of a plan."""
+    """Return the JSON of a plan, as described above."""
     best = plan.best if any(row.fits for row in plan.rows) else None
+    attributes = (
+        "ranks attention layout checkpoint tiles most_tiles offload host_bytes=host state memory_bytes=memory phase "
+        "kept_bytes=kept seconds tokens_per_second fits measured=is_measured"
+    )
     return {
         "format": "sp_compile.plan",
         "version": VERSION,
@@ -118,103 +96,82 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
         "unit": plan.unit.name,
         "parameters_bytes": plan.weights.parameters,
         "best": None if best is None else plan.rows.index(best),
-        "ways": [
-            {
-                "ranks": row.ranks,
-                "attention": row.attention,
-                "layout": row.layout,
-                "checkpoint": row.checkpoint,
-                "tiles": row.tiles,
-                "most_tiles": row.most_tiles,
-                "offload": row.offload,
-                "host_bytes": row.host,
-                "state": row.state,
-                "memory_bytes": row.memory,
-                "phase": row.phase,
-                "kept_bytes": row.kept,
-                "seconds": row.seconds,
-                "tokens_per_second": row.tokens_per_second,
-                "fits": row.fits,
-                "measured": row.is_measured,
-                "options": {name: _option_json(value) for name, value in row.options.items()},
-            }
-            for row in plan.rows
-        ],
+        "ways": [_select_fields(row, attributes) | {"options": _option_json(row.options)} for row in plan.rows],
         "changes": {str(ranks): text for ranks, text in plan.changes.items()},
         "notes": plan.notes,
     }
 
 
+def _select_fields(source: Any, attributes: str) -> dict[str, Any]:
+    """Return attributes of an object: {"node": source.node, "why": source.text} for "node why=text"."""
+    pairs = [attribute.rpartition("=") for attribute in attributes.split()]
+    return {key or name: getattr(source, name) for key, _, name in pairs}
+
+
 def _option_json(value: Any) -> Any:
-    """Return an option as JSON: mappings with names as keys, and the text of other objects."""
+    """Return options or the value of one as JSON: mappings with names as keys, and the text of other objects."""
     if isinstance(value, Mapping):
-        return {str(name): _option_json(one) for name, one in value.items()}
+        return {str(name): _option_json(item) for name, item in value.items()}
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _line_blocks(report: Report) -> list[dict[str, Any]]:
-    """Return the user's lines in the order in which they run, as far as it is known."""
-    saved: Counter[str] = Counter()
-    lines: dict[str, Any] = {}
-    begins = {one.ends: one.where for one in report.tiled}
+    """Return "blocks", the user's lines in the order in which they run, as far as it is known."""
+    saved: Counter[str] = Counter()  # line -> bytes
+    lines: dict[str, list[str]] = {}  # line -> rewrites
+    region_starts = {region.ends: region.where for region in report.tiled}
     for graph in report.step.graphs if report.step is not None else []:
         for moment in graph.forward.moments:
-            if moment.where in begins:  # a region in tiles runs where it ends
-                lines.setdefault(begins[moment.where])
-            lines.setdefault(moment.where)
+            if moment.where in region_starts:  # a region in tiles runs where it ends
+                lines.setdefault(region_starts[moment.where], [])
+            lines.setdefault(moment.where, [])
         for live in graph.backward.alive(0) if graph.backward is not None else []:
             saved[live.where] += live.nbytes if live.origin == "saved" and live.where != TANGENTS_LINE else 0
-    lines |= dict.fromkeys([*(one.where for one in report.exchanges), *(one.where for one in report.notes)])
-    sent: Counter[str] = Counter()
+    sent: Counter[str] = Counter()  # line -> bytes
     for e in report.exchanges:
+        lines.setdefault(e.where, [])
         sent[e.where] += assume_large(e.forward) + assume_large(e.backward)
-    result: dict[str, list[str]] = {where: [] for where in lines}
     for note in report.notes:
-        result[note.where].append(note.label)
-    gathered, tiled = {note.where for note in report.fallbacks}, {one.where for one in report.tiled}
-
-    def kind(where: str) -> str:
-        """Return the kind of a source line: gathered, exchanged, tiled or sharded."""
-        if where in gathered:
-            return "gathered"
-        return "exchanged" if sent[where] else "tiled" if where in tiled else "sharded"
-
-    return [
-        {
-            "where": where,
-            "kind": kind(where),
-            "kept_bytes": saved[where],
-            "sent_bytes": sent[where],
-            "done": list(dict.fromkeys(result[where])),
-        }
-        for where in lines
-        if where != UNKNOWN_LINE or saved[where]  # tokens that order exchanges belong to no line
-    ]
+        lines.setdefault(note.where, []).append(note.label)
+    gathered, tiled = {note.where for note in report.fallbacks}, {region.where for region in report.tiled}
+    blocks: list[dict[str, Any]] = []
+    for line, rewrites in lines.items():
+        if line == UNKNOWN_LINE and not saved[line]:  # tokens that order exchanges belong to no line
+            continue
+        if line in gathered:
+            kind = "gathered"
+        elif sent[line]:
+            kind = "exchanged"
+        else:
+            kind = "tiled" if line in tiled else "sharded"
+        nbytes = {"kept_bytes": saved[line], "sent_bytes": sent[line]}
+        blocks.append({"where": line, "kind": kind, **nbytes, "done": list(dict.fromkeys(rewrites))})
+    return blocks
 
 
 def _memory_json(step: StepMemory, n: int) -> dict[str, Any]:
-    def at_moment(point: Any) -> dict[str, Any]:
-        """Return the phase, node, source line and bytes of a point of the step."""
-        moment = point.moment
-        return {"phase": point.phase, "node": moment.name, "where": moment.where, "values_bytes": step.peak_with(point)}
+    """Return "memory" of a report on n ranks."""
 
-    def alive(point: Any) -> list[dict[str, Any]]:
-        """Return the largest values that are alive at a point of the step."""
-        found = step.summary(point, MAX_ALIVE_VALUES)
-        return [{"origin": origin, "where": where, "bytes": nbytes} for origin, where, nbytes, _ in found]
+    def describe_point(point: StepMoment) -> dict[str, Any]:
+        """Return the phase, node, source line and bytes of a moment of the step."""
+        return {
+            "phase": point.phase,
+            **_select_fields(point.moment, "node=name where"),
+            "values_bytes": step.peak_with(point),
+        }
+
+    def largest_values(point: StepMoment) -> list[dict[str, Any]]:
+        """Return the largest values that are alive at a moment of the step."""
+        return [_select_fields(live, "origin where bytes=nbytes") for live in step.summary(point, MAX_ALIVE_VALUES)]
 
     return {
-        "parameters_bytes": step.weights.parameters,
-        "gradients_bytes": step.weights.trainable,
+        **_select_fields(step.weights, "parameters_bytes=parameters gradients_bytes=trainable"),
         "optimizer_bytes": step.optimizer,
         "buffers_bytes": step.weights.buffers,
-        "inputs_bytes": step.inputs,
-        "kept_bytes": step.saved,
-        "constant_bytes": step.constant,
-        "shards": step.shards,
+        **_select_fields(step, "inputs_bytes=inputs kept_bytes=saved constant_bytes=constant shards"),
         "offload": None if step.offloaded is None else asdict(step.offloaded),
         "peak_bytes": step.peak,
         "peak_with_fsdp_bytes": step.fsdp(step.shards if step.shards > 1 else n),
-        "peaks": [{**at_moment(point), "alive": alive(point)} for point in step.peaks().values()],
-        "curve": [at_moment(point) for point in step.points()],
+        "peaks": [{**describe_point(point), "alive": largest_values(point)} for point in step.peaks().values()],
+        "curve": [describe_point(point) for point in step.points()],
     }

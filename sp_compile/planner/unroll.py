@@ -19,22 +19,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds
 from sp_compile.passes.cost.step_memory import GraphStep
 from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue
 
-OffloadedBytes = Counter[tuple[str, str]]
-"""By layer path and value name: the number of represented layers, from the first, that offload the value."""
+OffloadCounts = Counter[tuple[str, str]]
+"""(path of a layer, name of a value) -> number of represented layers, from the first, that offload the value."""
 
 
 @dataclass(frozen=True)
 class _RepeatedLayer:
-    """A layer of the program."""
+    """A layer of the program, which represents equal layers of the model."""
 
-    path: str
-    saved: Sequence[LiveValue]  # values that each represented layer saves
+    path: str  # as in `node_layer`
+    saved: Sequence[LiveValue]  # values that each represented layer saves for its backward
     can_offload: frozenset[str]  # names of the offloadable ones
     gradients: int = 0  # bytes of its gradients
 
@@ -43,32 +44,42 @@ class _RepeatedLayer:
 class _WalkRange:
     """A range of moments of a walk."""
 
-    begin: int
-    end: int
+    begin: int  # first moment
+    end: int  # moment after the last one
 
 
 @dataclass
 class _Unrolled(LivenessWalk):
-    """The unrolled moments."""
+    """The walk of a graph with all layers, in which moments of the program are repeated."""
 
-    walk: LivenessWalk = field(default_factory=LivenessWalk)
-    of: list[int] = field(default_factory=list)  # the index of each moment in the walk of the program
-    more: list[Callable[[], list[LiveValue]]] = field(default_factory=list)  # the values that are alive in addition
+    walk: LivenessWalk = field(default_factory=LivenessWalk)  # of the program
+    sources: list[int] = field(default_factory=list)  # for each moment its index in `walk`
+    # for each moment a function that returns the values that are alive in addition to those of `walk`
+    extra_values: list[Callable[[], list[LiveValue]]] = field(default_factory=list)
 
     def alive(self, moment: int) -> list[LiveValue]:
         """Return the values that are alive at a moment, the largest first."""
-        return sorted([*self.walk.alive(self.of[moment]), *self.more[moment]()], key=lambda held: -held.nbytes)
+        values = [*self.walk.alive(self.sources[moment]), *self.extra_values[moment]()]
+        return sorted(values, key=lambda value: -value.nbytes)
+
+
+class _OffloadPiece(NamedTuple):
+    """A saved value of one layer of the model that may go to the host."""
+
+    key: tuple[str, str]  # path of the representative, name of the value
+    nbytes: int  # bytes of the value
+    idle_layers: int  # number of layers that run until the backward reads it
 
 
 @dataclass(frozen=True)
 class Unroll:
     """The step of one graph for all layers, for any share on the host."""
 
-    graph: GraphStep
+    graph: GraphStep  # the step of the program with a few layers
     layers: tuple[_RepeatedLayer, ...]  # layers of the program, in execution order
     order: tuple[int, ...]  # all layers, each by the index of its representative
-    machine: Machine
-    rest: int  # bytes of saved values that belong to no layer
+    machine: Machine  # for the seconds of copies
+    outside_layers: int  # bytes of saved values that belong to no layer
 
     @staticmethod
     def of(graph: GraphStep, order: Sequence[str], machine: Machine) -> Unroll:
@@ -77,142 +88,137 @@ class Unroll:
         `order` is that of `FewLayers`; a layer that is not in it represents itself only.
         """
         paths = [path for path, _ in _layer_starts(graph.forward)]
-        back = _split_walk(graph.backward, paths) if graph.backward is not None else {}
-        gradient_bytes = (
-            {path: _gradient_bytes(graph.backward, part) for path, part in back.items()}
-            if graph.backward is not None
-            else {}
-        )
+        gradients: dict[str, int] = {}  # path -> bytes
+        if graph.backward is not None:
+            ranges = _split_walk(graph.backward, paths)
+            gradients = {path: _gradient_bytes(graph.backward, moments) for path, moments in ranges.items()}
+        # Values that are still saved on the device with everything else on the host cannot be offloaded.
         remaining = {value.name for _, value in (graph.hosted or graph).saved_bytes}
         layers = list[_RepeatedLayer]()
         for path in paths:
-            saved = [value for one, value in graph.saved_bytes if one == path]
-            may = frozenset(value.name for value in saved) - remaining
-            layers.append(_RepeatedLayer(path, saved, may, gradient_bytes.get(path, 0)))
-        rest = graph.saved - sum(_total_bytes(layer.saved) for layer in layers)
-        shared = [path for path in order if path in paths]
-        begin = min(map(paths.index, shared), default=len(paths))
-        others = [path for path in paths if path not in shared]
-        numbers = map(paths.index, [*others[:begin], *shared, *others[begin:]])
-        return Unroll(graph, tuple(layers), tuple(numbers), machine, rest)
+            saved = [value for layer, value in graph.saved_bytes if layer == path]
+            can_offload = frozenset(value.name for value in saved) - remaining
+            layers.append(_RepeatedLayer(path, saved, can_offload, gradients.get(path, 0)))
+        outside_layers = graph.saved - sum(_total_bytes(layer.saved) for layer in layers)
+        # The order of all layers: those before the repeated ones, the repeated ones, those after.
+        repeated = [path for path in order if path in paths]
+        start = min(map(paths.index, repeated), default=len(paths))
+        others = [path for path in paths if path not in repeated]
+        indices = map(paths.index, [*others[:start], *repeated, *others[start:]])
+        return Unroll(graph, tuple(layers), tuple(indices), machine, outside_layers)
 
     @cached_property
     def saved_bytes(self) -> int:
         """Return the bytes of all saved values, with nothing on the host."""
-        return self.rest + sum(_total_bytes(self.layers[i].saved) for i in self.order)
+        return self.outside_layers + sum(_total_bytes(self.layers[i].saved) for i in self.order)
 
     @cached_property
-    def offload_pieces(self) -> list[tuple[tuple[str, str], int]]:
-        """Return the offloadable values and their bytes, once per layer, in the order of offloading."""
-        found = list[tuple[tuple[str, str], int, int]]()
-        for place, i in enumerate(self.order):
-            layer, idle = self.layers[i], len(self.order) - place
-            may = [
-                value
-                for value in layer.saved
-                if value.name in layer.can_offload and value.nbytes > MIN_OFFLOAD_BYTES * self.saved_bytes
-            ]
-            found += [((layer.path, value.name), value.nbytes, value.nbytes * idle) for value in may]
-        return [(key, nbytes) for key, nbytes, _ in sorted(found, key=lambda one: -one[2])]
+    def offload_pieces(self) -> list[_OffloadPiece]:
+        """Return the offloadable values of all layers, in the order of offloading."""
+        min_bytes, pieces = MIN_OFFLOAD_BYTES * self.saved_bytes, list[_OffloadPiece]()
+        for position, i in enumerate(self.order):
+            layer, idle_layers = self.layers[i], len(self.order) - position
+            for value in layer.saved:
+                if value.name in layer.can_offload and value.nbytes > min_bytes:
+                    pieces.append(_OffloadPiece((layer.path, value.name), value.nbytes, idle_layers))
+        return sorted(pieces, key=lambda piece: -piece.nbytes * piece.idle_layers)
 
-    def share(self, share: float) -> OffloadedBytes:
+    def share(self, share: float) -> OffloadCounts:
         """Return the values to offload, at most this share of all saved bytes."""
-        found, left = OffloadedBytes(), share * self.saved_bytes
-        for key, nbytes in self.offload_pieces:
-            if nbytes <= left:
-                found[key] += 1
-                left -= nbytes
-        return found
+        counts, available = OffloadCounts(), share * self.saved_bytes
+        for piece in self.offload_pieces:
+            if piece.nbytes <= available:
+                counts[piece.key] += 1
+                available -= piece.nbytes
+        return counts
 
-    def min_offload(self, fits: Callable[[GraphStep], bool]) -> OffloadedBytes:
+    def min_offload(self, fits: Callable[[GraphStep], bool]) -> OffloadCounts:
         """Return the smallest set of values whose offload lets the step fit.
 
         Of the last values, the smallest sufficient one is used. If the step never fits, return all.
         """
-        keys = [key for key, _ in self.offload_pieces]
-        number = bisect_left(range(len(keys)), True, key=lambda n: fits(self.step(OffloadedBytes(keys[:n]))))
-        if number:
-            sizes, before = dict(self.offload_pieces), OffloadedBytes(keys[: number - 1])
-            smaller = {key for key in keys[number:] if sizes[key] < sizes[keys[number - 1]]}
+        keys = [piece.key for piece in self.offload_pieces]
+        count = bisect_left(range(len(keys)), True, key=lambda n: fits(self.step(OffloadCounts(keys[:n]))))
+        if count:
+            sizes = {piece.key: piece.nbytes for piece in self.offload_pieces}
+            smaller = {key for key in keys[count:] if sizes[key] < sizes[keys[count - 1]]}
             for key in sorted(smaller, key=sizes.__getitem__):
-                if fits(self.step(before + OffloadedBytes([key]))):
-                    return before + OffloadedBytes([key])
-        return OffloadedBytes(keys[:number])
+                with_smaller = OffloadCounts([*keys[: count - 1], key])
+                if fits(self.step(with_smaller)):
+                    return with_smaller
+        return OffloadCounts(keys[:count])
 
-    def step(self, sent: OffloadedBytes | None = None) -> GraphStep:
-        """Return the step of all layers with these values on the host."""
-        graph, sent = self.graph, OffloadedBytes() if sent is None else sent
-        saved = self.rest + sum(map(_total_bytes, self._remaining_per_layer(sent)))
-        nbytes = self.saved_bytes - saved
-        backward = None if graph.backward is None else self._walk(graph.backward, sent, is_backward=True)
-        offloaded = None
-        if (all_of_it := graph.hosted.offloaded if graph.hosted is not None else None) is not None:
-            waits = all_of_it.waits * nbytes / all_of_it.nbytes if all_of_it.nbytes else 0.0
-            offloaded = HostValues(sent.total(), nbytes, saved, copy_seconds(nbytes, self.machine), waits)
-        forward = self._walk(graph.forward, sent, is_backward=False)
+    def step(self, counts: OffloadCounts | None = None) -> GraphStep:
+        """Return the step of all layers with these values on the host; by default none."""
+        graph, counts = self.graph, OffloadCounts() if counts is None else counts
+        saved = self.outside_layers + sum(map(_total_bytes, self._remaining_per_layer(counts)))
+        offloaded, nbytes = None, self.saved_bytes - saved
+        if graph.hosted is not None and (all_values := graph.hosted.offloaded) is not None:
+            waits = all_values.waits * nbytes / all_values.nbytes if all_values.nbytes else 0.0
+            offloaded = HostValues(counts.total(), nbytes, saved, copy_seconds(nbytes, self.machine), waits)
+        forward = self._walk(graph.forward, counts, is_backward=False)
+        backward = None if graph.backward is None else self._walk(graph.backward, counts, is_backward=True)
         return replace(graph, forward=forward, backward=backward, saved=saved, offloaded=offloaded, hosted=None)
 
-    def _remaining_per_layer(self, sent: OffloadedBytes) -> Iterator[list[LiveValue]]:
-        """Return the values that each layer stores on the device, in layer order."""
-        before = Counter[int]()
+    def _remaining_per_layer(self, counts: OffloadCounts) -> Iterator[list[LiveValue]]:
+        """Yield for each of all layers the values that it stores on the device."""
+        occurrences = Counter[int]()  # of each representative so far
         for i in self.order:
             layer = self.layers[i]
-            yield [value for value in layer.saved if before[i] >= sent[layer.path, value.name]]
-            before[i] += 1
+            yield [value for value in layer.saved if occurrences[i] >= counts[layer.path, value.name]]
+            occurrences[i] += 1
 
-    def _walk(self, walk: LivenessWalk, sent: OffloadedBytes, is_backward: bool) -> _Unrolled:
-        """Return the unrolled walk of a graph.
+    def _walk(self, walk: LivenessWalk, counts: OffloadCounts, is_backward: bool) -> _Unrolled:
+        """Return the walk of a graph with all layers, with these values on the host.
 
-        The backward runs the layers in reverse order and creates gradients.
+        The backward runs the layers in reverse order and creates gradients. A repeated moment has the bytes of the
+        program's, plus what all earlier layers save, minus what those of the program save (gradients: later layers).
         """
-        parts = _split_walk(walk, [layer.path for layer in self.layers])
-        remaining = list(self._remaining_per_layer(sent))
-        saved, counts = [*chain(*remaining)], [0, *accumulate(map(len, remaining))]
-        saved_before = [0, *accumulate(map(_total_bytes, remaining))]  # before each of all layers
-        program_saved_before = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]  # of the program
-        grads_after = _suffix_sums([self.layers[i].gradients for i in self.order])
+        ranges = _split_walk(walk, [layer.path for layer in self.layers])
+        remaining = list(self._remaining_per_layer(counts))
+        saved, num_saved_before = [*chain(*remaining)], [0, *accumulate(map(len, remaining))]
+        saved_before = [0, *accumulate(map(_total_bytes, remaining))]  # bytes before each of all layers
+        program_saved_before = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]
+        grads_after = _suffix_sums([self.layers[i].gradients for i in self.order])  # bytes of it and all after it
         program_grads_after = _suffix_sums([layer.gradients for layer in self.layers])
-        found = _Unrolled(walk=walk)
+        unrolled = _Unrolled(walk=walk)
 
-        def add(path: str, place: int, i: int, ended: int) -> None:
-            """Add a part of layer i of the program at a place of the order; ended is 1 for a layer."""
-            grad_bytes = grads_after[place + ended] - program_grads_after[i + ended] if is_backward else 0
-            extra = saved_before[place] - program_saved_before[i]
-            self._add(
-                found,
-                parts[path],
-                extra,
-                grad_bytes,
-                partial(_extra_values, saved, counts[place], self.layers[:i], grad_bytes, is_backward),
-            )
+        def add_range(path: str, position: int, i: int, num_ended: int) -> None:
+            """Add the moments of a range.
 
-        last = len(self.order), len(self.layers)
-        add(BEFORE_LAYERS, *(last if is_backward else (0, 0)), 0)
-        for place, i in reversed([*enumerate(self.order)]) if is_backward else enumerate(self.order):
-            if self.layers[i].path in parts:
-                add(self.layers[i].path, place, i, 1)
-        add(AFTER_LAYERS, *((0, 0) if is_backward else last), 0)
-        of_all = saved_before[-1] - program_saved_before[-1]
-        found.start = walk.start + (of_all if is_backward else 0)
-        found.end = walk.end + (grads_after[0] - program_grads_after[0] if is_backward else of_all)
-        return found
+            Args:
+                path: Key of the range.
+                position: Number of layers of the model before it.
+                i: Number of layers of the program before it.
+                num_ended: 1 for a layer, whose own gradients do not exist before it, else 0.
+            """
+            grads = grads_after[position + num_ended] - program_grads_after[i + num_ended] if is_backward else 0
+            count = num_saved_before[position]
+            extra_values = partial(_extra_values, saved, count, self.layers[:i], grads, is_backward)
+            nbytes = saved_before[position] - program_saved_before[i] + grads
+            for source in range(ranges[path].begin, ranges[path].end):
+                moment = walk.moments[source]
+                unrolled.moments.append(replace(moment, nbytes=moment.nbytes + nbytes, results=moment.results + grads))
+                unrolled.sources.append(source)
+                unrolled.extra_values.append(extra_values)
 
-    @staticmethod
-    def _add(
-        found: _Unrolled, part: _WalkRange, n_saved: int, grad_bytes: int, more: Callable[[], list[LiveValue]]
-    ) -> None:
-        """Add the part again, with the saved values and the existing gradients."""
-        for i in range(part.begin, part.end):
-            one = found.walk.moments[i]
-            found.moments.append(
-                replace(one, nbytes=one.nbytes + n_saved + grad_bytes, results=one.results + grad_bytes)
-            )
-            found.of.append(i)
-            found.more.append(more)
+        start, end = (0, 0), (len(self.order), len(self.layers))
+        add_range(BEFORE_LAYERS, *(end if is_backward else start), 0)
+        positions = list(enumerate(self.order))
+        for position, i in reversed(positions) if is_backward else positions:
+            if self.layers[i].path in ranges:
+                add_range(self.layers[i].path, position, i, 1)
+        add_range(AFTER_LAYERS, *(start if is_backward else end), 0)
+        extra_saved = saved_before[-1] - program_saved_before[-1]
+        extra_grads = grads_after[0] - program_grads_after[0]
+        unrolled.start = walk.start + (extra_saved if is_backward else 0)
+        unrolled.end = walk.end + (extra_grads if is_backward else extra_saved)
+        return unrolled
 
 
 def _total_bytes(values: Sequence[LiveValue]) -> int:
-    return sum(one.nbytes for one in values)
+    """Return the sum of the bytes of values."""
+    return sum(value.nbytes for value in values)
 
 
 def _suffix_sums(numbers: Sequence[int]) -> list[int]:
@@ -223,39 +229,40 @@ def _suffix_sums(numbers: Sequence[int]) -> list[int]:
 def _extra_values(
     saved: Sequence[LiveValue], count: int, layers: Sequence[_RepeatedLayer], grad_bytes: int, is_backward: bool
 ) -> list[LiveValue]:
-    """Return the first `count` saved values and gradients, without those of these layers."""
+    """Return the first `count` saved values, and gradients of other layers; values of `layers` have negative bytes."""
     origin = "saved" if is_backward else "result"
-    own = [replace(value, nbytes=-value.nbytes) for layer in layers for value in layer.saved]
-    found = [replace(value, origin=origin) for value in [*saved[:count], *own]]
-    return [*found, LiveValue("gradients", OTHER_LAYERS_ORIGIN, grad_bytes, "result")] if grad_bytes else found
+    subtracted = [replace(value, nbytes=-value.nbytes) for layer in layers for value in layer.saved]
+    values = [replace(value, origin=origin) for value in [*saved[:count], *subtracted]]
+    return [*values, LiveValue("gradients", OTHER_LAYERS_ORIGIN, grad_bytes, "result")] if grad_bytes else values
 
 
 BEFORE_LAYERS, AFTER_LAYERS = "before the layers", "after the layers"
+"""Keys of the ranges of a walk outside of layers."""
 OTHER_LAYERS_ORIGIN = "gradients of equal layers"
 
 
 def _layer_starts(walk: LivenessWalk) -> list[tuple[str, int]]:
-    """Return each layer and its first moment, in execution order."""
-    found: dict[str, int] = {}
+    """Return (path, first moment) of each layer, in execution order."""
+    starts: dict[str, int] = {}
     for i, moment in enumerate(walk.moments):
         if moment.layer:
-            found.setdefault(moment.layer, i)
-    return sorted(found.items(), key=lambda item: item[1])
+            starts.setdefault(moment.layer, i)
+    return list(starts.items())
 
 
 def _split_walk(walk: LivenessWalk, paths: Sequence[str]) -> dict[str, _WalkRange]:
-    """Split a walk: before these layers, each layer up to the next one, and after them."""
-    begins = [(path, begin) for path, begin in _layer_starts(walk) if path in paths]
-    last = max((i for i, moment in enumerate(walk.moments) if moment.layer), default=-1) + 1
-    ends = [*(begin for _, begin in begins[1:]), last]
-    inside = {path: _WalkRange(begin, end) for (path, begin), end in zip(begins, ends)}
-    first = begins[0][1] if begins else last
-    return {BEFORE_LAYERS: _WalkRange(0, first), **inside, AFTER_LAYERS: _WalkRange(last, len(walk.moments))}
+    """Split a walk: before the layers of these paths, each layer up to the next one, and after all layers."""
+    starts = [(path, start) for path, start in _layer_starts(walk) if path in paths]
+    layers_end = max((i for i, moment in enumerate(walk.moments) if moment.layer), default=-1) + 1
+    boundaries = [*(start for _, start in starts), layers_end]
+    layers = {path: _WalkRange(start, end) for (path, start), end in zip(starts, boundaries[1:])}
+    before, after = _WalkRange(0, boundaries[0]), _WalkRange(layers_end, len(walk.moments))
+    return {BEFORE_LAYERS: before, **layers, AFTER_LAYERS: after}
 
 
-def _gradient_bytes(walk: LivenessWalk, part: _WalkRange) -> int:
-    """Return the bytes of gradients that a part creates."""
-    if part.begin >= part.end:
+def _gradient_bytes(walk: LivenessWalk, moments: _WalkRange) -> int:
+    """Return the bytes of gradients that a range of moments creates."""
+    if moments.begin >= moments.end:
         return 0
-    following = walk.moments[part.end] if part.end < len(walk.moments) else walk.moments[-1]
-    return max(0, following.results - walk.moments[part.begin].results)
+    following = walk.moments[min(moments.end, len(walk.moments) - 1)]
+    return max(0, following.results - walk.moments[moments.begin].results)

@@ -63,7 +63,7 @@ def test_workspace_of_the_flash_backward(kv_heads: int) -> None:
 
     def taken(kind: str, layout: str, ulysses: int = 0) -> float:
         with_it = of(all_candidates(s, GPU), kind, ulysses, layout)
-        with mock.patch.object(attention, "FLASH_RATE", frozenset()):
+        with mock.patch.object(attention, "WORKSPACE_KERNELS", frozenset()):
             return with_it.memory - of(all_candidates(s, GPU), kind, ulysses, layout).memory
 
     def walked(heads: int, of_keys: int, rows: int, keys: int) -> int:

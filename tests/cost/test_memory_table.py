@@ -83,7 +83,7 @@ def test_unsharded_bytes_of_fsdp() -> None:
     assert _last_layer_start(moments) == 5
     whole = _unsharded_bytes(moments, unit=20)
     assert whole == [5, 5 + 5, 5 + 20, 5 + 20 + 5, 5 + 20 + 20, 5 + 20 + 20, 5 + 20 + 27]
-    step = StepMemory(ModelBytes(parameters=72, trainable=72, buffers=0, unit=20, rest=12))
+    step = StepMemory(ModelBytes(parameters=72, trainable=72, buffers=0, unit=20, outside_layers=12))
     beside = [
         step.sharded_bytes(StepMoment("", moment, nbytes, 0, i, True, nbytes, i < 5, whole[i]), 2)
         for i, (moment, nbytes) in enumerate(zip(moments, made))

@@ -434,7 +434,7 @@ def attends(n: int, *shapes: AttentionShape, **options: Any) -> dict[tuple[str, 
     vars(planner)["_shapes"] = [(shape, 12.0) for shape in shapes]
     found = planner.attention_choices(n)
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    return {one.key: [(c.kind, c.layout, c.relayout) for c, _ in one.found] for one in found}
+    return {one.key: [(c.kind, c.layout, c.relayout) for c, _ in one.candidates] for one in found}
 
 
 def test_local_and_global_attention_may_go_different_ways() -> None:
@@ -607,7 +607,7 @@ def test_kinds_of_layers() -> None:
     depth = LayerList.of(nn.Sequential(layers))
     assert depth is not None
     assert depth.kinds == (0, 0, 1, 0, 1)
-    assert depth.reduce_layers == (0, 1, 2)
+    assert depth.reduced_positions == (0, 1, 2)
     with depth.only((0, 2)):
         assert [layer.out_features for layer in layers] == [8, 4]
     assert len(layers) == 5

@@ -163,7 +163,7 @@ def test_a_step_of_a_decoder() -> None:
 
 def test_bytes_that_fsdp_shards() -> None:
     """Parameters, gradients and optimizer state are sharded; parts outside of layers and two layers stay gathered."""
-    weights = ModelBytes(parameters=1000, trainable=800, buffers=30, unit=100, rest=50)
+    weights = ModelBytes(parameters=1000, trainable=800, buffers=30, unit=100, outside_layers=50)
     assert weights.sharded_bytes(4) == ((1000 + 2 * 800) // 4 + 50 + 2 * 100, 800 // 4 + 50 + 2 * 100)
     small = StepMemory(weights)
     assert small.fsdp(4) == (1000 + 800 + 2 * 800) // 4 + 30, "while the optimizer runs"

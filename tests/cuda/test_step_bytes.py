@@ -39,7 +39,9 @@ def test_a_predicted_peak_is_that_of_the_wrappers(gpu: AbsentGpu, of: Llama, n: 
     live = gpu.run(compiled_step, of, n, **options)
     found = predicted(of, n, **{name: value for name, value in options.items() if name != "ulysses"})
     assert found.values == pytest.approx(live.peak, rel=CLOSE)
-    forward, backward = (max(x.nbytes for x in found.points() if x.is_after is backward) for backward in (False, True))
+    forward, backward = (
+        max(x.nbytes for x in found.points() if x.in_backward is backward) for backward in (False, True)
+    )
     assert forward == pytest.approx(live.forward.peak, rel=CLOSE)
     assert backward == pytest.approx(live.backward.peak, rel=CLOSE)
 

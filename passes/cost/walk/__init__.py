@@ -1,1 +1,1 @@
-"""Model memory over a graph event by event, with Inductor's fusion."""
+"""Model the memory of a graph kernel by kernel, with Inductor's fusion."""

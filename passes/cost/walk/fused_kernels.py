@@ -1,6 +1,9 @@
 """Approximate Inductor's fusion decisions for the liveness model (`liveness.py`).
 
-A fused event runs at the position of the first; values that only the kernel itself reads have no storage.
+A *kernel* is a node that reads and writes memory when it runs: a generated kernel, a library call or a collective, but
+no view, and no elementwise op that its readers recompute. `KernelSchedule` is the list of kernels of a graph in order.
+Kernels that Inductor fuses become one, represented by its first node, at the position of that node. Values that only
+the fused kernel itself reads have no storage.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -26,8 +30,8 @@ from .kinds import (
     ELEMENTWISE,
     FEWEST_ELEMENTS,
     FEWEST_ROWS,
-    FUSABLE_VIEWS,
     LATE_WRITE_OPS,
+    MAX_FUSION_DISTANCE,
     PRIMS,
     REDUCTIONS,
     VIEW_CALLS,
@@ -35,39 +39,42 @@ from .kinds import (
     WIDEST_ROW,
 )
 
-PlaceKey = int
+StorageKey = int
+"""Key of a storage: equal for tensors that share memory."""
 
 
 @dataclass(frozen=True)
 class RowKernel:
-    """Events over the same rows in graph order, and the storages that they read and write."""
+    """Fused kernels over the same rows in graph order, and the storages that they read and write."""
 
-    nodes: list[Node]
-    reads: set[PlaceKey]
-    writes: set[PlaceKey]
+    nodes: list[Node]  # kernels before fusion
+    reads: set[StorageKey]  # storages that one of them reads
+    writes: set[StorageKey]  # storages that one of them writes
 
     def join(self, later: RowKernel) -> RowKernel:
         """Return both kernels as one."""
         return RowKernel([*self.nodes, *later.nodes], self.reads | later.reads, self.writes | later.writes)
 
 
-class FusedEvents:
-    """Events in order, with the storages that each reads and writes; unfused events are single ops."""
+class KernelSchedule:
+    """Kernels of a graph in order, with the storages that each reads and writes.
+
+    A subclass fills the tables from a graph, then calls `fuse`.
+    """
 
     def __init__(self, fused: bool) -> None:
         self.fused, self.on_gpu = fused, False
-        self.sums: dict[Node, Node] = {}  # sum -> product computed with it
-        self.written: dict[Node, list[PlaceKey]] = {}
-        self.read: dict[Node, frozenset[PlaceKey]] = {}
-        self.sizes: dict[PlaceKey, int] = {}
-        self.results: set[PlaceKey] = set()
-        self.often: dict[
-            Node, frozenset[PlaceKey]
-        ] = {}  # read by several parts of an event, so that none writes over it
+        self.product_of_sum: dict[Node, Node] = {}  # sum -> matrix product whose kernel also adds (`addmm`)
+        self.kernel_writes: dict[Node, list[StorageKey]] = {}  # kernel -> storages; its order is that of the kernels
+        self.kernel_reads: dict[Node, frozenset[StorageKey]] = {}  # kernel -> storages
+        self.sizes: dict[StorageKey, int] = {}  # storage -> bytes
+        self.results: set[StorageKey] = set()  # storages that the graph returns
+        # fused kernel -> storages that several of its nodes read, so that none of them overwrites these
+        self.read_often: dict[Node, frozenset[StorageKey]] = {}
 
     def fuse(self) -> None:
-        """Fuse events; on a CPU only sums, as measured."""
-        self.on_gpu = any(map(is_on_gpu, self.written))
+        """Fuse kernels in the tables; on a CPU only sums, as measured."""
+        self.on_gpu = any(map(is_on_gpu, self.kernel_writes))
         self._fuse_sums()
         if self.on_gpu:
             self._fuse_rows()
@@ -75,14 +82,10 @@ class FusedEvents:
     def is_fused(self, node: Node) -> bool:
         """Return True if the node is part of kernels that Inductor generates."""
         target = node.target
-        if not self.fused or node in self.sums or not isinstance(target, OpOverload):
+        if not self.fused or node in self.product_of_sum or not isinstance(target, OpOverload):
             return False
-        return (
-            _op_name(target) in PRIMS
-            or target in REDUCTIONS
-            or target in ELEMENTWISE
-            or torch.Tag.pointwise in target.tags
-        )
+        is_listed = target in REDUCTIONS or target in ELEMENTWISE or _op_name(target) in PRIMS
+        return is_listed or torch.Tag.pointwise in target.tags
 
     def _fuse_sums(self) -> None:
         """Fuse nearby sums that read a common value with the same number of rows.
@@ -90,134 +93,144 @@ class FusedEvents:
         Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first
         part, so nodes between the first and last sum that no sum needs run later than in the graph.
         """
-        results = (
-            len(node_tensors(node)) for node in self.written
-        )  # of several, each has a place in Inductor's order, too
-        number = dict(zip(self.written, accumulate((1 if n < 2 else 1 + n for n in results), initial=0)))
-        sums = [node for node in self.written if self._is_last_sum(node)]
-        pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._read_in_common(a, b)]
-        if any(map(is_on_gpu, sums)):  # those that have the most to read in common come first
-            pairs.sort(key=lambda pair: -sum(self.sizes[key] for key in self.read[pair[0]] & self.read[pair[1]]))
+        # Position in Inductor's order, in which each result of an op with several results has a place, too.
+        num_results = (len(node_tensors(node)) for node in self.kernel_writes)
+        position = dict(zip(self.kernel_writes, accumulate((1 if n < 2 else 1 + n for n in num_results), initial=0)))
+        sums = [node for node in self.kernel_writes if self._is_last_sum(node)]
+        pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._has_common_reads(a, b)]
+        if any(map(is_on_gpu, sums)):  # those with the most common bytes are first
+            pairs.sort(key=lambda pair: -sum(map(self.sizes.__getitem__, self._common_reads(*pair))))
         group_of = {node: [node] for node in sums}
         for a, b in pairs:
-            one, other = group_of[a], group_of[b]
-            both = sorted([*one, *other], key=number.__getitem__)
-            near = number[both[-1]] - number[both[0]] <= FUSABLE_VIEWS
-            if one is not other and near and (len(both) == 2 or not _is_row_reduction(a)):
-                group_of.update(dict.fromkeys(both, both))
-        groups = {id(group): group for group in group_of.values() if len(group) > 1}
-        if groups:
-            self._sort({node: group for group in groups.values() for node in group})
+            merged = sorted({*group_of[a], *group_of[b]}, key=position.__getitem__)
+            is_near = position[merged[-1]] - position[merged[0]] <= MAX_FUSION_DISTANCE
+            if group_of[a] is not group_of[b] and is_near and (len(merged) == 2 or not _is_row_reduction(a)):
+                group_of.update(dict.fromkeys(merged, merged))
+        self._merge_kernels(list({id(group): group for group in group_of.values()}.values()))
 
-    def _read_in_common(self, a: Node, b: Node) -> bool:
-        """Return True if two sums read enough common values; wide rows on GPUs need more than one (observed)."""
-        wide = is_on_gpu(a) and size_hint(a.args[0].meta["val"].shape[-1]) > WIDE_ROW  # type: ignore[union-attr]
-        return _is_same_reduction(a, b) and len(self.read[a] & self.read[b]) > wide
+    def _common_reads(self, a: Node, b: Node) -> frozenset[StorageKey]:
+        """Return the storages that both kernels read."""
+        return self.kernel_reads[a] & self.kernel_reads[b]
+
+    def _has_common_reads(self, a: Node, b: Node) -> bool:
+        """Return True if two sums read enough common values to fuse: one, or two for wide rows on GPUs (observed)."""
+        is_wide = is_on_gpu(a) and size_hint(a.args[0].meta["val"].shape[-1]) > WIDE_ROW  # type: ignore[union-attr]
+        return _is_same_reduction(a, b) and len(self._common_reads(a, b)) > (1 if is_wide else 0)
 
     def _fuse_rows(self) -> None:
-        """Fuse row-wise events with reductions over rows, if all that they read is available.
+        """Fuse row-wise kernels with reductions over rows, if all that they read is available.
 
         Examples are a norm or softmax with its users; on a GPU also the gradient of its scale.
         """
-        number = {node: i for i, node in enumerate(self.written)}
-        written: dict[PlaceKey, int] = {}  # by the last event that writes it
-        for node, keys in self.written.items():
-            waits = self.read[node] if node.target in LATE_WRITE_OPS else ()
-            written.update((key, number[node]) for key in (*keys, *waits))
-        units = defaultdict[int, list[RowKernel]](list)  # by number of elements
-        for node in self.written:
-            count = self._elements_by_row(node)
-            if not count:
+        position = {node: i for i, node in enumerate(self.kernel_writes)}
+        last_write: dict[StorageKey, int] = {}  # storage -> position of the last kernel that writes it
+        for node, keys in self.kernel_writes.items():
+            late_writes = self.kernel_reads[node] if node.target in LATE_WRITE_OPS else ()
+            last_write.update((key, position[node]) for key in (*keys, *late_writes))
+        by_size = defaultdict[int, list[RowKernel]](list)  # number of elements -> kernels so far
+        for node in self.kernel_writes:
+            num_elements = self._row_wise_elements(node)
+            if not num_elements:
                 continue
-            last, others = RowKernel([node], {*self.read[node]}, {*self.written[node]}), units[count]
-            while (found := self._find_partner(last, others, count, number, written)) is not None:
-                others.remove(found)
-                last = found.join(last)
-            others.append(last)
-        together = [one.nodes for others in units.values() for one in others if len(one.nodes) > 1]
-        if together:
-            self._sort({node: group for group in together for node in group})
+            kernels = by_size[num_elements]
+            kernel = RowKernel([node], {*self.kernel_reads[node]}, {*self.kernel_writes[node]})
+            while (partner := self._find_partner(kernel, kernels, num_elements, position, last_write)) is not None:
+                kernels.remove(partner)
+                kernel = partner.join(kernel)
+            kernels.append(kernel)
+        self._merge_kernels([kernel.nodes for kernels in by_size.values() for kernel in kernels])
 
     def _find_partner(
         self,
-        last: RowKernel,
-        others: list[RowKernel],
-        count: int,
-        number: dict[Node, int],
-        written: dict[PlaceKey, int],
+        kernel: RowKernel,
+        candidates: list[RowKernel],
+        num_elements: int,
+        position: dict[Node, int],
+        last_write: dict[StorageKey, int],
     ) -> RowKernel | None:
-        """Return an earlier kernel over the same number of elements at which all operands are available, or None."""
-        large = {key for key in last.reads if self.sizes[key] >= count}
-        for one in others:
-            first = number[one.nodes[0]]
-            near = one.reads & large or one.writes & last.reads
-            there = (written.get(key, -1) < first for key in last.reads - one.writes - last.writes)
-            if first < number[last.nodes[0]] and near and all(there):
-                return one
+        """Return an earlier kernel with which `kernel` can be fused, or None.
+
+        They read a common large value, or the earlier one writes what `kernel` reads. Everything else that `kernel`
+        reads exists before the earlier one.
+        """
+        large_reads = {key for key in kernel.reads if self.sizes[key] >= num_elements}
+        for candidate in candidates:
+            start = position[candidate.nodes[0]]
+            if start >= position[kernel.nodes[0]]:
+                continue
+            is_related = candidate.reads & large_reads or candidate.writes & kernel.reads
+            other_reads = kernel.reads - candidate.writes - kernel.writes
+            if is_related and all(last_write.get(key, -1) < start for key in other_reads):
+                return candidate
         return None
 
-    def _elements_by_row(self, node: Node) -> int:
-        """Return the number of elements of a row-wise event, or 0 for others."""
+    def _row_wise_elements(self, node: Node) -> int:
+        """Return the number of elements of an elementwise op or a reduction over rows, or 0 for other nodes."""
         if not self.is_fused(node):
             return 0
         if node.target not in REDUCTIONS:
             return size_hint(node.meta["val"].numel()) if isinstance(node.meta["val"], torch.Tensor) else 0
-        x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
+        x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None  # sum(x, dims)
         if not isinstance(x, Node) or not isinstance(dims, list | tuple):
             return 0
         shape = x.meta["val"].shape
-        of_rows = len(dims) == 1 and dims[0] in (-1, len(shape) - 1)
-        return size_hint(shape.numel()) if of_rows or _is_row_reduction(node) else 0
+        is_over_last_dim = len(dims) == 1 and dims[0] in (-1, len(shape) - 1)
+        return size_hint(shape.numel()) if is_over_last_dim or _is_row_reduction(node) else 0
 
     def _is_last_sum(self, node: Node) -> bool:
         """Return True for a sum that is only returned or concatenated."""
         if node.target not in REDUCTIONS:
             return False
-        passed = iterate_reachable([node], lambda n: [x for x in n.users if n is node or _is_reinterpretation(x)])
-        return all(n is node or _is_reinterpretation(n) or n.target is CAT or n.op == "output" for n in passed)
+        reached = iterate_reachable([node], lambda n: [x for x in n.users if n is node or _is_reinterpretation(x)])
+        return all(n is node or _is_reinterpretation(n) or n.target is CAT or n.op == "output" for n in reached)
 
-    def _sort(self, together: dict[Node, list[Node]]) -> None:
-        """Sort events in graph order after their operands, with each fused group as one."""
-        groups = {node: together.get(node, [node]) for node in self.written}
-        number = {node: i for i, node in enumerate(self.written)}
-        makers = defaultdict[PlaceKey, list[Node]](list)  # and events that must be waited for
-        for node, keys in self.written.items():
-            waits = self.read[node] if node.target is WAIT_OPS or node.target in ARRIVALS else ()
-            for key in (*keys, *waits):
-                makers[key].append(groups[node][0])
-        order = dict[Node, None]()
-        waiting = [groups[node][0] for node in reversed(self.written)]
-        while waiting:
-            node = waiting[-1]
-            read = {
-                before
-                for one in groups[node]
-                for key in self.read[one]
-                for before in makers[key]
-                if number[before] < number[one]
-            }
-            before = sorted(read - order.keys() - {node}, key=number.__getitem__, reverse=True)
-            waiting += before
-            if not before:
-                order[waiting.pop()] = None
-        for group in {id(group): group for group in together.values()}.values():
-            first, *others = group
-            reads = Counter(key for one in group for key in self.read[one])
+    def _merge_kernels(self, kernels: list[list[Node]]) -> None:
+        """Fuse the nodes of each list to one kernel, and sort all kernels in graph order after their operands."""
+        fused = [kernel for kernel in kernels if len(kernel) > 1]
+        if not fused:
+            return
+        order = self._order_kernels({node: kernel for kernel in fused for node in kernel})
+        for kernel in fused:
+            first, *others = kernel
+            reads = Counter(key for node in kernel for key in self.kernel_reads[node])
             if self.on_gpu:
-                self.often[first] = frozenset(key for key, count in reads.items() if count > 1)
-            self.written[first] = [key for one in group for key in self.written[one]]
-            self.read[first] = frozenset().union(*(self.read[one] for one in group))
-            for one in others:
-                del self.written[one], self.read[one]
-            self._keep_inside(first)
-        self.written = {node: self.written[node] for node in order}
+                self.read_often[first] = frozenset(key for key, count in reads.items() if count > 1)
+            self.kernel_writes[first] = [key for node in kernel for key in self.kernel_writes[node]]
+            self.kernel_reads[first] = frozenset(reads)
+            for node in others:
+                del self.kernel_writes[node], self.kernel_reads[node]
+            self._remove_inner_storages(first)
+        self.kernel_writes = {node: self.kernel_writes[node] for node in order}
 
-    def _keep_inside(self, event: Node) -> None:
-        """Remove the storages that only the event itself reads."""
-        elsewhere = frozenset().union(*(keys for one, keys in self.read.items() if one is not event))
-        inside = (self.read[event] & {*self.written[event]}) - elsewhere - self.results
-        self.written[event] = [key for key in self.written[event] if key not in inside]
-        self.read[event] -= inside
+    def _order_kernels(self, kernel_of: dict[Node, list[Node]]) -> Collection[Node]:
+        """Return the first node of each kernel, in graph order after its operands; `kernel_of` contains fused nodes."""
+        kernels = {node: kernel_of.get(node, [node]) for node in self.kernel_writes}
+        position = {node: i for i, node in enumerate(self.kernel_writes)}
+        writers = defaultdict[StorageKey, list[Node]](list)  # storage -> kernels that write it, or end a wait for it
+        for node, keys in self.kernel_writes.items():
+            waits = self.kernel_reads[node] if node.target is WAIT_OPS or node.target in ARRIVALS else ()
+            for key in (*keys, *waits):
+                writers[key].append(kernels[node][0])
+        order = dict[Node, None]()
+        stack = [kernels[node][0] for node in reversed(self.kernel_writes)]
+        while stack:
+            first = stack[-1]
+            operands: set[Node] = set()  # kernels that write what this one reads
+            for node in kernels[first]:
+                for key in self.kernel_reads[node]:
+                    operands.update(writer for writer in writers[key] if position[writer] < position[node])
+            missing = sorted(operands - order.keys() - {first}, key=position.__getitem__, reverse=True)
+            stack += missing
+            if not missing:
+                order[stack.pop()] = None
+        return order
+
+    def _remove_inner_storages(self, kernel: Node) -> None:
+        """Remove the storages that a kernel writes and no other kernel reads."""
+        read_by_others = frozenset().union(*(keys for node, keys in self.kernel_reads.items() if node is not kernel))
+        inner = (self.kernel_reads[kernel] & {*self.kernel_writes[kernel]}) - read_by_others - self.results
+        self.kernel_writes[kernel] = [key for key in self.kernel_writes[kernel] if key not in inner]
+        self.kernel_reads[kernel] -= inner
 
 
 def products_in_sums(graph: Graph) -> dict[Node, Node]:
@@ -226,25 +239,26 @@ def products_in_sums(graph: Graph) -> dict[Node, Node]:
     An example is a weight's gradient added to that of a tied embedding. On a GPU, sums with elementwise users do not
     count.
     """
-    found = dict[Node, Node]()
+    product_of_sum = dict[Node, Node]()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
-        fusible = is_on_gpu(node) and all(map(_is_elementwise, node.users))
-        pairs = [] if node.kwargs or fusible else [node.args[::-1], node.args]  # of two products, the first one
-        found.update((node, product) for product, other in pairs if _can_fuse_addend(product, other))
-    return found
+        if node.kwargs or (is_on_gpu(node) and all(map(_is_elementwise, node.users))):
+            continue
+        for product, addend in (node.args, node.args[::-1]):  # of two products, the first one
+            if _can_fuse_addend(product, addend):
+                product_of_sum.setdefault(node, product)
+    return product_of_sum
 
 
-def _can_fuse_addend(product: Any, other: Any) -> bool:
-    """Return True if the product's kernel can add the other operand."""
+def _can_fuse_addend(product: Any, addend: Any) -> bool:
+    """Return True if the kernel of a matrix product can add this value: it has no other reader, and shapes match."""
     if not isinstance(product, Node) or product.target is not torch.ops.aten.mm.default or len(product.users) > 1:
         return False
-    if not isinstance(other, Node) or other is product or not isinstance(other.meta.get("val"), torch.Tensor):
+    if not isinstance(addend, Node) or addend is product or not isinstance(addend.meta.get("val"), torch.Tensor):
         return False
-    x, y = product.meta["val"], other.meta["val"]
-    fits = all(
-        is_same_size(a, b) or is_same_size(a, 1) for a, b in zip(as_sizes(y.shape)[::-1], as_sizes(x.shape)[::-1])
-    )
-    return fits and y.dim() <= x.dim() and x.dtype == y.dtype
+    x, y = product.meta["val"], addend.meta["val"]
+    sizes = zip(as_sizes(y.shape)[::-1], as_sizes(x.shape)[::-1])
+    can_broadcast = y.dim() <= x.dim() and all(is_same_size(a, b) or is_same_size(a, 1) for a, b in sizes)
+    return can_broadcast and x.dtype == y.dtype
 
 
 def _is_elementwise(user: Node) -> bool:
@@ -260,8 +274,8 @@ def _is_elementwise(user: Node) -> bool:
 
 def _is_same_reduction(a: Node, b: Node) -> bool:
     """Return True if two sums have equal numbers of elements and equal result shapes."""
-    (x, y), (u, v) = ((n.args[0].meta["val"].shape, n.meta["val"].shape) for n in (a, b))  # type: ignore[union-attr]
-    return math.prod(map(size_hint, x)) == math.prod(map(size_hint, u)) and tuple(y) == tuple(v)
+    counts = [size_hint(n.args[0].meta["val"].numel()) for n in (a, b)]  # type: ignore[union-attr]
+    return counts[0] == counts[1] and tuple(a.meta["val"].shape) == tuple(b.meta["val"].shape)
 
 
 def is_on_gpu(node: Node) -> bool:
@@ -275,9 +289,9 @@ def _is_reinterpretation(node: Node) -> bool:
 
 
 def _is_row_reduction(node: Node) -> bool:
-    """Return True if a GPU kernel that processes rows computes this sum over rows, too.
+    """Return True if a GPU kernel over rows can compute this sum over all rows, too (Inductor's `MixOrderReduction`).
 
-    This holds for many elements and many more rows than columns: Inductor's `MixOrderReduction`.
+    This holds for many elements and many more rows than columns.
     """
     if not is_on_gpu(node):
         return False

@@ -1,4 +1,4 @@
-"""Classes of operators in the liveness walk."""
+"""Classes of operators in the liveness walk, and limits of Inductor's fusion (torch._inductor.config and scheduler)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from sp_compile.lowering.torch_compat import auto_functionalized, auto_functiona
 from sp_compile.passes.graph.call import WAIT_OPS, parse_overloads
 
 TO_HOST, FROM_HOST = torch.ops.sp.offload.default, torch.ops.sp.reload.default
+"""Ops that start a copy to and from host memory; those in `ARRIVALS` wait for it."""
 ARRIVALS = frozenset({torch.ops.sp.offloaded.default, torch.ops.sp.reloaded.default})
 """Ops without results whose operands stay alive until the op runs."""
 IN_PLACE_COLLECTIVES = frozenset({torch.ops._c10d_functional.all_reduce.default})
+"""Functional collectives that Inductor runs in place."""
 MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
 """Ops that mutate their operands in Inductor's code."""
 LATE_WRITE_OPS = frozenset({WAIT_OPS}) | ARRIVALS | MUTATIONS
@@ -31,7 +33,7 @@ FEWEST_ROWS, FEWEST_ELEMENTS = 4096, 5 << 20
 """Minimum rows and elements for which such a kernel sums over rows, too."""
 INLINED_ONCE, INLINED_OFTEN = 8, 4
 """Maximum storages that Inductor inlines into one value, for one reader and for several."""
-UNFUSED_OPS = "primals_", "arg", "fwd_rng_state", "bwd_rng_state", "tangents"
+UNFREEABLE_INPUTS = "primals_", "arg", "fwd_rng_state", "bwd_rng_state", "tangents"
 """Prefixes of inputs that Inductor considers not freeable: `is_nonfreeable_buffers`."""
 MATRIX_PRODUCTS = frozenset(parse_overloads("mm bmm addmm baddbmm convolution"))
 REDUCTIONS = frozenset(
@@ -73,6 +75,6 @@ ATTENTIONS = frozenset(
         "_flash_attention_forward _flash_attention_backward _efficient_attention_forward _efficient_attention_backward"
     )
 ).union(CPU_FLASH_OPS)
-FUSABLE_VIEWS = 64
+MAX_FUSION_DISTANCE = 64
 """Maximum distance of kernels that Inductor fuses: `Scheduler.are_long_distant_nodes`."""
 PRIMS = frozenset(f"prims::{name}" for name in "iota convert_element_type fma inductor_seeds inductor_random".split())

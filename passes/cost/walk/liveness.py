@@ -1,20 +1,21 @@
 """Model the memory of a running graph: each value lives from its definition to its last use.
 
-Graphs are those of AOTAutograd's partition, with fake tensors. Values that share memory (views, in-place writes) are
-one. With fusion, elementwise work has no storage: its readers recompute it. It gets storage only if an unfused op
-(product, attention, collective) reads it, at the end of a reduction, or if it reads more storages than Inductor
-inlines. A kernel may write over an operand that it reads last.
+`walk` returns a `WalkMoment` for each kernel of a graph (see `fused_kernels.py`), in order, with the bytes of all
+values alive while it runs. Graphs are those of AOTAutograd's partition, with fake tensors. Values that share memory
+(views, in-place writes) are one storage. With fusion, an elementwise op has no storage: its readers recompute it. It
+gets storage only if an unfused op (product, attention, collective) reads it, at the end of a reduction, or if it reads
+more storages than Inductor inlines. A kernel may write over an operand that it reads last.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch.fx import Graph, Node
@@ -38,7 +39,7 @@ from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.sizes import current_bytes
 from sp_compile.passes.sharding.matchers import move_source
 
-from .fused_kernels import FusedEvents, PlaceKey, is_on_gpu, products_in_sums
+from .fused_kernels import KernelSchedule, StorageKey, is_on_gpu, products_in_sums
 from .kinds import (
     ARRIVALS,
     ATTENTIONS,
@@ -53,7 +54,7 @@ from .kinds import (
     REDUCTIONS,
     TILE_LOOPS,
     TO_HOST,
-    UNFUSED_OPS,
+    UNFREEABLE_INPUTS,
 )
 from .workspace import conversion_bytes, op_workspace
 
@@ -73,14 +74,14 @@ class LiveValue:
 
 @dataclass(frozen=True)
 class WalkMoment:
-    """Node as it runs, and the bytes of all live values."""
+    """Kernel as it runs, and the bytes of all live values."""
 
-    name: str
-    where: str
-    nbytes: int
-    results: int = 0  # bytes of graph results
-    idle: int = 0  # bytes retained for later buffers
-    product: bool = False
+    name: str  # name of its node
+    where: str  # user's line
+    nbytes: int  # live bytes, with the workspace of the kernel
+    results: int = 0  # part of these that the graph returns
+    idle: int = 0  # part of these in buffers that Inductor retains for reuse
+    product: bool = False  # True for a matrix product or an attention
     layer: str = ""  # path of the layer
     traffic: int = 0  # bytes read and written, except by products
     flops: int = 0  # FLOPs of products, without attention
@@ -91,11 +92,11 @@ class WalkMoment:
 class LivenessWalk:
     """Liveness of one graph."""
 
-    moments: list[WalkMoment] = field(default_factory=list)
-    start: int = 0  # live bytes before the run, without permanent inputs
-    end: int = 0  # live bytes after it
-    _places: _StoragePlaces | None = None
-    _inputs: dict[PlaceKey, LiveValue] = field(default_factory=dict)
+    moments: list[WalkMoment] = field(default_factory=list)  # one for each kernel, in order
+    start: int = 0  # live bytes before the first kernel, without permanent inputs
+    end: int = 0  # live bytes after the last one
+    _storages: StorageTable | None = None  # storages of the graph
+    _inputs: dict[StorageKey, LiveValue] = field(default_factory=dict)  # inputs that are freed after their last use
 
     @property
     def traffic(self) -> int:
@@ -108,18 +109,19 @@ class LivenessWalk:
         return sum(moment.flops for moment in self.moments)
 
     def by_last_layer(self, saved: Iterable[Node]) -> list[tuple[str, LiveValue]]:
-        """Return these inputs with the layer that reads each last."""
-        assert self._places is not None
-        found = {self._places.key(x): one for one in saved for x in node_tensors(one)}
+        """Return (path of the layer that reads it last, value) for each of these inputs; "" before the first layer."""
+        assert self._storages is not None
+        keys = dict.fromkeys(self._storages.key(x) for node in saved for x in node_tensors(node))
+        # layers[i + 1] is the layer of moment i, or the last one before it.
         layers = list(accumulate(self.moments, lambda layer, moment: moment.layer or layer, initial=""))
-        return [(layers[self._places.last.get(key, -1) + 1], self._inputs[key]) for key in found]
+        return [(layers[self._storages.last_read.get(key, -1) + 1], self._inputs[key]) for key in keys]
 
     def alive(self, moment: int) -> list[LiveValue]:
         """Return the live values at a moment, largest first."""
-        assert self._places is not None
-        for i, (_, live) in enumerate(self._places.run(self._inputs)):
+        assert self._storages is not None
+        for i, (_, live) in enumerate(self._storages.run(self._inputs)):
             if i == moment:
-                return sorted(live, key=lambda held: -held.nbytes)
+                return sorted(live, key=lambda value: -value.nbytes)
         return []
 
 
@@ -128,50 +130,51 @@ def nbytes_of(value: torch.Tensor) -> int:
     return size_hint(value.untyped_storage().nbytes())
 
 
-def storage_bytes(nodes: Iterable[Node]) -> dict[PlaceKey, int]:
-    """Return the storages of the values of nodes, with their bytes."""
-    return {storage_of(x): nbytes_of(x) for n in nodes for x in node_tensors(n)}
+def storage_bytes(nodes: Iterable[Node]) -> dict[StorageKey, int]:
+    """Return the bytes of each storage of the values of nodes."""
+    return {storage_of(x): nbytes_of(x) for node in nodes for x in node_tensors(node)}
 
 
 def is_on_host(node: Node) -> bool:
-    """Return True for an input that is in host memory."""
+    """Return True for an input that is in host memory, since it is only copied from there."""
     return bool(node.users) and all(user.target is FROM_HOST for user in node.users)
 
 
 def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
-    """Simulate a run of a graph.
+    """Return the live bytes at each kernel of a graph.
 
     Args:
-        graph: Graph.
+        graph: Graph with fake tensors as `meta["val"]`.
         fused: Model Inductor's fusion.
-        saved: Inputs that are freed after their last use.
+        saved: Inputs that are freed after their last use; others are permanent and not counted.
     """
-    places = _StoragePlaces(graph, fused)
+    storages = StorageTable(graph, fused)
     inputs = {
-        places.key(x): LiveValue(one.name, _node_line(one), nbytes_of(x), "saved")
-        for one in saved
-        for x in node_tensors(one)
+        storages.key(x): LiveValue(node.name, _node_line(node), nbytes_of(x), "saved")
+        for node in saved
+        for x in node_tensors(node)
     }
-    found = LivenessWalk(start=sum(value.nbytes for value in inputs.values()), _places=places, _inputs=inputs)
-    for node, live in places.run(inputs):
-        ran = places.sums.get(node, node)
-        total, product = sum(value.nbytes for value in live), is_product(ran)
-        results, idle = (sum(value.nbytes for value in live if value.origin == of) for of in ("result", "reuse"))
-        traffic = 0 if product else places.traffic(node)
+    result = LivenessWalk(start=sum(value.nbytes for value in inputs.values()), _storages=storages, _inputs=inputs)
+    for node, live in storages.run(inputs):
+        computed = storages.product_of_sum.get(node, node)  # `addmm` is a product
+        nbytes = Counter[str]()  # by origin
+        for value in live:
+            nbytes[value.origin] += value.nbytes
+        product, attends = is_product(computed), node.target in ATTENTIONS
+        traffic = 0 if product else storages.traffic(node)
         if node.target in TILE_LOOPS:
-            one = _TileLoop.of(node)
-            traffic += one.tiles * (one.tile(fused).traffic + 2 * one.sums)
-        attends, memory = node.target in ATTENTIONS, (total, results, idle, product)
-        flops = 0 if attends else node_flops(ran)
-        found.moments.append(
-            WalkMoment(node.name, _node_line(node), *memory, node_layer(node), traffic, flops, attends)
-        )
-    found.end = sum(value.nbytes for value in places.left.values())
-    return found
+            loop = _TileLoop.of(node)
+            traffic += loop.tiles * (loop.tile(fused).traffic + 2 * loop.accumulator_bytes)
+        memory = nbytes.total(), nbytes["result"], nbytes["reuse"], product
+        flops = 0 if attends else node_flops(computed)
+        moment = WalkMoment(node.name, _node_line(node), *memory, node_layer(node), traffic, flops, attends)
+        result.moments.append(moment)
+    result.end = sum(value.nbytes for value in storages.remaining.values())
+    return result
 
 
 def _node_line(node: Node) -> str:
-    """Return the user's line of a node, or else of its first operand."""
+    """Return the user's line of a node, or else of the nearest of its first operands that has one."""
     for _ in range(MAX_WALK_STEPS):
         if is_tangent(node):
             return TANGENTS_LINE
@@ -190,60 +193,57 @@ def is_product(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class _TileLoop:
-    """Loop over tiles."""
+    """Sizes of an op that runs a program on tiles of rows, one after the other, and sums some of its results."""
 
-    tiles: int
-    part: TilePart
-    sums: int  # bytes of accumulators
-    wide: int  # bytes of accumulators that are cast at the end
-    narrow: int  # bytes of these after the cast
-    rows: int  # bytes of a tile's operands that are copied to be contiguous
+    tiles: int  # number of tiles
+    part: TilePart  # program of one tile
+    accumulator_bytes: int  # of the sums over tiles
+    wide_bytes: int  # of the accumulators that are cast to a narrower dtype at the end
+    narrow_bytes: int  # of these after the cast
+    copied_bytes: int  # of a tile's operands that are copied to be contiguous
 
     @staticmethod
     def of(node: Node) -> _TileLoop:
-        """Return the tile loop of a node, with the bytes of its sums and gaps."""
-        first, part, kinds = TILE_LOOPS[node.target]
-        rows, whole, tiles, name, _ = node.args[first:]
+        """Return the tile loop of a node whose target is in `TILE_LOOPS`."""
+        first_operand, part, result_kinds = TILE_LOOPS[node.target]
+        tiled, untiled, tiles, name, _ = node.args[first_operand:]
         program: TileProgram = PROGRAMS[name]
-        sums = [value for kind in kinds for value in getattr(program, kind) if value.dim is None]
-        wide = {value: accumulation_dtype(value.dtype) for value in sums}
-        other = [value for value in sums if wide[value] != value.dtype]
-        sizes = program.sizes([x.meta["val"] for x in (*rows, *whole)])
-        count = {value: math.prod(map(size_hint, value.sizes(sizes))) for value in sums}
-        gaps = [
-            x for x, dim in zip((n.meta["val"] for n in rows), program.rows) if size_hint(x.shape[:dim].numel()) > 1
-        ]
+        sizes = program.sizes([x.meta["val"] for x in (*tiled, *untiled)])
+        accumulators = wide = narrow = 0  # bytes
+        for value in chain(*(getattr(program, kind) for kind in result_kinds)):
+            if value.dim is not None:  # its rows are those of the tiles
+                continue
+            elements, dtype = math.prod(map(size_hint, value.sizes(sizes))), accumulation_dtype(value.dtype)
+            accumulators += elements * dtype.itemsize
+            if dtype != value.dtype:
+                wide += elements * dtype.itemsize
+                narrow += elements * value.dtype.itemsize
+        # Slices of rows are not contiguous if the dims before them have more than one element.
+        operands = zip((n.meta["val"] for n in tiled), program.rows)
+        copied = sum(current_bytes(x) for x, dim in operands if size_hint(x.shape[:dim].numel()) > 1) // tiles
         _, body = max(program.bodies.items())
-        return _TileLoop(
-            tiles,
-            getattr(body, part),
-            sum(count[value] * wide[value].itemsize for value in sums),
-            sum(count[value] * wide[value].itemsize for value in other),
-            sum(count[value] * value.dtype.itemsize for value in other),
-            sum(map(current_bytes, gaps)) // tiles,
-        )
+        return _TileLoop(tiles, getattr(body, part), accumulators, wide, narrow, copied)
 
     def tile(self, fused: bool) -> LivenessWalk:
         """Return the liveness of one tile."""
-        return _tile_bytes(self.part, fused)
+        return _walk_tile(self.part, fused)
 
     def inside(self, fused: bool) -> int:
-        """Return the largest number of bytes during the loop, without operands and results."""
+        """Return the peak bytes of the loop, without operands and results; accumulators replace narrower results."""
         tile = max((moment.nbytes for moment in self.tile(fused).moments), default=0)
-        return max(tile + self.rows + self.wide - self.narrow, self.wide)
+        return max(tile + self.copied_bytes + self.wide_bytes - self.narrow_bytes, self.wide_bytes)
 
 
 @cache
-def _tile_bytes(part: TilePart, fused: bool) -> LivenessWalk:
+def _walk_tile(part: TilePart, fused: bool) -> LivenessWalk:
+    """Return the liveness of the program of a tile, with fusion after Inductor's decompositions."""
     if not fused:
         return walk(part.graph.graph, fused)
     with FakeTensorMode(allow_non_fake_inputs=True):  # the graph may contain constants
-        inputs = [
-            torch.empty_strided(
-                *([size_hint(size) for size in of] for of in (x.shape, x.stride())), dtype=x.dtype, device=x.device
-            )
-            for x in part.inputs
-        ]
+        inputs = []
+        for x in part.inputs:
+            shape, stride = ([size_hint(size) for size in sizes] for sizes in (x.shape, x.stride()))
+            inputs.append(torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device))
         return walk(make_fx(part.graph, inductor_decompositions())(*inputs).graph, fused)
 
 
@@ -251,7 +251,7 @@ def _workspace_bytes(node: Node, fused: bool) -> int:
     """Return the workspace of an op in bytes."""
     if node.target in TILE_LOOPS:
         return _TileLoop.of(node).inside(fused)
-    values = [one.meta.get("val") if isinstance(one, Node) else one for one in node.args]
+    values = [arg.meta.get("val") if isinstance(arg, Node) else arg for arg in node.args]
     operands = [x for x in values if isinstance(x, torch.Tensor)]
     if node.target not in ATTENTIONS:
         tensors = [] if fused else node_tensors(node)
@@ -261,15 +261,15 @@ def _workspace_bytes(node: Node, fused: bool) -> int:
 
 
 def _joined_results(graph: Graph) -> set[Node]:
-    """Return values that are only joined into results, such as weight gradients until they are reduced."""
-    found: set[Node] = set()
+    """Return the values that are only concatenated, moved or reduced to results, such as gradients of weights."""
+    joined: set[Node] = set()
     for node in reversed(graph.nodes):
-        if node.users and all(x.op == "output" or (x in found and _holds_operand(x)) for x in node.users):
-            found.add(node)
-    return found
+        if node.users and all(user.op == "output" or (user in joined and _joins_operands(user)) for user in node.users):
+            joined.add(node)
+    return joined
 
 
-def _holds_operand(node: Node) -> bool:
+def _joins_operands(node: Node) -> bool:
     """Return True if the result contains the operands' elements, or their sums over ranks."""
     if node.target in CONCAT_CALLS or move_source(node) is not None:
         return True
@@ -281,24 +281,23 @@ def _copies_operands(node: Node) -> bool:
     return node.target in ATTENTIONS or getattr(node.target, "namespace", "") == "sp"
 
 
-class _StoragePlaces(FusedEvents):
-    """Storage of each value of a graph."""
+class StorageTable(KernelSchedule):
+    """Storage of each value of a graph, and the kernels that read and write it."""
 
     def __init__(self, graph: Graph, fused: bool) -> None:
         super().__init__(fused)
-        self.same: dict[PlaceKey, PlaceKey] = {}  # storage -> storage that it reuses
-        self.maker: dict[PlaceKey, Node] = {}
-        self.inlined: set[PlaceKey] = set()
-        self.reads: dict[Node, frozenset[PlaceKey]] = {}  # storages to read for the node's value
-        self.copied: dict[
-            Node, frozenset[PlaceKey]
-        ] = {}  # storages that kernels read instead of a copy for an operator
-        self.dtypes: dict[PlaceKey, torch.dtype] = {}
-        self.left: dict[PlaceKey, LiveValue] = {}
-        self.unaligned: set[PlaceKey] = (
-            set()
-        )  # as inputs on a CPU, and what operators that run as they are make of such
-        self.sums = products_in_sums(graph) if fused else {}
+        self.reused: dict[StorageKey, StorageKey] = {}  # storage -> operand's storage that it reuses
+        self.producer: dict[StorageKey, Node] = {}  # storage -> node that creates it
+        self.inlined: set[StorageKey] = set()  # storages that do not exist, since readers recompute the values
+        # node -> storages that a kernel reads to read its value: its own, or those from which it is recomputed
+        self.value_reads: dict[Node, frozenset[StorageKey]] = {}
+        # node that is stored only for library calls -> storages that generated kernels read instead
+        self.uncopied_reads: dict[Node, frozenset[StorageKey]] = {}
+        self.dtypes: dict[StorageKey, torch.dtype] = {}
+        self.remaining: dict[StorageKey, LiveValue] = {}  # values after the last kernel, set by `_live`
+        # storages of inputs on a CPU, and of what library calls return for such operands; set by `_live`
+        self.unaligned: set[StorageKey] = set()
+        self.product_of_sum = products_in_sums(graph) if fused else {}
         self.inputs = graph.find_nodes(op="placeholder")
         for node in graph.nodes:
             if node.op != "output":
@@ -306,165 +305,185 @@ class _StoragePlaces(FusedEvents):
         self.results = {self.key(x) for node in graph.output_node().all_input_nodes for x in node_tensors(node)}
         if fused:
             self.fuse()
-        self.last = {key: i for i, node in enumerate(self.written) for key in self.read[node]}
-        self.joining = {self.key(x) for node in _joined_results(graph) for x in node_tensors(node)}
+        # storage -> index of the last kernel that reads it
+        self.last_read = {key: i for i, node in enumerate(self.kernel_writes) for key in self.kernel_reads[node]}
+        self.joined = {self.key(x) for node in _joined_results(graph) for x in node_tensors(node)}
 
-    def key(self, value: torch.Tensor) -> PlaceKey:
-        """Return the storage key of a tensor."""
-        found = storage_of(value)
-        while found in self.same:
-            found = self.same[found]
-        return found
+    def key(self, value: torch.Tensor) -> StorageKey:
+        """Return the key of a tensor's storage, or of the storage that it reuses."""
+        key = storage_of(value)
+        while key in self.reused:
+            key = self.reused[key]
+        return key
 
-    def run(self, inputs: dict[PlaceKey, LiveValue]) -> Iterator[tuple[Node, list[LiveValue]]]:
-        """Yield each event with the live values."""
-        events = [(node, dict(live)) for node, live in self._live(inputs)]
-        idle = self._idle(inputs, [live for _, live in events]) if self.fused else [[] for _ in events]
-        for (node, live), waiting in zip(events, idle, strict=True):
-            inside = _workspace_bytes(node, self.fused)
-            work = [LiveValue(node.name, _node_line(node), inside, "workspace")] if inside else []
-            yield node, [*live.values(), *waiting, *work]
+    def run(self, inputs: dict[StorageKey, LiveValue]) -> Iterator[tuple[Node, list[LiveValue]]]:
+        """Yield each kernel with the values that are alive while it runs.
 
-    def _live(self, inputs: dict[PlaceKey, LiveValue]) -> Iterator[tuple[Node, dict[PlaceKey, LiveValue]]]:
-        """Yield each event with the live values, without retained buffers."""
-        live = {key: value for key, value in inputs.items() if key in self.last or key in self.results}
+        Args:
+            inputs: Inputs of the graph to count, until their last use; others are permanent.
+        """
+        kernels = [(node, dict(live)) for node, live in self._live(inputs)]
+        idle = self._idle([live for _, live in kernels]) if self.fused else [[] for _ in kernels]
+        for (node, live), idle_buffers in zip(kernels, idle, strict=True):
+            nbytes = _workspace_bytes(node, self.fused)
+            workspace = [LiveValue(node.name, _node_line(node), nbytes, "workspace")] if nbytes else []
+            yield node, [*live.values(), *idle_buffers, *workspace]
+
+    def _live(self, inputs: dict[StorageKey, LiveValue]) -> Iterator[tuple[Node, dict[StorageKey, LiveValue]]]:
+        """Yield each kernel with the live values by storage, without retained buffers.
+
+        The same dict is yielded each time. Sets `unaligned`, and at the end `remaining`.
+        """
+        live = {key: value for key, value in inputs.items() if key in self.last_read or key in self.results}
         self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in node_tensors(node)}
-        for i, (node, written) in enumerate(self.written.items()):
-            read = self.read[node] - self.results
-            ending = [key for key in reversed(live) if key in read and self.last[key] == i]  # latest definition first
+        for i, (node, written) in enumerate(self.kernel_writes.items()):
+            reads = self.kernel_reads[node]
+            # Operands that are freed after this kernel, the latest definition first.
+            ending = [k for k in reversed(live) if k in reads and k not in self.results and self.last_read[k] == i]
+            is_extern_of_unaligned = self._is_extern_kernel(node) and not reads.isdisjoint(self.unaligned)
             for key in written:
-                value = self._live_bytes(key)
-                free = [k for k in ending if k not in self._retained_by(node)] if self.is_fused(node) else []
-                over = next((k for k in free if live[k].nbytes == value.nbytes), None)
-                if over is not None:  # writes over an operand that it reads last
-                    ending.remove(over)
-                    del live[over]
-                if over in self.unaligned or (self._is_extern_kernel(node) and self.read[node] & self.unaligned):
+                value = self._live_value(key)
+                overwritable = set(ending) - self._retained_by(node) if self.is_fused(node) else set()
+                overwritten = next((k for k in ending if k in overwritable and live[k].nbytes == value.nbytes), None)
+                if overwritten is not None:  # the kernel writes over an operand that it reads last
+                    ending.remove(overwritten)
+                    del live[overwritten]
+                if overwritten in self.unaligned or is_extern_of_unaligned:
                     self.unaligned.add(key)
                 live[key] = value
             yield node, live
-            for key in [*ending, *(key for key in written if key not in self.last and key not in self.results)]:
+            unread = [key for key in written if key not in self.last_read and key not in self.results]
+            for key in [*ending, *unread]:
                 del live[key]
-        self.left = live
+        self.remaining = live
 
-    def _idle(
-        self, inputs: dict[PlaceKey, LiveValue], lives: Sequence[dict[PlaceKey, LiveValue]]
-    ) -> list[list[LiveValue]]:
-        """Return the buffers that Inductor retains for reuse at each event, if that does not raise the peak.
+    def _idle(self, lives: Sequence[dict[StorageKey, LiveValue]]) -> list[list[LiveValue]]:
+        """Return the idle buffers that Inductor retains for reuse at each kernel, if that does not raise the peak.
 
         The peak is that of Inductor, which identifies freeable inputs by name. It queries buffer sizes only when it
         sorts for the peak; here it runs graphs in order (`torch_compat.joint_compiler`), so they have none. Unaligned
         buffers are not reused for aligned ones.
         """
-        totals = [0] * len(lives)
-        for node in self.inputs:
-            keys = [
-                (self.key(x), current_bytes(x)) for x in node_tensors(node) if not node.name.startswith(UNFUSED_OPS)
-            ]
-            for key, nbytes in keys:
-                for i in range(len(lives) if key in self.results else self.last.get(key, -1) + 1):
-                    totals[i] += nbytes
-        most, waiting = max(totals, default=0), [[] for _ in lives]  # type: tuple[int, list[list[LiveValue]]]
+        totals = self._freeable_input_bytes(len(lives))
+        peak = max(totals, default=0)
+        idle: list[list[LiveValue]] = [[] for _ in lives]
+        # (bytes, dtype) -> freed buffers, each with the index of the first kernel at which it is free
         free: dict[tuple[int, torch.dtype], list[tuple[int, LiveValue]]] = defaultdict(list)
-        before: dict[PlaceKey, LiveValue] = {}
-        for i, (node, live) in enumerate(zip(self.written, lives)):
-            for key in [key for key in live if key not in before]:
+        previous: dict[StorageKey, LiveValue] = {}
+        for i, (node, live) in enumerate(zip(self.kernel_writes, lives)):
+            for key in [key for key in live if key not in previous]:
                 kind = live[key].nbytes, self.dtypes[key]
                 if not free[kind] or not (self.is_fused(node) or self._is_matrix_product(node)):
                     continue
-                since, value = free[kind][-1]
-                if since == i or max(totals[since:i]) + value.nbytes <= most:
+                start, buffer = free[kind][-1]
+                if start == i or max(totals[start:i]) + buffer.nbytes <= peak:
                     free[kind].pop()
-                    for k in range(since, i):
-                        totals[k] += value.nbytes
-                        waiting[k].append(value)
-            after = lives[i + 1] if i + 1 < len(lives) else live
-            for key in [key for key in live if key not in after]:
+                    for k in range(start, i):
+                        totals[k] += buffer.nbytes
+                        idle[k].append(buffer)
+            following = lives[i + 1] if i + 1 < len(lives) else live
+            for key in [key for key in live if key not in following]:
                 if live[key].origin != "saved" and key not in self.unaligned:
                     free[live[key].nbytes, self.dtypes[key]].append((i + 1, replace(live[key], origin="reuse")))
-            before = live
-        return waiting
+            previous = live
+        return idle
+
+    def _freeable_input_bytes(self, num_kernels: int) -> list[int]:
+        """Return the bytes at each kernel of the inputs that Inductor can free and has not yet freed."""
+        totals = [0] * num_kernels
+        for node in self.inputs:
+            for x in node_tensors(node) if not node.name.startswith(UNFREEABLE_INPUTS) else ():
+                key = self.key(x)
+                for i in range(num_kernels if key in self.results else self.last_read.get(key, -1) + 1):
+                    totals[i] += current_bytes(x)
+        return totals
 
     def _is_extern_kernel(self, node: Node) -> bool:
-        """Return True for a call that Inductor passes to torch without a kernel or buffer of its own."""
-        exchanges = isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
-        return not (self.is_fused(node) or self._is_matrix_product(node) or exchanges)
+        """Return True for a call that Inductor passes to torch, which allocates its results."""
+        is_collective = isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
+        return not (self.is_fused(node) or self._is_matrix_product(node) or is_collective)
 
     def _is_matrix_product(self, node: Node) -> bool:
-        return node in self.sums or node.target in MATRIX_PRODUCTS
+        """Return True if the kernel computes a matrix product, alone or with a sum."""
+        return node in self.product_of_sum or node.target in MATRIX_PRODUCTS
 
-    def _retained_by(self, node: Node) -> set[PlaceKey]:
-        """Return storages that an event does not overwrite although it reads them last.
+    def _retained_by(self, node: Node) -> set[StorageKey]:
+        """Return the storages that a kernel does not overwrite although it reads them last.
 
         Inductor overwrites only inputs that AOTAutograd donates, which were saved for this graph alone.
         """
-        return {*self.often.get(node, ()), *(key for key in self.read[node] if is_tangent(self.maker[key]))}
+        tangents = {key for key in self.kernel_reads[node] if is_tangent(self.producer[key])}
+        return tangents | self.read_often.get(node, frozenset())
 
-    def _live_bytes(self, key: PlaceKey) -> LiveValue:
-        node = self.maker[key]
-        returned = key in self.results or key in self.joining
+    def _live_value(self, key: StorageKey) -> LiveValue:
+        """Return the value that a kernel writes to a storage."""
+        node = self.producer[key]
+        returned = key in self.results or key in self.joined
         return LiveValue(node.name, _node_line(node), self.sizes[key], "result" if returned else "value")
 
     def traffic(self, node: Node) -> int:
-        """Return the bytes that an event reads and writes."""
-        return sum(self.sizes[key] for key in [*self.read[node], *self.written[node]] if node.target is not WAIT_OPS)
+        """Return the bytes that a kernel reads and writes; 0 for a wait."""
+        keys = [] if node.target is WAIT_OPS else [*self.kernel_reads[node], *self.kernel_writes[node]]
+        return sum(self.sizes[key] for key in keys)
 
     def _place(self, node: Node) -> None:
-        """Record the storage of a node's value, and what its readers read."""
-        self._join(node)
+        """Add a node to the tables: the storages of its value, what its readers read, and its kernel if it has one."""
+        self._reuse_operands(node)
         keys = {self.key(x): nbytes_of(x) for x in node_tensors(node)}
-        new = [key for key in keys if key not in self.maker]
-        self.maker.update(dict.fromkeys(new, node))
+        new = [key for key in keys if key not in self.producer]
+        self.producer.update(dict.fromkeys(new, node))
         self.sizes.update((key, 0 if node.target is TO_HOST else keys[key]) for key in new)
         self.dtypes.update((self.key(x), x.dtype) for x in node_tensors(node))
-        instead = self.copied if self.is_fused(node) else {}
-        through = frozenset(key for one in node.all_input_nodes for key in instead.get(one, self.reads[one]))
+        # Storages to read for the operands. A generated kernel recomputes a value that is stored for library calls.
+        recomputed = self.uncopied_reads if self.is_fused(node) else {}
+        operand_reads = frozenset(key for x in node.all_input_nodes for key in recomputed.get(x, self.value_reads[x]))
         if node.op in ("placeholder", "get_attr"):
-            self.reads[node] = frozenset(keys)
+            self.value_reads[node] = frozenset(keys)
         elif node.target is WAIT_OPS:  # the operand is alive until the wait
-            self.reads[node] = frozenset(keys)
-            self.written[node], self.read[node] = [], through | self.read.get(node.args[0], frozenset())
+            self.value_reads[node] = frozenset(keys)
+            self.kernel_writes[node] = []
+            self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
         elif node.target in ARRIVALS:
-            self.reads[node], self.written[node], self.read[node] = frozenset(), [], through
+            self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = frozenset(), [], operand_reads
         elif not new:  # a view
-            self.reads[node] = through if not keys or self.inlined & keys.keys() else frozenset(keys)
-            self.copied.update((node, self.copied[one]) for one in node.all_input_nodes if one in self.copied)
-        elif node in self.sums.values() or self._is_inlined(node, through):
+            self.value_reads[node] = operand_reads if not keys or self.inlined & keys.keys() else frozenset(keys)
+            for x in node.all_input_nodes:
+                if x in self.uncopied_reads:
+                    self.uncopied_reads[node] = self.uncopied_reads[x]
+        elif node in self.product_of_sum.values() or self._is_inlined(node, operand_reads):
             self.inlined.update(new)
-            self.reads[node] = through
+            self.value_reads[node] = operand_reads
         else:
-            self.reads[node] = frozenset(keys)
-            self.read[node], self.written[node] = through, []
-            if is_on_gpu(node) and self._is_inlined_but_for(node, through, _copies_operands):
-                self.copied[node] = through
-            self.written[self._writes_first(node)] += new
+            self.value_reads[node] = frozenset(keys)
+            self.kernel_reads[node], self.kernel_writes[node] = operand_reads, []
+            if is_on_gpu(node) and self._is_inlined(node, operand_reads, _copies_operands):
+                self.uncopied_reads[node] = operand_reads
+            self.kernel_writes[self._first_writer(node)] += new
 
-    def _writes_first(self, node: Node) -> Node:
-        """Return the event that first writes a node's storage; for a cat, its first reduction."""
+    def _first_writer(self, node: Node) -> Node:
+        """Return the kernel that first writes a node's storage; for a cat, the first reduction among its operands."""
         if not self.fused or node.target is not CAT:
             return node
-        of = [self.maker[key] for one in node.all_input_nodes for key in self.reads[one]]
-        return next((one for one in self.written if one in of and one.target in REDUCTIONS), node)
+        operands = {self.producer[key] for x in node.all_input_nodes for key in self.value_reads[x]}
+        return next((x for x in self.kernel_writes if x in operands and x.target in REDUCTIONS), node)
 
-    def _join(self, node: Node) -> None:
-        """Reuse the storage of operands that are waited for or mutated."""
-        before: list[Node] = []
-        if node.target is WAIT_OPS or (
-            self.fused and node.target in IN_PLACE_COLLECTIVES and len(node.args[0].users) == 1
-        ):
-            before = [node.args[0]]
+    def _reuse_operands(self, node: Node) -> None:
+        """Record that the results of waits, in-place collectives and mutations reuse the storages of operands."""
+        bases: list[Node] = []
+        is_in_place = self.fused and node.target in IN_PLACE_COLLECTIVES and len(node.args[0].users) == 1
+        if node.target is WAIT_OPS or is_in_place:
+            bases = [node.args[0]]
         elif self.fused and node.target in MUTATIONS:
-            before = node.kwargs.get("_all_bases", [])
-        for base, value in zip(before, node_tensors(node)[-len(before) :]):
-            old, new = self.key(node_tensors(base)[0]), storage_of(value)
-            if new not in self.maker and new != old:
-                self.same[new] = old
+            bases = node.kwargs.get("_all_bases", [])
+        for base, value in zip(bases, node_tensors(node)[-len(bases) :]):
+            base_key, key = self.key(node_tensors(base)[0]), storage_of(value)
+            if key not in self.producer and key != base_key:
+                self.reused[key] = base_key
 
-    def _is_inlined(self, node: Node, reads: frozenset[PlaceKey]) -> bool:
-        return self._is_inlined_but_for(node, reads, lambda user: False)
-
-    def _is_inlined_but_for(self, node: Node, reads: frozenset[PlaceKey], passes: Callable[[Node], bool]) -> bool:
-        """Return True if the value is inlined into its users, ignoring users for which `passes` is true."""
+    def _is_inlined(
+        self, node: Node, reads: frozenset[StorageKey], is_ignored: Callable[[Node], bool] = lambda user: False
+    ) -> bool:
+        """Return True if a value has no storage, because all users but the ignored ones recompute it from `reads`."""
         if not self.is_fused(node) or node.target in REDUCTIONS:
             return False
         if len(reads) > INLINED_ONCE or (len(node.users) > 1 and len(reads) > INLINED_OFTEN):
@@ -478,4 +497,4 @@ class _StoragePlaces(FusedEvents):
 
         views = iterate_reachable([node], lambda n: [user for user in n.users if is_view(user)])
         readers = (user for n in views for user in n.users if not is_view(user))
-        return all(self.is_fused(user) or passes(user) for user in readers)
+        return all(self.is_fused(user) or is_ignored(user) for user in readers)

@@ -1,4 +1,7 @@
-"""Workspace of attention kernels and of elementwise CPU kernels."""
+"""Workspace of attention kernels and of elementwise CPU kernels.
+
+A workspace is memory that a kernel allocates for its run, besides operands and results.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from sp_compile.passes.graph.sizes import current_bytes
 
 from .kinds import ARITHMETIC_OPS, CPU_FLASH_OPS, DROPOUT_CALLS
 
-BACKWARDS_OF_GPU = {
+GPU_BACKWARDS = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: (1, 2),
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: (1, 2),
     torch.ops.aten._flash_attention_backward.default: (2, 1),
@@ -38,44 +41,47 @@ def conversion_bytes(target: Any, operands: Sequence[torch.Tensor], result: torc
         return 0
     if target in DROPOUT_CALLS:
         return current_bytes(result)
-    other = [x for x in operands if x.dtype != result.dtype and x.dim()] if target in ARITHMETIC_OPS else []
-    return sum(size_hint(x.numel()) * result.element_size() for x in other)
+    converted = [x for x in operands if x.dtype != result.dtype and x.dim()] if target in ARITHMETIC_OPS else []
+    return sum(size_hint(x.numel()) * result.element_size() for x in converted)
 
 
 def op_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
     """Return the workspace of an operator with these operands in bytes."""
     if operands[0].device.type == "cpu":
         return _cpu_workspace(target, operands) if target in CPU_FLASH_OPS else 0
-    return _gpu_workspace(target, operands) if target in BACKWARDS_OF_GPU and operands[0].dtype in HALF else 0
+    return _gpu_workspace(target, operands) if target in GPU_BACKWARDS and operands[0].dtype in HALF else 0
 
 
 def _cpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
     """Return the bytes of score blocks of all threads, including a copy for half types."""
-    first = CPU_FLASH_OPS[target] - 1  # the first operand of a backward is the gradient
-    (rows, keys), size = (size_hint(x.shape[-2]) for x in operands[first : first + 2]), operands[0].element_size()
-    block = next(size for least, size in QUERY_BLOCKS if rows >= least) * min(keys, KEY_BLOCK)
-    return CPU_FLASH_OPS[target] * torch.get_num_threads() * block * (size if size > 2 else 4 + size)
+    num_blocks = CPU_FLASH_OPS[target]  # 1 for a forward, 2 for a backward, whose first operand is the gradient
+    query, key = operands[num_blocks - 1 : num_blocks + 1]
+    rows, keys, element_size = size_hint(query.shape[-2]), size_hint(key.shape[-2]), query.element_size()
+    scores = next(block_rows for min_rows, block_rows in QUERY_BLOCKS if rows >= min_rows) * min(keys, KEY_BLOCK)
+    score_bytes = element_size if element_size > 2 else 4 + element_size
+    return num_blocks * torch.get_num_threads() * scores * score_bytes
 
 
 def _gpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """Return the workspace of flash attention's backward, see `BACKWARDS_OF_GPU`; forwards have none."""
-    heads_at, rows_at = BACKWARDS_OF_GPU[target]
+    """Return the workspace of flash attention's backward, see `GPU_BACKWARDS`; forwards have none."""
+    heads_dim, rows_dim = GPU_BACKWARDS[target]
     q, k, v = operands[1:4]
-    heads, of_keys = (size_hint(x.shape[heads_at]) for x in (q, k))
-    rows, dim = size_hint(q.shape[rows_at]), size_hint(q.shape[-1])
-    return flash_workspace(size_hint(q.shape[0]), heads, of_keys, rows, dim, current_bytes(k) + current_bytes(v))
+    heads, key_heads = (size_hint(x.shape[heads_dim]) for x in (q, k))
+    rows, dim = size_hint(q.shape[rows_dim]), size_hint(q.shape[-1])
+    return flash_workspace(size_hint(q.shape[0]), heads, key_heads, rows, dim, current_bytes(k) + current_bytes(v))
 
 
-def flash_workspace(batch: int, heads: int, of_keys: int, rows: int, dim: int, keys: int) -> int:
+def flash_workspace(batch: int, heads: int, key_heads: int, rows: int, dim: int, key_bytes: int) -> int:
     """Return the workspace of flash attention's backward in bytes.
 
     Args:
         batch: Batch size.
         heads: Query heads.
-        of_keys: Key heads.
+        key_heads: Key heads.
         rows: Queries.
         dim: Head dim.
-        keys: Bytes of K and V.
+        key_bytes: Bytes of K and V.
     """
-    sums = 4 * batch * heads * -(-rows // WORKSPACE_ROWS) * WORKSPACE_ROWS * (1 + dim)
-    return sums if heads == of_keys else sums + keys * heads // of_keys
+    padded_rows = -(-rows // WORKSPACE_ROWS) * WORKSPACE_ROWS
+    float32_bytes = 4 * batch * heads * padded_rows * (1 + dim)
+    return float32_bytes if heads == key_heads else float32_bytes + key_bytes * heads // key_heads
