@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import torch
 from torch.fx import Node
@@ -123,7 +123,27 @@ def transfer_of(target: Any) -> TransferFunction | None:
     return TRANSFERS.get(target)
 
 
-def rule(op: Any, *texts: str, **options: Any) -> None:
+class RuleOptions(TypedDict, total=False):
+    """Options of `rule`: factor names, separated by spaces, for each kind, and fields of `BoundRule`."""
+
+    sum: str
+    mean: str
+    total: str
+    whole: str
+    attend: str
+    scan: str
+    halo: str
+    window: str
+    sizes: str
+    lazy: bool
+    starts_sequence: bool
+    pad: tuple[int, Any]
+    masks: tuple[int, ...]
+    reshapes: bool
+    lenders: tuple[int, ...]
+
+
+def rule(op: Any, *texts: str, **options: Unpack[RuleOptions]) -> None:
     """Register the sharding rule of an op as text; see the module's docstring.
 
     Args:
