@@ -5,8 +5,8 @@ A region computes wide values (its inside) from narrow rows, such as logits (`ti
 The number is the smallest one for which a region is no larger than the other values in memory. If the device memory is
 known, a region that ends in a number (a loss) is tiled in two cases: the step does not fit without tiles, or its inside
 is a large share of the device. A region that ends in rows, whose backward would recompute it, is tiled only if the step
-does not fit otherwise. The other values are weights, gradients and saved values (`passes/cost/attention_memory.py`). With
-unknown memory, as of a CPU, only regions that end in a number are tiled, by a fixed size.
+does not fit otherwise. The other values are weights, gradients and saved values (`passes/cost/attention_memory.py`).
+With unknown memory, as of a CPU, only regions that end in a number are tiled, by a fixed size.
 """
 
 from __future__ import annotations
