@@ -36,15 +36,7 @@ from sp_compile.passes.sharding.rules.expert_rules import SORTED_ROWS
 from .fill_padding import PaddingProof
 
 sp = torch.ops.sp
-PYTHON_FUNCTIONS = (
-    "_operator",
-    "math",
-    "torch",
-    "torch._C",
-    "torch.amp.autocast_mode",
-    "torch.nn.attention",
-    "torch.sym",
-)
+PYTHON_FUNCTIONS = "_operator math torch torch._C torch.amp.autocast_mode torch.nn.attention torch.sym".split()
 """Modules of the Python functions that a program may call in addition to ops."""
 
 

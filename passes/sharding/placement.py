@@ -108,8 +108,6 @@ class Shard:
 class Partial:
     """Each rank holds a summand; the value is their sum."""
 
-    op: str = "sum"
-
     def __str__(self) -> str:
         return "P"
 
