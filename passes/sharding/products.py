@@ -74,7 +74,9 @@ def match_product(node: Node, with_addend: bool = False) -> ProductMatch | None:
         node: Node to match.
         with_addend: Match products with an addend, too, see `product_addend`.
     """
-    call, rule = (lookup_rule(node) if node.target in BATCHED_PRODUCTS else None) or (None, None)
+    if node.target not in BATCHED_PRODUCTS:
+        return None
+    call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or len(rule.operands) != (3 if "beta" in call.args else 2):
         return None
     scale = call.get("alpha", 1.0)

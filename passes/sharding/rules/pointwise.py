@@ -84,7 +84,8 @@ def is_smooth(node: Node) -> bool:
     rule = rule_of(node)
     if rule is None or not (rule.lazy or node.target in SMOOTH_OPS):
         return False
-    fill, eps = OpCall(node).get("value"), OpCall(node).get("eps")
+    call = OpCall(node)
+    fill, eps = call.get("value"), call.get("eps")
     if isinstance(fill, float) and not math.isfinite(fill):
         return False
     return eps is None or eps > 0
