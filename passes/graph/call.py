@@ -81,10 +81,10 @@ def parse_overloads(text: str) -> list[Any]:
 class _Parameter(NamedTuple):
     """Parameter of an op's schema."""
 
-    name: str
-    kwarg_only: bool
-    has_default: bool
-    default: Any  # None without a default
+    name: str  # name in the schema
+    kwarg_only: bool  # True if it is passed by keyword only
+    has_default: bool  # True if it may be omitted
+    default: Any  # its default; None without one
 
 
 @cache

@@ -43,7 +43,7 @@ class AutocastRegion(NamedTuple):
 
     device: str  # device type
     dtype: torch.dtype | None  # None for the default of the device type
-    enabled: bool
+    enabled: bool  # False for a region without casts
     cache_enabled: bool  # True if casts of weights are cached
 
 

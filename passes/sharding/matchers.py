@@ -301,10 +301,10 @@ class SlicePiece:
     """Positions start, start + step, ... of a dim of the source."""
 
     source: Node  # tensor that is sliced
-    dim: int
+    dim: int  # dim of the source
     start: Size  # first position
     length: Size  # number of positions
-    step: int = 1
+    step: int = 1  # distance of the positions
     keeps_dim: bool = True  # False if the piece does not have the dim (select, unbind)
 
 
@@ -361,7 +361,7 @@ class PadMatch:
     """Source padded with `before` and `after` rows of a constant along a dim; negative numbers cut it."""
 
     source: Node  # tensor that is padded
-    dim: int
+    dim: int  # dim of the rows
     before: Size  # rows added before the source
     after: Size  # rows added after it
     fill: Any  # number in the added rows

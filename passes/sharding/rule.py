@@ -126,21 +126,21 @@ def transfer_of(target: Any) -> TransferFunction | None:
 class RuleOptions(TypedDict, total=False):
     """Options of `rule`: factor names, separated by spaces, for each kind, and fields of `BoundRule`."""
 
-    sum: str
-    mean: str
-    total: str
-    whole: str
-    attend: str
-    scan: str
-    halo: str
-    window: str
-    sizes: str
-    lazy: bool
-    starts_sequence: bool
-    pad: tuple[int, Any]
-    masks: tuple[int, ...]
-    reshapes: bool
-    lenders: tuple[int, ...]
+    sum: str  # factors over which the op sums
+    mean: str  # factors over which it takes the mean
+    total: str  # factors over which it sums, with padding that no fill removes
+    whole: str  # factors that must be gathered
+    attend: str  # factors that attention mixes
+    scan: str  # factors along which it scans
+    halo: str  # factors whose neighbors it reads
+    window: str  # factors that it cuts into contiguous pieces
+    sizes: str  # schema argument with the sizes of the result
+    lazy: bool  # the op only moves data
+    starts_sequence: bool  # replicated operands are sharded for it
+    pad: tuple[int, Any]  # operand and value that remove padding from a sum
+    masks: tuple[int, ...]  # operands that are only indexed by position
+    reshapes: bool  # elements keep their row-major order
+    lenders: tuple[int, ...]  # operands of which only the shape is read
 
 
 def rule(op: Any, *texts: str, **options: Unpack[RuleOptions]) -> None:
