@@ -59,6 +59,7 @@ def _linear_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.linalg_matmul.default, aten.matmul.default)
 def _matmul_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of a product of vectors, matrices or batches of matrices."""
     texts = {
         (True, True): "i, i -> ",
         (True, False): "i, ... i m -> ... m",
