@@ -278,7 +278,7 @@ def _trace_body(
     operands = list(inputs)
     if not at_once:
         outputs = [forward_part.graph.graph.output_node().args[0][i].meta["val"] for i in differentiable]
-        operands += map(torch.empty_like, outputs)  # cotangents
+        operands += [torch.empty_like(x) for x in outputs]  # cotangents
     graph = _trace_graph(gradients, operands)
     forms = return_parts(graph, sums)
     return TileBody(forward_part, TilePart(graph, operands)), forms
