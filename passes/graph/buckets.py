@@ -1,6 +1,8 @@
-"""Match buckets of collectives: cat, elementwise collectives, split.
+"""Match buckets of collectives, such as DDP's reductions of many gradients by one all_reduce.
 
-Each piece of the split has the values of the part at the same index of the cat.
+    split_with_sizes(wait_tensor(all_reduce(cat([a, b]), ..)), [len(a), len(b)])[1]      is b, reduced
+
+Each piece of the split has the reduced values of the vector at the same index of the cat.
 """
 
 from __future__ import annotations
@@ -16,23 +18,23 @@ from .sizes import as_sizes, is_same_shape
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 SPLITS_WITH_SIZES = (aten.split_with_sizes.default, aten.split_with_sizes_copy.default)
-PER_ELEMENT = (c10d.all_reduce.default, c10d.wait_tensor.default)
+ELEMENTWISE_COLLECTIVES = (c10d.all_reduce.default, c10d.wait_tensor.default)
 
 
 def bucket_source(node: Node) -> Node | None:
-    """Return the part of a bucket that this piece is computed from, or None if the node is no such piece."""
+    """Return the vector of a bucket that this piece is computed from, or None if the node is no such piece."""
     if node.target is not operator.getitem or not isinstance(node.args[0], Node):
         return None
     split, index = node.args
     if split.target not in SPLITS_WITH_SIZES or len(split.args) > 2 or split.kwargs:
         return None
-    source = split.args[0]
-    while source.target in PER_ELEMENT and node_info(source).result is None:
-        source = source.args[0]
-    if source.target is not aten.cat.default or len(source.args) > 1 or source.kwargs:
+    cat = split.args[0]
+    while cat.target in ELEMENTWISE_COLLECTIVES and node_info(cat).result is None:
+        cat = cat.args[0]
+    if cat.target is not aten.cat.default or len(cat.args) > 1 or cat.kwargs:
         return None
-    parts, lengths = source.args[0], split.args[1]
-    if len(parts) != len(lengths) or not all(is_tensor(p) and p.meta["val"].ndim == 1 for p in parts):
+    vectors, lengths = cat.args[0], split.args[1]
+    if len(vectors) != len(lengths) or not all(is_tensor(x) and x.meta["val"].ndim == 1 for x in vectors):
         return None
-    pairs = zip(parts, split.meta["val"])
-    return parts[index] if all(is_same_shape(node_shape(p), as_sizes(v.shape)) for p, v in pairs) else None
+    pairs = zip(vectors, split.meta["val"])
+    return vectors[index] if all(is_same_shape(node_shape(x), as_sizes(piece.shape)) for x, piece in pairs) else None

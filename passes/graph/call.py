@@ -1,11 +1,14 @@
-"""Access the arguments of an ATen call by name and its tensors by their global shapes."""
+"""Access the arguments of an ATen call by name and its tensors by their global shapes.
+
+For a node linear(x, w), `OpCall(node)["weight"]` is w, `.operands` is [x, w] and `.shape("weight")` is w's shape.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node, map_arg
@@ -24,9 +27,9 @@ def is_tensor(node: Any) -> bool:
 
 def collect_nodes(args: Any) -> list[Node]:
     """Return the nodes in nested arguments, without duplicates, in order."""
-    found: dict[Node, None] = {}
-    map_arg(args, lambda n: found.setdefault(n))
-    return list(found)
+    unique_nodes: dict[Node, None] = {}
+    map_arg(args, unique_nodes.setdefault)
+    return list(unique_nodes)
 
 
 def node_tensors(node: Node) -> list[torch.Tensor]:
@@ -62,23 +65,33 @@ def read_results(node: Node) -> dict[int, Node]:
 def result_number(getitem: Node) -> int:
     """Return the index of a getitem's result among the tensor results of its operand.
 
-    Ops return None for results that are not requested; these are not counted.
+    Ops return None for results that are not requested; these are not counted. A negative index is unchanged.
     """
     source, index = getitem.args
-    values = source.meta["val"] if isinstance(source, Node) else ()
-    return sum(isinstance(v, torch.Tensor) for v in list(values)[:index]) if index >= 0 else index
+    values_before = list(source.meta["val"] if isinstance(source, Node) else ())[:index]
+    return sum(isinstance(v, torch.Tensor) for v in values_before) if index >= 0 else index
 
 
 def parse_overloads(text: str) -> list[Any]:
     """Parse a list of aten overloads: "sum.dim_IntList", or "sum" for the default overload."""
-    found = (name.partition(".") for name in text.split())
-    return [getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in found]
+    names = (name.partition(".") for name in text.split())
+    return [getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in names]
+
+
+class _Parameter(NamedTuple):
+    """Parameter of an op's schema."""
+
+    name: str  # name in the schema
+    kwarg_only: bool  # True if it is passed by keyword only
+    has_default: bool  # True if it may be omitted
+    default: Any  # its default; None without one
 
 
 @cache
-def _op_signature(target: Any) -> tuple[tuple[str, bool, bool, Any], ...]:
+def _op_signature(target: Any) -> tuple[_Parameter, ...]:
+    """Return the parameters of an op; cached, because reading a schema converts from C++ each time."""
     return tuple(
-        (a.name, a.kwarg_only, a.has_default_value(), a.default_value if a.has_default_value() else None)
+        _Parameter(a.name, a.kwarg_only, a.has_default_value(), a.default_value if a.has_default_value() else None)
         for a in schema_of(target).arguments
     )
 
@@ -89,15 +102,14 @@ class OpCall:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.args: dict[str, Any] = {}
-        for i, (name, kwarg_only, has_default, default) in enumerate(_op_signature(node.target)):
-            if i < len(node.args) and not kwarg_only:
-                self.args[name] = node.args[i]
-            elif name in node.kwargs:
-                self.args[name] = node.kwargs[name]
-            elif has_default:
-                self.args[name] = default
-        leaves = pytree.tree_leaves(list(self.args.values()))
-        self.operands: list[Node] = [leaf for leaf in leaves if is_tensor(leaf)]
+        for i, parameter in enumerate(_op_signature(node.target)):
+            if i < len(node.args) and not parameter.kwarg_only:
+                self.args[parameter.name] = node.args[i]
+            elif parameter.name in node.kwargs:
+                self.args[parameter.name] = node.kwargs[parameter.name]
+            elif parameter.has_default:
+                self.args[parameter.name] = parameter.default
+        self.operands: list[Node] = [leaf for leaf in pytree.tree_leaves(self.args) if is_tensor(leaf)]
 
     def __getitem__(self, name: str) -> Any:
         return self.args[name]
@@ -123,18 +135,15 @@ class OpCall:
         return tuple(node_tensors(self.node))
 
     def with_operands(self, operands: Sequence[Any], **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) of the call with its tensor operands and the arguments in `changed` replaced."""
-        fresh = iter(operands)
+        """Return (args, kwargs) of the call with its tensor operands and the arguments in `changed` replaced.
 
-        def swap(value: Any) -> Any:
-            """Replace the tensors of an argument by the next operands."""
-            return pytree.tree_map(lambda leaf: next(fresh) if is_tensor(leaf) else leaf, value)
-
-        values = {name: swap(value) for name, value in self.args.items()}
-        values.update(changed)
+        The results contain the arguments that the node passes and those in `changed`, but no further defaults.
+        """
+        new_operands = iter(operands)
+        values = pytree.tree_map(lambda leaf: next(new_operands) if is_tensor(leaf) else leaf, self.args) | changed
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        positional = True
+        positional = True  # until the first argument that is not passed, or is passed by keyword only
         for i, (name, kwarg_only, _, _) in enumerate(_op_signature(self.node.target)):
             is_passed = (i < len(self.node.args) and not kwarg_only) or name in self.node.kwargs or name in changed
             positional = positional and is_passed and not kwarg_only

@@ -14,13 +14,13 @@ def iterate_reachable(seeds: Iterable[Node], through: Callable[[Node], Iterable[
         seeds: Nodes to start from.
         through: Returns the successors of a node.
     """
-    found = list(dict.fromkeys(seeds))
-    known = set(found)
-    for node in found:
+    queue = list(dict.fromkeys(seeds))
+    queued = set(queue)
+    for node in queue:  # which grows in this loop
         yield node
-        fresh = [n for n in dict.fromkeys(through(node)) if n not in known]
-        known.update(fresh)
-        found += fresh
+        successors = [n for n in dict.fromkeys(through(node)) if n not in queued]
+        queued.update(successors)
+        queue += successors
 
 
 def reachable_set(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) -> set[Node]:

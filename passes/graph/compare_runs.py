@@ -1,7 +1,11 @@
-"""Run graphs forward and backward and compare the results."""
+"""Run graphs forward and backward, and compare the results of a rank with those of a single device.
+
+A run returns a `RunResult`; `compare_runs` yields a row such as ("gradient of w", 1e-16) for each tensor.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -45,17 +49,21 @@ def run_with_grads(
         arguments = [a.clone() if isinstance(x, Tensor) and not x.is_leaf else a for x, a in zip(inputs, leaves)]
         results = run_once(gm, arguments)
         results = results if finish is None else finish(results, arguments)
-    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-    outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
-    gradients = [torch.zeros_like(x) for x in wanted]
-    if outs and wanted:
-        gradients = list(torch.autograd.grad(outs, wanted, list(map(_cotangent, outs)), materialize_grads=True))
-    results, arguments = ([x.detach() if isinstance(x, Tensor) else x for x in each] for each in (results, arguments))
-    return RunResult(results, gradients, arguments)
+    trained = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    outputs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
+    gradients = [torch.zeros_like(x) for x in trained]
+    if outputs and trained:
+        cotangents = [_fixed_cotangent(y) for y in outputs]
+        gradients = list(torch.autograd.grad(outputs, trained, cotangents, materialize_grads=True))
+    return RunResult(_detach_all(results), gradients, _detach_all(arguments))
 
 
-def _cotangent(y: Tensor) -> Tensor:
-    """Return ones for a scalar (a loss), else fixed pseudo-random values."""
+def _detach_all(values: Sequence[Any]) -> list[Any]:
+    return [x.detach() if isinstance(x, Tensor) else x for x in values]
+
+
+def _fixed_cotangent(y: Tensor) -> Tensor:
+    """Return ones for a scalar (a loss), else pseudo-random values that are equal in all runs."""
     if y.numel() == 1:
         return torch.ones_like(y)
     index = torch.arange(y.numel(), device=y.device, dtype=torch.float64)
@@ -73,43 +81,52 @@ def compare_runs(
         single_device: Result of the single-device run.
         rank: Result of a rank.
     """
-    for i, (a, b) in enumerate(zip_longest(single_device.results, rank.results)):
-        yield _error_row(f"result {i}", a, b)
+    for i, (expected, actual) in enumerate(zip_longest(single_device.results, rank.results)):
+        yield _error_row(f"result {i}", expected, actual)
     names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
-    for name, x, a, b in zip(names, before, single_device.inputs, rank.inputs):
-        if _relative_error(x, a) or _relative_error(x, b):
-            yield _error_row(f"mutated input {name}", a, b)
+    for name, x, expected, actual in zip(names, before, single_device.inputs, rank.inputs):
+        if _relative_error(x, expected) or _relative_error(x, actual):
+            yield _error_row(f"mutated input {name}", expected, actual)
     # Gradients that are zero up to rounding (a key's bias) are compared relative to the largest gradient.
-    known = [g for g in single_device.gradients if g.numel()]
-    floor = max(
-        (g.abs().max().item() * max(ROUNDING_ERROR, torch.finfo(g.dtype).eps ** 0.5) for g in known), default=0.0
-    )
-    wanted = [name for name, x in zip(names, before) if isinstance(x, Tensor) and x.requires_grad]
-    for name, a, b in zip(wanted, single_device.gradients, rank.gradients):
-        yield _error_row(f"gradient of {name}", a, b, floor)
+    magnitudes = [
+        g.abs().max().item() * max(ROUNDING_ERROR, torch.finfo(g.dtype).eps ** 0.5)
+        for g in single_device.gradients
+        if g.numel()
+    ]
+    trained = [name for name, x in zip(names, before) if isinstance(x, Tensor) and x.requires_grad]
+    for name, expected, actual in zip(trained, single_device.gradients, rank.gradients):
+        yield _error_row(f"gradient of {name}", expected, actual, max(magnitudes, default=0.0))
 
 
-def _error_row(name: str, expected: Any, found: Any, floor: float = 0.0) -> tuple[str, float]:
+def _error_row(name: str, expected: Any, actual: Any, min_scale: float = 0.0) -> tuple[str, float]:
     """Return a name and the relative error; if dtype or shape differ, the name includes both."""
-    if isinstance(expected, Tensor) and isinstance(found, Tensor):
-        facts = [(x.dtype, tuple(x.shape)) for x in (expected, found)]
-        if facts[0] != facts[1]:
-            return f"{name}: {facts[1]}, on a single device {facts[0]}", float("inf")
-    return name, _relative_error(expected, found, floor)
+    if isinstance(expected, Tensor) and isinstance(actual, Tensor):
+        types = [(x.dtype, tuple(x.shape)) for x in (expected, actual)]
+        if types[0] != types[1]:
+            return f"{name}: {types[1]}, on a single device {types[0]}", math.inf
+    return name, _relative_error(expected, actual, min_scale)
 
 
-def _relative_error(expected: Any, found: Any, floor: float = 0.0) -> float:
-    if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
-        return 0.0 if expected is found or expected == found else float("inf")
-    if expected.shape != found.shape:
-        return float("inf")
+def _relative_error(expected: Any, actual: Any, min_scale: float = 0.0) -> float:
+    """Return the largest difference relative to the largest expected element, or inf for different types or shapes.
+
+    Integers and values that are no tensors have an error of 0 or inf. Equal NaN and inf are no error.
+
+    Args:
+        expected: Value of the single-device run.
+        actual: Value of the rank.
+        min_scale: Minimum of the magnitude by which the difference is divided.
+    """
+    if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
+        return 0.0 if expected is actual or expected == actual else math.inf
+    if expected.shape != actual.shape:
+        return math.inf
     if not expected.is_floating_point() and not expected.is_complex():
-        return 0.0 if torch.equal(expected, found) else float("inf")
-    equal = (expected == found) | (
-        expected.isnan() & found.isnan()
-    )  # NaN and inf at the positions of the single-device run
+        return 0.0 if torch.equal(expected, actual) else math.inf
+    equal = (expected == actual) | (expected.isnan() & actual.isnan())
     if equal.all():
         return 0.0
-    worst = (expected - found)[~equal].abs().max().item()
-    scale = max(expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0, floor, 1e-30)
-    return worst / scale if worst == worst else float("inf")
+    largest_error = (expected - actual)[~equal].abs().max().item()
+    finite = expected[expected.isfinite()]
+    scale = max(finite.abs().max().item() if finite.numel() else 0.0, min_scale, 1e-30)
+    return math.inf if math.isnan(largest_error) else largest_error / scale

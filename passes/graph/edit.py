@@ -16,6 +16,7 @@ from .mutation import is_pure
 from .sizes import Size, SizeBuilder, is_same_shape
 
 aten = torch.ops.aten
+# keys of `node.meta` that a new node inherits from the node that it replaces
 INHERITED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "custom")
 
 
@@ -70,10 +71,12 @@ class GraphEditor:
         shape = node_shape(x)
         before, after = shape[:dim], shape[dim:][1:]
         next_dim = dim + 1 if dim >= 0 else dim
-        each = self.compute(aten.unsqueeze.default, (x, next_dim), like)
-        each = self.compute(aten.expand.default, (each, self.sizes.list((*before, shape[dim], times, *after))), like)
-        shape_after = self.sizes.list((*before, shape[dim] * times, *after))
-        return self.compute(aten.reshape.default, (each, shape_after), like)
+        column = self.compute(aten.unsqueeze.default, (x, next_dim), like)
+        expanded_shape = self.sizes.list((*before, shape[dim], times, *after))
+        expanded = self.compute(aten.expand.default, (column, expanded_shape), like)
+        return self.compute(
+            aten.reshape.default, (expanded, self.sizes.list((*before, shape[dim] * times, *after))), like
+        )
 
     def insert_after(self, source: Node) -> Any:
         """Return an insertion point directly after a node, or after the size nodes if it is an input."""
@@ -81,34 +84,34 @@ class GraphEditor:
         assert anchor is not None
         return self.graph.inserting_before(anchor.next)
 
-    def insert_between(self, node: Node, fresh: Node) -> None:
-        """Replace `node` by `fresh`, which is computed from it, for all users after `fresh`."""
-        node.replace_all_uses_with(fresh, lambda user: fresh < user)
+    def insert_between(self, node: Node, new: Node) -> None:
+        """Replace `node` by `new`, which is computed from it, for all users after `new`."""
+        node.replace_all_uses_with(new, lambda user: new < user)
 
-    def replace(self, node: Node, fresh: Any) -> None:
+    def replace(self, node: Node, new: Any) -> None:
         """Replace all uses of the node and erase it with the operands that only it used.
 
         Args:
             node: Node to replace.
-            fresh: Replacement. For an op with several results, a sequence or mapping from result index to replacement.
+            new: Replacement. For an op with several results, a sequence or mapping from result index to replacement.
         """
-        if isinstance(fresh, Node):
-            node.replace_all_uses_with(fresh)
-        for user in list(node.users):
-            user.replace_all_uses_with(fresh[user.args[1]])
-            self.graph.erase_node(user)
+        if isinstance(new, Node):
+            node.replace_all_uses_with(new)
+        for getitem in list(node.users):  # none after a replacement by one node
+            getitem.replace_all_uses_with(new[getitem.args[1]])
+            self.graph.erase_node(getitem)
         self.erase([node])
 
     def replace_call(self, node: Node, target: Any, args: tuple[Any, ...], like: Node) -> Node:
         """Replace the node and the operands that only it used by one call with the value of `like`."""
         with self.graph.inserting_before(node):
-            fresh = self.emit(target, args, like.meta["val"], like)
-        self.replace(node, fresh)
-        return fresh
+            new = self.emit(target, args, like.meta["val"], like)
+        self.replace(node, new)
+        return new
 
     def inline(self, body: GraphModule, operands: Sequence[Any], like: Node) -> Any:
         """Append the calls of another graph, whose nodes have values, and return its results."""
-        return interpret_graph(body, operands, lambda node, placed: self.copy_call(node, placed, like))
+        return interpret_graph(body, operands, lambda node, copies: self.copy_call(node, copies, like))
 
     def inline_function(self, run: Callable[..., Any], operands: Sequence[Any], like: Node, **options: Any) -> Any:
         """Append the calls of a function and return its results.
@@ -125,9 +128,9 @@ class GraphEditor:
         values = torch.fx.map_arg(operands, lambda n: n.meta["val"])
         return self.inline(trace_function(run, values, **options), operands, like)
 
-    def copy_call(self, node: Node, placed: Mapping[Node, Any], like: Node) -> Node:
-        """Append a copy of a call of another graph, whose operands are `placed` in this one."""
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), placed.__getitem__)
+    def copy_call(self, node: Node, copies: Mapping[Node, Any], like: Node) -> Node:
+        """Append a copy of a call of another graph; `copies` maps nodes of that graph to values of this one."""
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
         return self.emit(node.target, args, node.meta["val"], like, kwargs)
 
     def erase(self, nodes: Sequence[Node]) -> None:
@@ -149,8 +152,8 @@ class GraphEditor:
         waiting, dropped = [n for n in nodes if isinstance(n, Node)], set()
         while waiting:
             node = waiting.pop()
-            size = isinstance(node.meta.get("val"), torch.SymInt)
-            if node not in dropped and not node.users and is_pure(node) and not size:
+            is_size = isinstance(node.meta.get("val"), torch.SymInt)
+            if node not in dropped and not node.users and is_pure(node) and not is_size:
                 waiting.extend(node.all_input_nodes)
                 self.graph.erase_node(node)
                 dropped.add(node)
@@ -164,11 +167,11 @@ def interpret_graph(body: GraphModule, operands: Sequence[Any], run: Callable[[N
         operands: Values of its inputs.
         run: Returns the value of a call or an attribute, given the values of the nodes before it.
     """
-    found = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    values = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     for node in body.graph.nodes:
         if node.op in ("call_function", "get_attr"):
-            found[node] = run(node, found)
-    return torch.fx.map_arg(body.graph.output_node().args[0], found.__getitem__)
+            values[node] = run(node, values)
+    return torch.fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
 
 
 def erase_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
@@ -179,8 +182,8 @@ def erase_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
         ops: Node kinds to erase.
     """
     for node in reversed(graph.nodes):
-        pure = is_pure(node) or isinstance(node.meta.get("val"), torch.SymInt)
-        if node.op in ops and not node.users and pure:
+        is_erasable = is_pure(node) or isinstance(node.meta.get("val"), torch.SymInt)
+        if node.op in ops and not node.users and is_erasable:
             graph.erase_node(node)
 
 

@@ -24,8 +24,8 @@ def infer_value(target: Any, args: Any, kwargs: Any = None, like: Node | None = 
     The fake mode is that of the operands, or of `like` and its inputs if the operands have none.
     """
     args, kwargs = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
-    near = [n.meta.get("val") for n in (like, *like.all_input_nodes)] if like is not None else []
-    with torch.no_grad(), fake_mode_of((args, kwargs, near)), enable_python_dispatcher():
+    values_of_like = [n.meta.get("val") for n in (like, *like.all_input_nodes)] if like is not None else []
+    with torch.no_grad(), fake_mode_of((args, kwargs, values_of_like)), enable_python_dispatcher():
         return target(*args, **kwargs)
 
 

@@ -25,18 +25,19 @@ def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., 
         decompositions: Decompositions of ATen ops in the bodies, as for make_fx.
     """
     editor = GraphEditor().edit(gm.graph)
-    found = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in COMPOSITES]
-    for node in found:
-        _inline(editor, node, decompositions or {})
-    return len(found)
+    composites = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in COMPOSITES]
+    for node in composites:
+        _inline_op(editor, node, decompositions or {})
+    return len(composites)
 
 
-def _inline(editor: GraphEditor, node: Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+def _inline_op(editor: GraphEditor, node: Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+    """Replace the node by the ops that a trace of its op records."""
     operands = node.all_input_nodes
 
-    def body(*given: Any) -> Any:
-        """Run the node's function on other operands."""
-        args, kwargs = map_arg((node.args, node.kwargs), dict(zip(operands, given)).__getitem__)
+    def body(*values: Any) -> Any:
+        """Run the node's op with these values of its operands."""
+        args, kwargs = map_arg((node.args, node.kwargs), dict(zip(operands, values)).__getitem__)
         return node.target(*args, **kwargs)
 
     with editor.graph.inserting_before(node):

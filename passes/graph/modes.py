@@ -1,11 +1,15 @@
-"""Track the grad and autocast modes that calls in a graph enter and exit."""
+"""Track the grad and autocast modes that calls in a graph enter and exit.
+
+Captured programs contain the modes as calls: `set_grad_enabled(False)`, or `a = enter_autocast("cpu", bfloat16, ..)`
+with a later `exit_autocast(a)`.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node, map_arg
@@ -25,24 +29,33 @@ from .call import node_tensors
 
 def no_grad_nodes(graph: Graph) -> set[Node]:
     """Return all nodes in no-grad regions; a graph starts with gradients enabled."""
-    off, grad = set[Node](), True
+    without_grad, is_enabled = set[Node](), True
     for node in graph.nodes:
         if node.target is set_grad_enabled:
-            grad = bool(node.args[0])
-        if not grad:
-            off.add(node)
-    return off
+            is_enabled = bool(node.args[0])
+        if not is_enabled:
+            without_grad.add(node)
+    return without_grad
 
 
-def autocast_regions(node: Node) -> list[Any]:
-    """Return (device type, dtype, enabled, cache enabled) of each autocast region of the node, innermost last."""
-    entered: dict[Node, Any] = {}
-    for other in node.graph.find_nodes(op="call_function", target=enter_autocast):
-        if other < node:
-            entered[other] = other.args
-    for other in node.graph.find_nodes(op="call_function", target=exit_autocast):
-        if other < node:
-            entered.pop(other.args[0], None)
+class AutocastRegion(NamedTuple):
+    """Arguments of a call that enters autocast."""
+
+    device: str  # device type
+    dtype: torch.dtype | None  # None for the default of the device type
+    enabled: bool  # False for a region without casts
+    cache_enabled: bool  # True if casts of weights are cached
+
+
+def autocast_regions(node: Node) -> list[AutocastRegion]:
+    """Return the autocast regions that the node is in, innermost last."""
+    entered: dict[Node, AutocastRegion] = {}
+    for enter in node.graph.find_nodes(op="call_function", target=enter_autocast):
+        if enter < node:
+            entered[enter] = AutocastRegion(*enter.args)
+    for leave in node.graph.find_nodes(op="call_function", target=exit_autocast):
+        if leave < node:
+            entered.pop(leave.args[0], None)
     return list(entered.values())
 
 
@@ -54,13 +67,10 @@ def autocast_dtype(node: Node, x: torch.Tensor, device: str) -> torch.dtype:
         x: Operand, any dtype. Autocast does not change integers and float64.
         device: Device type.
     """
-    found = x.dtype
-    if not x.is_floating_point() or x.dtype == torch.float64:
-        return found
-    for where, dtype, enabled, _ in autocast_regions(node):
-        if where == device:
-            found = (dtype or torch.get_autocast_dtype(device)) if enabled else x.dtype
-    return found
+    regions = [region for region in autocast_regions(node) if region.device == device]
+    if not regions or not regions[-1].enabled or not x.is_floating_point() or x.dtype == torch.float64:
+        return x.dtype
+    return regions[-1].dtype or torch.get_autocast_dtype(device)
 
 
 def has_same_autocast(nodes: Sequence[Node]) -> bool:
@@ -72,39 +82,42 @@ def has_same_autocast(nodes: Sequence[Node]) -> bool:
 @contextmanager
 def restore_autocast(node: Node) -> Iterator[None]:
     """Enter the autocast regions of the node."""
-    with ExitStack() as regions:
-        for device, dtype, enabled, cache in autocast_regions(node):
-            regions.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+    with ExitStack() as contexts:
+        for region in autocast_regions(node):
+            contexts.enter_context(torch.autocast(*region))
         yield
 
 
 @contextmanager
 def disable_autocast(device: str) -> Iterator[None]:
     """Disable autocast on a device; a no-op on devices without autocast, such as "meta"."""
-    known = torch.amp.is_autocast_available(device)
-    with torch.autocast(device, enabled=False) if known else nullcontext():
+    has_autocast = torch.amp.is_autocast_available(device)
+    with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
         yield
 
 
 def settle_dtypes(graph: Graph) -> None:
-    """Set the dtypes of values according to the autocast regions; capture records them without autocast."""
+    """Set `meta["val"]` of nodes to the dtypes that the autocast regions imply; capture records others.
+
+    A node outside of the regions changes only if the dtype of an operand did.
+    """
     if not graph.find_nodes(op="call_function", target=enter_autocast):
         return
     mode = detect_fake_mode([v for node in graph.nodes for v in node_tensors(node)])
     if mode is None:
         return
-    other: set[Node] = set()
+    changed_nodes: set[Node] = set()
     with mode, enable_python_dispatcher(), torch.no_grad():
         for node in filter(_returns_tensors, graph.nodes):
-            if other.isdisjoint(node.all_input_nodes) and not autocast_regions(node):
+            if changed_nodes.isdisjoint(node.all_input_nodes) and not autocast_regions(node):
                 continue
             args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
             with restore_autocast(node), disable_autocast_cache():
-                found = node.target(*args, **kwargs)
-            before = node_tensors(node)
-            node.meta["val"] = pytree.tree_map(_cast_like, node.meta["val"], found)
-            if [x.dtype for x in before] != [x.dtype for x in node_tensors(node)]:
-                other.add(node)
+                result = node.target(*args, **kwargs)
+            dtypes_before = [x.dtype for x in node_tensors(node)]
+            node.meta["val"] = pytree.tree_map(_with_dtype, node.meta["val"], result)
+            if dtypes_before != [x.dtype for x in node_tensors(node)]:
+                changed_nodes.add(node)
 
 
 def _returns_tensors(node: Node) -> bool:
@@ -112,7 +125,8 @@ def _returns_tensors(node: Node) -> bool:
     return bool(node_tensors(node)) and (isinstance(node.target, OpOverload) or node.target is operator.getitem)
 
 
-def _cast_like(x: Any, like: Any) -> Any:
+def _with_dtype(x: Any, like: Any) -> Any:
+    """Return a tensor of x's shape and strides in the dtype of `like`; x itself if it is no tensor or has the dtype."""
     if not isinstance(x, torch.Tensor) or x.dtype == like.dtype:
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=like.dtype, device=x.device)

@@ -1,4 +1,8 @@
-"""Find the arguments that an ATen op mutates, and its functional form."""
+"""Find the arguments that an ATen op mutates, and its functional form.
+
+x.add_(y)     mutates x; the new value of x is add(x, y)
+x.copy_(y)    mutates x; the new value of x is y
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from .call import collect_nodes
 aten = torch.ops.aten
 
 NewValue = Callable[[Any, Any, Callable[..., Node]], Node]
-
+"""Function of (args, kwargs, emit) that returns the new value of a mutated argument; emit(op, *args) adds a call."""
 
 _NORM_OPS = [aten.batch_norm, aten.native_batch_norm, aten._batch_norm_impl_index, aten.cudnn_batch_norm]
 _UPDATE_OPS = [aten.batch_norm_update_stats, aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts]
@@ -46,8 +50,9 @@ class Mutation:
 def is_mutation(node: Node) -> bool:
     """Return True if the op of the node mutates an argument."""
     op = node.target
-    silently = op in SILENT_WRITERS and bool(_mutated_arguments(op, node.args, node.kwargs))
-    return silently or (isinstance(op, OpOverload) and schema_of(op).is_mutable)
+    if op in SILENT_WRITERS and _mutated_arguments(op, node.args, node.kwargs):
+        return True
+    return isinstance(op, OpOverload) and schema_of(op).is_mutable
 
 
 def _mutated_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Node]:
@@ -86,8 +91,8 @@ def is_pure(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return target is operator.getitem
-    random = torch.Tag.nondeterministic_seeded in target.tags
-    return not is_mutation(node) and not random and not node.is_impure()
+    is_random = torch.Tag.nondeterministic_seeded in target.tags
+    return not is_mutation(node) and not is_random and not node.is_impure()
 
 
 def to_positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -121,30 +126,30 @@ def functional_form(target: OpOverload) -> OpOverload | None:
     """Return the functional overload of an in-place op (aten.add_.Tensor -> aten.add.Tensor), or None."""
     if target.namespace != "aten":
         return None
-    base = _functional_name(schema_of(target).name.split("::")[1])
-    packet = getattr(aten, _OTHER_NAMES.get(base, base), None) if base else None
+    packet = getattr(aten, _functional_name(schema_of(target).name.split("::")[1]), None)
     for overload in packet.overloads() if packet else ():
-        found = getattr(packet, overload)
-        if not schema_of(found).is_mutable and _schema_signature(found) == _schema_signature(target):
-            return found
+        candidate = getattr(packet, overload)
+        if not schema_of(candidate).is_mutable and _parameter_types(candidate) == _parameter_types(target):
+            return candidate
     return None
 
 
-def _schema_signature(op: OpOverload) -> list[tuple[str, str]]:
+def _parameter_types(op: OpOverload) -> list[tuple[str, str]]:
+    """Return the name and type of each parameter."""
     return [(a.name, str(a.type)) for a in schema_of(op).arguments]
 
 
-# Ops whose functional form does not have the same name without the underscore.
-_OTHER_NAMES = {"normal": "normal_functional"}
-
-
-def _functional_name(name: str) -> str | None:
+def _functional_name(name: str) -> str:
+    """Return the name of the functional op (add_ -> add, __iand__ -> __and__), or "" for other names."""
+    if name == "normal_":
+        return "normal_functional"
     if name.startswith("__i") and name.endswith("__"):
         return "__" + name[3:]
-    return name[:-1] if name.endswith("_") and not name.endswith("__") else None
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else ""
 
 
 def _new_value(target: OpOverload) -> NewValue | None:
+    """Return the function that computes what an in-place op writes to its first argument, or None if unknown."""
     if target in _NEW_VALUES:
         return _NEW_VALUES[target]
     op = functional_form(target)
@@ -154,6 +159,7 @@ def _new_value(target: OpOverload) -> NewValue | None:
 
 
 def _copy_value(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
+    """Return the source of a copy_, on the device of its target."""
     source, target = args[1], args[0].meta["val"]
     if source.meta["val"].device != target.device:
         source = emit(aten.to.device, source, target.device, target.dtype)

@@ -39,9 +39,10 @@ def exchange_sources(exchanges: Iterable[Node], shown: Mapping[str, str]) -> dic
 
 
 def failed_exchange(error: BaseException, places: Mapping[str, ExchangeSource]) -> str:
-    """Format the exchange that raised the error at run time; return "" if it is unknown.
+    """Format the exchange that raised the error at run time, such as "all_gather of model.py:12: y = f(x)".
 
-    If compiled code runs other compiled code, this is the innermost known exchange.
+    If compiled code runs other compiled code, this is the innermost known exchange. Its source is omitted if it is
+    unknown; the result is "" if no exchange is known.
     """
     names = [name for line in compiled_lines(error) if not line.kernel for name in line.sources if name in places]
     return f"{names[-1]} of {places[names[-1]]}".removesuffix(" of ") if names else ""
@@ -49,8 +50,8 @@ def failed_exchange(error: BaseException, places: Mapping[str, ExchangeSource]) 
 
 def node_lines(graph: Graph) -> dict[str, str]:
     """Map the name of each node with a known source to the user's line."""
-    traces = {node.name: trace for node in graph.nodes if (trace := stack_trace(node))}
-    lines = {trace: source_line(trace) for trace in {*traces.values()}}
+    traces = {node.name: stack_trace(node) for node in graph.nodes}
+    lines = {trace: source_line(trace) for trace in {*traces.values()}}  # many nodes have the same trace
     return {name: lines[trace] for name, trace in traces.items() if lines[trace] != UNKNOWN_LINE}
 
 
@@ -63,27 +64,29 @@ def failed_line(error: BaseException, lines: Mapping[str, str]) -> str:
         error: Error that the program raised.
         lines: Lines by node name, from `node_lines`.
     """
-    for line in reversed([*compiled_lines(error)]):
-        own = source_line(line.trace)
-        found = [own] if own != UNKNOWN_LINE else [*dict.fromkeys(lines[name] for name in _nodes_of_line(line, lines))]
-        if found:
-            return ", or ".join(found[:SHOWN_INPUTS])
+    for code_line in reversed([*compiled_lines(error)]):
+        user_lines = [source_line(code_line.trace)]
+        if user_lines == [UNKNOWN_LINE]:
+            user_lines = [*dict.fromkeys(lines[name] for name in _nodes_of_line(code_line, lines))]
+        if user_lines:
+            return ", or ".join(user_lines[:SHOWN_INPUTS])
     return ""
 
 
 def _nodes_of_line(line: CodeLine, names: Iterable[str]) -> list[str]:
-    """Return the nodes that a line of compiled code computes.
+    """Return the names of the nodes that a line of compiled code computes.
+
+    A call of a kernel does not record its nodes; its name contains those of its ops (triton_fused_add_mul). All nodes
+    of these ops are returned, those closest to the first source of the line first.
 
     Args:
-        line: Line of compiled code. If only the ops of its kernel are known, all nodes with these ops are returned,
-            those closest to the next node first.
+        line: Line of compiled code.
         names: Node names in program order.
     """
-    known = [*names]
-    places = {name: i for i, name in enumerate(known)}
-    sources = [name for name in line.sources if name in places]
+    positions = {name: i for i, name in enumerate(names)}
+    sources = [name for name in line.sources if name in positions]
     if not line.kernel:
         return sources
-    after = min((places[name] for name in sources), default=0)
-    of_ops = [name for name in known if f"_{NUMBER_PATTERN.sub('', name)}_" in f"_{line.kernel}_"]
-    return sorted(of_ops, key=lambda name: abs(places[name] - after))
+    first_source = min((positions[name] for name in sources), default=0)
+    nodes_of_ops = [name for name in positions if f"_{NUMBER_PATTERN.sub('', name)}_" in f"_{line.kernel}_"]
+    return sorted(nodes_of_ops, key=lambda name: abs(positions[name] - first_source))

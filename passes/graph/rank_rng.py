@@ -15,16 +15,14 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.torch_compat import OpOverload, schema_of
+from sp_compile.lowering.torch_compat import OpOverload
 
 from .call import OpCall, node_packet
 
 aten = torch.ops.aten
-_DRAW_KINDS = ("", "alpha_", "feature_", "feature_alpha_")
-RANDOM_DROPOUT_OPS = [
-    aten.native_dropout,
-    *(getattr(aten, f"{kind}dropout{end}") for kind in _DRAW_KINDS for end in ("", "_")),
-]
+RANDOM_DROPOUT_OPS = [aten.native_dropout]
+for _kind in ("", "alpha_", "feature_", "feature_alpha_"):
+    RANDOM_DROPOUT_OPS += [getattr(aten, f"{_kind}dropout"), getattr(aten, f"{_kind}dropout_")]
 _SEED_STRIDE = 0x9E3779B97F4A7C15 >> 1  # an odd constant with well mixed bits separates the seeds of the ranks
 
 
@@ -41,24 +39,23 @@ def is_random(node: torch.fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if not isinstance(node.target, OpOverload):
-        bodies = [a for a in node.all_input_nodes if a.op == "get_attr"]
-        modules = [getattr(node.graph.owning_module, b.target, None) for b in bodies]
-        return any(isinstance(m, GraphModule) and has_random_ops(m) for m in modules)
-    drops = node_packet(node) in RANDOM_DROPOUT_OPS
-    if torch.Tag.nondeterministic_seeded not in node.target.tags and not drops:
-        arguments = schema_of(node.target).arguments
-        if not any(a.name == "dropout_p" for a in arguments):
-            return False
-    call = OpCall(node)
-    probability = call.get("dropout_p", call.get("p") if drops else None)
-    active = call.get("train", call.get("training", True))
-    return active is not False and probability != 0
+        # a higher-order op: its bodies are attributes of the module
+        names = [x.target for x in node.all_input_nodes if x.op == "get_attr"]
+        bodies = [getattr(node.graph.owning_module, name, None) for name in names]
+        return any(isinstance(body, GraphModule) and has_random_ops(body) for body in bodies)
+    call, is_dropout = OpCall(node), node_packet(node) in RANDOM_DROPOUT_OPS
+    is_seeded = torch.Tag.nondeterministic_seeded in node.target.tags
+    if not (is_seeded or is_dropout or "dropout_p" in call.args):
+        return False
+    probability = call.get("dropout_p", call.get("p") if is_dropout else None)
+    is_active = call.get("train", call.get("training", True))
+    return is_active is not False and probability != 0
 
 
 def with_rank_rng(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
     """Return `run` under a rank-specific generator; the user's generators advance equally on all ranks."""
 
-    def call(*args: Any) -> Any:
+    def run_with_rank_seed(*args: Any) -> Any:
         """Run the function with a seed of this rank, drawn from the common generator."""
         seed = int(torch.randint(0, 1 << 62, ()).item())
         rank = dist.get_rank(ranks.process_group)
@@ -67,4 +64,4 @@ def with_rank_rng(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
             torch.manual_seed((seed + rank * _SEED_STRIDE) % (1 << 63))
             return run(*args)
 
-    return call
+    return run_with_rank_seed

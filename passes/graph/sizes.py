@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
 from sp_compile.lowering.base.errors import CaptureError
 from sp_compile.lowering.torch_compat import FloorDiv, Max, size_hint
@@ -50,10 +50,7 @@ def current_bytes(value: torch.Tensor, least: int = 0) -> int:
 
 def size_product(values: Iterable[Size]) -> Size:
     """Return the product of the sizes; 1 for an empty iterable."""
-    out: Size = 1
-    for v in values:
-        out = out * v
-    return out
+    return math.prod(values)
 
 
 def is_same_size(a: Size, b: Size) -> bool:
@@ -67,7 +64,8 @@ def nonempty_size(value: Size) -> Size:
     """Simplify Max(1, extent) in strides of new tensors, assuming that no dim is empty."""
     if isinstance(value, int):
         return value
-    return as_size(value.replace(Max, lambda a, b, *more: Max(a, b, *more) if more or 1 not in (a, b) else a * b))
+    replaced = value.replace(Max, lambda a, b, *more: Max(a, b, *more) if more or 1 not in (a, b) else a * b)
+    return as_size(replaced)  # a * b is the other operand of Max(1, b)
 
 
 def is_same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
@@ -84,18 +82,19 @@ def exact_quotient(a: Size, b: Size) -> Size | None:
 
 @lru_cache(maxsize=4096)
 def _symbolic_quotient(a: sympy.Expr, b: sympy.Expr) -> Size | None:
+    """Return a / b if it is a polynomial with integer coefficients, else None."""
     if a == b:
         return 1
     if b == 1:
         return as_size(a)
-    q = a / b
-    if q.as_numer_denom()[1] != 1:
+    quotient = a / b
+    if quotient.as_numer_denom()[1] != 1:
         if not (a.has(sympy.Add) or b.has(sympy.Add)):
             return None
-        q = sympy.cancel(q)
-    numerator, denominator = q.as_numer_denom()
-    integral = all(c.is_Integer for c in sympy.expand(numerator).as_coefficients_dict().values())
-    return as_size(q) if denominator == 1 and integral else None
+        quotient = sympy.cancel(quotient)
+    numerator, denominator = quotient.as_numer_denom()
+    is_integral = all(c.is_Integer for c in sympy.expand(numerator).as_coefficients_dict().values())
+    return as_size(quotient) if denominator == 1 and is_integral else None
 
 
 def size_gcd(a: Size, b: Size) -> Size:
@@ -111,8 +110,8 @@ def size_gcd(a: Size, b: Size) -> Size:
 
 def size_lcm(a: Size, b: Size) -> Size:
     """Return the least common multiple, computed by `size_gcd`."""
-    found = exact_quotient(a * b, size_gcd(a, b))
-    return a * b if found is None else found
+    quotient = exact_quotient(a * b, size_gcd(a, b))
+    return a * b if quotient is None else quotient
 
 
 def ceil_div(a: Size, n: int) -> Size:
@@ -150,9 +149,9 @@ class SizeBuilder:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.known: dict[Size, Node] = {}
-        self.sources: dict[sympy.Symbol, tuple[Node, int]] = {}
-        self.last: Node | None = None
+        self.known: dict[Size, Node] = {}  # node of each size that is an input or was computed
+        self.sources: dict[sympy.Symbol, tuple[Node, int]] = {}  # input and dim of each symbol
+        self.last: Node | None = None  # last input or size node; the next size node is inserted after it
         for node in graph.find_nodes(op="placeholder"):
             self.last, value = node, node.meta.get("val")
             if isinstance(value, torch.SymInt) and isinstance(as_size(value), sympy.Expr):
@@ -175,15 +174,15 @@ class SizeBuilder:
         return [self(v) for v in values]
 
     def _build(self, expr: sympy.Expr) -> Node:
+        """Append the nodes that compute an expression of sums, products, powers, floor divisions and remainders."""
         if isinstance(expr, sympy.Symbol):
-            if expr not in self.sources:
-                for known, node in list(self.known.items()):  # inputs="local": an input may be n times the symbol
-                    times, rest = sympy.sympify(known).as_coeff_Mul()
-                    if rest == expr and times.is_Integer and times > 1:
-                        return self._emit(operator.floordiv, (node, int(times)))
-                raise CaptureError("SP219", f"The size {expr} is not the size of an input.")
-            node, dim = self.sources[expr]
-            return self._emit(torch.ops.aten.sym_size.int, (node, dim))
+            if expr in self.sources:
+                return self._emit(torch.ops.aten.sym_size.int, self.sources[expr])
+            for known_size, node in list(self.known.items()):  # inputs="local": an input may be n times the symbol
+                factor, symbol = sympy.sympify(known_size).as_coeff_Mul()
+                if symbol == expr and factor.is_Integer and factor > 1:
+                    return self._emit(operator.floordiv, (node, int(factor)))
+            raise CaptureError("SP219", f"The size {expr} is not the size of an input.")
         if isinstance(expr, FloorDiv) or type(expr).__name__ in ("Mod", "PythonMod"):
             op = operator.floordiv if isinstance(expr, FloorDiv) else operator.mod
             return self._emit(op, tuple(self(as_size(a)) for a in expr.args))
@@ -194,6 +193,7 @@ class SizeBuilder:
         raise CaptureError("SP219", f"The size {expr} has a form that cannot be computed in the graph.")
 
     def _fold(self, op: Any, terms: Any) -> Node:
+        """Append the nodes that combine the terms by a binary operator."""
         total = self(as_size(terms[0]))
         for term in terms[1:]:
             total = self._emit(op, (total, self(as_size(term))))
@@ -201,21 +201,20 @@ class SizeBuilder:
         return total
 
     def _emit(self, target: Any, args: tuple[Any, ...]) -> Node:
-        values = [a.meta["val"] if isinstance(a, Node) else a for a in args]
-        where = self.graph.inserting_after(self.last) if self.last is not None else self.graph.inserting_before(None)
-        with where:
+        """Insert a call after the last size node, or at the end of a graph without inputs."""
+        with self.graph.inserting_after(self.last) if self.last is not None else self.graph.inserting_before(None):
             node = self.graph.call_function(target, args)
-        node.meta["val"] = target(*values)
+        node.meta["val"] = target(*map_arg(args, lambda x: x.meta["val"]))
         self.last = node
         return node
 
 
 def read_sizes_from_inputs(graph: Graph) -> None:
-    """Read sizes from inputs, so that no intermediate value stays alive for its size alone."""
-    of, placeholders = SizeBuilder(graph), graph.find_nodes(op="placeholder")
+    """Replace sizes of intermediate values by sizes of inputs, so that no value stays alive for its size alone."""
+    builder, placeholders = SizeBuilder(graph), graph.find_nodes(op="placeholder")
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
         extent = as_size(node.meta["val"])
-        known = isinstance(extent, sympy.Expr) and extent.free_symbols <= of.sources.keys()
-        if known and node.args[0] not in placeholders:
-            node.replace_all_uses_with(of(extent))
+        is_computable = isinstance(extent, sympy.Expr) and extent.free_symbols <= builder.sources.keys()
+        if is_computable and node.args[0] not in placeholders:
+            node.replace_all_uses_with(builder(extent))
             graph.erase_node(node)

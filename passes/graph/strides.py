@@ -6,6 +6,7 @@ y: [S, B, D] in memory, read as [B, S, D]   ->   y.contiguous(): [B, S, D] in me
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,42 +21,39 @@ aten = torch.ops.aten
 def restore_strides(graph: Graph, node: Node, value: Tensor) -> Node:
     """Insert `match_strides` between the node and its users, and return the new node."""
     users = list(node.users)
-    last = match_strides(graph, node, value)
+    restored = match_strides(graph, node, value)
     for user in users:
-        user.replace_input_with(node, last)
-    return last
+        user.replace_input_with(node, restored)
+    return restored
 
 
 def match_strides(graph: Graph, node: Node, value: Tensor) -> Node:
     """Append a copy of the node's value that is contiguous in the stride order of `value`."""
     order = order_of_strides(as_sizes(value.stride()))
-    back = inverse_permutation(order)
-    dense = {"memory_format": torch.contiguous_format}
-    last, value = node, node.meta["val"]
-    for target, args, kwargs in (
-        (aten.permute.default, (order,), {}),
-        (aten.clone.default, (), dense),
-        (aten.permute.default, (back,), {}),
-    ):
-        if args and is_identity(order):
-            continue
+    steps: list[tuple[Any, list[Any], dict[str, Any]]] = [
+        (aten.permute.default, [order], {}),
+        (aten.clone.default, [], {"memory_format": torch.contiguous_format}),
+        (aten.permute.default, [inverse_permutation(order)], {}),
+    ]
+    last = node
+    for target, args, kwargs in steps[1:2] if is_identity(order) else steps:
+        result = target(last.meta["val"], *args, **kwargs)
         with graph.inserting_after(last):
             last = graph.call_function(target, (last, *args), kwargs)
-        value = target(value, *args, **kwargs)
-        last.meta.update(node.meta, val=value)
+        last.meta.update(node.meta, val=result)
         set_node_info(last, origin=None)
     return last
 
 
 def has_other_strides(x: Tensor, y: Tensor) -> bool:
     """Return True if two tensors of the same shape differ in strides; dims of size 1 are ignored."""
-    pairs = zip(as_sizes(x.shape), as_sizes(x.stride()), as_sizes(y.stride()))
-    return any(not is_same_size(a, b) for extent, a, b in pairs if not is_same_size(extent, 1))
+    dims = zip(as_sizes(x.shape), as_sizes(x.stride()), as_sizes(y.stride()))
+    return any(not is_same_size(extent, 1) and not is_same_size(a, b) for extent, a, b in dims)
 
 
 def is_identity(order: Sequence[int]) -> bool:
     """Return True if the permutation is the identity."""
-    return all(d == i for i, d in enumerate(order))
+    return list(order) == list(range(len(order)))
 
 
 def inverse_permutation(order: Sequence[int]) -> list[int]:

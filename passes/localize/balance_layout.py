@@ -1,24 +1,25 @@
 """Rewrite a local graph for layout="balanced": ranks attend to about the same number of pairs.
 
-    shard(ids, 1, ..)                  order, inverse, .., table = balanced_order([doc], ["Eq(row0, col0) & (k <= q)"])
+    shard(ids, 1, ..)                  order, inverse, .., table = sp.deal([doc], ["Eq(row0, col0) & (k <= q)"])
     ring_attention(.., rows=[doc], ..)     shard(reorder(ids, 1, order, inverse), ..)
     unshard(y, 1, ..)                  ->  ring_attention(.., rows=[reorder(doc), order], pieces=[table, ..],
                                                "Eq(row0, col0) & (col1 <= row1)")
                                            reorder(unshard(y, 1, ..), 1, inverse, order)
 
-The order is computed once per graph, at its start, from the vectors and predicates of the masks. Masks are replicated,
-so all ranks compute the same order. Replicated values keep the order of the program: they are reordered before they
-are sharded and after they are gathered. Predicates read positions from a vector in place of row indices. The tables of
-all vectors are computed with the order, so that a graph synchronizes with the device once. The pass adds no traffic
-between ranks. `strategies.attention.layouts` decides where it applies. A graph whose inputs are balanced already
-receives the order as three additional inputs and keeps it.
+The order is computed once per graph, at its start, from the vectors and predicates of the masks
+(`lowering/masks/balance_rows.py`). Masks are replicated, so all ranks compute the same order. Replicated values keep
+the order of the program: they are reordered before they are sharded and after they are gathered. Predicates read
+positions from a vector in place of row indices. The tables of all vectors (their runs of equal or consecutive values)
+are computed with the order, so that a graph synchronizes with the device once. The pass adds no traffic between ranks.
+`strategies/attention/row_layouts.py` decides where it applies. A graph whose inputs are balanced already receives the
+order as three additional inputs and keeps it.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -46,8 +47,28 @@ ORDER_INPUTS = ("dealt_order", "dealt_inverse", "dealt_chunks")
 FIXED_END_POSITIONS = 1
 """Rows at either end that keep their place, for graphs that read the neighbor of each row, such as shifted labels."""
 FRAME_ARGUMENTS = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")
-FrameMap = dict[str, tuple[Size, ...]]
-"""The balanced frames among a call's arguments, by argument name."""
+
+
+class FrameArgument(NamedTuple):
+    """Balanced frame among the arguments of an sp:: op, see `Shard.frame_arg`."""
+
+    outer: Size  # size of the factors before the sequence in its dim
+    size: Size  # positions of the sequence
+    start: Size  # first valid position
+    length: Size  # number of valid positions
+    folds: int  # row order, see `RowOrder`
+
+
+FrameMap = dict[str, FrameArgument]
+"""The balanced frames of a call by argument name."""
+
+
+class MaskWork(NamedTuple):
+    """Attention work as arguments of ``sp::deal``."""
+
+    predicates: list[str]  # masks, as functions of the vectors and numbers of all attentions
+    weights: list[Node | int]  # cost of a query-key pair under each predicate: heads times head dims, summed
+    numbers: list[Node | int]  # values of n0, n1, ... in the predicates
 
 
 class BalanceLayout(Pass):
@@ -62,70 +83,70 @@ class BalanceLayout(Pass):
         return cls() if row_order(job.folds).is_balanced else None
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        calls = [
-            (OpCall(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _balanced_frames(n))
-        ]
+        """Reorder the rows of every call with a balanced frame, in place; return the number of these calls."""
+        calls = [(OpCall(n), _balanced_frames(n)) for n in gm.graph.nodes if _balanced_frames(n)]
         balanced = balanced_inputs(job)
-        if calls or balanced:
-            self.ends = FIXED_END_POSITIONS if _has_sharded_output(gm, job) else 0
-            self._emit_order(gm, calls, job.ranks.n, balanced)
+        if not calls and not balanced:
+            return 0
+        self.fixed_ends = FIXED_END_POSITIONS if _has_sharded_output(gm, job) else 0
+        self._emit_order(gm, calls, job.ranks.n, balanced)
         for call, frames in calls:
-            self._write(call, frames)
-        if calls or balanced:
-            self.drop(*self.emitted)
+            self._rewrite_call(call, frames)
+        self.drop(*self.emitted)
         return len(calls)
 
     def _emit_order(
         self, gm: GraphModule, calls: Sequence[tuple[OpCall, FrameMap]], n: int, shards: Sequence[Shard]
     ) -> None:
-        """Emit ``sp::balanced_order`` at the start of the graph, or read the order of balanced inputs."""
+        """Emit ``sp::deal`` at the start of the graph, or ``sp::dealt_tables`` for the order of balanced inputs."""
         inputs = gm.graph.find_nodes(op="placeholder")
         first = calls[0][0].node if calls else inputs[-1].next
-        found = [frame for _, frames in calls for frame in frames.values()]
-        length = shards[0].frame.size if shards else found[0][1]
+        all_frames = [frame for _, frames in calls for frame in frames.values()]
+        length = shards[0].frame.size if shards else all_frames[0].size
         for call, frames in calls:
-            if not all(is_same_size(frame[1], length) for frame in frames.values()):
+            if not all(is_same_size(frame.size, length) for frame in frames.values()):
                 raise SpError("SP411", f"layout='balanced': {describe_node(call.node)} reads rows of another sequence.")
-        attends = [call for call, frames in calls if "q_frame" in frames]
-        self.known = unique_vectors(v for call in attends for v in mask_vectors(call.node) if _with_length(v, length))
+        attentions = [call for call, frames in calls if "q_frame" in frames]
+        read_vectors = [v for call in attentions for v in mask_vectors(call.node)]
+        # each vector of the sequence -> the first vector with its values
+        self.known = unique_vectors(v for v in read_vectors if is_same_size(node_shape(v)[1], length))
         self.vectors = list(dict.fromkeys(self.known.values()))
         move_before(first, self.vectors)
         device = next(x.device for node in inputs for x in node_tensors(node))
-        orders = self._order_inputs(inputs, length, n, device) if shards else []
+        orders = self._add_order_inputs(inputs, length, n, device) if shards else []
         with self.graph.inserting_before(first):
             if shards:
-                both = self.compute(sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
+                outputs = self.compute(sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
             else:
-                both = self.compute(sp.deal.default, self._balance_arguments(attends, found, length, n, device), first)
-            parts = [self.emit(operator.getitem, (both, i), x, first) for i, x in enumerate(both.meta["val"])]
-            self.order, self.inverse, _, positions, *tables = *orders, *parts
-            where = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first)
-            count = len(self.vectors)
-            self.tables = dict(zip(self.vectors, tables[:count]))
-            self.moved = {
-                v: (self._emit_reorder(v, 1, (1, length, 0, length), first), table)
-                for v, table in zip(self.vectors, tables[count:], strict=True)
+                arguments = self._balance_arguments(attentions, all_frames, length, n, device)
+                outputs = self.compute(sp.deal.default, arguments, first)
+            results = [self.emit(operator.getitem, (outputs, i), x, first) for i, x in enumerate(outputs.meta["val"])]
+            # The chunks are only needed by another graph. The tables are those of the vectors, then of the moved ones.
+            self.order, self.inverse, _, positions_table, *tables = *orders, *results
+            self.tables = dict(zip(self.vectors, tables))
+            self.positions = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first), positions_table
+            all_rows = FrameArgument(1, length, 0, length, BALANCED.folds)
+            self.moved = {  # each vector -> the reordered vector and its table
+                v: (self._emit_reorder(v, 1, all_rows, first), table)
+                for v, table in zip(self.vectors, tables[len(self.vectors) :], strict=True)
             }
-            self.positions = where, positions
-            self.emitted = [*parts, where, *(v for v, _ in self.moved.values())]
+            self.emitted = [*results, self.positions[0], *(vector for vector, _ in self.moved.values())]
 
     def _balance_arguments(
-        self, attends: Sequence[OpCall], found: Iterable[tuple[Size, ...]], length: Size, n: int, device: torch.device
+        self, attentions: Sequence[OpCall], frames: Iterable[FrameArgument], length: Size, n: int, device: torch.device
     ) -> tuple[Any, ...]:
-        """Return the arguments of ``sp::balanced_order``."""
-        predicates, weights, numbers = self._work(attends)
-        self._report_imbalance(predicates, weights, numbers, self.sizes(length), n)
-        ends = {(start, as_size(whole - start - part)) for _, whole, start, part, *_ in found} | {
-            (self.ends, self.ends)
-        }
-        fronts, behinds = (self.sizes.list(dict.fromkeys(x)) for x in zip(*sorted(ends, key=str)))
-        strategies = ((op_strategy(call.node.target), call) for call in attends)
+        """Return the arguments of ``sp::deal``; rows outside of a frame's window are not moved."""
+        work = self._attention_work(attentions)
+        self._report_imbalance(work, self.sizes(length), n)
+        fixed = {(frame.start, as_size(frame.size - frame.start - frame.length)) for frame in frames}
+        ends = sorted(fixed | {(self.fixed_ends, self.fixed_ends)}, key=str)
+        front, back = (self.sizes.list(dict.fromkeys(rows)) for rows in zip(*ends))
+        strategies = ((op_strategy(call.node.target), call) for call in attentions)
         stride = min((strategy.neighbours(call) if strategy else 1 for strategy, call in strategies), default=1)
-        return self.vectors, predicates, weights, numbers, self.sizes(length), fronts, behinds, n, stride, device
+        return self.vectors, *work, self.sizes(length), front, back, n, stride, device
 
-    def _order_inputs(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
-        """Add the order of the balanced inputs as inputs of the graph."""
+    def _add_order_inputs(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
+        """Add the order of the balanced inputs (order, inverse, chunks) as inputs of the graph, and return them."""
         self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, "reuses the balanced order of the inputs"))
         extent, orders = self.sizes(length), []
         with fake_mode_of([node.meta.get("val") for node in inputs]):
@@ -139,136 +160,127 @@ class BalanceLayout(Pass):
             self.sizes.last = orders[-1]
         return orders
 
-    def _work(self, attends: Iterable[OpCall]) -> tuple[list[str], list[Node | int], list[Node | int]]:
-        """Return predicates, weights and numbers.
-
-        Predicates are over all vectors and numbers; a weight is the relative cost of one query-key pair.
-        """
+    def _attention_work(self, attentions: Iterable[OpCall]) -> MaskWork:
+        """Return the work of all attentions to the sequence, with the symbols of their predicates renumbered."""
         numbers: list[Any] = []
-        weights: dict[str, Size] = {}
-        for call in attends:
+        weights: dict[str, Size] = {}  # by predicate
+        for call in attentions:
             if not all(v in self.known for v in mask_vectors(call.node)):
                 continue  # its keys are not the sequence
             names: dict[str, str] = {}
             for kind in ("row", "col"):
-                names |= {
-                    f"{kind}{i}": f"{kind}{self.vectors.index(self.known[v])}" for i, v in enumerate(call[f"{kind}s"])
-                }
+                places = [self.vectors.index(self.known[v]) for v in call[f"{kind}s"]]
+                names |= {f"{kind}{i}": f"{kind}{place}" for i, place in enumerate(places)}
             for i, number in enumerate(call["sizes"]):
                 numbers += [] if number in numbers else [number]
                 names[f"n{i}"] = f"n{numbers.index(number)}"
             predicate = _rename_symbols(call["predicate"], names)
             heads, dims = call.shape(0)[1], call.shape(0)[3] + call.shape(2)[3]
             weights[predicate] = weights.get(predicate, 0) + size_product((heads, dims))
-        return list(weights), self.sizes.list(weights.values()), numbers
+        return MaskWork(list(weights), self.sizes.list(weights.values()), numbers)
 
-    def _report_imbalance(
-        self, predicates: list[str], weights: list[Any], numbers: list[Any], length: Any, n: int
-    ) -> None:
+    def _report_imbalance(self, work: MaskWork, length: Any, n: int) -> None:
         """Note the imbalance that is known without the values of masks."""
-        known = tuple(map(position_conditions, predicates))
-        balanced = balance_rows(
-            known, tuple(map(_current_size, weights)), tuple(map(_current_size, numbers)), (), _current_size(length), n
-        )
-        contiguous = f"contiguous {balanced.contiguous_imbalance:.2f}"
-        times = f"{balanced.imbalance:.2f} times the mean of query-key pairs, {contiguous}"
-        why = f"the busiest rank has {times}"
-        if known != tuple(predicates):
-            why = f"chunks are assigned at run time from the data of masks; without masked pairs, {why}"
-        self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, why))
+        known = tuple(map(position_conditions, work.predicates))
+        weights, numbers = (tuple(map(_current_size, sizes)) for sizes in (work.weights, work.numbers))
+        chunks = balance_rows(known, weights, numbers, (), _current_size(length), n)
+        times = f"{chunks.imbalance:.2f} times the mean of query-key pairs, contiguous {chunks.contiguous_imbalance:.2f}"
+        text = f"the busiest rank has {times}"
+        if known != tuple(work.predicates):
+            text = f"chunks are assigned at run time from the data of masks; without masked pairs, {text}"
+        self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, text))
 
-    def _write(self, call: OpCall, frames: FrameMap) -> None:
+    def _rewrite_call(self, call: OpCall, frames: FrameMap) -> None:
+        """Reorder the operands or results of the call, and remove the row order from its frames."""
         node = call.node
         if "q_frame" in frames:
             self._rewrite_attention(call, frames)
         elif node.target in (sp.shard.default, sp.reduce_scatter.default):
-            node.args = (self._before(node, node.args[0], call["dim"], frames["frame"]), *node.args[1:])
+            operand = self._reorder_operand(node, node.args[0], call["dim"], frames["frame"])
+            node.args = (operand, *node.args[1:])
         elif node.target in (sp.unshard.default, sp.all_gather.default):
-            self._after(node, call["dim"], frames["frame"])
+            self._restore_order(node, call["dim"], frames["frame"])
         elif node.target is sp.all_to_all.default and "scatter_frame" in frames:
-            where = call["scatter_dim"], frames["scatter_frame"]
-            operands = [self._before(node, x, *where) for x in call.operands]
+            dim, frame = call["scatter_dim"], frames["scatter_frame"]
+            operands = [self._reorder_operand(node, x, dim, frame) for x in call.operands]
             node.args, node.kwargs = call.with_operands(operands)
         elif node.target is sp.all_to_all.default:
-            for part in list(node.users):
-                self._after(part, call["gather_dim"], frames["gather_frame"])
+            for result in list(node.users):
+                self._restore_order(result, call["gather_dim"], frames["gather_frame"])
         elif node.target not in (sp.mask.default, sp.window.default):
             raise SpError("SP411", f"layout='balanced': {describe_node(node)} does not support it.")
         call = OpCall(node)
-        plain = {name: list(call[name])[:4] for name in frames}
-        node.args, node.kwargs = call.with_operands(call.operands, **plain)
+        contiguous_frames = {name: list(call[name])[:4] for name in frames}
+        node.args, node.kwargs = call.with_operands(call.operands, **contiguous_frames)
 
     def _rewrite_attention(self, call: OpCall, frames: FrameMap) -> None:
         """Replace indices by positions, and reorder vectors and masks.
 
-        Replicated keys keep their order. An op that gathers keys itself receives the order and restores the keys' own
-        order, in which each document covers few blocks.
+        Replicated keys keep their order. An op that gathers keys itself (it has the argument `orders`) receives the
+        order and restores the keys' own order, in which each document covers few blocks.
         """
         node, names = call.node, dict[str, str]()
         changed: dict[str, Any] = {}
         if "orders" in call.args and "k_frame" in frames:
             changed["orders"] = [self.order, self.inverse]
         moved_frames = frames if "orders" not in call.args else {"q_frame": frames["q_frame"]}
-        moved: list[tuple[Node, Node | None]]
-        tables: list[Node | None] = []
+        mask, tables = call["mask"], list[Node | None]()
         with self.graph.inserting_before(node):
-            for kind, index, frame in (("row", "q", "q_frame"), ("col", "k", "k_frame")):
-                vectors = list(call[f"{kind}s"])
-                if frame in moved_frames:
-                    moved = [self._reorder_vector(v, frames[frame], node) for v in vectors]
+            for kind, index, dim in (("row", "q", 2), ("col", "k", 3)):
+                vectors, frame = list(call[f"{kind}s"]), moved_frames.get(f"{index}_frame")
+                if frame is None:  # these rows keep the order of the program
+                    tables += [self.tables[self.known[v]] if v in self.known else None for v in vectors]
+                else:
+                    moved = [self._reorder_vector(v, frame, node) for v in vectors]
                     if index in predicate_symbols(call["predicate"]) | score_symbols(call["score"]):
                         names[index] = f"{kind}{len(vectors)}"
-                        moved.append(self._positions(frames[frame], node))
-                    vectors, known = [v for v, _ in moved], [table for _, table in moved]
-                else:
-                    known = [self.tables[self.known[v]] if v in self.known else None for v in vectors]
+                        moved.append(self._row_positions(frame, node))
+                    vectors = [vector for vector, _ in moved]
+                    tables += [table for _, table in moved]
+                    if mask is not None and not is_same_size(node_shape(mask)[dim], 1):
+                        mask = self._emit_reorder(mask, dim, frame, node)
                 changed[f"{kind}s"] = vectors
-                tables += known
-            mask = call["mask"]
-            for dim, frame in ((2, "q_frame"), (3, "k_frame")):
-                if mask is not None and frame in moved_frames and not is_same_size(node_shape(mask)[dim], 1):
-                    mask = self._emit_reorder(mask, dim, moved_frames[frame], node)
-        more = {"pieces": tables} if None not in tables else {}  # `HoistMaskTables` adds missing tables
+        if None not in tables:  # else `HoistMaskTables` adds them
+            changed["pieces"] = tables
         if names:
             changed["score"] = rename_score(call["score"], names)
         predicate = _rename_symbols(call["predicate"], names)
-        node.args, node.kwargs = call.with_operands(call.operands, predicate=predicate, mask=mask, **changed, **more)
+        node.args, node.kwargs = call.with_operands(call.operands, predicate=predicate, mask=mask, **changed)
 
-    def _positions(self, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
+    def _row_positions(self, frame: FrameArgument, like: Node) -> tuple[Node, Node | None]:
         """Return the positions of a frame's rows, relative to its first row, and their table or None."""
-        _, _, start, length, *_ = frame
-        if is_same_size(start, 0):
+        if is_same_size(frame.start, 0):
             return self.positions
         aten = torch.ops.aten
-        rows = self.compute(
-            aten.slice.Tensor, (self.order, 0, *self.sizes.list((start, as_size(start + length)))), like
-        )
-        own = self.compute(aten.sub.Tensor, (rows, self.sizes(start)), like)
-        return self.compute(aten.unsqueeze.default, (own, 0), like), None
+        bounds = self.sizes.list((frame.start, as_size(frame.start + frame.length)))
+        rows = self.compute(aten.slice.Tensor, (self.order, 0, *bounds), like)
+        positions = self.compute(aten.sub.Tensor, (rows, self.sizes(frame.start)), like)
+        return self.compute(aten.unsqueeze.default, (positions, 0), like), None
 
-    def _reorder_vector(self, vector: Node, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
+    def _reorder_vector(self, vector: Node, frame: FrameArgument, like: Node) -> tuple[Node, Node | None]:
         """Return a vector in the order of the frame's rows, and its table or None."""
         if vector in self.known:
             return self.moved[self.known[vector]]
         return self._emit_reorder(vector, 1, frame, like), None
 
-    def _before(self, node: Node, x: Node, dim: int, frame: tuple[Size, ...]) -> Node:
+    def _reorder_operand(self, node: Node, x: Node, dim: int, frame: FrameArgument) -> Node:
+        """Emit the operand x of the node in the balanced order, and return it."""
         with self.graph.inserting_before(node):
             return self._emit_reorder(x, dim, frame, node)
 
-    def _after(self, node: Node, dim: int, frame: tuple[Size, ...]) -> None:
+    def _restore_order(self, node: Node, dim: int, frame: FrameArgument) -> None:
         """Restore the program's order for all readers of the node."""
         with self.insert_after(node):
-            fresh = self._emit_reorder(node, dim, frame, node, back=True)
-        set_node_info(fresh, origin=node_info(node).origin)
-        self.insert_between(node, fresh)
+            restored = self._emit_reorder(node, dim, frame, node, back=True)
+        set_node_info(restored, origin=node_info(node).origin)
+        self.insert_between(node, restored)
 
-    def _emit_reorder(self, x: Node, dim: int, frame: tuple[Size, ...], like: Node, back: bool = False) -> Node:
+    def _emit_reorder(self, x: Node, dim: int, frame: FrameArgument, like: Node, back: bool = False) -> Node:
+        """Emit the rows of x in the balanced order, or, with `back`, in the order of the program."""
         orders = (self.inverse, self.order) if back else (self.order, self.inverse)
-        args = (x, dim, self.sizes.list(frame[:4]), *orders)
-        fresh = self.compute(sp.reorder.default, args, like)
-        set_node_info(fresh, requires_grad=node_info(x).requires_grad)
-        return fresh
+        reordered = self.compute(sp.reorder.default, (x, dim, self.sizes.list(frame[:4]), *orders), like)
+        set_node_info(reordered, requires_grad=node_info(x).requires_grad)
+        return reordered
 
 
 def balanced_inputs(job: PassContext) -> list[Shard]:
@@ -280,15 +292,17 @@ def _has_sharded_output(gm: GraphModule, job: PassContext) -> bool:
     """Return True if an output stays sharded for another graph."""
     assert job.input_placements is not None
     origins = [node_info(node).origin for node in gm.graph.output_node().all_input_nodes]
-    return any(isinstance(job.input_placements.of(one), Shard) for one in origins if one is not None)
+    return any(isinstance(job.input_placements.of(origin), Shard) for origin in origins if origin is not None)
 
 
 def _balanced_frames(node: Node) -> FrameMap:
-    if namespace_of(node.target) != sp.name:
+    """Return the balanced frames of an sp:: op, or an empty dict for other nodes."""
+    if node.op != "call_function" or namespace_of(node.target) != sp.name:
         return {}
     call = OpCall(node)
-    found = {name: as_sizes(call.get(name) or ()) for name in FRAME_ARGUMENTS}
-    return {name: frame for name, frame in found.items() if len(frame) == 5 and frame[4] == BALANCED.folds}
+    frames = {name: as_sizes(call.get(name) or ()) for name in FRAME_ARGUMENTS}
+    # Only frames in another order than the program's have folds as their fifth number.
+    return {name: FrameArgument(*x) for name, x in frames.items() if len(x) == 5 and x[4] == BALANCED.folds}
 
 
 def _current_size(value: Any) -> int:
@@ -296,13 +310,9 @@ def _current_size(value: Any) -> int:
     return size_hint(value.meta["val"] if isinstance(value, Node) else value)
 
 
-def _with_length(vector: Node, length: Size) -> bool:
-    return is_same_size(node_shape(vector)[1], length)
-
-
 def _rename_symbols(predicate: str, names: dict[str, str]) -> str:
     """Return the predicate with renamed symbols."""
     if not names:
         return predicate
-    known = {sympy.Symbol(old, integer=True): sympy.Symbol(new, integer=True) for old, new in names.items()}
-    return str(parse_predicate(predicate).xreplace(known))
+    symbols = {sympy.Symbol(old, integer=True): sympy.Symbol(new, integer=True) for old, new in names.items()}
+    return str(parse_predicate(predicate).xreplace(symbols))

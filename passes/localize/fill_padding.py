@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
@@ -28,8 +29,8 @@ from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.rank_rng import is_random
 from sp_compile.passes.graph.sizes import is_same_size
 from sp_compile.passes.sharding.attention_axes import op_strategy
-from sp_compile.passes.sharding.placement import Partial, Placement, PlacementPlan, Shard
-from sp_compile.passes.sharding.rule import lookup_rule, transfer_of
+from sp_compile.passes.sharding.placement import Partial, PlacementPlan, Shard
+from sp_compile.passes.sharding.rule import rule_of, transfer_of
 from sp_compile.passes.sharding.rules.norms import CLASS_LOSSES
 from sp_compile.passes.sharding.rules.pointwise import is_pure_move, is_smooth
 from sp_compile.passes.sharding.window_rules import SHARD_WINDOWS
@@ -37,28 +38,38 @@ from sp_compile.passes.sharding.window_rules import SHARD_WINDOWS
 
 def find_loose_padding(gm: GraphModule, plan: PlacementPlan, n: int) -> set[Node]:
     """Return the nodes of a global graph whose local value has loose padded rows that an op may read."""
-    if_cut, if_finite = set[Node](), set[Node]()  # nodes whose padded rows, if loose, an op may depend on
+    # Nodes with a reader that may depend on padded rows: on those that a window cut off, and on finite loose ones.
+    read_if_cut, read_if_finite = set[Node](), set[Node]()
     for node in reversed(gm.graph.nodes):
-        for noticed, passes in ((if_cut, is_pure_move), (if_finite, is_smooth)):
-            if any(_reaches_reader(node, user, plan, noticed, passes) for user in node.users):
-                noticed.add(node)
-    return {node for node in if_cut if _is_cut(node, plan)} | {node for node in if_finite if _is_loose(node, plan, n)}
+        for read_nodes, ignores_padding in ((read_if_cut, is_pure_move), (read_if_finite, is_smooth)):
+            if any(_reaches_reader(node, user, plan, read_nodes, ignores_padding) for user in node.users):
+                read_nodes.add(node)
+    cut_nodes = {node for node in read_if_cut if _is_cut(node, plan)}
+    return cut_nodes | {node for node in read_if_finite if _is_loose(node, plan, n)}
 
 
 def _reaches_reader(
-    node: Node, user: Node, plan: PlacementPlan, noticed: set[Node], passes: Callable[[Node], bool]
+    node: Node, user: Node, plan: PlacementPlan, read_nodes: set[Node], ignores_padding: Callable[[Node], bool]
 ) -> bool:
-    """Return True if the user, or a reader of its result, may depend on padded rows of the node."""
+    """Return True if the user, or a reader of its result, may depend on padded rows of the node.
+
+    Args:
+        node: The value.
+        user: A user of the value.
+        plan: The plan of the graph.
+        read_nodes: Nodes after the value on whose padded rows a reader may depend.
+        ignores_padding: Returns True for ops whose valid rows do not depend on padded rows of this kind.
+    """
     if user.op == "output":
         return isinstance(plan.of(node), Shard)  # another graph may read it
     if user.target is operator.getitem:
-        return user in noticed
+        return user in read_nodes
     if not _is_sharded(node, plan) or user not in plan.wants:
         return False
-    operands = [i for i, x in enumerate(OpCall(user).operands) if x is node]
-    return any(_depends_on_padding(user, i, plan, passes) for i in operands) or (
-        user in noticed and not drops_padding(user)
-    )
+    if user in read_nodes and not drops_padding(user):
+        return True
+    indices = [i for i, x in enumerate(OpCall(user).operands) if x is node]
+    return any(_depends_on_padding(user, i, plan, ignores_padding) for i in indices)
 
 
 def _is_sharded(node: Node, plan: PlacementPlan) -> bool:
@@ -84,11 +95,10 @@ def _is_loose(node: Node, plan: PlacementPlan, n: int) -> bool:
 
 def is_shorter_window(node: Node, plan: PlacementPlan) -> bool:
     """Return True if a result is a shorter window of a sharded operand."""
-    _, rule = lookup_rule(node) or (None, None)
-    wants = plan.wants.get(node, ())
-    return bool(
-        rule is not None and rule.spans and wants and isinstance(wants[0], Shard) and wants[0].dim == rule.window
-    )
+    rule, wants = rule_of(node), plan.wants.get(node, ())
+    if rule is None or not rule.spans or not wants:
+        return False
+    return isinstance(wants[0], Shard) and wants[0].dim == rule.window
 
 
 def drops_padding(node: Node) -> bool:
@@ -100,10 +110,10 @@ def drops_padding(node: Node) -> bool:
     return PADDED.get(node.target) == "nearest"
 
 
-def _depends_on_padding(user: Node, operand: int, plan: PlacementPlan, passes: Callable[[Node], bool]) -> bool:
-    """Return True if padded rows of an operand may change valid rows or derivatives, or raise.
+def _depends_on_padding(user: Node, operand: int, plan: PlacementPlan, ignores_padding: Callable[[Node], bool]) -> bool:
+    """Return True if padded rows of an operand, by its index, may change valid rows or derivatives, or raise.
 
-    passes: returns True for ops that do not depend on padded rows of this kind.
+    See `_reaches_reader` for `ignores_padding`.
     """
     if drops_padding(user):
         return False
@@ -111,11 +121,20 @@ def _depends_on_padding(user: Node, operand: int, plan: PlacementPlan, passes: C
         return False  # `Localize` fills the operands of a sum
     if user.target in CLASS_LOSSES and OpCall(user).operands[operand] is OpCall(user)["target"]:
         return True  # the operand is an index
-    return not passes(user)
+    return not ignores_padding(user)
 
 
-def _reads_padding(reader: str, operand: Node) -> SpError:
+def _padding_error(reader: str, operand: Node) -> SpError:
+    """Return the error of a reader of loose rows; only a bug of `find_loose_padding` causes it."""
     return SpError("SP924", f"{reader} reads padded rows of {operand.name} that do not repeat a valid row.")
+
+
+class LooseOperand(NamedTuple):
+    """Operand with loose padded rows."""
+
+    operand_index: int  # among the call's tensor operands
+    node: Node  # node of the local graph
+    is_cut: bool  # True if a window has cut off the rows, which may be infinite or NaN
 
 
 class PaddingProof:
@@ -123,7 +142,7 @@ class PaddingProof:
 
     def __init__(self, plan: PlacementPlan, n: int) -> None:
         self.plan, self.n = plan, n
-        self.loose: set[Node] = set()
+        self.loose: set[Node] = set()  # local nodes with loose padded rows
         self.cut: set[Node] = set()  # loose nodes whose padded rows may be infinite or NaN
 
     def check(self, node: Node) -> None:
@@ -131,51 +150,52 @@ class PaddingProof:
         if node.op == "output":
             self._check_output(node)
         elif node.target is operator.getitem:
-            for known in (self.loose, self.cut):
-                if node.args[0] in known:
-                    known.add(node)
+            for nodes in (self.loose, self.cut):
+                if node.args[0] in nodes:
+                    nodes.add(node)
         elif node.op == "call_function":
             self._check_call(node)
 
     def _check_output(self, output: Node) -> None:
+        """Raise SpError if a value that another graph may read has loose rows."""
         for x in output.all_input_nodes:
             origin = node_info(x).origin
             if x in self.loose and origin is not None and isinstance(self.plan.of(origin), Shard):
-                raise _reads_padding("the output", x)
+                raise _padding_error("the output", x)
 
     def _check_call(self, node: Node) -> None:
         """Raise SpError if the call may depend on loose rows, and record if its own padded rows are loose."""
-        source = node_info(node).origin
-        results = () if source is None else self.plan.placements.get(source, ())
-        sharded = any(isinstance(p, Shard) for p in results)
-        declared = PADDED.get(node.target)
-        if sharded and namespace_of(node.target) == "sp" and declared is None:
-            raise SpError("SP923", f"{describe_node(node)} returns shards and does not declare its padded rows.")
-        if source is None or source not in self.plan.wants or declared == "nearest":
+        origin, declared_padding = node_info(node).origin, PADDED.get(node.target)
+        if origin is None:
             return
-        read = list(self._loose_operands(node, source))
-        for i, operand, is_cut in read:
-            if _depends_on_padding(source, i, self.plan, is_pure_move if is_cut else is_smooth):
-                raise _reads_padding(describe_node(node), operand)
-        passes_padding = read and not drops_padding(source)
-        if passes_padding or _is_loose(source, self.plan, self.n):
+        if _is_sharded(origin, self.plan) and namespace_of(node.target) == "sp" and declared_padding is None:
+            raise SpError("SP923", f"{describe_node(node)} returns shards and does not declare its padded rows.")
+        if origin not in self.plan.wants or declared_padding == "nearest":
+            return
+        operands = list(self._loose_operands(node, origin))
+        for operand in operands:
+            ignores_padding = is_pure_move if operand.is_cut else is_smooth
+            if _depends_on_padding(origin, operand.operand_index, self.plan, ignores_padding):
+                raise _padding_error(describe_node(node), operand.node)
+        passes_padding = operands and not drops_padding(origin)
+        if passes_padding or _is_loose(origin, self.plan, self.n):
             self.loose.add(node)
-        if passes_padding and any(is_cut for *_, is_cut in read):
+        if passes_padding and any(operand.is_cut for operand in operands):
             self.cut.add(node)
 
-    def _loose_operands(self, node: Node, source: Node) -> Iterator[tuple[int, Node, bool]]:
-        """Yield the number, the operand, and True if a window has cut off its padded rows."""
-        for i, (operand, want) in enumerate(zip(OpCall(node).operands, self.plan.wants[source])):
-            is_cut = isinstance(want, Shard) and (operand in self.cut or self._is_longer(operand, want))
-            if isinstance(want, Shard) and (is_cut or operand in self.loose):
-                yield i, operand, is_cut
+    def _loose_operands(self, node: Node, origin: Node) -> Iterator[LooseOperand]:
+        """Yield the sharded operands of a local node that have loose rows; `origin` is its global node."""
+        for i, (operand, want) in enumerate(zip(OpCall(node).operands, self.plan.wants[origin])):
+            if isinstance(want, Shard):
+                is_cut = operand in self.cut or self._is_longer(operand, want)
+                if is_cut or operand in self.loose:
+                    yield LooseOperand(i, operand, is_cut)
 
     def _is_longer(self, operand: Node, want: Shard) -> bool:
         """Return True if the operand is the local value of a longer window than the demanded one."""
         origin = node_info(operand).origin
-        have: Placement | None = None if origin is None else self.plan.of(origin)
+        have = None if origin is None else self.plan.of(origin)
         if not isinstance(have, Shard):
             return False
-        return not (
-            is_same_size(have.frame.start, want.frame.start) and is_same_size(have.frame.length, want.frame.length)
-        )
+        has_same_start = is_same_size(have.frame.start, want.frame.start)
+        return not (has_same_start and is_same_size(have.frame.length, want.frame.length))

@@ -25,12 +25,18 @@ from sp_compile.passes.graph.call import OpCall, is_tensor, read_results
 from sp_compile.passes.graph.edit import INHERITED_META, GraphEditor, erase_dead
 from sp_compile.passes.graph.mutation import is_written
 from sp_compile.passes.graph.node_info import node_info, set_node_info
-from sp_compile.passes.graph.sizes import Size, as_size, is_same_size
+from sp_compile.passes.graph.sizes import as_size, is_same_size
 from sp_compile.passes.sharding.placement import Partial, Placement, PlacementPlan, Replicate, Shard
 from sp_compile.passes.sharding.rule import BoundRule, lookup_rule
 
 from .fill_padding import find_loose_padding, is_shorter_window
-from .reduce_gradients import differentiable_nodes, has_sharded_user, lifted_nodes, make_buckets, move_before_use
+from .reduce_gradients import (
+    differentiable_nodes,
+    find_partial_grad_nodes,
+    has_sharded_user,
+    make_buckets,
+    move_before_use,
+)
 from .validate_shapes import local_shape
 
 sp, aten = torch.ops.sp, torch.ops.aten
@@ -44,7 +50,7 @@ class Localize(Pass):
     provides = frozenset({"local"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Replace the graph, `self.gm`, by the program of one rank; return the number of nodes that run on shards."""
         plan = job.input_placements = job.plan(gm)
         if plan.demands:
             first = plan.demands[0]
@@ -54,28 +60,34 @@ class Localize(Pass):
 
 
 class _Localizer(GraphEditor):
+    """Builder of a local graph: copies a global graph node by node, and converts operands as their users demand."""
+
     def __init__(self, gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
         self.old, self.plan, self.ranks, self.param_grads = gm, plan, job.ranks, job.options.param_grads
         self.graph = Graph()
         keep_calling_convention(self.graph, gm.graph)
-        self.env: dict[Node, Node] = {}
-        self.aliases: dict[Node, tuple[Node, ...]] = {}  # windows: one local value is shared by several results
+        self.env: dict[Node, Node] = {}  # global node -> local node
+        # global node of several windows -> the local value of each; they may share one value
+        self.aliases: dict[Node, tuple[Node, ...]] = {}
+        # (global node, placement that a user demands) -> the local value in this placement
         self.converted: dict[tuple[Node, Placement], Node] = {}
-        self.differentiable = differentiable_nodes(gm)
-        self.lifted = lifted_nodes(gm, plan, self.differentiable)
-        self.restored = find_loose_padding(gm, plan, self.ranks.n)
+        self.differentiable = differentiable_nodes(gm)  # global nodes that may have a gradient
+        # replicated global nodes whose gradient is partial on every rank, see reduce_gradients.py
+        self.partial_grad_nodes = find_partial_grad_nodes(gm, plan, self.differentiable)
+        # global nodes whose padded rows must be restored, see fill_padding.py
+        self.loose_padding = find_loose_padding(gm, plan, self.ranks.n)
 
     def run(self) -> GraphModule:
         """Return the local GraphModule. `node_info(node).origin` maps its nodes to nodes of the global graph."""
-        assert not self.plan.demands, [str(d) for d in self.plan.demands]
         sources = [n for n in self.old.graph.nodes if n.op in ("placeholder", "get_attr")]
-        for node in [n for n in sources if n.op == "placeholder"]:
-            self._record(node, self.graph.node_copy(node, self.env.__getitem__))
+        for node in sources:
+            if node.op == "placeholder":
+                self._copy(node)
         self.edit(self.graph)
         self._localize_symbols(sources)
-        params = [n for n in sources if n.op == "get_attr" and is_tensor(n)]
-        for node in params:
-            self._record(node, self.graph.node_copy(node, self.env.__getitem__))
+        for node in sources:
+            if node.op == "get_attr" and is_tensor(node):
+                self._copy(node)
         sums = self._reduce_param_grads(sources)
         for node in self.old.graph.nodes:
             if node.op == "output":
@@ -89,6 +101,10 @@ class _Localizer(GraphEditor):
         local.recompile()
         return local
 
+    def _copy(self, node: Node) -> None:
+        """Copy a node to the local graph."""
+        self._record(node, self.graph.node_copy(node, self.env.__getitem__))
+
     def _record(self, old: Node, new: Node) -> None:
         """Record `new` as the local value of `old`."""
         new.meta.update(old.meta)
@@ -98,15 +114,15 @@ class _Localizer(GraphEditor):
     def _restore_padding(self, old: Node, local: Node) -> Node:
         """Return the local value, with restored padded rows where an op may depend on them."""
         have = self.plan.of(old)
-        if old not in self.restored or not isinstance(have, Shard):
+        if old not in self.loose_padding or not isinstance(have, Shard):
             return local
         args = (local, have.dim, self.sizes.list(have.frame_arg()), self.ranks.n, self.ranks.group)
-        new = self._call(sp.window.default, args, old)
-        set_node_info(new, origin=old, requires_grad=old in self.differentiable)
-        return new
+        window = self._call(sp.window.default, args, old)
+        set_node_info(window, origin=old, requires_grad=old in self.differentiable)
+        return window
 
     def _localize_symbols(self, sources: Iterable[Node]) -> None:
-        """Compute global sizes S = n * (S/n) from the local sizes that inputs='local' passes."""
+        """Set the local values of inputs='local', and compute global sizes S = n * (S/n) from the local ones."""
         for node in sources:
             if node_info(node).local is not None:
                 self.env[node].meta["val"] = node_info(node).local
@@ -120,36 +136,37 @@ class _Localizer(GraphEditor):
                 self.sizes.known[as_size(node.meta["val"])] = self.sizes.last
 
     def _emit(self, node: Node) -> None:
+        """Append the local form of a node of the global graph and record it."""
         if node.op != "call_function":
-            self._record(node, self.graph.node_copy(node, self.env.__getitem__))
+            self._copy(node)
         elif node.target is operator.getitem and node.args[0] in self.aliases:
             self.env[node] = self.aliases[node.args[0]][node.args[1]]
         elif node in self.plan.wants:
             self._emit_on_shards(node)
         elif isinstance(node.meta.get("val"), torch.SymInt) and any(self._is_local(a) for a in node.all_input_nodes):
-            self.env[node] = self._value(as_size(node.meta["val"]))  # sizes keep their global meaning
-        else:
-            # A replicated node; a lifted one has partial gradients throughout.
-            summand = Replicate(partial_grad=True) if node in self.lifted else None
-            args, kwargs = torch.fx.map_arg(
-                (node.args, node.kwargs),
-                lambda a: self._convert(a, summand, node) if summand and is_tensor(a) else self.env[a],
-            )
+            # sizes keep their global meaning
+            size = self.sizes(as_size(node.meta["val"]))
+            self.env[node] = size if isinstance(size, Node) else self.graph.call_function(operator.add, (size, 0))
+        else:  # a replicated node
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda x: self._replicated_operand(x, node))
             self._record(node, self._call(node.target, args, node, kwargs, node.name))
+
+    def _replicated_operand(self, source: Node, user: Node) -> Node:
+        """Return the local value of an operand of a replicated node, with a partial gradient if the node has one."""
+        if user in self.partial_grad_nodes and is_tensor(source):
+            return self._convert(source, Replicate(partial_grad=True), user)
+        return self.env[source]
 
     def _is_local(self, node: Node) -> bool:
         return is_tensor(node) and isinstance(self.plan.of(node), Shard)
 
-    def _value(self, value: Size) -> Node:
-        node = self.sizes(value)
-        return node if isinstance(node, Node) else self.graph.call_function(operator.add, (node, 0))
-
     def _emit_on_shards(self, node: Node) -> None:
-        found = lookup_rule(node)
-        assert found is not None
-        call, rule = found
+        """Append the local call of a node that the plan runs on shards, and record it."""
+        ruled_call = lookup_rule(node)
+        assert ruled_call is not None
+        call, rule = ruled_call
         wants = self.plan.wants[node]
-        operands = [self._convert(o, w, node) for o, w in zip(call.operands, wants)]
+        operands = [self._convert(x, want, node) for x, want in zip(call.operands, wants)]
         if rule is None:  # an exchange
             self._record(node, self._rebuild_call(call, operands))
         elif is_shorter_window(node, self.plan):
@@ -167,16 +184,17 @@ class _Localizer(GraphEditor):
             self._record(node, self._rebuild_call(call, operands, **changed))
 
     def _rebuild_call(self, call: OpCall, operands: list[Node], **changed: Any) -> Node:
+        """Append the call with local operands and the `changed` arguments."""
         args, kwargs = call.with_operands(operands, **changed)
-        args, kwargs = torch.fx.map_arg((args, kwargs), lambda a: self.env.get(a, a))
+        args, kwargs = torch.fx.map_arg((args, kwargs), lambda x: self.env.get(x, x))
         return self._call(call.node.target, args, call.node, kwargs, call.node.name)
 
     def _cut_window(self, node: Node, local: Node) -> None:
-        """Record a shorter window: the same local value, with restored padded rows where needed."""
+        """Record each shorter window as the local value of its source, with restored padded rows where needed."""
         if isinstance(node.meta["val"], (list, tuple)):
-            pieces = read_results(node)
+            getitems = read_results(node)
             self.aliases[node] = tuple(
-                self._restore_padding(pieces[i], local) if i in pieces else local
+                self._restore_padding(getitems[i], local) if i in getitems else local
                 for i in range(len(self.plan.placements[node]))
             )
         else:
@@ -188,23 +206,29 @@ class _Localizer(GraphEditor):
     def _mask_padding(
         self, call: OpCall, rule: BoundRule, operands: list[Node], wants: tuple[Placement, ...]
     ) -> list[Node]:
-        """Zero padded rows in a sum over the sharded factor.
+        """Return the operands of a sum over the sharded factor, whose padded rows are filled such that they add zero.
 
         All operands of a product are filled, as 0 * inf is NaN. Filling only one operand requires finite padded rows in
         the others, and rows that a window cuts off may be infinite.
         """
         if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]) or node_info(call.node).combines:
             return operands
-        n, group = self.ranks.n, self.ranks.group
+        # With `rule.pad`, filling one operand removes the padded rows of all, except rows that a window cuts off.
         fills = {i: 0 for i, want in enumerate(wants) if rule.pad is None or _is_sequence_part(want)}
-        for index, value in {**fills, **dict([rule.pad] if rule.pad else [])}.items():
-            want = wants[index]
-            if isinstance(want, Shard) and not want.frame.is_exact(n):
-                args = (operands[index], want.dim, self.sizes.list(want.frame_arg()), value, n, group)
-                operands[index] = self._call(sp.mask.default, args, call.node)
-        return operands
+        if rule.pad is not None:
+            index, value = rule.pad
+            fills[index] = value
+        masked = list(operands)
+        for i, value in fills.items():
+            want = wants[i]
+            if isinstance(want, Shard) and not want.frame.is_exact(self.ranks.n):
+                frame = self.sizes.list(want.frame_arg())
+                args = (operands[i], want.dim, frame, value, self.ranks.n, self.ranks.group)
+                masked[i] = self._call(sp.mask.default, args, call.node)
+        return masked
 
     def _call(self, target: Any, args: Iterable[Any], like: Node, kwargs: Any = None, name: str | None = None) -> Node:
+        """Append a call without a value, which `ValidateShapes` infers, and with the metadata of `like`."""
         node = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=name)
         node.meta.update({k: like.meta[k] for k in COPIED_META if k in like.meta})
         return node
@@ -212,16 +236,17 @@ class _Localizer(GraphEditor):
     def _convert(self, source: Node, want: Placement, user: Node) -> Node:
         """Return the operand as its user demands it. A conversion is emitted once, after the producer."""
         have = self.plan.of(source)
-        if isinstance(want, Replicate) and not isinstance(have, Replicate):
-            raise AssertionError(f"{source} is {have} where {user} wants {want}: a demand was not claimed")
+        must_gather = isinstance(want, Replicate) and not isinstance(have, Replicate)
+        assert not must_gather, f"{source} is {have} where {user} wants {want}: a demand was not claimed"
         if isinstance(want, Shard) and isinstance(have, Replicate):
             return self._convert_once(source, want, user)
-        summand = have == want or source in self.lifted or source not in self.differentiable
-        if isinstance(want, Replicate) and want.partial_grad and not summand:
+        needs_no_sum = have == want or source in self.partial_grad_nodes or source not in self.differentiable
+        if isinstance(want, Replicate) and want.partial_grad and not needs_no_sum:
             return self._convert_once(source, want, user)
         return self.env[source]
 
     def _convert_once(self, source: Node, want: Placement, user: Node) -> Node:
+        """Return the converted value that other users share, or a separate one if the source is mutated in place."""
         if is_written(source):  # its value changes: convert it where the user reads it
             return self._conversion(source, want, user)
         key = (source, want)
@@ -231,27 +256,30 @@ class _Localizer(GraphEditor):
         return self.converted[key]
 
     def _conversion(self, source: Node, want: Placement, user: Node) -> Node:
+        """Append the slice of a replicated value, or the identity whose backward sums the gradient."""
         local, n, group = self.env[source], self.ranks.n, self.ranks.group
         if isinstance(want, Shard):
             new = self._call(sp.shard.default, (local, want.dim, self.sizes.list(want.frame_arg()), n, group), user)
         else:
-            both = self._call(sp.reduce_grad.default, ([local], self._grad_conversion(source), n, group), user)
-            new = self._call(operator.getitem, (both, 0), user)
+            results = self._call(sp.reduce_grad.default, ([local], self._grad_conversion(source), n, group), user)
+            new = self._call(operator.getitem, (results, 0), user)
         set_node_info(new, requires_grad=source in self.differentiable)
         return new
 
     def _reduce_param_grads(self, sources: Iterable[Node]) -> list[Node]:
-        """Emit one sp::reduce_grad per bucket of parameters, so that a bucket is one collective."""
+        """Emit and return one sp::reduce_grad per bucket of parameters or inputs: a bucket is one collective."""
         sums = []
-        want = Replicate(partial_grad=True)
-        wanted = [s for s in sources if s in self.differentiable and has_sharded_user(s, self.plan, self.lifted)]
-        parameters = [s for s in wanted if _is_parameter(s)]
-        inputs = [s for s in wanted if not _is_parameter(s)]
+        reduced = [
+            x for x in sources if x in self.differentiable and has_sharded_user(x, self.plan, self.partial_grad_nodes)
+        ]
+        parameters = [x for x in reduced if _is_parameter(x)]
+        inputs = [x for x in reduced if not _is_parameter(x)]
         for bucket in make_buckets(parameters) + make_buckets(inputs):
-            args = ([self.env[s] for s in bucket], self._grad_conversion(bucket[0]), self.ranks.n, self.ranks.group)
+            args = ([self.env[x] for x in bucket], self._grad_conversion(bucket[0]), self.ranks.n, self.ranks.group)
             sums.append(self.graph.call_function(sp.reduce_grad.default, args))
             for i, source in enumerate(bucket):
-                self.converted[source, want] = self.graph.call_function(operator.getitem, (sums[-1], i))
+                key = source, Replicate(partial_grad=True)
+                self.converted[key] = self.graph.call_function(operator.getitem, (sums[-1], i))
         return sums
 
     def _grad_conversion(self, source: Node) -> str:
@@ -267,5 +295,6 @@ def _is_sequence_part(want: Placement) -> bool:
 
 
 def _is_parameter(source: Node) -> bool:
-    known = node_info(source)
-    return not known.constant if source.op == "get_attr" else bool(known.parameter)
+    """Return True for a parameter or buffer, which is an attribute or, after lifting, an input of the graph."""
+    info = node_info(source)
+    return not info.constant if source.op == "get_attr" else bool(info.parameter)

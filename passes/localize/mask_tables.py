@@ -1,5 +1,8 @@
 """Copy the tables of mask vectors to the host once per graph.
 
+A mask vector is an integer per position that a mask predicate reads, such as a document id; its table lists the runs
+of equal or consecutive values, from which kernels skip masked blocks (`lowering/masks/pieces.py`).
+
     ring_attention(.., rows=[doc], cols=[doc], pieces=[], ..)      a, b = sp.pieces([doc, padding])
     ring_attention(.., rows=[], cols=[padding], pieces=[], ..)     ring_attention(.., [doc], [doc], [a, a], ..)
                                                              ->    ring_attention(.., [], [padding], [b], ..)
@@ -28,37 +31,36 @@ sp = torch.ops.sp
 
 
 class HoistMaskTables(Pass):
-    """Pass that adds the tables of its vectors to every attention."""
+    """Pass that adds the tables of mask vectors to every sharded attention."""
 
     requires = frozenset({"balanced rows", "restored strides"})  # it moves vectors and their copies, and adds no copies
     provides = frozenset({"mask tables"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Emit sp::pieces for all attentions without tables, in place; return the number of emitted calls."""
         waiting = [n for n in gm.graph.nodes if n.op == "call_function" and _needs_tables(n)]
         calls = 0
         while waiting:
             first = waiting[0]
-            together = [n for n in waiting if all(can_precede(v, first) for v in mask_vectors(n))]
-            self._give(first, together)
-            waiting = [n for n in waiting if n not in together]
+            readers = [n for n in waiting if all(can_precede(v, first) for v in mask_vectors(n))]
+            self._emit_tables(first, readers)
+            waiting = [n for n in waiting if n not in readers]
             calls += 1
         return calls
 
-    def _give(self, first: Node, readers: list[Node]) -> None:
-        known = unique_vectors(v for n in readers for v in mask_vectors(n))
-        vectors = list(dict.fromkeys(known.values()))
+    def _emit_tables(self, first: Node, readers: list[Node]) -> None:
+        """Emit one sp::pieces before `first`, the first of the readers, and pass its tables to all readers."""
+        representatives = unique_vectors(v for n in readers for v in mask_vectors(n))
+        vectors = list(dict.fromkeys(representatives.values()))
         move_before(first, vectors)
         last = max(vectors)
         with self.insert_after(last):
-            found = self.compute(sp.pieces.default, (vectors,), last)
-            values = found.meta["val"]
-            tables = {v: self.emit(operator.getitem, (found, i), values[i], last) for i, v in enumerate(vectors)}
+            pieces = self.compute(sp.pieces.default, (vectors,), last)
+            values = pieces.meta["val"]
+            tables = {v: self.emit(operator.getitem, (pieces, i), values[i], last) for i, v in enumerate(vectors)}
         for node in readers:
-            call = OpCall(node)
-            node.args, node.kwargs = call.with_operands(
-                call.operands, pieces=[tables[known[v]] for v in mask_vectors(node)]
-            )
+            call, node_tables = OpCall(node), [tables[representatives[v]] for v in mask_vectors(node)]
+            node.args, node.kwargs = call.with_operands(call.operands, pieces=node_tables)
 
 
 def _needs_tables(node: Node) -> bool:
@@ -77,24 +79,28 @@ def mask_vectors(node: Node) -> list[Node]:
 
 def unique_vectors(vectors: Iterable[Node]) -> dict[Node, Node]:
     """Map each vector to the first one that is the result of the same computation."""
-    known: dict[Node, Node] = {}
+    representatives: dict[Node, Node] = {}
     for vector in vectors:
-        known[vector] = next((v for v in known.values() if _same_computation(v, vector)), vector)
-    return known
+        equal_vectors = (v for v in representatives.values() if _is_same_computation(v, vector))
+        representatives[vector] = next(equal_vectors, vector)
+    return representatives
 
 
-def _same_computation(a: Node, b: Node) -> bool:
-    """Return True if both are the same calls of pure ops on the same nodes."""
+def _is_same_computation(a: Node, b: Node) -> bool:
+    """Return True if both are the same calls of pure ops, recursively on the same nodes."""
     if a is b or a.op != "call_function" or a.target != b.target or not (is_pure(a) and is_pure(b)):
         return a is b
-    read: tuple[list[Node], list[Node]] = ([], [])
-    calls = [map_arg((n.args, n.kwargs), lambda x, nodes=nodes: nodes.append(x)) for n, nodes in zip((a, b), read)]
-    return calls[0] == calls[1] and all(_same_computation(x, y) for x, y in zip(*read, strict=True))
+    operands_of_a, operands_of_b = list[Node](), list[Node]()
+    constants_of_a = map_arg((a.args, a.kwargs), operands_of_a.append)  # the arguments, with None for each node
+    constants_of_b = map_arg((b.args, b.kwargs), operands_of_b.append)
+    is_same_form = constants_of_a == constants_of_b and len(operands_of_a) == len(operands_of_b)
+    return is_same_form and all(map(_is_same_computation, operands_of_a, operands_of_b))
 
 
 def move_before(first: Node, vectors: Sequence[Node]) -> None:
     """Move the computation of the vectors before the node `first`."""
-    for node in [n for n in first.graph.nodes if n in set[Node]().union(*(_nodes_to_move(v, first) for v in vectors))]:
+    moved = set[Node]().union(*(_nodes_to_move(v, first) for v in vectors))
+    for node in [n for n in first.graph.nodes if n in moved]:
         first.prepend(node)
 
 

@@ -37,14 +37,14 @@ class RestoreStrides(Pass):
     provides = frozenset({"restored strides"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        found = [(n, node_info(n).origin) for n in gm.graph.nodes if n.target in GATHERING_OPS]
-        separate = [
-            (n, o.meta["val"]) for n, o in found if o is not None and has_other_strides(o.meta["val"], n.meta["val"])
-        ]
-        for node, value in separate:
-            restore_strides(gm.graph, node, value)
-        return len(separate)
+        """Add a copy after each gathered value with other strides, in place; return the number of copies."""
+        copies = 0
+        for node in list(gm.graph.nodes):
+            origin = node_info(node).origin if node.target in GATHERING_OPS else None
+            if origin is not None and has_other_strides(origin.meta["val"], node.meta["val"]):
+                restore_strides(gm.graph, node, origin.meta["val"])
+                copies += 1
+        return copies
 
 
 class KeepDimOrder(Pass):
@@ -56,7 +56,10 @@ class KeepDimOrder(Pass):
     requires = frozenset({"validated"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Copy local values with another order of dims, in place; return the number of added nodes.
+
+        The values of nodes that depend on a copy are inferred again.
+        """
         nodes, changed = list(gm.graph.nodes), set[Node]()
         for node in nodes:
             if node.op != "call_function":
@@ -64,23 +67,26 @@ class KeepDimOrder(Pass):
             if not changed.isdisjoint(node.all_input_nodes):
                 node.meta["val"] = infer_value(node.target, node.args, node.kwargs)
                 changed.add(node)
-            source, here = node_info(node).origin, node.meta.get("val")
-            there = None if source is None else source.meta["val"]
-            if isinstance(here, Tensor) and isinstance(there, Tensor) and not _has_dim_order(here, there):
-                changed.add(restore_strides(gm.graph, node, there))
+            origin, local_value = node_info(node).origin, node.meta.get("val")
+            global_value = None if origin is None else origin.meta["val"]
+            if not isinstance(local_value, Tensor) or not isinstance(global_value, Tensor):
+                continue
+            if not _has_dim_order(local_value, global_value):
+                changed.add(restore_strides(gm.graph, node, global_value))
         return len(gm.graph.nodes) - len(nodes)
 
 
-def _has_dim_order(here: Tensor, there: Tensor) -> bool:
-    """Return True if the dims have the order of `there` in memory, without gaps if that has none."""
-    order = order_of_strides(as_sizes(there.stride()))
-    if _make_dense(there, order):
-        return _make_dense(here, order)
-    wide = [d for d in order if not is_same_size(as_sizes(here.shape)[d], 1)]
-    return wide == [d for d in order_of_strides(as_sizes(here.stride())) if d in wide]
+def _has_dim_order(x: Tensor, expected: Tensor) -> bool:
+    """Return True if the dims of x have the order of `expected` in memory, without gaps if that has none."""
+    order = order_of_strides(as_sizes(expected.stride()))
+    if _is_dense(expected, order):
+        return _is_dense(x, order)
+    long_dims = [d for d in order if not is_same_size(as_sizes(x.shape)[d], 1)]
+    return long_dims == [d for d in order_of_strides(as_sizes(x.stride())) if d in long_dims]
 
 
-def _make_dense(x: Tensor, order: Sequence[int]) -> bool:
+def _is_dense(x: Tensor, order: Sequence[int]) -> bool:
+    """Return True if the elements of x are contiguous in memory with the dims in this order, slowest first."""
     shape, strides = as_sizes(x.shape), as_sizes(x.stride())
     step: Size = 1
     for d in reversed(order):

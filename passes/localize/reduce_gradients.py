@@ -1,8 +1,8 @@
 """Find replicated nodes that can have partial gradients, and bucket parameter reductions.
 
-`x @ w.t()` with a sharded x demands w.t() with a partial gradient. Converting w in place of w.t() gives the same
-gradient and lets parameters share a reduction, one for each of the `make_buckets`. A node can be lifted if no user
-needs its gradient to be replicated.
+In `x @ w.t()` with a sharded x, each rank computes a summand of the gradient of w.t(). Summing the gradient of w in
+place of that of w.t() gives the same result and lets parameters share a reduction, one for each of the `make_buckets`.
+w.t() is then a partial-gradient node: no user needs its gradient to be summed.
 """
 
 from __future__ import annotations
@@ -30,35 +30,32 @@ SMALL_BUCKET = 1 << 20
 
 def differentiable_nodes(gm: GraphModule) -> set[Node]:
     """Return floating values that depend on an input or parameter which requires a gradient."""
-    out: set[Node] = set()
+    differentiable: set[Node] = set()
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if node.op in ("placeholder", "get_attr"):
-            passes = is_tensor(node) and node_info(node).requires_grad is not False
+            has_grad = is_tensor(node) and node_info(node).requires_grad is not False
         else:
-            passes = node.op == "call_function" and node.target is not torch.ops.aten.detach.default
-            passes = passes and any(a in out for a in node.all_input_nodes)
-        if passes and (not is_tensor(node) or value.is_floating_point() or value.is_complex()):
-            out.add(node)
-    return out
+            has_grad = node.op == "call_function" and node.target is not torch.ops.aten.detach.default
+            has_grad = has_grad and not differentiable.isdisjoint(node.all_input_nodes)
+        if has_grad and (not is_tensor(node) or value.is_floating_point() or value.is_complex()):
+            differentiable.add(node)
+    return differentiable
 
 
-def lifted_nodes(gm: GraphModule, plan: PlacementPlan, differentiable: set[Node]) -> set[Node]:
+def find_partial_grad_nodes(gm: GraphModule, plan: PlacementPlan, differentiable: set[Node]) -> set[Node]:
     """Return replicated nodes whose every use accepts a partial gradient."""
-    lifted: set[Node] = set()
+    partial: set[Node] = set()
     for node in reversed(gm.graph.nodes):
-        if (
-            node in differentiable
-            and _is_liftable(node, plan)
-            and node.users
-            and all(_accepts_summand(node, u, plan, lifted) for u in node.users)
-        ):
-            lifted.add(node)
-    # One of several results is lifted only if all are: operands are converted before the op, or each result after it.
-    return {n for n in lifted if n.target is not operator.getitem or n.args[0] in lifted}
+        can_be_partial = node in differentiable and node.users and _is_replicated_call(node, plan)
+        if can_be_partial and all(_accepts_partial_grad(node, user, plan, partial) for user in node.users):
+            partial.add(node)
+    # One of several results is included only if all are: operands are converted before the op, or each result after it.
+    return {n for n in partial if n.target is not operator.getitem or n.args[0] in partial}
 
 
-def _is_liftable(node: Node, plan: PlacementPlan) -> bool:
+def _is_replicated_call(node: Node, plan: PlacementPlan) -> bool:
+    """Return True if the node computes replicated values from replicated operands, and is no exchange."""
     if node.op != "call_function" or node in plan.wants or transfer_of(node.target) is not None:
         return False
     if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
@@ -66,64 +63,68 @@ def _is_liftable(node: Node, plan: PlacementPlan) -> bool:
     return all(p == REPLICATE for p in plan.placements.get(node, ()))
 
 
-def _accepts_summand(node: Node, user: Node, plan: PlacementPlan, lifted: set[Node]) -> bool:
+def _accepts_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial: set[Node]) -> bool:
+    """Return True if the user reads the node only where it demands a partial gradient, or has one itself."""
     wants = demanded_placements(node, user, plan)
-    return user in lifted or (bool(wants) and all(_is_summand(w) for w in wants))
+    return user in partial or (bool(wants) and all(map(_has_partial_grad, wants)))
 
 
-def has_sharded_user(node: Node, plan: PlacementPlan, lifted: set[Node]) -> bool:
-    """Return True if a user demands a replicated value with a partial gradient."""
-    return any(user in lifted or any(map(_is_summand, demanded_placements(node, user, plan))) for user in node.users)
+def has_sharded_user(node: Node, plan: PlacementPlan, partial: set[Node]) -> bool:
+    """Return True if a user demands the replicated value with a partial gradient.
+
+    Args:
+        node: The replicated value.
+        plan: The plan of its graph.
+        partial: The nodes of `find_partial_grad_nodes`.
+    """
+    wants = [want for user in node.users for want in demanded_placements(node, user, plan)]
+    return not partial.isdisjoint(node.users) or any(map(_has_partial_grad, wants))
 
 
-def _is_summand(want: Placement) -> bool:
+def _has_partial_grad(want: Placement) -> bool:
     return isinstance(want, Replicate) and want.partial_grad
 
 
 def make_buckets(sources: list[Node]) -> list[list[Node]]:
-    """Return runs of parameters, in the order of their use, of at most `_bucket_bytes` each.
+    """Return runs of parameters, in the order of their use, of a limited number of bytes each.
 
-    A parameter that exceeds the limit has its own bucket.
+    The limit is a share of all bytes, between SMALL_BUCKET and BUCKET_BYTES. A parameter that exceeds it has its own
+    bucket.
     """
-    out: list[list[Node]] = []
-    most = _bucket_bytes(sources)
-    filled = most + 1
+    buckets: list[list[Node]] = []
+    limit = min(BUCKET_BYTES, max(SMALL_BUCKET, int(sum(map(_static_bytes, sources)) * BUCKET_SHARE)))
+    bucket_bytes = 0
     for source in sources:
         nbytes = _static_bytes(source)
-        if filled + nbytes > most and filled:
-            out.append([])
-            filled = 0
-        out[-1].append(source)
-        filled += nbytes
-    return out
-
-
-def _bucket_bytes(sources: list[Node]) -> int:
-    share = int(sum(map(_static_bytes, sources)) * BUCKET_SHARE)
-    return min(BUCKET_BYTES, max(SMALL_BUCKET, share))
+        if not buckets or (bucket_bytes and bucket_bytes + nbytes > limit):
+            buckets.append([])
+            bucket_bytes = 0
+        buckets[-1].append(source)
+        bucket_bytes += nbytes
+    return buckets
 
 
 def _static_bytes(source: Node) -> int:
+    """Return the bytes of a value; 0 if its size is symbolic."""
     value = source.meta["val"]
     numel = as_size(value.numel())
     return numel * value.element_size() if isinstance(numel, int) else 0
 
 
 def move_before_use(sums: list[Node], graph: Graph) -> None:
-    """Move ops on inputs and parameters before the first reader of their results.
+    """Move ops on inputs and parameters, and their getitems, before the first reader of their results.
 
-    A reader in a no_grad region counts as the start of that region.
-
-    Autograd runs in reverse order, so that the gradients of a layer are summed as soon as they are complete.
+    A reader in a no_grad region counts as the start of that region. Autograd runs in reverse order, so that the
+    gradients of a layer are summed as soon as they are complete.
     """
-    region: Node | None = None
-    readers: dict[Node, Node] = {}
+    no_grad_start: Node | None = None  # call that starts the no_grad region of the node
+    first_readers: dict[Node, Node] = {}  # by op with several results
     for node in graph.nodes:
         if node.target is set_grad_enabled:
-            region = None if node.args[0] else region or node
+            no_grad_start = None if node.args[0] else no_grad_start or node
         elif node.target is not operator.getitem:
-            for emitted in [x.args[0] for x in node.all_input_nodes if x.target is operator.getitem]:
-                readers.setdefault(emitted, region or node)
-    for emitted in sums:
-        for node in (emitted, *emitted.users):
-            readers[emitted].prepend(node)
+            for read_op in [x.args[0] for x in node.all_input_nodes if x.target is operator.getitem]:
+                first_readers.setdefault(read_op, no_grad_start or node)
+    for reduction in sums:
+        for node in (reduction, *reduction.users):
+            first_readers[reduction].prepend(node)

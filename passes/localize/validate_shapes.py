@@ -31,21 +31,13 @@ from sp_compile.passes.graph.call import is_tensor, node_tensors
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_size
 from sp_compile.passes.sharding.placement import Placement, PlacementPlan, Shard
+from sp_compile.passes.sharding.rules.expert_rules import SORTED_ROWS
 
 from .fill_padding import PaddingProof
 
 sp = torch.ops.sp
-PYTHON_FUNCTIONS = (
-    "_operator",
-    "math",
-    "torch",
-    "torch._C",
-    "torch.amp.autocast_mode",
-    "torch.nn.attention",
-    "torch.sym",
-)
-"""Modules of the other functions that a program may call."""
-SORTED_OPS = tuple(getattr(sp, name).default for name in ("sort_rows", "to_sorted", "from_sorted", "grouped_mm"))
+PYTHON_FUNCTIONS = "_operator math torch torch._C torch.amp.autocast_mode torch.nn.attention torch.sym".split()
+"""Modules of the Python functions that a program may call in addition to ops."""
 
 
 class ValidateShapes(Pass):
@@ -55,7 +47,7 @@ class ValidateShapes(Pass):
     provides = frozenset({"validated"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Validate the graph and set its values to local ones; return 0, as no node changes."""
         assert job.input_placements is not None
         validate(gm, job.input_placements, job.ranks.n)
         return 0
@@ -74,23 +66,23 @@ def validate(local: GraphModule, plan: PlacementPlan, n: int) -> None:
     """
     fakes = [node.meta.get("val") for node in local.graph.nodes]
     mode = detect_fake_mode([v for v in fakes if isinstance(v, torch.Tensor)])
-    in_order_of_keys: set[Node] = set()
+    sorted_rows: set[Node] = set()  # nodes with rows that each rank has sorted by a key
     padding = PaddingProof(plan, n)
     with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():  # required for symbolic sizes
         for node in local.graph.nodes:
             if node.op == "call_function":
                 _check_target(node)
                 _check_wait(node)
-                _check_sorted(node, in_order_of_keys)
+                _check_sorted(node, sorted_rows)
                 _infer_local(node, plan)
                 _check_shape(node, plan, n, mode)
             padding.check(node)
 
 
 def _check_target(node: Node) -> None:
-    target = node.target
-    known = isinstance(target, (OpOverload, HigherOrderOperator))
-    if not known and getattr(target, "__module__", "") not in PYTHON_FUNCTIONS:
+    """Raise SpError if the call is no op and no function of a known module."""
+    is_op = isinstance(node.target, (OpOverload, HigherOrderOperator))
+    if not is_op and getattr(node.target, "__module__", "") not in PYTHON_FUNCTIONS:
         raise SpError("SP921", f"{describe_node(node)} is neither an op overload nor an operator.")
 
 
@@ -103,52 +95,69 @@ def _check_wait(node: Node) -> None:
             raise SpError("SP922", f"{describe_node(node)} reads {source.name} before wait_tensor.")
 
 
-def _check_sorted(node: Node, known: set[Node]) -> None:
-    """Raise SpError if an op reads rows by position that each rank has sorted.
+def _check_sorted(node: Node, sorted_rows: set[Node]) -> None:
+    """Raise SpError if an op reads rows by position that each rank has sorted by a key.
 
-    known: the nodes that contain such rows; the node is added to them.
+    Args:
+        node: Node to check.
+        sorted_rows: Nodes that contain sorted rows; the node is added if it does, too.
     """
-    if node.target in (sp.sort_rows.default, sp.to_sorted.default) or any(x in known for x in node.all_input_nodes):
-        if node.target is not sp.from_sorted.default:
-            known.add(node)
-        if namespace_of(node.target) == sp.name and node.target not in SORTED_OPS:
-            cause = f"{describe_node(node)} reads by position rows that each rank has sorted by a key."
-            raise SpError("SP309", cause)
+    is_sort = node.target in (sp.sort_rows.default, sp.to_sorted.default)
+    if not is_sort and sorted_rows.isdisjoint(node.all_input_nodes):
+        return
+    if node.target is not sp.from_sorted.default:
+        sorted_rows.add(node)
+    if namespace_of(node.target) == sp.name and node.target not in SORTED_ROWS:
+        raise SpError("SP309", f"{describe_node(node)} reads by position rows that each rank has sorted by a key.")
 
 
 def _infer_local(node: Node, plan: PlacementPlan) -> None:
-    """Infer the node's local value. A replicated node keeps its global value."""
-    source = node_info(node).origin
-    local = namespace_of(node.target) == sp.name or node.target is operator.getitem
-    if source is not None and source not in plan.wants and not local:
+    """Set `meta["val"]` to the node's local value; a replicated node keeps its global value.
+
+    Raises:
+        SpError: If the op fails on local operands.
+    """
+    origin = node_info(node).origin
+    is_exchange = namespace_of(node.target) == sp.name or node.target is operator.getitem
+    if origin is not None and origin not in plan.wants and not is_exchange:
         return
-    if not isinstance(node.target, OpOverload) and "val" in node.meta and source is None:
+    if not isinstance(node.target, OpOverload) and "val" in node.meta and origin is None:
         return
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     try:
         node.meta["val"] = node.target(*args, **kwargs)
     except Exception as e:
-        shapes = [list(a.meta["val"].shape) for a in node.all_input_nodes if is_tensor(a)]
+        shapes = [list(x.meta["val"].shape) for x in node.all_input_nodes if is_tensor(x)]
         raise SpError("SP925", f"{describe_node(node)} fails on local operands of shapes {shapes}: {e}.") from e
 
 
 def _check_shape(node: Node, plan: PlacementPlan, n: int, mode: Any) -> None:
-    source = node_info(node).origin
-    if source is None:
+    """Raise SpError if a local result does not have the shape that its placement implies.
+
+    Args:
+        node: Node of the local graph.
+        plan: Plan of the global graph.
+        n: Number of ranks.
+        mode: Fake mode of the values, whose guards relate the symbols.
+    """
+    origin = node_info(node).origin
+    if origin is None:
         return
-    for placement, here, there in zip(plan.placements.get(source, ()), node_tensors(node), node_tensors(source)):
-        expected, found = local_shape(placement, there, n), as_sizes(here.shape)
-        if len(expected) != len(found) or not all(_is_equal_size(a, b, mode) for a, b in zip(expected, found)):
+    results = zip(plan.placements.get(origin, ()), node_tensors(node), node_tensors(origin))
+    for placement, local_value, global_value in results:
+        expected, actual = local_shape(placement, global_value, n), as_sizes(local_value.shape)
+        has_same_ndim = len(expected) == len(actual)
+        if not has_same_ndim or not all(_is_equal_size(a, b, mode) for a, b in zip(expected, actual)):
             raise SpError(
                 "SP926",
                 f"{describe_node(node)}: expected the local shape {list(expected)} of the global shape "
-                f"{list(as_sizes(there.shape))}, placed {placement} over {n} ranks, got {list(found)}.",
+                f"{list(as_sizes(global_value.shape))}, placed {placement} over {n} ranks, got {list(actual)}.",
             )
 
 
-def _is_equal_size(expected: Size, found: Size, mode: Any) -> bool:
+def _is_equal_size(expected: Size, actual: Size, mode: Any) -> bool:
     """Return True if the sizes are equal for all values of the symbols that the program's guards admit."""
-    return is_same_size(expected, found) or follows_from_guards(mode, sympy.Eq(expected, found))
+    return is_same_size(expected, actual) or follows_from_guards(mode, sympy.Eq(expected, actual))
 
 
 def local_shape(placement: Placement, value: torch.Tensor, n: int) -> tuple[Size, ...]:

@@ -18,7 +18,7 @@ from sp_compile.lowering.base.dtypes import MIN_FILL
 from sp_compile.lowering.base.ranks import STRATEGIES
 from sp_compile.lowering.masks.predicate import predicate_symbols
 from sp_compile.lowering.torch_compat import flex_attention_op, pytree, varlen_attention
-from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.call import OpCall, is_tensor
 from sp_compile.passes.graph.node_info import node_info
 
 ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.masked_attention.default)
@@ -68,26 +68,24 @@ def masks_all_weight(call: OpCall) -> bool:
 
 
 SLICE_ENDS = 2**40
+"""Minimum magnitude of an int that is the open end of a slice, as in x[:, 1:], and not a fill."""
 
 
 def fill_nodes(gm: GraphModule) -> set[Node]:
     """Return the float values that may contain fills: constants, inputs without gradients, and their users."""
-    found: set[Node] = set()
+    fills: set[Node] = set()
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            grad = node_info(node).requires_grad
-            if _has_floats(node) and not (node.op == "get_attr" if grad is None else grad):
-                found.add(node)
+            requires_grad = node_info(node).requires_grad
+            if requires_grad is None:
+                requires_grad = node.op == "get_attr"
+            if is_tensor(node) and node.meta["val"].is_floating_point() and not requires_grad:
+                fills.add(node)
         elif node.op == "call_function":
             leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
-            if any(a in found for a in node.all_input_nodes) or any(map(_is_large, leaves)):
-                found.add(node)
-    return found
-
-
-def _has_floats(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+            if not fills.isdisjoint(node.all_input_nodes) or any(map(_is_large, leaves)):
+                fills.add(node)
+    return fills
 
 
 def _is_large(leaf: Any) -> bool:

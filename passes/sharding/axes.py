@@ -1,8 +1,9 @@
 """Name the dims of all values and find the sequence, by union-find over the atoms of dims.
 
-A dim is a product of atoms, (class, size): flattening (B, S) creates a dim of two atoms. Atoms are joined if a rule
-passes their factor. The classes that attention attends over are the sequence. Sizes alone identify nothing, because S
-may equal the hidden size. Slices keep the class with another size, because a window of a sequence belongs to it.
+A dim is a product of atoms, (class, size): flattening (B, S) creates a dim of two atoms. Atoms join one class if a rule
+passes their factor, such as the S of x and of linear(x, w). The classes that attention attends over are the
+sequence. Sizes alone identify nothing, because S may equal the hidden size. Slices keep the class with another size,
+because a window of a sequence belongs to it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.torch_compat import argument_name
-from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, result_number
+from sp_compile.passes.graph.call import OpCall, collect_nodes, is_tensor, node_shape, result_number
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, as_size, assume_large, is_same_size, size_product
 
@@ -45,9 +46,8 @@ class Axes:
     dims: dict[tuple[Node, int], tuple[Dim, ...]] = field(default_factory=dict)  # dims by (node, result index)
     parent: list[int] = field(default_factory=list)  # union-find forest over class names
     sequences: set[int] = field(default_factory=set)  # names of the classes that are sequences
-    selected: list[tuple[Dim, Dim]] = field(
-        default_factory=list
-    )  # (selected, source): a dim, and the dim that it contains positions of
+    # (selected, source): a dim, and the dim that it contains positions of
+    selected: list[tuple[Dim, Dim]] = field(default_factory=list)
     folds: int = 1  # of the frames of sequences, see `RowOrder`
 
     def find(self, name: int) -> int:
@@ -84,15 +84,19 @@ class Axes:
 
     def shard(self, node: Node) -> Shard | None:
         """Return the shard along the only sequence factor of a value, or None if it has none or several."""
-        found = self.sequence_dims(node)
-        if len(found) != 1:
+        atoms = [
+            (d, i)
+            for d in self.sequence_dims(node)
+            for i, atom in enumerate(self.dims[node, 0][d])
+            if self.is_sequence(atom)
+        ]
+        if len(atoms) != 1:
             return None
-        dim = self.dims[node, 0][found[0]]
-        at = [i for i, a in enumerate(dim) if self.is_sequence(a)]
-        if len(at) != 1 or is_same_size(dim[at[0]].size, 1):
+        ((d, i),) = atoms
+        sizes = [atom.size for atom in self.dims[node, 0][d]]
+        if is_same_size(sizes[i], 1):
             return None
-        before, after = size_product(a.size for a in dim[: at[0]]), size_product(a.size for a in dim[at[0] + 1 :])
-        return Shard(found[0], Frame.full(dim[at[0]].size, self.folds), before, after)
+        return Shard(d, Frame.full(sizes[i], self.folds), size_product(sizes[:i]), size_product(sizes[i + 1 :]))
 
 
 def name_axes(gm: GraphModule) -> Axes:
@@ -103,11 +107,11 @@ def name_axes(gm: GraphModule) -> Axes:
     """
     axes = Axes()
     for node in gm.graph.nodes:
-        found = lookup_rule(node)
-        if found is not None and transfer_of(node.target) is not None:  # the identity, in the global view
-            axes.dims.update({(node, i): axes.dims[operand, 0] for i, operand in enumerate(found[0].operands)})
-        elif found is not None and found[1] is not None:
-            _name_results(axes, found[0], found[1])
+        call, rule = lookup_rule(node) or (None, None)
+        if call is not None and transfer_of(node.target) is not None:  # the identity, in the global view
+            axes.dims.update({(node, i): axes.dims[operand, 0] for i, operand in enumerate(call.operands)})
+        elif call is not None and rule is not None:
+            _name_results(axes, call, rule)
         elif node.op == "call_function" and node.target in ATTENTION_OF_TORCH:
             query, _, value = node.args[:3]
             axes.dims[node, 0] = (*axes.dims[query, 0][:-1], axes.dims[value, 0][-1])
@@ -133,62 +137,71 @@ def _join_vectors(axes: Axes, call: OpCall) -> None:
 
 
 def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
-    """Derive the dims of the results from the factors of the operands."""
-    known: dict[str, Dim] = {}
+    """Set `axes.dims` of the results from the factors of the operands, and record selected dims."""
+    factor_dims: dict[str, Dim] = {}  # atoms of each factor
     for i, operand in enumerate(call.operands):
         if i in rule.lenders:
             continue
         for dim, f in _value_factors(axes, operand, rule, rule.operands[i]):
-            if f in known:
-                axes.join(dim, known[f])
-            if f not in known or len(dim) > len(known[f]):  # the finer factorization has more information
-                known[f] = dim
-    for i, (shape, dims) in enumerate(zip(call.result_shapes(), rule.results)):
-        axes.dims[call.node, i] = tuple(_result_dim(axes, known, d, rule, s) for s, d in zip(shape, dims))
-        for dim, f in zip(axes.dims[call.node, i], dims):
-            source = known.get(f if rule.kind(f) == "window" else rule.picks.get(f, ""))
+            if f in factor_dims:
+                axes.join(dim, factor_dims[f])
+            if f not in factor_dims or len(dim) > len(factor_dims[f]):  # the finer factorization has more information
+                factor_dims[f] = dim
+    for i, (shape, names) in enumerate(zip(call.result_shapes(), rule.results)):
+        dims = tuple(_result_dim(axes, factor_dims, name, rule, size) for size, name in zip(shape, names))
+        axes.dims[call.node, i] = dims
+        for dim, f in zip(dims, names):
+            source = factor_dims.get(f if rule.kind(f) == "window" else rule.picks.get(f, ""))
             if source is not None and dim != source:
                 axes.selected.append((dim, source))
 
 
 def _value_factors(axes: Axes, operand: Node, rule: BoundRule, dims: Dims) -> Iterator[tuple[Dim, str]]:
-    """Yield every factor of a value with its atoms."""
+    """Yield every factor of a value with its atoms; `dims` are the names of its dims in the rule."""
     for dim, name in zip(axes.dims[operand, 0], dims):
         if name[:1] == "(":
-            yield from zip(_split_dim(axes, dim, [rule.extents[f] for f in dim_factors(name)]), dim_factors(name))
+            factors = dim_factors(name)
+            yield from zip(_split_dim(axes, dim, [rule.extents[f] for f in factors]), factors)
         elif name:
             yield dim, name
 
 
 def _split_dim(axes: Axes, dim: Dim, extents: Sequence[Size]) -> Iterator[Dim]:
-    """Yield the atoms of each factor of a dim; a factor that would split an atom gets a new atom."""
+    """Yield the atoms of each factor of a dim; a factor that would split an atom gets a new atom.
+
+    `extents` are the sizes of the factors.
+    """
     atoms = [a for a in dim if not is_same_size(a.size, 1)]
-    ours = reshape_rule(tuple(a.size for a in atoms), tuple(extents))
-    owner = dict(zip(ours.operands[0], atoms))
-    for name, extent in zip(ours.results[0], extents):
-        found = [owner.get(f) for f in dim_factors(name)]
-        yield tuple(a for a in found if a) if found and all(found) else (axes.new_atom(extent),)
+    regroup = reshape_rule(tuple(a.size for a in atoms), tuple(extents))  # atoms as dims -> factors as dims
+    atom_of = dict(zip(regroup.operands[0], atoms))  # an atom that is split is a group, which no factor equals
+    for name, extent in zip(regroup.results[0], extents):
+        parts = [atom_of.get(f) for f in dim_factors(name)]
+        complete = tuple(a for a in parts if a is not None)
+        yield complete if parts and len(complete) == len(parts) else (axes.new_atom(extent),)
 
 
-def _result_dim(axes: Axes, known: Mapping[str, Dim], name: str, rule: BoundRule, new: Size) -> Dim:
-    """Return a result dim, composed of the factors that are present in full."""
+def _result_dim(axes: Axes, factor_dims: Mapping[str, Dim], name: str, rule: BoundRule, size: Size) -> Dim:
+    """Return a result dim of this name and size, composed of the factors that are present in full."""
     if name[:1] != "(":
-        return _passed_factor(axes, known.get(name), name, rule, new)
-    each = (_passed_factor(axes, known.get(f), f, rule, rule.extents[f]) for f in dim_factors(name))
-    return tuple(a for dim in each for a in dim if not is_same_size(a.size, 1)) or (axes.new_atom(new),)
+        return _passed_factor(axes, factor_dims.get(name), name, rule, size)
+    factors = (_passed_factor(axes, factor_dims.get(f), f, rule, rule.extents[f]) for f in dim_factors(name))
+    return tuple(a for dim in factors for a in dim if not is_same_size(a.size, 1)) or (axes.new_atom(size),)
 
 
-def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, new: Size) -> Dim:
-    """Return the dim of an operand's factor in a result; a window of a sequence remains in its class."""
+def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, size: Size) -> Dim:
+    """Return the atoms of a factor with this size in a result; a window of a sequence remains in its class.
+
+    `dim` has the atoms of the factor in the operands, or is None if it is in none.
+    """
     if dim is None:
-        return (axes.new_atom(new),)
+        return (axes.new_atom(size),)
     rows = size_product(a.size for a in dim)
-    if is_same_size(rows, new):
+    if is_same_size(rows, size):
         return dim
-    follows = rule.kind(factor) == "window" or (factor in rule.slides and rule.slides[factor].is_within(rows))
-    return (
-        (Atom(dim[0].name, new),) if follows and len(dim) == 1 and not is_same_size(new, 1) else (axes.new_atom(new),)
-    )
+    is_window = rule.kind(factor) == "window" or (factor in rule.slides and rule.slides[factor].is_within(rows))
+    if is_window and len(dim) == 1 and not is_same_size(size, 1):
+        return (Atom(dim[0].name, size),)
+    return (axes.new_atom(size),)
 
 
 def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None, picks: bool = True) -> None:
@@ -218,6 +231,7 @@ def _has_rivals(axes: Axes, name: int) -> bool:
 
 
 def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None) -> None:
+    """Set `axes.sequences` to the classes of the user's dims, or else to those of the first kind of evidence found."""
     if seq_dims is not None:
         for node, dim in seq_dims.items():
             shape = node_shape(node)
@@ -225,33 +239,32 @@ def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | Non
                 raise SpError("SP303", f"seq_dims: {argument_name(node)!r} has {len(shape)} dims, so no dim {dim}.")
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
-    for tier in (_attended_dims, _softmax_attended_dims, _scanned_dims, _combined_dims):
-        found = list(tier(gm, axes))
-        atoms = [a for _, dim in found for a in dim]
-        longer = [a for a in atoms if not is_same_size(a.size, 1)]
+    for find_evidence in (_attended_dims, _softmax_attended_dims, _scanned_dims, _combined_dims):
+        evidence = list(find_evidence(gm, axes))
+        atoms = [a for _, dim in evidence for a in dim]
+        long_atoms = [a for a in atoms if not is_same_size(a.size, 1)]
         if atoms:  # a sequence of one token (decoding) is a sequence, too, but cannot be sharded
-            axes.sequences = {axes.find(a.name) for a in longer or atoms}
-            _drop_rivals(axes, dict.fromkeys(node for node, _ in found))
+            axes.sequences = {axes.find(a.name) for a in long_atoms or atoms}
+            _drop_rivals(axes, dict.fromkeys(node for node, _ in evidence))
             return
 
 
 def _drop_rivals(axes: Axes, values: Iterable[Node]) -> None:
-    """Keep one class per value if attention or scans run along several axes (axial): the most frequent one."""
-    weight = Counter(
-        axes.find(a.name)
-        for dims in axes.dims.values()
-        for a in {a for dim in dims for a in dim}
-        if axes.is_sequence(a)
-    )
+    """Reduce `axes.sequences` to one class per value, the most frequent one.
+
+    A value has several if attention or scans run along several of its dims (axial attention).
+    """
+    counts = Counter(axes.find(a.name) for dims in axes.dims.values() for a in {a for dim in dims for a in dim})
     for node in values:
         rivals = {axes.find(a.name) for dim in axes.dims[node, 0] for a in dim if axes.is_sequence(a)}
-        axes.sequences -= set(sorted(rivals, key=lambda c: (weight[c], -c))[:-1])
+        by_count = sorted(rivals, key=lambda name: (counts[name], -name))
+        axes.sequences.difference_update(by_count[:-1])
 
 
-EvidenceFunction = Iterable[tuple[Node, Dim]]  # op, and a dim that is a sequence because of it
+Evidence = Iterable[tuple[Node, Dim]]  # op, and a dim that is a sequence because of it
 
 
-def _attended_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
+def _attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
     """Yield the token dims of q and k of all attention nodes."""
     for node in all_attention_nodes(gm):
         yield from ((node, axes.dims[operand, 0][-2]) for operand in OpCall(node).operands[:2])
@@ -260,40 +273,41 @@ def _attended_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
             yield from ((node, axes.dims[operand, 0][dim]) for operand in node.args[:2])
 
 
-def _softmax_attended_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
+def _softmax_attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
     """Yield dims that a softmax normalizes over and a later matmul contracts (decomposed attention)."""
-    normalised: set[int] = set()
+    normalized: set[int] = set()  # classes that a softmax normalizes over
     for call, rule in _ruled_calls(gm):
         for dim, kind in _classify_factors(axes, call, rule):
             names = {axes.find(a.name) for a in dim}
             if rule.normalizes and kind == "whole":
-                normalised |= names
-            elif kind == "sum" and len(call.operands) > 1 and names & normalised:
-                yield call.node, tuple(a for a in dim if axes.find(a.name) in normalised)
+                normalized |= names
+            elif kind == "sum" and len(call.operands) > 1 and names & normalized:
+                yield call.node, tuple(a for a in dim if axes.find(a.name) in normalized)
 
 
-def _scanned_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
+def _scanned_dims(gm: GraphModule, axes: Axes) -> Evidence:
     """Yield scanned dims; for sequences flattened into one dim with the batch, the longest factor."""
-    for call, rule in (found for found in _ruled_calls(gm) if not node_info(found[0].node).is_aside):
+    for call, rule in _ruled_calls(gm):
         for dim, kind in _classify_factors(axes, call, rule):
-            if kind == "scan" and dim:
+            if kind == "scan" and dim and not node_info(call.node).is_aside:
                 yield call.node, (max(reversed(dim), key=lambda a: assume_large(a.size)),)
 
 
-def _combined_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
+def _combined_dims(gm: GraphModule, axes: Axes) -> Evidence:
     """Yield the dims of scans that have no rule."""
     for node in gm.graph.nodes:
-        if (scanned := node_info(node).scanned) is not None:
-            declared, dim = node.args[scanned[0]], scanned[1]
-            for x in declared if isinstance(declared, list | tuple) else [declared]:
+        scanned = node_info(node).scanned
+        if scanned is not None:
+            argument, dim = scanned
+            for x in collect_nodes(node.args[argument]):
                 yield x, axes.dims[x, 0][dim]
 
 
 def _ruled_calls(gm: GraphModule) -> Iterable[tuple[OpCall, BoundRule]]:
     for node in gm.graph.nodes:
-        found = lookup_rule(node)
-        if found is not None and found[1] is not None:
-            yield found[0], found[1]
+        call, rule = lookup_rule(node) or (None, None)
+        if call is not None and rule is not None:
+            yield call, rule
 
 
 def _classify_factors(axes: Axes, call: OpCall, rule: BoundRule) -> Iterable[tuple[Dim, str]]:

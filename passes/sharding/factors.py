@@ -1,5 +1,8 @@
 """Rules bound to a call: the factors of every dim of operands and results, and the kind of each factor.
 
+For x (2, 8, 16) and w (32, 16), linear has the operands (("~1", "~0", "i"), ("o", "i")), the result ("~1", "~0", "o")
+and the kind "sum" for i: the result is partial if i is sharded. `rule.py` explains the kinds.
+
 A dim is one factor, a group of factors in row-major order, "(b s)", or "" if it has size 1 and broadcasts.
 """
 
@@ -28,8 +31,8 @@ def dim_factors(dim: str) -> tuple[str, ...]:
 
 def group_factors(factors: Iterable[str]) -> str:
     """Return the dim with these factors, the inverse of `dim_factors`."""
-    found = [f for f in factors if f]
-    return f"({' '.join(found)})" if len(found) > 1 else "".join(found)
+    names = [f for f in factors if f]
+    return f"({' '.join(names)})" if len(names) > 1 else "".join(names)
 
 
 @lru_cache(maxsize=4096)
@@ -52,9 +55,8 @@ class BoundRule:
     pad: tuple[int, Any] | None = None  # (operand, value): fill outside the window, so that a sum ignores padding
     masks: tuple[int, ...] = ()  # operands that are only indexed by position, replicated while that is free
     normalizes: bool = False  # divides a gathered factor by its total, as softmax does
-    slides: Mapping[str, SlidingRows] = field(
-        default_factory=dict
-    )  # rows that a result reads, by "halo" factor, whose extent may differ in the result
+    # rows that a result reads, by "halo" factor, whose extent may differ in the result
+    slides: Mapping[str, SlidingRows] = field(default_factory=dict)
     # placements that the call defines for its operands (ops with exchanges)
     operand_placements: tuple[Placement, ...] | None = None
     result_placements: Placement | None = None  # placement that the call defines for its results
@@ -62,25 +64,24 @@ class BoundRule:
     reshapes: bool = False  # elements keep their row-major order, so the local result is a local reshape
     lenders: tuple[int, ...] = ()  # operands of which only the shape is read
     extents: Mapping[str, Size] = field(default_factory=dict)  # sizes of the factors in groups
-    spans: tuple[
-        tuple[Size, Size], ...
-    ] = ()  # (start, length) in the "window" factor for each result, a contiguous piece
-    picks: Mapping[str, str] = field(
-        default_factory=dict
-    )  # result factor -> operand factor from which it selects positions, in any order
+    # (start, length) in the "window" factor for each result, a contiguous piece
+    spans: tuple[tuple[Size, Size], ...] = ()
+    # result factor -> operand factor from which it selects positions, in any order
+    picks: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Validate that no factor vanishes unclassified.
 
         A factor that no operand has needs a size argument to be local; without one its kind is "whole".
         """
-        named = {f for dims in self.operands for f in flatten_dims(dims)}
-        kept = {f for dims in self.results for f in flatten_dims(dims)}
-        lost = sorted(named - kept - set(self.kinds))
-        if lost:
-            raise SpError("SP935", f"rule {self}: {lost} are in no result and are not classified.")
-        if self.sizes is None and kept - named:
-            object.__setattr__(self, "kinds", {**self.kinds, **dict.fromkeys(sorted(kept - named), "whole")})
+        operand_factors = {f for dims in self.operands for f in flatten_dims(dims)}
+        result_factors = {f for dims in self.results for f in flatten_dims(dims)}
+        unclassified = sorted(operand_factors - result_factors - set(self.kinds))
+        if unclassified:
+            raise SpError("SP935", f"rule {self}: {unclassified} are in no result and are not classified.")
+        new_factors = sorted(result_factors - operand_factors)
+        if self.sizes is None and new_factors:
+            object.__setattr__(self, "kinds", {**self.kinds, **dict.fromkeys(new_factors, "whole")})
 
     def __str__(self) -> str:
         """Format the rule as text for `RulePattern.parse`, without the sizes of windows."""
@@ -110,8 +111,8 @@ class BoundRule:
     @property
     def vanishing(self) -> list[str]:
         """Return the factors of the operands that no result has, with repetitions."""
-        kept = {f for dims in self.results for f in flatten_dims(dims)}
-        return [f for dims in self.operands for f in flatten_dims(dims) if f not in kept]
+        result_factors = {f for dims in self.results for f in flatten_dims(dims)}
+        return [f for dims in self.operands for f in flatten_dims(dims) if f not in result_factors]
 
     @property
     def is_contraction(self) -> bool:
@@ -132,9 +133,8 @@ class BoundRule:
             inner = exact_quotient(shard.inner, self._size(factors[i + 1 :]))
             if outer is None or inner is None:
                 continue
-            own = replace(shard, outer=outer, inner=inner)
             if is_same_size(size_product((outer, shard.frame.length, inner)), self.extents[factor]):
-                return factor, own
+                return factor, replace(shard, outer=outer, inner=inner)
         return "", shard
 
     def dim_shard(self, dim: str, factor: str, shard: Shard) -> Shard:
@@ -142,8 +142,8 @@ class BoundRule:
         if dim == factor:
             return shard
         factors = dim_factors(dim)
-        at = factors.index(factor)
-        before, after = self._size(factors[:at]), self._size(factors[at + 1 :])
+        i = factors.index(factor)
+        before, after = self._size(factors[:i]), self._size(factors[i + 1 :])
         return replace(shard, outer=before * shard.outer, inner=shard.inner * after)
 
     def window_shard(self, shard: Shard) -> tuple[Shard, ...] | None:
@@ -155,13 +155,12 @@ class BoundRule:
         rows = shard.outer * shard.frame.length * shard.inner
         if all(is_same_size(start, 0) and is_same_size(length, rows) for start, length in self.spans):  # all rows
             return (shard,) * len(self.spans)
-        out = []
-        for start, length in self.spans:
-            if is_same_size(length, 1) or not is_most_of(length, shard.frame.size):
-                return None
-            frame = replace(shard.frame, start=shard.frame.start + start, length=length)
-            out.append(replace(shard, frame=frame))
-        return tuple(out) if is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1) else None
+        if not is_same_size(shard.outer, 1) or not is_same_size(shard.inner, 1):
+            return None
+        if any(is_same_size(length, 1) or not is_most_of(length, shard.frame.size) for _, length in self.spans):
+            return None
+        frames = [replace(shard.frame, start=shard.frame.start + start, length=length) for start, length in self.spans]
+        return tuple(replace(shard, frame=frame) for frame in frames)
 
     def _size(self, factors: Iterable[str]) -> Size:
         return size_product(self.extents[f] for f in factors)

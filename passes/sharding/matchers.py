@@ -32,7 +32,7 @@ from sp_compile.passes.graph.sizes import Size, as_size, is_same_shape, is_same_
 from sp_compile.passes.graph.strides import is_identity
 
 from .factors import BoundRule, flatten_dims
-from .rule import lookup_rule
+from .rule import lookup_rule, rule_of
 from .window_rules import sliding_calls
 
 aten = torch.ops.aten
@@ -54,20 +54,19 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
 
     A detach that stops a gradient does not match, because its operand differs from it under differentiation.
     """
-    found = lookup_rule(node) if is_tensor(node) and not _is_private(node) and not stops_gradient(node) else None
-    if found is None or node.target.namespace not in ("aten", "prims") or NON_MOVE_OPS.match(str(node.target)[5:]):
+    if not is_tensor(node) or stops_gradient(node):
         return None
-    call, rule = found
-    if not call.operands:
+    if node.target is aten.clone.default and is_written(node):  # by an op without a functional form
         return None
-    lent = [x for x in call.operands[1:] if x is not call.get("other")]  # view_as, type_as: its shape, its dtype
-    moves = rule is not None and rule.lazy and (rule.reshapes or rule.spans or not rule.kinds)
-    return (call.operands[0], rule) if moves and rule is not None and not lent else None
-
-
-def _is_private(node: Node) -> bool:
-    """Return True for a clone that functionalize created for an op without a functional form, which writes it."""
-    return node.target is aten.clone.default and is_written(node)
+    call, rule = lookup_rule(node) or (None, None)
+    if call is None or rule is None or not call.operands or not rule.lazy:
+        return None
+    if node.target.namespace not in ("aten", "prims") or NON_MOVE_OPS.match(str(node.target)[5:]):
+        return None
+    # Of `other`, only the shape or dtype is read (view_as, type_as).
+    has_other_elements = any(x is not call.get("other") for x in call.operands[1:])
+    moves_elements = rule.reshapes or rule.spans or not rule.kinds
+    return (call.operands[0], rule) if moves_elements and not has_other_elements else None
 
 
 def stops_gradient(node: Node) -> bool:
@@ -91,14 +90,16 @@ def _has_float_result(node: Node) -> bool:
 
 def move_source(node: Any) -> Node | None:
     """Return the operand that the op moves, cuts, repeats, copies or casts, or None."""
-    found = _match_movement(node)
-    return found[0] if found is not None else None
+    movement = _match_movement(node)
+    return movement[0] if movement is not None else None
 
 
 def is_cast_op(node: Any) -> bool:
     """Return True if the result is the operand in another dtype or on another device."""
-    found = _match_movement(node)
-    return found is not None and not _has_same_type(found[0], node) and _is_identity_order(_derive_order(node, *found))
+    movement = _match_movement(node)
+    if movement is None or _has_same_type(movement[0], node):
+        return False
+    return _is_identity_order(_derive_order(node, *movement))
 
 
 def skip_widening_cast(node: Any) -> Node | None:
@@ -107,12 +108,11 @@ def skip_widening_cast(node: Any) -> Node | None:
     x = move_source(wide) if is_cast_op(wide) else None
     if wide is None or x is None or not _has_same_type(x, node):
         return None
-    a, b = (n.meta["val"].dtype for n in (x, wide))
-    kinds = [(d.is_floating_point, d.is_complex, d.is_signed) for d in (a, b)]
-    wider = (
-        kinds[0] == kinds[1] and b.itemsize > a.itemsize >= 1 + a.is_floating_point
-    )  # one-byte floats have any exponent
-    return x if wider or a is torch.bool else None
+    dtype, wide_dtype = (n.meta["val"].dtype for n in (x, wide))
+    kinds = [(d.is_floating_point, d.is_complex, d.is_signed) for d in (dtype, wide_dtype)]
+    min_itemsize = 1 + dtype.is_floating_point  # one-byte floats have any exponent
+    is_wider = kinds[0] == kinds[1] and wide_dtype.itemsize > dtype.itemsize >= min_itemsize
+    return x if is_wider or dtype is torch.bool else None
 
 
 def is_copy(node: Any) -> bool:
@@ -124,6 +124,7 @@ def is_copy(node: Any) -> bool:
 
 
 def _has_same_type(a: Node, b: Node) -> bool:
+    """Return True if the values have the same dtype and device."""
     x, y = a.meta["val"], b.meta["val"]
     return x.dtype == y.dtype and x.device == y.device
 
@@ -134,41 +135,46 @@ def _is_identity_order(order: tuple[int, ...] | None) -> bool:
 
 def permutation_of(node: Any) -> tuple[int, ...] | None:
     """Return the dims of the operand in result order if the op permutes dims or copies, else None."""
-    found = _match_movement(node)
-    return _derive_order(node, *found) if found is not None and _has_same_type(found[0], node) else None
+    movement = _match_movement(node)
+    return _derive_order(node, *movement) if movement is not None and _has_same_type(movement[0], node) else None
 
 
 def _derive_order(node: Node, source: Node, rule: BoundRule) -> tuple[int, ...] | None:
+    """Return the dims of the source in the order of the node's, or None if its rule does not only permute dims."""
     before, after = rule.operands[0], rule.results[0]
     if rule.reshapes or rule.spans:
-        return tuple(range(len(after))) if _same_shape_value(source, node) else None
-    permuted = "" not in before and sorted(before) == sorted(after)
-    return tuple(before.index(f) for f in after) if permuted else None
+        return tuple(range(len(after))) if _has_same_shape(source, node) else None
+    is_permutation = "" not in before and sorted(before) == sorted(after)
+    return tuple(before.index(f) for f in after) if is_permutation else None
 
 
 def keeps_order(node: Any) -> bool:
     """Return True if the op changes only the shape: view, flatten, unsqueeze, squeeze, and copies."""
-    found = _match_movement(node)
-    if found is None or not _has_same_type(found[0], node):
+    movement = _match_movement(node)
+    if movement is None or not _has_same_type(movement[0], node):
         return False
-    source, rule = found
-    kept = flatten_dims(rule.operands[0]) == flatten_dims(rule.results[0])
-    return rule.reshapes or (kept and is_same_size(size_product(node_shape(source)), size_product(node_shape(node))))
+    source, rule = movement
+    has_same_factors = flatten_dims(rule.operands[0]) == flatten_dims(rule.results[0])
+    sizes = [size_product(node_shape(x)) for x in (source, node)]
+    return rule.reshapes or (has_same_factors and is_same_size(*sizes))
 
 
-def map_coordinates(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | None:
-    """Return the operand and the coordinates in it of the element at `at`, or None if the rule does not define them."""
-    found = _match_movement(node)
-    if found is None:
+def map_coordinates(node: Node, coordinates: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | None:
+    """Return the operand and the coordinates in it of an element of the result.
+
+    Returns None if the op does not only move elements, or splits or merges dims.
+    """
+    movement = _match_movement(node)
+    if movement is None:
         return None
-    source, rule = found
-    place = {f: c for f, c in zip(rule.results[0], at) if f}
-    if any(f and f not in place for f in rule.operands[0]):  # a dim that is split or merged
+    source, rule = movement
+    by_factor = {f: c for f, c in zip(rule.results[0], coordinates) if f}
+    if any(f and f not in by_factor for f in rule.operands[0]):  # a dim that is split or merged
         return None
-    coords = [place.get(f, 0) for f in rule.operands[0]]
+    source_coordinates = [by_factor.get(f, 0) for f in rule.operands[0]]
     if rule.window is not None:
-        coords[rule.window] += rule.spans[0][0]
-    return source, tuple(coords)
+        source_coordinates[rule.window] += rule.spans[0][0]
+    return source, tuple(source_coordinates)
 
 
 def skip_ops(node: Node, passes: Callable[[Node], bool]) -> Node:
@@ -186,7 +192,7 @@ def skip_reshapes(node: Node) -> Node:
     return node
 
 
-def _same_shape_value(a: Node, b: Node) -> bool:
+def _has_same_shape(a: Node, b: Node) -> bool:
     return is_same_shape(node_shape(a), node_shape(b))
 
 
@@ -197,15 +203,15 @@ def value_origin(node: Any) -> Any:
     """
     if not is_rearrangement(node):
         return node
-    chain, at = [], node
-    while is_rearrangement(at):
-        chain.append(at)
-        at = OpCall(at).operands[0]
-    found = {at: at}
+    chain, source = [], node
+    while is_rearrangement(source):
+        chain.append(source)
+        source = OpCall(source).operands[0]
+    origins = {source: source}
     for step in reversed(chain):
-        before = found[OpCall(step).operands[0]]
-        found[step] = before if is_copy(step) else _cancel_chain(step, before, found)
-    return found[node]
+        operand = origins[OpCall(step).operands[0]]
+        origins[step] = operand if is_copy(step) else _cancel_chain(step, operand, origins)
+    return origins[node]
 
 
 def is_rearrangement(node: Any) -> bool:
@@ -213,20 +219,28 @@ def is_rearrangement(node: Any) -> bool:
     return permutation_of(node) is not None or keeps_order(node)
 
 
-def _cancel_chain(node: Node, operand: Node, found: dict[Node, Node]) -> Node:
-    """Return the origin of a chain of permutations or of reshapes that cancel, else the node."""
-    order, at = permutation_of(node), operand
-    while order is not None and is_rearrangement(at) and (inner := permutation_of(at)) is not None:
-        order, at = tuple(inner[d] for d in order), OpCall(at).operands[0]
-        if is_identity(order):
-            return found[at]
-    at = operand
+def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
+    """Return the origin of a chain of permutations or of reshapes that cancel, else the node.
+
+    Args:
+        node: Last node of the chain.
+        operand: Origin of its operand.
+        origins: Origins of the nodes before it.
+    """
+    order, source = permutation_of(node), operand
+    while order is not None:  # the order of the dims of `source` in the node
+        if is_identity(order) and source is not operand:
+            return origins[source]
+        inner = permutation_of(source)
+        order = None if inner is None else tuple(inner[d] for d in order)
+        source = source if inner is None else OpCall(source).operands[0]
+    source = operand
     while keeps_order(node):
-        if _same_shape_value(at, node):
-            return found[at]
-        if not is_rearrangement(at) or not keeps_order(at):
+        if _has_same_shape(source, node):
+            return origins[source]
+        if not is_rearrangement(source) or not keeps_order(source):
             break
-        at = OpCall(at).operands[0]
+        source = OpCall(source).operands[0]
     return node
 
 
@@ -242,34 +256,38 @@ def steps_between(node: Node, source: Node) -> list[Node]:
 def steps_from(node: Node) -> list[Node]:
     """Return the single-user chain from a value to the last node that equals it; often empty."""
     steps: list[Node] = []
-    last, at = 0, node
-    while len(at.users) == 1:
-        (at,) = at.users
-        if not is_rearrangement(at):
+    num_equal, last = 0, node  # number of steps up to the last one that equals the value
+    while len(last.users) == 1:
+        (last,) = last.users
+        if not is_rearrangement(last):
             break
-        steps.append(at)
-        last = len(steps) if value_origin(at) is value_origin(node) else last
-    return steps[:last]
+        steps.append(last)
+        if value_origin(last) is value_origin(node):
+            num_equal = len(steps)
+    return steps[:num_equal]
 
 
 def value_readers(node: Node) -> list[Node]:
-    """Return the users of a value, directly or through rearrangements that `value_origin` skips."""
-    found: dict[Node, None] = {}
-    waiting = [node]
-    while waiting:
-        value = waiting.pop(0)
+    """Return the users of a value, directly or through rearrangements that `value_origin` skips.
+
+    A rearrangement that does not cancel is itself a reader.
+    """
+    readers: dict[Node, None] = {}
+    queue = [node]
+    for value in queue:  # which grows in this loop
         for user in value.users:
             if is_rearrangement(user) and user.users and OpCall(user).operands[0] is value:
-                waiting.append(user)
+                queue.append(user)
             else:
-                found[user if value_origin(value) is value_origin(node) else value] = None
-    return list(found)
+                readers[user if value_origin(value) is value_origin(node) else value] = None
+    return list(readers)
 
 
 def is_same_call(a: Node, b: Node) -> bool:
     """Return True if both are the same node, or the same call of a pure op."""
-    same_call = a.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
-    return a is b or (same_call and is_pure(a))
+    if a is b:
+        return True
+    return a.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs) and is_pure(a)
 
 
 def is_only_read_by(value: Node, node: Node) -> bool:
@@ -283,10 +301,10 @@ class SlicePiece:
     """Positions start, start + step, ... of a dim of the source."""
 
     source: Node  # tensor that is sliced
-    dim: int
+    dim: int  # dim of the source
     start: Size  # first position
     length: Size  # number of positions
-    step: int = 1
+    step: int = 1  # distance of the positions
     keeps_dim: bool = True  # False if the piece does not have the dim (select, unbind)
 
 
@@ -297,22 +315,20 @@ def match_piece(node: Any) -> SlicePiece | None:
     return nth_result(*node.args) if node.target is operator.getitem else nth_result(node, 0)
 
 
-def nth_result(of: Node, which: Any) -> SlicePiece | None:
+def nth_result(node: Node, index: Any) -> SlicePiece | None:
     """Match a result of a node by its index."""
-    found = lookup_rule(of)
-    if found is None or not isinstance(which, int):
+    call, rule = lookup_rule(node) or (None, None)
+    if call is None or not isinstance(index, int):
         return None
-    call, rule = found
     if rule is not None and rule.window is not None:
-        return SlicePiece(call.operands[0], rule.window, *rule.spans[which])
-    if of.target in (aten.select.int, aten.unbind.int):
-        at = as_size(call["index"]) if of.target is aten.select.int else which
-        if not isinstance(at, int):  # the sign is not known
+        return SlicePiece(call.operands[0], rule.window, *rule.spans[index])
+    if node.target in (aten.select.int, aten.unbind.int):
+        position = as_size(call["index"]) if node.target is aten.select.int else index
+        if not isinstance(position, int):  # the sign is not known
             return None
-        return SlicePiece(
-            call.operands[0], call.dim(), normalize_position(at, call.shape()[call.dim()]), 1, keeps_dim=False
-        )
-    return _strided_slice(call) if of.target is aten.slice.Tensor else None
+        position = normalize_position(position, call.shape()[call.dim()])
+        return SlicePiece(call.operands[0], call.dim(), position, 1, keeps_dim=False)
+    return _strided_slice(call) if node.target is aten.slice.Tensor else None
 
 
 def _strided_slice(call: OpCall) -> SlicePiece | None:
@@ -332,34 +348,36 @@ def match_slice(node: Any) -> SlicePiece | None:
 
 def match_join(node: Any) -> tuple[int, bool] | None:
     """Return the dim along which a cat or stack joins operands and whether it is a new dim, or None."""
-    found = lookup_rule(node) if node.target in CONCAT_OPS else None
-    if found is None or found[1] is None:
+    rule = rule_of(node) if node.target in CONCAT_OPS else None
+    if rule is None:
         return None
-    before, after = found[1].operands[0], found[1].results[0]
-    along = [d for d, f in enumerate(after) if f not in before]
-    return (along[0], len(after) > len(before)) if len(along) == 1 else None
+    operand, result = rule.operands[0], rule.results[0]
+    joined_dims = [d for d, f in enumerate(result) if f not in operand]
+    return (joined_dims[0], len(result) > len(operand)) if len(joined_dims) == 1 else None
 
 
 @dataclass(frozen=True)
 class PadMatch:
     """Source padded with `before` and `after` rows of a constant along a dim; negative numbers cut it."""
 
-    source: Node
-    dim: int
-    before: Size
-    after: Size
-    fill: Any
+    source: Node  # tensor that is padded
+    dim: int  # dim of the rows
+    before: Size  # rows added before the source
+    after: Size  # rows added after it
+    fill: Any  # number in the added rows
 
 
 def match_pad(node: Node) -> PadMatch | None:
     """Match a pad of one dim by a constant."""
-    along = sliding_calls(OpCall(node)) if node.target in PAD_OPS else {}
-    if len(along) != 1:
+    call = OpCall(node) if node.target in PAD_OPS else None
+    window_calls = sliding_calls(call) if call is not None else {}
+    if call is None or len(window_calls) != 1:
         return None
-    ((dim, slides),) = along.items()
-    call, before = OpCall(node), slides.sliding.before
-    after = slides.sliding.num_after(call.shape()[dim])
-    return PadMatch(call.operands[0], dim, before, after, slides.tail[0]) if slides.first is None else None
+    ((dim, window_call),) = window_calls.items()
+    if window_call.first is not None:  # other dims are padded by sizes that are not ints
+        return None
+    after = window_call.sliding.num_after(call.shape()[dim])
+    return PadMatch(call.operands[0], dim, window_call.sliding.before, after, window_call.tail[0])
 
 
 def is_arange(node: Any) -> bool:
@@ -391,17 +409,10 @@ def constant_value(node: Any) -> Number | None:
         return math.sqrt(root) if root is not None and root >= 0 else None
     source = move_source(node)
     number = constant_value(source) if source is not None else None
-    return (
-        number
-        if number is None or source is None or _has_same_type(source, node)
-        else _cast_exactly(number, node.meta["val"].dtype)
-    )
-
-
-def _cast_exactly(number: Number, dtype: torch.dtype) -> Number | None:
-    """Return the number in the dtype if it is exact, else None."""
-    found = _round_to_dtype(number, dtype)
-    return found if found == number else None
+    if number is None or source is None or _has_same_type(source, node):
+        return number
+    rounded = _round_to_dtype(number, node.meta["val"].dtype)
+    return rounded if rounded == number else None  # a cast that rounds is not followed
 
 
 def _round_to_dtype(number: Number, dtype: torch.dtype) -> Number | None:
@@ -417,9 +428,9 @@ def _literal_tensor(x: Node) -> Number | None:
 
     Parameters and buffers do not count, because the user may change them.
     """
-    number = operator.attrgetter(x.target)(x.graph.owning_module)
-    constant = node_info(x).constant or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
-    return number.item() if constant and not isinstance(number, FakeTensor) else None
+    tensor = operator.attrgetter(x.target)(x.graph.owning_module)
+    is_constant = node_info(x).constant or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
+    return tensor.item() if is_constant and not isinstance(tensor, FakeTensor) else None
 
 
 def scalar_value(x: Any, dtype: torch.dtype) -> float | None:

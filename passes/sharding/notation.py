@@ -49,7 +49,7 @@ class RulePattern:
         """
         if "pad" in options:  # the cache would not distinguish the pad values 0, 0.0 and False
             return _read_sides(text, options)
-        return _check_known(text, tuple(sorted(options.items())))
+        return _read_cached(text, tuple(sorted(options.items())))
 
     def bind(self, call: OpCall) -> BoundRule | None:
         """Bind the text to the shapes of a call, or return None if the number of dims or group sizes do not match."""
@@ -62,31 +62,36 @@ class RulePattern:
         return self._bound[shapes, results]
 
     def _bind(self, shapes: Sequence[tuple[Size, ...]], result_shapes: Sequence[tuple[Size, ...]]) -> BoundRule | None:
-        given = self.operands or ((),) * len(shapes)  # nothing before the arrow: no operand, or one without dims
-        bound = [_expand_ellipsis(dims, len(s) - len(dims) + 1) for dims, s in zip(given, shapes)]
-        if [len(dims) for dims in bound] != [len(s) for s in shapes] or len(given) != len(shapes):
+        """Bind the text to shapes of operands and results, see `bind`."""
+        patterns = self.operands or ((),) * len(shapes)  # nothing before the arrow: no operand, or one without dims
+        if len(patterns) != len(shapes):
             return None
-        depth = max((len(s) - len(d) + 1 for d, s in zip(given, shapes) if "..." in d), default=0)
+        depths = [len(shape) - len(dims) + 1 for dims, shape in zip(patterns, shapes)]  # number of dims of "..."
+        expanded = [_expand_ellipsis(dims, depth) for dims, depth in zip(patterns, depths)]
+        if [len(dims) for dims in expanded] != [len(shape) for shape in shapes]:
+            return None
+        depth = max((depth for dims, depth in zip(patterns, depths) if "..." in dims), default=0)
         results = tuple(_expand_ellipsis(dims, depth) for dims in self.results)
         kinds = {f: kind for name, kind in self.kinds.items() for f in _expand_ellipsis((name,), depth)}
-        pairs = [*zip(bound, shapes), *zip(results, result_shapes)]
-        extent = _factor_sizes(pairs)
-        grouped = _solve_groups(pairs, extent)
-        if grouped is None:
+        pairs = [*zip(expanded, shapes), *zip(results, result_shapes)]
+        sizes = _factor_sizes(pairs)
+        extents = _solve_groups(pairs, sizes)
+        if extents is None:
             return None
         operands = tuple(
-            tuple("" if s == 1 and extent.get(f, 1) != 1 else f for f, s in zip(dims, shape))
-            for dims, shape in zip(bound, shapes)
+            tuple("" if size == 1 and sizes.get(f, 1) != 1 else f for f, size in zip(dims, shape))  # "": broadcasts
+            for dims, shape in zip(expanded, shapes)
         )
-        return BoundRule(operands, results, kinds, **self.options, extents=grouped)
+        return BoundRule(operands, results, kinds, **self.options, extents=extents)
 
 
 @lru_cache(maxsize=1024)
-def _check_known(text: str, options: tuple[tuple[str, Any], ...]) -> RulePattern:
+def _read_cached(text: str, options: tuple[tuple[str, Any], ...]) -> RulePattern:
     return _read_sides(text, dict(options))
 
 
 def _read_sides(text: str, options: dict[str, Any]) -> RulePattern:
+    """Parse and check a rule text; options in the text are added to `options`."""
     text, *parts = (part.strip() for part in text.split(";"))
     try:
         options.update(_read_option(part) for part in parts)
@@ -100,8 +105,8 @@ def _read_sides(text: str, options: dict[str, Any]) -> RulePattern:
 
 def _read_option(text: str) -> tuple[str, Any]:
     """Parse an option after the dims of a rule text."""
-    name, given, value = text.partition("=")
-    if not given:
+    name, equals, value = text.partition("=")
+    if not equals:
         return name, True
     try:
         return name, value if name in (*FACTOR_KINDS, "sizes") else ast.literal_eval(value)
@@ -111,6 +116,7 @@ def _read_option(text: str) -> tuple[str, Any]:
 
 @cache
 def _split_sides(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+    """Return the dims of the operands and of the results; a text without results has one of no dims."""
     if text.count("->") != 1:
         raise SpError("SP931", f"expected one '->' between operands and results, got {text.count('->')}.")
     operands, results = (
@@ -122,28 +128,29 @@ def _split_sides(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
 def _read_dims(text: str) -> Dims:
     """Parse the dims of one operand or result."""
     dims: list[str] = []
-    inside: list[str] | None = None
+    group: list[str] | None = None  # factors of the group that is being read
     for token in re.findall(r"~?\w+|\.\.\.|\S", text):
         if token == "(":
-            if inside is not None:
+            if group is not None:
                 raise SpError("SP931", f"{text.strip()!r} has a group in a group.")
-            inside = []
+            group = []
         elif token == ")":
-            if not inside:
-                raise SpError("SP931", f"{text.strip()!r} has {'an empty group' if inside == [] else 'a ) without ('}.")
-            dims.append(group_factors(inside))
-            inside = None
-        elif inside is not None and token in ("...", "1"):
+            if not group:
+                raise SpError("SP931", f"{text.strip()!r} has {'an empty group' if group == [] else 'a ) without ('}.")
+            dims.append(group_factors(group))
+            group = None
+        elif group is not None and token in ("...", "1"):
             raise SpError("SP931", f"{text.strip()!r} has {token!r} in a group.")
         elif token not in ("...", "1") and not _FACTOR.fullmatch(token):
             raise SpError("SP931", f"expected letters, digits and _ as the name of a factor, got {token!r}.")
         else:
-            (dims if inside is None else inside).append("" if token == "1" else token)
-    if inside is not None:
+            (dims if group is None else group).append("" if token == "1" else token)
+    if group is not None:
         raise SpError("SP931", f"{text.strip()!r} has a ( without ).")
-    named = flatten_dims(tuple(dims))
-    if twice := sorted({f for f in named if named.count(f) > 1}):
-        raise SpError("SP931", f"{text.strip()!r} has {twice} twice.")
+    factors = flatten_dims(tuple(dims))
+    repeated = sorted({f for f in factors if factors.count(f) > 1})
+    if repeated:
+        raise SpError("SP931", f"{text.strip()!r} has {repeated} twice.")
     return tuple(dims)
 
 
@@ -160,25 +167,25 @@ def _check_rule(
         raise SpError(
             "SP932", f"expected options out of {', '.join((*FACTOR_KINDS, *RULE_OPTIONS))}, got {sorted(unknown)}."
         )
-    had = {f for dims in operands for f in flatten_dims(dims)}
-    kept = {f for dims in results for f in flatten_dims(dims)}
+    operand_factors = {f for dims in operands for f in flatten_dims(dims)}
+    result_factors = {f for dims in results for f in flatten_dims(dims)}
     for f, kind in kinds.items():
-        if f not in had and (kind != "whole" or f not in kept):
+        if f not in operand_factors and (kind != "whole" or f not in result_factors):
             raise SpError("SP934", f"{f!r} is classified but is not in an operand.")
-    lost = sorted(had - kept - set(kinds))
-    if lost:
-        raise SpError("SP935", f"{lost} are in no result and are not classified.")
-    dims = [dim for side in (*operands, *results) for dim in side]
-    unsized = (had | kept) - set(_solve_sizes(dims, {f for f in dims if f[:1] != "("}))
+    unclassified = sorted(operand_factors - result_factors - set(kinds))
+    if unclassified:
+        raise SpError("SP935", f"{unclassified} are in no result and are not classified.")
+    all_dims = [dim for dims in (*operands, *results) for dim in dims]
+    unsized = (operand_factors | result_factors) - _solve_sizes(all_dims, {f for f in all_dims if f[:1] != "("})
     if unsized:
         raise SpError("SP936", f"the sizes of {sorted(unsized)} are not known, as they are in groups only.")
 
 
 def _solve_sizes(dims: Iterable[str], known: set[str]) -> set[str]:
     """Return the factors whose sizes follow from the dim sizes, given those of `known`."""
-    groups = [dim_factors(dim) for dim in dims if dim[:1] == "("]
-    while found := {f for g in groups for f in g if f not in known and known.issuperset({*g} - {f})}:
-        known = known | found
+    groups = [set(dim_factors(dim)) for dim in dims if dim[:1] == "("]
+    while solved := {f for group in groups for f in group - known if known.issuperset(group - {f})}:
+        known = known | solved
     return known
 
 
@@ -190,32 +197,38 @@ def _expand_ellipsis(dims: Dims, depth: int) -> Dims:
 
 def _factor_sizes(pairs: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict[str, Size]:
     """Return the size of each factor that is a dim, from dims that do not broadcast."""
-    out: dict[str, Size] = {}
+    sizes: dict[str, Size] = {}
     for dims, shape in pairs:
-        for f, s in zip(dims, shape):
-            if f and f[0] != "(" and (f not in out or out[f] == 1):
-                out[f] = s
-    return out
+        for f, size in zip(dims, shape):
+            if f and f[0] != "(" and (f not in sizes or sizes[f] == 1):
+                sizes[f] = size
+    return sizes
 
 
 def _solve_groups(
     pairs: Sequence[tuple[Sequence[str], Sequence[Size]]], known: Mapping[str, Size]
 ) -> dict[str, Size] | None:
-    """Return the size of each factor in a group, or None if the product differs from the size of the group."""
-    groups = [(dim_factors(dim), s) for dims, shape in pairs for dim, s in zip(dims, shape) if dim[:1] == "("]
-    out: dict[str, Size] = {f: known[f] for group, _ in groups for f in group if f in known}
-    waiting = groups
+    """Return the size of each factor in a group, or None if the product differs from the size of the group.
+
+    Args:
+        pairs: Dims and shape of each operand and result.
+        known: Sizes of the factors that are a dim. The sizes of the others can be solved, see `_check_rule`.
+    """
+    waiting = [(dim_factors(dim), size) for dims, shape in pairs for dim, size in zip(dims, shape) if dim[:1] == "("]
+    solved: dict[str, Size] = {f: known[f] for group, _ in waiting for f in group if f in known}
     while waiting:
-        later = []
-        for dim, extent in waiting:
-            missing = [f for f in dim if f not in out]
-            others = size_product(out[f] for f in dim if f in out)
-            rest = exact_quotient(extent, others)
+        unsolved = []  # groups with several unknown factors
+        for group, size in waiting:
+            missing = [f for f in group if f not in solved]
+            product = size_product(solved[f] for f in group if f in solved)
             if len(missing) > 1:
-                later.append((dim, extent))
-            elif (missing and rest is None) or not (missing or is_same_size(extent, others)):
-                return None
+                unsolved.append((group, size))
             elif missing:
-                out[missing[0]] = rest
-        waiting = later
-    return out
+                quotient = exact_quotient(size, product)
+                if quotient is None:
+                    return None
+                solved[missing[0]] = quotient
+            elif not is_same_size(size, product):
+                return None
+        waiting = unsolved
+    return solved

@@ -51,11 +51,11 @@ def output_options(output: Node, outputs: str | Sequence[str]) -> dict[Node, lis
     """
     leaves = pytree.tree_leaves(output.args[0])
     leaf_options = [outputs] * len(leaves) if isinstance(outputs, str) else outputs
-    by_node: dict[Node, list[str]] = {}
+    options_of: dict[Node, list[str]] = {}
     for leaf, option in zip(leaves, leaf_options, strict=True):
         if isinstance(leaf, Node):
-            by_node.setdefault(leaf, []).append(option)
-    return by_node
+            options_of.setdefault(leaf, []).append(option)
+    return options_of
 
 
 def gather_reason(value: torch.Tensor, options: Sequence[str]) -> str:

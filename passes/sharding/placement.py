@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from torch.fx import Node
 
 from sp_compile.lowering.base.frames import RowOrder, row_order
-from sp_compile.passes.graph.sizes import Size, ceil_div, divides, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, ceil_div, divides, is_same_shape, is_same_size, size_product
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Frame:
 
     def is_same_window(self, other: Frame) -> bool:
         """Return True if both are provably the same window of the same axis."""
-        mine, others = (self.size, self.start, self.length), (other.size, other.start, other.length)
-        return self.folds == other.folds and all(is_same_size(a, b) for a, b in zip(mine, others))
+        sizes, other_sizes = (self.size, self.start, self.length), (other.size, other.start, other.length)
+        return self.folds == other.folds and is_same_shape(sizes, other_sizes)
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,6 @@ class Shard:
 class Partial:
     """Each rank holds a summand; the value is their sum."""
 
-    op: str = "sum"
-
     def __str__(self) -> str:
         return "P"
 
@@ -144,12 +142,10 @@ class Demand:
 class PlacementPlan:
     """Result of propagation; recomputed after every rewrite, never patched."""
 
-    placements: dict[Node, tuple[Placement, ...]] = field(
-        default_factory=dict
-    )  # placements of the results of each node
-    wants: dict[Node, tuple[Placement, ...]] = field(
-        default_factory=dict
-    )  # required placements of tensor operands, for nodes that run on shards
+    # placements of the results of each node
+    placements: dict[Node, tuple[Placement, ...]] = field(default_factory=dict)
+    # required placements of tensor operands, for nodes that run on shards
+    wants: dict[Node, tuple[Placement, ...]] = field(default_factory=dict)
     demands: list[Demand] = field(default_factory=list)  # unmet requirements
 
     def of(self, node: Node) -> Placement:

@@ -29,8 +29,8 @@ BATCHED_PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default,
 class ProductOperand:
     """Operand whose dims, permuted by `order`, are (leading dims, rows, width)."""
 
-    node: Node
-    order: tuple[int, ...]
+    node: Node  # the operand
+    order: tuple[int, ...]  # its dims in the order (leading dims, rows, width)
 
     @property
     def shape(self) -> tuple[Size, ...]:
@@ -51,19 +51,19 @@ class ProductOperand:
 
     def materialize(self, editor: GraphEditor, like: Node) -> Node:
         """Return a node with the dims in order."""
-        found = self.simplify()
-        if is_identity(found.order):
-            return found.node
-        return editor.compute(aten.permute.default, (found.node, list(found.order)), like)
+        operand = self.simplify()
+        if is_identity(operand.order):
+            return operand.node
+        return editor.compute(aten.permute.default, (operand.node, list(operand.order)), like)
 
 
 @dataclass(frozen=True)
 class ProductMatch:
     """Product left (..., m, c) times right (..., n, c), scaled: (..., m, n)."""
 
-    left: ProductOperand
-    right: ProductOperand
-    scale: float
+    left: ProductOperand  # (..., m, c)
+    right: ProductOperand  # (..., n, c)
+    scale: float  # factor of the product
     order: tuple[int, ...]  # dims of the result in the order (..., m, n)
 
 
@@ -74,23 +74,28 @@ def match_product(node: Node, with_addend: bool = False) -> ProductMatch | None:
         node: Node to match.
         with_addend: Match products with an addend, too, see `product_addend`.
     """
-    found = lookup_rule(node) if node.target in BATCHED_PRODUCTS else None
-    call, rule = found if found is not None else (None, None)
+    if node.target not in BATCHED_PRODUCTS:
+        return None
+    call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or len(rule.operands) != (3 if "beta" in call.args else 2):
         return None
     scale = call.get("alpha", 1.0)
     if (call.get("beta", 0) != 0 and not with_addend) or not isinstance(scale, (int, float)):
         return None
     (a, b), (out,) = rule.operands[-2:], rule.results
-    batch = [x for x in out if x in a and x in b]
-    contracted = [x for x in a if x in b and x not in out]
-    rows, columns = ([x for x in out if x in one and x not in other] for one, other in ((a, b), (b, a)))
-    alone = (set(a) ^ set(b)) - set(out)
-    if [len(rows), len(columns), len(contracted)] != [1, 1, 1] or alone or "" in (*a, *b) or not batch:
+    batch = [f for f in out if f in a and f in b]
+    contracted = [f for f in a if f in b and f not in out]
+    rows = [f for f in out if f in a and f not in b]
+    columns = [f for f in out if f in b and f not in a]
+    if not batch or [len(rows), len(columns), len(contracted)] != [1, 1, 1]:
         return None
-    left = ProductOperand(call.operands[-2], tuple(a.index(x) for x in (*batch, *rows, *contracted)))
-    right = ProductOperand(call.operands[-1], tuple(b.index(x) for x in (*batch, *columns, *contracted)))
-    order = tuple(out.index(x) for x in (*batch, *rows, *columns))
+    summed_alone = (set(a) ^ set(b)) - set(out)  # factors of one operand that are summed over
+    broadcasts = "" in (*a, *b)
+    if summed_alone or broadcasts:
+        return None
+    left = ProductOperand(call.operands[-2], tuple(a.index(f) for f in (*batch, *rows, *contracted)))
+    right = ProductOperand(call.operands[-1], tuple(b.index(f) for f in (*batch, *columns, *contracted)))
+    order = tuple(out.index(f) for f in (*batch, *rows, *columns))
     same_batch = all(map(is_same_size, left.shape[:-2], right.shape[:-2]))
     return ProductMatch(left, right, float(scale), order) if same_batch else None
 

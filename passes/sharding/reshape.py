@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import mul
+from typing import NamedTuple
 
 import sympy
 
@@ -18,7 +19,14 @@ from sp_compile.passes.graph.sizes import Size, as_size, assume_large, exact_quo
 from .factors import BoundRule, Dims, dim_factors, group_factors
 
 _EMPTY_RULE = sympy.Symbol("empty", integer=True, positive=True)  # replaces 0, which every size divides
-DimCut = tuple[str, Size, Size]  # factor, and the number of elements of the slower factors without and with it
+
+
+class DimCut(NamedTuple):
+    """Factor of a dim, between two offsets: numbers of positions that all slower factors of the shape have."""
+
+    factor: str  # name, or "" for the end of the dim
+    start: Size  # product of the slower factors
+    end: Size  # the same with this factor
 
 
 @lru_cache(maxsize=4096)
@@ -29,29 +37,34 @@ def reshape_rule(before: tuple[Size, ...], after: tuple[Size, ...]) -> BoundRule
         before: Shape of the operand.
         after: Shape of the result.
     """
-    old, new = _dim_strides(before), _dim_strides(after)
-    cuts: tuple[list[list[DimCut]], list[list[DimCut]]] = ([[] for _ in before], [[] for _ in after])
+    old, new = _dim_offsets(before), _dim_offsets(after)
+    old_cuts: list[list[DimCut]] = [[] for _ in before]
+    new_cuts: list[list[DimCut]] = [[] for _ in after]
     extents: dict[str, Size] = {}
     for i, j, start, end, extent in _shared_factors(old, new):
-        factor = f"d{len(extents)}"
-        extents[factor] = extent
-        cuts[0][i].append((factor, start, end))
-        cuts[1][j].append((factor, start, end))
-    shared = len(extents)
-    operand, result = _group_dims(old, cuts[0], "old", extents), _group_dims(new, cuts[1], "new", extents)
-    across = dict.fromkeys([*extents][shared:], "whole")
+        cut = DimCut(f"d{len(extents)}", start, end)
+        extents[cut.factor] = extent
+        old_cuts[i].append(cut)
+        new_cuts[j].append(cut)
+    num_shared = len(extents)
+    operand, result = _group_dims(old, old_cuts, "old", extents), _group_dims(new, new_cuts, "new", extents)
+    gathered = dict.fromkeys([*extents][num_shared:], "whole")
     grouped = {f for dim in (*operand, *result) if dim[:1] == "(" for f in dim_factors(dim)}
     sizes = {f: as_size(sympy.sympify(s).subs(_EMPTY_RULE, 0)) for f, s in extents.items() if f in grouped}
-    return BoundRule((operand,), (result,), across, lazy=True, reshapes=True, extents=sizes)
+    return BoundRule((operand,), (result,), gathered, lazy=True, reshapes=True, extents=sizes)
 
 
-def _dim_strides(shape: Sequence[Size]) -> list[Size]:
+def _dim_offsets(shape: Sequence[Size]) -> list[Size]:
     """Return the cumulative products of the slower dims before each dim, and the total."""
     return list(accumulate((_EMPTY_RULE if s == 0 else s for s in shape), mul, initial=1))
 
 
 def _shared_factors(old: Sequence[Size], new: Sequence[Size]) -> Iterator[tuple[int, int, Size, Size, Size]]:
-    """Yield (old dim, new dim, start, end, extent) of every factor that is complete in both."""
+    """Yield (old dim, new dim, start, end, extent) of every factor that is complete in both.
+
+    `old` and `new` are the offsets of the dims. Like a merge of two sorted lists, each step compares one dim of each
+    shape and advances in the one that ends first.
+    """
     i = j = 0
     while i + 1 < len(old) and j + 1 < len(new):
         ends = old[i + 1], new[j + 1]
@@ -59,23 +72,30 @@ def _shared_factors(old: Sequence[Size], new: Sequence[Size]) -> Iterator[tuple[
         extent = exact_quotient(end, start)
         if extent is not None and not is_same_size(extent, 1):
             yield i, j, start, end, extent
-        first, second = (is_same_size(end, e) for e in ends)
-        if not (first or second):  # neither divides the other: continue with the longer one
+        old_ends, new_ends = (is_same_size(end, e) for e in ends)
+        if not (old_ends or new_ends):  # neither divides the other: continue with the longer one
             lengths = [assume_large(e) for e in ends]
-            first, second = lengths[0] <= lengths[1], lengths[0] >= lengths[1]
-        i, j = i + first, j + second
+            old_ends, new_ends = lengths[0] <= lengths[1], lengths[0] >= lengths[1]
+        i, j = i + old_ends, j + new_ends
 
 
-def _group_dims(ends: Sequence[Size], cuts: Sequence[Sequence[DimCut]], name: str, extents: dict[str, Size]) -> Dims:
-    """Return the dims as groups of shared factors and of the factors between them, which are named and sized here."""
+def _group_dims(offsets: Sequence[Size], cuts: Sequence[Sequence[DimCut]], name: str, extents: dict[str, Size]) -> Dims:
+    """Return the dims as groups of shared factors and of the factors between them, which are added to `extents`.
+
+    Args:
+        offsets: Offsets of the dims.
+        cuts: Shared factors of each dim.
+        name: Prefix of the names of the other factors.
+        extents: Sizes by factor.
+    """
     dims = []
-    for (at, end), own in zip(pairwise(ends), cuts):
+    for (offset, dim_end), dim_cuts in zip(pairwise(offsets), cuts):
         factors = []
-        for factor, start, stop in (*own, ("", end, end)):
-            if not is_same_size(at, start):
+        for cut in (*dim_cuts, DimCut("", dim_end, dim_end)):
+            if not is_same_size(offset, cut.start):
                 factors.append(f"{name}{len(extents)}")
-                extents[factors[-1]] = exact_quotient(start, at) or start / at
-            factors.append(factor)
-            at = stop
+                extents[factors[-1]] = exact_quotient(cut.start, offset) or cut.start / offset
+            factors.append(cut.factor)
+            offset = cut.end
         dims.append(group_factors(factors))
     return tuple(dims)

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import torch
 from torch.fx import Node
@@ -47,23 +47,34 @@ TransferFunction = Callable[[OpCall], tuple[Placement, ...]]
 POINTWISE = torch.Tag.pointwise  # key of the rule for all ops that have the tag
 RULES: Table[RuleFunction] = Table("sharding rules", replace=True)
 TRANSFERS: Table[TransferFunction] = Table("placements of exchanges")
-_LOOKUP_CACHE: ContextVar[dict[Node, tuple[OpCall, BoundRule | None]] | None] = ContextVar(
-    "calls and their rules", default=None
-)
+_LOOKUP_CACHE: ContextVar[dict[Node, RuledCall] | None] = ContextVar("calls and their rules", default=None)
 
 
-def lookup_rule(node: Node) -> tuple[OpCall, BoundRule | None] | None:
-    """Return the call and its rule, or None if the node is no ATen-like op; the rule is None if unknown."""
+class RuledCall(NamedTuple):
+    """Call of an op overload, with its sharding rule."""
+
+    call: OpCall
+    rule: BoundRule | None  # None if the op has no rule, or none for these operands
+
+
+def lookup_rule(node: Node) -> RuledCall | None:
+    """Return the call with its rule, or None if the node is no call of an op overload."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    seen = _LOOKUP_CACHE.get()
-    if seen is not None and node in seen:
-        return seen[node]
+    cached_calls = _LOOKUP_CACHE.get()
+    if cached_calls is not None and node in cached_calls:
+        return cached_calls[node]
     call, function = OpCall(node), _rule_function(node.target)
-    found = call, function(call) if function is not None else None
-    if seen is not None:
-        seen[node] = found
-    return found
+    ruled_call = RuledCall(call, function(call) if function is not None else None)
+    if cached_calls is not None:
+        cached_calls[node] = ruled_call
+    return ruled_call
+
+
+def rule_of(node: Node) -> BoundRule | None:
+    """Return the sharding rule of a node, or None if it has none."""
+    ruled_call = lookup_rule(node)
+    return ruled_call.rule if ruled_call is not None else None
 
 
 @contextmanager
@@ -82,10 +93,11 @@ def has_rule(target: Any) -> bool:
 
 
 def _rule_function(op: OpOverload) -> RuleFunction | None:
-    found = RULES.get(op)
-    if found is None and POINTWISE in op.tags and not schema_of(op).is_mutable:  # add.out has the tag, but writes
-        found = RULES[POINTWISE]
-    return found
+    """Return the rule function of the op or of all pointwise ops; add.out has the tag, too, but writes."""
+    function = RULES.get(op)
+    if function is None and POINTWISE in op.tags and not schema_of(op).is_mutable:
+        function = RULES[POINTWISE]
+    return function
 
 
 def register_rule_function(*ops: Any) -> Callable[[FunctionT], FunctionT]:
@@ -111,7 +123,27 @@ def transfer_of(target: Any) -> TransferFunction | None:
     return TRANSFERS.get(target)
 
 
-def rule(op: Any, *texts: str, **options: Any) -> None:
+class RuleOptions(TypedDict, total=False):
+    """Options of `rule`: factor names, separated by spaces, for each kind, and fields of `BoundRule`."""
+
+    sum: str  # factors over which the op sums
+    mean: str  # factors over which it takes the mean
+    total: str  # factors over which it sums, with padding that no fill removes
+    whole: str  # factors that must be gathered
+    attend: str  # factors that attention mixes
+    scan: str  # factors along which it scans
+    halo: str  # factors whose neighbors it reads
+    window: str  # factors that it cuts into contiguous pieces
+    sizes: str  # schema argument with the sizes of the result
+    lazy: bool  # the op only moves data
+    starts_sequence: bool  # replicated operands are sharded for it
+    pad: tuple[int, Any]  # operand and value that remove padding from a sum
+    masks: tuple[int, ...]  # operands that are only indexed by position
+    reshapes: bool  # elements keep their row-major order
+    lenders: tuple[int, ...]  # operands of which only the shape is read
+
+
+def rule(op: Any, *texts: str, **options: Unpack[RuleOptions]) -> None:
     """Register the sharding rule of an op as text; see the module's docstring.
 
     Args:

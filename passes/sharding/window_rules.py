@@ -67,24 +67,27 @@ def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
         return "the sequence shares a dim with others"
     if sliding.rolls is not None:
         return _place_roll(sliding, shard, n)
+    # The result needs a frame with one row per `stride` rows of the operand's.
     size = frame.size if sliding.stride == 1 else exact_quotient(frame.size, sliding.stride)
     if size is None or (sliding.stride > 1 and not divides(n, size)):
         return f"{n} ranks times its stride of {sliding.stride} do not provably divide the sequence of {frame.size}"
-    found = _result_frame(sliding, frame, size)
-    if found is None:
+    result_frame = _result_frame(sliding, frame, size)
+    if result_frame is None:
         return f"a result of {sliding.length} rows does not fit into a sequence of {size}"
-    if is_same_size(found.length, 1) or not is_most_of(found.length, found.size):
+    if is_same_size(result_frame.length, 1) or not is_most_of(result_frame.length, result_frame.size):
         return f"a result of {sliding.length} rows would leave most ranks idle"
-    low = simplify_size(frame.start - sliding.before - sliding.stride * found.start)
-    if not isinstance(low, int) or not isinstance(sliding.width, int):
+    # Row j of the result frame reads rows j * stride + first_row + [0, width) of the operand's frame.
+    first_row = simplify_size(frame.start - sliding.before - sliding.stride * result_frame.start)
+    if not isinstance(first_row, int) or not isinstance(sliding.width, int):
         return "the size of its halo is not known"
-    reach = max(-low, 0) + max(low + sliding.width - sliding.stride, 0)
-    if sliding.width > 1 and 2 * reach > assume_large(frame.size):
-        return f"its halo has {reach} rows, more than half of the sequence of {frame.size}"
-    return replace(shard, frame=found)
+    halo = max(-first_row, 0) + max(first_row + sliding.width - sliding.stride, 0)
+    if sliding.width > 1 and 2 * halo > assume_large(frame.size):
+        return f"its halo has {halo} rows, more than half of the sequence of {frame.size}"
+    return replace(shard, frame=result_frame)
 
 
 def _place_roll(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
+    """Return the operand's shard, or the reason to gather: padding of an unknown size would roll, too."""
     sizes = (sliding.rolls, shard.frame.size, shard.frame.start, shard.frame.length)
     if isinstance(sliding.rolls, int) and (shard.frame.is_exact(n) or all(isinstance(s, int) for s in sizes)):
         return shard
@@ -94,8 +97,8 @@ def _place_roll(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
 def _result_frame(sliding: SlidingRows, frame: Frame, size: Size) -> Frame | None:
     """Return the window of the result: aligned with the operand's, else at the start, else at the end."""
     last = simplify_size(size - sliding.length)
-    beside = exact_quotient(frame.start, sliding.stride)
-    for start in (beside, 0, last):
+    aligned = exact_quotient(frame.start, sliding.stride)
+    for start in (aligned, 0, last):
         if start is not None and _is_at_most(start, last) and _is_at_most(0, start):
             return Frame(size, start, sliding.length)
     return None
@@ -128,18 +131,19 @@ class WindowCall:
 def sliding_calls(call: OpCall) -> Mapping[int, WindowCall]:
     """Return the window calls of a call by dim of its first operand; dims with unknown steps are omitted."""
     function = WINDOW_CALLS.get(call.node.target)
-    found = function(call) if function is not None else {}
-    return {d: s for d, s in found.items() if _has_known_rows(s.sliding, call.shape()[d])}
+    window_calls = function(call) if function is not None else {}
+    return {d: w for d, w in window_calls.items() if _has_known_rows(w.sliding, call.shape()[d])}
 
 
 def _has_known_rows(sliding: SlidingRows, rows: Size) -> bool:
+    """Return True if the numbers of rows that a call reads from an operand of `rows` rows are ints."""
     if sliding.rolls is not None:
         return isinstance(sliding.rolls, int)
     numbers = (sliding.before, sliding.width, sliding.stride, sliding.num_after(rows))
     return all(isinstance(s, int) for s in numbers) and not is_same_size(sliding.length, 0)
 
 
-SlideFunction = Mapping[int, WindowCall]
+WindowCalls = Mapping[int, WindowCall]  # by dim of the first operand
 
 
 def _single_number(value: Any, default: Any = None) -> Any:
@@ -153,7 +157,8 @@ def _along_last_dim(call: OpCall, before: Size, width: Size, stride: int) -> Sli
     return SlidingRows(call.result_shapes()[0][call.ndim() - 1], before, width, stride)
 
 
-def _conv_windows(call: OpCall) -> SlideFunction:
+def _conv_windows(call: OpCall) -> WindowCalls:
+    """Return the windows of a 1-d convolution with batch and channels; those of other convolutions are unknown."""
     weight, padding = call.shape("weight"), call["padding"]
     if len(weight) != 3 or call.get("transposed") or not isinstance(weight[-1], int):
         return {}
@@ -167,7 +172,7 @@ def _conv_windows(call: OpCall) -> SlideFunction:
     return {call.ndim() - 1: WindowCall(_along_last_dim(call, before, width, stride), sp.conv1d.default, head, tail)}
 
 
-def _avg_pool_windows(call: OpCall) -> SlideFunction:
+def _avg_pool_windows(call: OpCall) -> WindowCalls:
     """Return no windows if they end beyond the padding or do not count it: these divide by fewer rows."""
     width, before = _single_number(call["kernel_size"]), _single_number(call["padding"], 0)
     stride = _single_number(call["stride"], width)
@@ -178,7 +183,8 @@ def _avg_pool_windows(call: OpCall) -> SlideFunction:
     return {call.ndim() - 1: WindowCall(sliding, sp.avg_pool1d.default, (), (width, stride))}
 
 
-def _max_pool_windows(call: OpCall) -> SlideFunction:
+def _max_pool_windows(call: OpCall) -> WindowCalls:
+    """Return the windows of a pool of floats; rows beyond the ends are -inf, which integers do not have."""
     rows, before, dilation = (_single_number(call[name]) for name in ("kernel_size", "padding", "dilation"))
     stride, width = _single_number(call["stride"], rows), dilation * (rows - 1) + 1
     if not call.results()[0].is_floating_point():
@@ -187,43 +193,45 @@ def _max_pool_windows(call: OpCall) -> SlideFunction:
     return {call.ndim() - 1: WindowCall(_along_last_dim(call, before, width, stride), sp.max_pool1d.default, (), tail)}
 
 
-def _unfold_windows(call: OpCall) -> SlideFunction:
-    at, width, stride = call.dim("dimension"), as_size(call["size"]), as_size(call["step"])
+def _unfold_windows(call: OpCall) -> WindowCalls:
+    dim, width, stride = call.dim("dimension"), as_size(call["size"]), as_size(call["step"])
     if call.ndim() == 0 or not isinstance(stride, int):
         return {}
-    sliding = SlidingRows(call.result_shapes()[0][at], 0, width, stride)
-    return {at: WindowCall(sliding, sp.unfold.default, (at,), (0, width, stride))}
+    sliding = SlidingRows(call.result_shapes()[0][dim], 0, width, stride)
+    return {dim: WindowCall(sliding, sp.unfold.default, (dim,), (0, width, stride))}
 
 
-def _pad_windows(call: OpCall) -> SlideFunction:
-    """Pad one dim at a time; the other dims are padded first."""
+def _pad_windows(call: OpCall) -> WindowCalls:
+    """Return a shift along each dim that a constant pad extends or cuts; the other dims are padded first."""
     fill = call["value"] if call["value"] is not None else 0
     if call.get("mode", "constant") != "constant" or not isinstance(fill, (bool, int, float)):
         return {}
-    widths = [as_size(w) for w in call["pad"]]
-    out = {}
+    widths = [as_size(w) for w in call["pad"]]  # (before, after) of each dim, from the last dim on
+    window_calls = {}
     for i in range(0, len(widths), 2):
-        at, pair = call.ndim() - 1 - i // 2, widths[i : i + 2]
-        others = [*widths[:i], 0, 0, *widths[i + 2 :]]
-        if not all(is_same_size(w, 0) for w in pair):
-            first = (aten.constant_pad_nd.default, (others, fill)) if any(others) else None
-            sliding = SlidingRows(call.result_shapes()[0][at], pair[0])
-            out[at] = WindowCall(sliding, sp.shift.default, (at,), (fill,), first)
-    return out
+        dim, before, after = call.ndim() - 1 - i // 2, widths[i], widths[i + 1]
+        if is_same_size(before, 0) and is_same_size(after, 0):
+            continue
+        other_widths = [*widths[:i], 0, 0, *widths[i + 2 :]]
+        first = (aten.constant_pad_nd.default, (other_widths, fill)) if any(other_widths) else None
+        sliding = SlidingRows(call.result_shapes()[0][dim], before)
+        window_calls[dim] = WindowCall(sliding, sp.shift.default, (dim,), (fill,), first)
+    return window_calls
 
 
-def _roll_windows(call: OpCall) -> SlideFunction:
-    shape, shifts, by_dim = call.shape(), call["shifts"], dict[int, Size]()
+def _roll_windows(call: OpCall) -> WindowCalls:
+    """Return a roll along each dim; the other dims are rolled first."""
+    shape, shifts, shift_of_dim = call.shape(), call["shifts"], dict[int, Size]()
     for d, shift in zip(call["dims"] or (), shifts if isinstance(shifts, Sequence) else [shifts]):
-        at = int(d) % max(len(shape), 1)
-        by_dim[at] = simplify_size(by_dim.get(at, 0) + as_size(shift))
-    out = {}
-    for at, shift in by_dim.items():
-        others = [d for d in by_dim if d != at]
-        first = (aten.roll.default, ([by_dim[d] for d in others], others)) if others else None
-        by = _shorter_shift(shift, shape[at])
-        out[at] = WindowCall(SlidingRows(shape[at], rolls=by), sp.roll.default, (at, by), first=first)
-    return out
+        dim = int(d) % max(len(shape), 1)
+        shift_of_dim[dim] = simplify_size(shift_of_dim.get(dim, 0) + as_size(shift))
+    window_calls = {}
+    for dim, shift in shift_of_dim.items():
+        other_dims = [d for d in shift_of_dim if d != dim]
+        first = (aten.roll.default, ([shift_of_dim[d] for d in other_dims], other_dims)) if other_dims else None
+        rows = _shorter_shift(shift, shape[dim])
+        window_calls[dim] = WindowCall(SlidingRows(shape[dim], rolls=rows), sp.roll.default, (dim, rows), first=first)
+    return window_calls
 
 
 def _shorter_shift(shift: Size, length: Size) -> Size:
@@ -234,26 +242,26 @@ def _shorter_shift(shift: Size, length: Size) -> Size:
     return forward if 2 * forward <= length else forward - length
 
 
-def _sp_windows(call: OpCall) -> SlideFunction:
+def _sp_windows(call: OpCall) -> WindowCalls:
     """Derive the windows of an sp:: op from its arguments."""
     op, arguments = call.node.target, list(call.args)
-    at = call.dim() if "dim" in call.args else call.ndim() - 1
+    dim = call.dim() if "dim" in call.args else call.ndim() - 1
     if op is sp.roll.default:
-        by = call["shift"]
-        return {at: WindowCall(SlidingRows(call.shape()[at], rolls=by), op, (at, by))}
+        rows = call["shift"]
+        return {dim: WindowCall(SlidingRows(call.shape()[dim], rolls=rows), op, (dim, rows))}
     width = call.get("width", 1)
     if op is sp.conv1d.default:
         width = call["dilation"] * (int(call.shape("weight")[-1]) - 1) + 1
-    sliding = SlidingRows(call.result_shapes()[0][at], call["before"], width, call.get("stride", 1))
+    sliding = SlidingRows(call.result_shapes()[0][dim], call["before"], width, call.get("stride", 1))
     head = tuple(call[name] for name in arguments[1 : arguments.index("before")])
     tail = tuple(call[name] for name in arguments[arguments.index("after") + 1 : arguments.index("frame")])
-    return {at: WindowCall(sliding, op, head, tail)}
+    return {dim: WindowCall(sliding, op, head, tail)}
 
 
 SHARD_WINDOWS = tuple(op.default for op in (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold))
 """Ops that accept shards, if their frame argument is set."""
 
-WINDOW_CALLS: Mapping[Any, Callable[[OpCall], SlideFunction]] = {
+WINDOW_CALLS: Mapping[Any, Callable[[OpCall], WindowCalls]] = {
     **dict.fromkeys(parse_overloads("conv1d conv1d.padding convolution"), _conv_windows),
     **dict.fromkeys(parse_overloads("constant_pad_nd pad"), _pad_windows),
     aten.avg_pool1d.default: _avg_pool_windows,
@@ -268,10 +276,9 @@ def window_shift_sizes(call: OpCall, n: int) -> list[tuple[int, Any]]:
     """Return (rank offset, rows) of every shift in the forward of a call on shards; the backward reverses them."""
     if call.node.target not in SHARD_WINDOWS or call["frame"] is None or n == 1:
         return []
-    ((_, slides),) = _sp_windows(call).items()
+    (sliding,) = (window_call.sliding for window_call in _sp_windows(call).values())
     frames = (call["frame"], call.get("result") or call["frame"])
     frame, result = map_arg(frames, lambda node: node.meta["val"])
-    sliding = slides.sliding
     if sliding.rolls is not None:
         return ops.roll_shifts(sliding.rolls, frame, n)
     return ops.window_shifts(sliding.before, sliding.width, sliding.stride, frame, result, n)

@@ -10,6 +10,7 @@ analysis changes no graph: it returns the frames for `propagate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 from torch.fx import Node
 
@@ -30,23 +31,24 @@ def align_window_starts(propagated: Callable[[WindowStarts], PlacementPlan]) -> 
     Args:
         propagated: Propagates placements with the given start frames.
     """
-    begins: dict[Node, Frame] = {}
-    best = plan = propagated(begins)
+    starts: dict[Node, Frame] = {}
+    best = plan = propagated(starts)
     for _ in range(MAX_ALIGN_ROUNDS):
-        demands = _misaligned_demands(plan)
         best = _choose_better(best, plan)
-        found = {node: frame for demand in demands for node, frame in _start_candidates(demand, plan).items()}
-        if found.items() <= begins.items():
+        candidates: dict[Node, Frame] = {}
+        for demand in _misaligned_demands(plan):
+            candidates |= _start_candidates(demand, plan)
+        if candidates.items() <= starts.items():
             break
-        begins = {**begins, **found}
-        plan = propagated(begins)
+        starts = {**starts, **candidates}
+        plan = propagated(starts)
     return _choose_better(best, plan)
 
 
-def _choose_better(known: PlacementPlan, other: PlacementPlan) -> PlacementPlan:
-    """Return the other plan if it has fewer misaligned values and no more demands, else the known one."""
-    fewer = len(_misaligned_demands(other)) < len(_misaligned_demands(known))
-    return other if fewer and len(other.demands) <= len(known.demands) else known
+def _choose_better(best: PlacementPlan, plan: PlacementPlan) -> PlacementPlan:
+    """Return the second plan if it has fewer misaligned values and no more demands, else the first one."""
+    has_fewer = len(_misaligned_demands(plan)) < len(_misaligned_demands(best))
+    return plan if has_fewer and len(plan.demands) <= len(best.demands) else best
 
 
 def _misaligned_demands(plan: PlacementPlan) -> list[Demand]:
@@ -60,8 +62,10 @@ def _demand_frames(demand: Demand, plan: PlacementPlan) -> tuple[Frame, Frame] |
     want = wants[demand.operand] if demand.operand < len(wants) else None
     if not isinstance(have, Shard) or not isinstance(want, Shard):
         return None
-    other = is_same_size(have.frame.length, want.frame.length) and not is_same_size(have.frame.size, want.frame.size)
-    return (have.frame, want.frame) if other else None
+    has_same_length = is_same_size(have.frame.length, want.frame.length)
+    if not has_same_length or is_same_size(have.frame.size, want.frame.size):
+        return None
+    return have.frame, want.frame
 
 
 def _start_candidates(demand: Demand, plan: PlacementPlan) -> dict[Node, Frame]:
@@ -70,17 +74,17 @@ def _start_candidates(demand: Demand, plan: PlacementPlan) -> dict[Node, Frame]:
     assert frames is not None
     have, want = frames
     operands = OpCall(demand.node).operands
-    found = _start_nodes(operands[demand.operand], have, plan)
-    if found:
-        return dict.fromkeys(found, want)
-    others = [
-        x for x, p in zip(operands, plan.wants[demand.node]) if isinstance(p, Shard) and _has_frame(x, want, plan)
-    ]
-    started = [_start_nodes(x, want, plan) for x in others]
-    return dict.fromkeys((node for nodes in started for node in nodes), have) if all(started) else {}
+    start_nodes = _start_nodes(operands[demand.operand], have, plan)
+    if start_nodes:
+        return dict.fromkeys(start_nodes, want)
+    placed = zip(operands, plan.wants[demand.node])
+    aligned = [x for x, placement in placed if isinstance(placement, Shard) and _has_frame(x, want, plan)]
+    nodes_of_aligned = [_start_nodes(x, want, plan) for x in aligned]
+    return dict.fromkeys(chain.from_iterable(nodes_of_aligned), have) if all(nodes_of_aligned) else {}
 
 
 def _has_frame(node: Node, frame: Frame, plan: PlacementPlan) -> bool:
+    """Return True if a result of the node is sharded in the frame."""
     return any(isinstance(p, Shard) and p.frame.is_same_window(frame) for p in plan.placements.get(node, ()))
 
 
@@ -90,12 +94,12 @@ def _start_nodes(x: Node, frame: Frame, plan: PlacementPlan) -> list[Node]:
     The list is empty if an input is sharded in this frame, or a value is cut to it.
     """
 
-    def sharded(node: Node) -> list[Node]:
-        """Return the operands of a node that are sharded and not cut as required."""
-        declared = [i for i in node.all_input_nodes if plan.wants.get(i) != ()]  # a constant is cut as required
-        return [i for i in declared if any(isinstance(p, Shard) for p in plan.placements.get(i, ()))]
+    def sharded_operands(node: Node) -> list[Node]:
+        """Return the operands of a node that are sharded, except constants, which any frame can cut."""
+        operands = [x for x in node.all_input_nodes if plan.wants.get(x) != ()]
+        return [x for x in operands if any(isinstance(p, Shard) for p in plan.placements.get(x, ()))]
 
-    nodes = list(iterate_reachable([x], sharded))
+    nodes = list(iterate_reachable([x], sharded_operands))
     if not all(node.op == "call_function" and _has_frame(node, frame, plan) for node in nodes):
         return []
-    return [node for node in nodes if not sharded(node)]
+    return [node for node in nodes if not sharded_operands(node)]

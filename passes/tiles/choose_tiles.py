@@ -1,10 +1,12 @@
 """Choose the number of tiles of each region for tiles="auto".
 
+A region computes wide values (its inside) from narrow rows, such as logits (`tile_regions.py`).
+
 The number is the smallest one for which a region is no larger than the other values in memory. If the device memory is
-known, a region that ends in a number is tiled in two cases: the step does not fit without tiles, or its inside is a
-large share of the device. A region that ends in rows, whose backward would recompute it, is tiled only if the step does
-not fit otherwise. The other values are weights, gradients and saved values (`passes/cost/attention_memory.py`). With
-unknown memory, as of a CPU, only regions that end in a number are tiled, by a fixed size.
+known, a region that ends in a number (a loss) is tiled in two cases: the step does not fit without tiles, or its inside
+is a large share of the device. A region that ends in rows, whose backward would recompute it, is tiled only if the step
+does not fit otherwise. The other values are weights, gradients and saved values (`passes/cost/attention_memory.py`).
+With unknown memory, as of a CPU, only regions that end in a number are tiled, by a fixed size.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from sp_compile.passes.cost.attention_memory import RankMemory
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.sizes import current_bytes
 
-from .tile_regions import MAX_THIN_WIDTH, TileRegion, row_width
+from .tile_regions import TileRegion, has_thin_results
 from .tile_view import TokenView
 
 LARGE_BYTES = 1 << 30
@@ -46,8 +48,9 @@ def node_bytes(node: Node, least: int = 0) -> int:
 
 def is_scalar_loss(view: TokenView, region: TileRegion) -> bool:
     """Return True if the region ends in sums over the tokens and a few numbers per token."""
-    thin = all(view.is_sum(x) or row_width(view, x) * MAX_THIN_WIDTH <= region.narrow for x in region.results)
-    return thin and all(view.is_sum(x) or not x.meta["val"].is_floating_point() for x in region.results)
+    return has_thin_results(view, region) and all(
+        view.is_sum(x) or not x.meta["val"].is_floating_point() for x in region.results
+    )
 
 
 def choose_tile_counts(
@@ -61,35 +64,46 @@ def choose_tile_counts(
         memory: The predicted memory of a rank, or None.
         times: Returns the number of nodes that a node represents.
     """
-    numbers = [is_scalar_loss(view, region) for region in regions]
+    losses = [is_scalar_loss(view, region) for region in regions]
     if memory is None or math.isinf(memory.device):
         return [
-            -(-inner_bytes(region) // TILE_BYTES) if number and inner_bytes(region) >= LARGE_BYTES else 0
-            for region, number in zip(regions, numbers)
+            _max_tiles(region) if is_loss and inner_bytes(region) >= LARGE_BYTES else 0
+            for region, is_loss in zip(regions, losses)
         ]
-    kept_bytes = [_saved_bytes(view, region, number) for region, number in zip(regions, numbers)]
-    of_all = [nbytes * times(view.source[region.seed_products[0]]) for region, nbytes in zip(regions, kept_bytes)]
-    other_bytes = memory.used - sum(nbytes for nbytes, number in zip(of_all, numbers) if number)
-    inner = [
-        2 * nbytes if number else 2 * inner_bytes(one) for one, nbytes, number in zip(regions, kept_bytes, numbers)
+    saved_bytes = [_saved_bytes(view, region, is_loss) for region, is_loss in zip(regions, losses)]
+    # A region represents those of several equal layers, whose saved values are in memory at the same time.
+    layer_bytes = [nbytes * times(view.source[region.seed_products[0]]) for region, nbytes in zip(regions, saved_bytes)]
+    loss_bytes = sum(nbytes for nbytes, is_loss in zip(layer_bytes, losses) if is_loss)
+    other_bytes = memory.used - loss_bytes
+    # The peak of a region without tiles: its inside and the gradients of the inside.
+    peaks = [
+        2 * (nbytes if is_loss else inner_bytes(region))
+        for region, nbytes, is_loss in zip(regions, saved_bytes, losses)
     ]
-    recompute = other_bytes + max((w for w, number in zip(inner, numbers) if not number), default=0) > memory.device
+    recomputed_peaks = [peak for peak, is_loss in zip(peaks, losses) if not is_loss]
+    recompute = other_bytes + max(recomputed_peaks, default=0) > memory.device
     if recompute:
-        other_bytes -= sum(nbytes for nbytes, number in zip(of_all, numbers) if not number)
+        other_bytes -= sum(layer_bytes) - loss_bytes
 
-    def amount(region: TileRegion, nbytes: int, number: bool) -> int:
-        """Return the number of tiles of a region with `nbytes` inside; 0 if it is not tiled."""
-        wanted = other_bytes + nbytes > memory.device or nbytes > MEMORY_SHARE * memory.device if number else recompute
+    def count_tiles(region: TileRegion, peak: int, is_loss: bool) -> int:
+        """Return the number of tiles of a region; 0 if it is not tiled."""
+        fits = other_bytes + peak <= memory.device and peak <= MEMORY_SHARE * memory.device
+        max_tiles = _max_tiles(region)
+        if max_tiles <= 1 or (fits if is_loss else not recompute):
+            return 0
         limit = min(other_bytes, memory.device - other_bytes)
-        most = -(-inner_bytes(region) // TILE_BYTES)
-        return (min(most, max(2, math.ceil(nbytes / limit))) if limit > 0 else most) if wanted and most > 1 else 0
+        return min(max_tiles, max(2, math.ceil(peak / limit))) if limit > 0 else max_tiles
 
-    return [amount(*one) for one in zip(regions, inner, numbers)]
+    return [count_tiles(*arguments) for arguments in zip(regions, peaks, losses)]
 
 
-def _saved_bytes(view: TokenView, region: TileRegion, number: bool) -> int:
+def _max_tiles(region: TileRegion) -> int:
+    return -(-inner_bytes(region) // TILE_BYTES)
+
+
+def _saved_bytes(view: TokenView, region: TileRegion, is_loss: bool) -> int:
     """Return the bytes of the inside that are saved for the backward: of a loss, its log-probabilities."""
-    if number:
+    if is_loss:
         return sum(node_bytes(node, 4) for node in region.seed_products)
-    recompute = "ac_graph_id" in view.source[region.seed_products[0]].meta
-    return 0 if recompute else inner_bytes(region) // len(region.seed_products)
+    is_checkpointed = "ac_graph_id" in view.source[region.seed_products[0]].meta
+    return 0 if is_checkpointed else inner_bytes(region) // len(region.seed_products)

@@ -1,8 +1,11 @@
-"""Return gradients that all tiles add up as parts, which a loop adds (`lowering/tiles/tile_sums.py`).
+"""Replace gradients in a tile's graph by parts, from which a loop over tiles computes their sum.
 
-mm(dz.T, h)                               product (dz.T, h), and transposed ones
-grouped products' gradients of matrices   groups (rows, their gradients, group ends)
-index_put(zeros, at, dy, accumulate)      rows (dy, at)
+The gradient of a weight is a sum over all tiles. A graph returns its operands in place of each summand, and the loop
+adds them to one accumulator (`lowering/tiles/tile_sums.py`). The forms, and the parts that are returned:
+
+    mm(dz.T, h), or its transpose             "product": dz.T, h
+    gradients of grouped matrix products      "groups": rows, their gradients, group ends
+    index_put(zeros, index, dy, accumulate)   "rows": dy, index
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.torch_compat import OpOverload, schema_of
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.strides import is_identity
 from sp_compile.passes.sharding.matchers import constant_value, is_cast_op, move_source, permutation_of
 
 aten = torch.ops.aten
 WIDE_DTYPES = (torch.float32, torch.float64)
 GROUPED_BACKWARD = "transformers::grouped_mm_fallback_backward"
-SumParts = tuple[str, list[Node]]
+SumParts = tuple[str, list[Node]]  # form and parts
 
 
 def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
@@ -37,43 +41,48 @@ def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
     output = gm.graph.output_node()
     results = list(output.args[0])
     first = len(results) - len(sums)
-    out, ways = results[:first], list[str]()
+    outputs, forms = results[:first], list[str]()
     for x, is_sum in zip(results[first:], sums, strict=True):
         with gm.graph.inserting_before(output):
-            way, parts = _match_parts(gm, x) if is_sum else ("", [x])
-        ways.append(way)
-        out += parts
-    output.args = (out,)
+            form, parts = _match_parts(gm, x) if is_sum else ("", [x])
+        forms.append(form)
+        outputs += parts
+    output.args = (outputs,)
     gm.graph.eliminate_dead_code()
     _drop_unused_matrices(gm)
     gm.graph.lint()
     gm.recompile()
-    return ways
+    return forms
 
 
 def _match_parts(gm: GraphModule, x: Node) -> SumParts:
+    """Return the form and the parts of a gradient, or ("", [x]) if it has no such form."""
     x = (move_source(x) or x) if is_cast_op(x) else x  # the accumulator is wide itself
     return _match_product(gm, x) or _scattered_rows(x) or ("", [x])
 
 
 def _match_product(gm: GraphModule, x: Node) -> SumParts | None:
     """Return the operands of a product, or of a transposed one, as parts; else None."""
-    turned = False
-    while (order := permutation_of(x)) is not None and order[:-2] == tuple(range(len(order) - 2)):
-        turned ^= order[-1] != len(order) - 1
+    is_transposed = False
+    order = permutation_of(x)
+    while order is not None and is_identity(order[:-2]):  # permutes at most the last two dims
+        is_transposed ^= not is_identity(order)
         x = OpCall(x).operands[0]
+        order = permutation_of(x)
     if x.target is aten.mm.default and x.meta["val"].dtype in WIDE_DTYPES:
         a, b = x.args[:2]
-        return "product", [_transpose(gm, b), _transpose(gm, a)] if turned else [a, b]
+        return "product", [_transpose(gm, b), _transpose(gm, a)] if is_transposed else [a, b]
     groups = _match_grouped_product(gm, x)
     if groups is None:
         return None
     a, b, ends = groups
-    return "groups", [b, a, ends] if turned else [a, b, ends]
+    return "groups", [b, a, ends] if is_transposed else [a, b, ends]
 
 
 def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] | None:
     """Return the rows, the rows by which they are multiplied, and the group ends; None for other nodes.
+
+    The result of group g is a[start:end].T @ b[start:end], where start and end are the ends of groups g - 1 and g.
 
     On a GPU, torch's own grouped product is not replaced, since it does not synchronize with the device to read the
     group ends.
@@ -94,17 +103,18 @@ def _drop_unused_matrices(gm: GraphModule) -> None:
         if _packet_name(node) == GROUPED_BACKWARD and {user.args[1] for user in node.users} == {0}:
             _, w, ends, grad = node.args
             with gm.graph.inserting_before(node):
-                turned = editor.compute(aten.transpose.int, (w, 1, 2), node)
-                alone = editor.compute(torch.ops.transformers.grouped_mm_fallback.default, (grad, turned, ends), node)
-            editor.replace(node, [alone])
+                transposed = editor.compute(aten.transpose.int, (w, 1, 2), node)
+                grouped_mm = torch.ops.transformers.grouped_mm_fallback.default
+                grad_rows = editor.compute(grouped_mm, (grad, transposed, ends), node)
+            editor.replace(node, [grad_rows])
 
 
 def _scattered_rows(x: Node) -> SumParts | None:
     """Return the rows that are added to zeros at an index of the first dim, and the index; else None."""
     if x.target is not aten.index_put.default or not OpCall(x)["accumulate"] or x.meta["val"].dtype not in WIDE_DTYPES:
         return None
-    into, indices, values = x.args[:3]
-    if constant_value(into) != 0 or len(indices) != 1 or indices[0].meta["val"].dtype != torch.int64:
+    target, indices, values = x.args[:3]
+    if constant_value(target) != 0 or len(indices) != 1 or indices[0].meta["val"].dtype != torch.int64:
         return None
     return "rows", [values, indices[0]]
 
@@ -114,6 +124,6 @@ def _packet_name(node: Node) -> str:
 
 
 def _transpose(gm: GraphModule, x: Node) -> Node:
-    emitted = gm.graph.call_function(aten.t.default, (x,))
-    emitted.meta["val"] = x.meta["val"].t()
-    return emitted
+    transposed = gm.graph.call_function(aten.t.default, (x,))
+    transposed.meta["val"] = x.meta["val"].t()
+    return transposed

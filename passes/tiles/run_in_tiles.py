@@ -1,8 +1,9 @@
-"""Run token-wise work with a large inside in tiles, one after the other.
+"""Run token-wise work with large intermediate values in tiles of rows, one after the other.
 
     z = linear(h, w); cross_entropy(z, y, sum)     ->     sp.tiled([h, y], [w], tiles, program)
 
-One op replaces a region and calls the program of one tile in a loop; forward and backward store the inside of one tile.
+One op replaces a region (`tile_regions.py`) and calls the program of one tile in a loop. Forward and backward store the
+intermediate values (the inside) of one tile.
 Gradients of a region that ends in a number are computed in the forward's loop; other regions are recomputed in the
 backward. A wide value with readers outside, such as returned logits, is computed for its readers by the original nodes.
 The pass adds no traffic. Not tiled: random draws other than dropout, ops with a state or without a rule, and sizes that
@@ -30,10 +31,10 @@ from sp_compile.passes.graph.modes import has_same_autocast, settle_dtypes
 from sp_compile.passes.graph.mutation import is_pure
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import as_sizes
-from sp_compile.passes.sharding.rule import lookup_rule
+from sp_compile.passes.sharding.rule import rule_of
 
 from .choose_tiles import TILE_BYTES, choose_tile_counts, inner_bytes, is_scalar_loss, node_bytes
-from .tile_regions import MAX_THIN_WIDTH, MIN_WIDENING, TileRegion, count_rows, find_regions, row_width, sort_groups
+from .tile_regions import MIN_WIDENING, TileRegion, count_rows, find_regions, has_thin_results, row_width, sort_groups
 from .tile_symbols import has_symbols, split_row_dim, symbol_places
 from .tile_view import TokenView, is_dropout, token_view
 from .trace_tile import redraws_in_backward, tile_program
@@ -43,44 +44,47 @@ ONCE_REASON = "tiles='auto' does not recompute where the step fits in memory: pa
 
 
 class RunInTiles(Pass):
-    """Pass that replaces each region that is worth tiling by one op."""
+    """Pass that replaces each region for which tiles save memory by one op."""
 
     requires = frozenset({"validated", "saved attention"})  # no pass reads the program of a tile
     provides = frozenset({"tiled"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        asked = job.options.tiles
-        if asked == "never" or (asked == "auto" and not any(node_bytes(n) > TILE_BYTES for n in gm.graph.nodes)):
+        """Replace regions by sp::tiled calls, in place; return their number."""
+        option = job.options.tiles
+        if option == "never" or (option == "auto" and not any(node_bytes(n) > TILE_BYTES for n in gm.graph.nodes)):
             _materialize_deferred(gm)
             return 0
         assert job.input_placements is not None
         settle_dtypes(gm.graph)
-        view = token_view(gm, job.input_placements, job.ranks.n, max(2, asked) if isinstance(asked, int) else 2)
+        view = token_view(gm, job.input_placements, job.ranks.n, max(2, option) if isinstance(option, int) else 2)
         regions = [region for region in find_regions(view) if self._can_tile(view, region)]
-        if isinstance(asked, int):
-            found = [asked] * len(regions)
+        if isinstance(option, int):
+            tile_counts = [option] * len(regions)
         else:
-            found = choose_tile_counts(view, regions, job.memory[-1] if job.memory else None, job.times)
-        done = [region for region, tiles in zip(regions, found) if self._tile_region(view, region, tiles, job)]
-        if done:
+            tile_counts = choose_tile_counts(view, regions, job.memory[-1] if job.memory else None, job.times)
+        changes = sum(self._tile_region(view, region, tiles, job) for region, tiles in zip(regions, tile_counts))
+        if changes:
             erase_dead(gm.graph)
-            return len(done)
+            return changes
         _materialize_deferred(gm)
-        if isinstance(asked, int) and not self.notes:
-            why = "no matmul of a rank's rows with a weight doubles their width"
-            self.notes.append(Note(NoteKind.DECLINED, self.name, why))
+        if isinstance(option, int) and not self.notes:
+            reason = "no matmul of a rank's rows with a weight doubles their width"
+            self.notes.append(Note(NoteKind.DECLINED, self.name, reason))
         return 0
 
     def _can_tile(self, view: TokenView, region: TileRegion) -> bool:
-        """Return True if the region can be tiled; else add a note."""
-        why = _refusal(view, region)
-        if why:
-            self.note_refusal(view.source[region.seed_products[0]], why)
-        return why is None
+        """Return True if the region can be tiled; else add a note, unless the reason is not reported."""
+        reason = _refusal(view, region)
+        if reason:
+            self.note_refusal(view.source[region.seed_products[0]], reason)
+        return reason is None
 
     def _tile_region(self, view: TokenView, region: TileRegion, tiles: int, job: PassContext) -> bool:
-        """Replace the region by its tiles; return False, possibly with a note, if it is not tiled."""
+        """Replace the region by an sp::tiled call, and report it; return False if it is not tiled, with a note.
+
+        `view.source` is updated, since results of the region may be operands of the next ones.
+        """
         node = view.source[region.seed_products[0]]
         if not tiles:
             if not is_scalar_loss(view, region):
@@ -92,89 +96,79 @@ class RunInTiles(Pass):
         if not redraws_in_backward(program):
             self.note_refusal(node, "a backward that recomputes it would draw different random numbers")
             return False
-        late_nodes, ends = _late_nodes(view, region), node_line(view.source[region.nodes[-1]])
-        replacements = self._emit_tiles(view, region, program, tiles, late_nodes)
-        length, nbytes = tile_length(total, tiles), inner_bytes(region)
-        recomputed = bool(program.gradients) and not program.at_once
-        way = "the backward recomputes it" if recomputed else "its gradients are computed in the same loop"
-        back = f"; {way}" if program.gradients else ""
-        again = "; results with other readers are computed twice" if region.shared else ""
-        self.note(
-            node,
+        last_line = node_line(view.source[region.nodes[-1]])
+        replacements = self._emit_tiles(view, region, program, tiles)
+        nbytes, length = inner_bytes(region), tile_length(total, tiles)
+        tile_bytes = nbytes * length // total
+        is_recomputed = bool(program.gradients) and not program.at_once
+        text = (
             f"{tiles} tiles of {length} of {total} rows: intermediate values of {_format_size(nbytes)} become "
-            f"{_format_size(nbytes * length // total)}{back}{again}",
+            f"{_format_size(tile_bytes)}"
         )
-        if recomputed and any(has_policy(view.source[one]) for one in region.nodes):
+        if program.gradients:
+            text += (
+                f"; {'the backward recomputes it' if is_recomputed else 'its gradients are computed in the same loop'}"
+            )
+        if region.shared:
+            text += "; results with other readers are computed twice"
+        self.note(node, text)
+        if is_recomputed and any(has_policy(view.source[n]) for n in region.nodes):
             self.note_refusal(node, "its checkpoint policy does not apply to tiles", "checkpoint_policy")
         if region.shared:
-            for one in region.nodes:
-                set_node_info(view.source[one], recomputed=True)
-        of_tile = nbytes * length // total
-        tiled = TiledRegion(
-            node.name,
-            node_line(node),
-            tiles,
-            total,
-            nbytes,
-            of_tile,
-            node_layer(node),
-            ends,
-            recomputed,
-            bool(region.shared),
+            for n in region.nodes:
+                set_node_info(view.source[n], recomputed=True)
+        line, layer = node_line(node), node_layer(node)
+        measures = tiles, total, nbytes, tile_bytes
+        job.tiled_regions.append(
+            TiledRegion(node.name, line, *measures, layer, last_line, is_recomputed, bool(region.shared))
         )
-        job.tiled_regions.append(tiled)
-        view.source.update(replacements)  # the operands of the next regions
+        view.source.update(replacements)
         return True
 
-    def _emit_tiles(
-        self, view: TokenView, region: TileRegion, program: TileProgram, tiles: int, late_nodes: list[Node]
-    ) -> dict[Node, Node]:
+    def _emit_tiles(self, view: TokenView, region: TileRegion, program: TileProgram, tiles: int) -> dict[Node, Node]:
         """Emit the tiles, and return the nodes that replace the region's results."""
-        last, place = view.source[region.nodes[-1]], _insertion_node(view, region)
-        assert place is not None
-        with self.graph.inserting_before(place.next):
+        late_nodes = _late_nodes(view, region)
+        last, insertion_node = view.source[region.nodes[-1]], _insertion_node(view, region)
+        assert insertion_node is not None
+        with self.graph.inserting_before(insertion_node.next):
             rows = [self._split_rows(view, x, last) for x in region.rows]
             replicated = [view.source[x] for x in region.replicated]
-            seed = self._emit_seed(last) if any(is_dropout(n) for n in region.nodes) else None
-            args = (rows, replicated, tiles, program.name, seed)
-            one = self.compute(sp.tiled.default, args, last)
-            merged = [self._merge_rows(view, x, one, i) for i, x in enumerate(region.results)]
+            seed = None
+            if any(is_dropout(n) for n in region.nodes):  # a number that is drawn again in each call
+                options = {"dtype": torch.int64, "device": torch.device("cpu")}
+                seed = self.compute(aten.randint.default, (1 << 62, []), last, options)
+            tiled = self.compute(sp.tiled.default, (rows, replicated, tiles, program.name, seed), last)
+            replacements = {x: self._merge_rows(view, x, tiled, i) for i, x in enumerate(region.results)}
         for node in reversed(late_nodes):
-            merged[-1].append(node)
-        for x, fresh in zip(region.results, merged):
-            inside = {view.source[n] for n in region.nodes}
-            view.source[x].replace_all_uses_with(fresh, lambda user, inside=inside: user not in inside)
-        return dict(zip(region.results, merged))
-
-    def _emit_seed(self, like: Node) -> Node:
-        """Emit a seed that is drawn again in each call."""
-        options = {"dtype": torch.int64, "device": torch.device("cpu")}
-        return self.compute(aten.randint.default, (1 << 62, []), like, options)
+            replacements[region.results[-1]].append(node)
+        inside = {view.source[n] for n in region.nodes}
+        for x, replacement in replacements.items():
+            view.source[x].replace_all_uses_with(replacement, lambda user: user not in inside)
+        return replacements
 
     def _split_rows(self, view: TokenView, x: Node, like: Node) -> Node:
         """Return the operand with its rows in a separate dim."""
-        have = view.rows(x)
-        assert have is not None
+        shard = view.rows(x)
+        assert shard is not None
         node = self._emit_flags(view, x, like) if x in view.flags else view.source[x]
-        return self.reshape(node, split_row_dim(as_sizes(x.meta["val"].shape), have, have.frame.size), like)
+        return self.reshape(node, split_row_dim(as_sizes(x.meta["val"].shape), shard, shard.frame.size), like)
 
-    def _merge_rows(self, view: TokenView, x: Node, one: Node, index: int) -> Node:
-        """Return the result in the shape that its readers expect."""
-        values = one.meta["val"]
-        rows = self.emit(operator.getitem, (one, index), values[index], view.source[x])
-        return self.reshape(rows, as_sizes(x.meta["val"].shape), view.source[x])
+    def _merge_rows(self, view: TokenView, x: Node, tiled: Node, index: int) -> Node:
+        """Return the result of this index of the sp::tiled call, in the shape that readers of x expect."""
+        result = self.emit(operator.getitem, (tiled, index), tiled.meta["val"][index], view.source[x])
+        return self.reshape(result, as_sizes(x.meta["val"].shape), view.source[x])
 
     def _emit_flags(self, view: TokenView, x: Node, like: Node) -> Node:
-        """Emit flags of the rows that a mask fills."""
+        """Emit flags, True in the rows that a mask of the local graph fills."""
         call, shape = OpCall(view.source[x]), as_sizes(x.meta["val"].shape)
         options = {"dtype": torch.bool, "device": x.meta["val"].device}
-        none = self.compute(aten.zeros.default, (self.sizes.list(shape),), like, options)
-        args = (none, call["dim"], call["frame"], True, call["n"], call["group"])
+        all_false = self.compute(aten.zeros.default, (self.sizes.list(shape),), like, options)
+        args = (all_false, call["dim"], call["frame"], True, call["n"], call["group"])
         return self.compute(sp.mask.default, args, like)
 
 
 def _materialize_deferred(gm: GraphModule) -> None:
-    """Clear the marks of deferred outputs: without tiles they are computed as written."""
+    """Clear `NodeInfo.recomputed`: without tiles, outputs that other passes deferred are computed as written."""
     for node in gm.graph.nodes:
         if node_info(node).recomputed:
             set_node_info(node, recomputed=False)
@@ -190,25 +184,27 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
         return "a size is a symbol that no operand has as a dim: compile one graph a size with dynamic=False"
     if has_symbols(view, region) and not SYMBOLIC_GRAPHS:
         return "a size is a symbol, which requires torch 2.13: compile with dynamic=False"
-    thin = all(view.is_sum(x) or row_width(view, x) * MAX_THIN_WIDTH <= region.narrow for x in region.results)
-    width, left = (sum(row_width(view, x) for x in nodes) for nodes in (region.seed_products, region.results))
-    if width < MIN_WIDENING * left or not (region.results and region.rows):
+    inner_width = sum(row_width(view, x) for x in region.seed_products)
+    result_width = sum(row_width(view, x) for x in region.results)
+    if inner_width < MIN_WIDENING * result_width or not (region.results and region.rows):
         return "its result has other readers"
-    if region.shared and not thin:
+    if region.shared and not has_thin_results(view, region):
         return f"{region.shared[0].name}, an intermediate value, has other readers"
     if count_rows(view, region) < 2:
         return ""
-    mine = {view.source[n] for n in region.nodes}
-    if any(not mine.isdisjoint(one) and not one <= mine for one in sort_groups(view)):
+    inside = {view.source[n] for n in region.nodes}
+    if any(not inside.isdisjoint(group) and not group <= inside for group in sort_groups(view)):
         return "values that are sorted with its rows are outside of it"
-    place, late_nodes = _insertion_node(view, region), _late_nodes(view, region)
-    if place is None:
+    insertion_node, late_nodes = _insertion_node(view, region), _late_nodes(view, region)
+    if insertion_node is None:
         return "it starts in grad mode and ends in no_grad mode"
-    cast = next((n for n in late_nodes if not has_same_autocast([n, place]) and _is_cast(n)), None)
-    if cast is not None:
-        return f"{cast.name} is between its nodes, in another autocast region than its end"
-    stuck = [n for n in late_nodes if not (is_pure(n) or n.target in COMPOSITES)]
-    return f"{stuck[0].name} is between its nodes and has a side effect" if stuck else None
+    for node in late_nodes:  # which would move to the insertion node
+        if _is_cast(node) and not has_same_autocast([node, insertion_node]):
+            return f"{node.name} is between its nodes, in another autocast region than its end"
+    for node in late_nodes:
+        if not is_pure(node) and node.target not in COMPOSITES:
+            return f"{node.name} is between its nodes and has a side effect"
+    return None
 
 
 def _is_cast(node: Node) -> bool:
@@ -223,11 +219,11 @@ def _is_cast(node: Node) -> bool:
 
 def _reads_symbols(node: Node) -> bool:
     """Return True if the node has symbolic size arguments other than the rule's shape argument."""
-    call, rule = lookup_rule(node) or (None, None)
-    if call is None or rule is None or node.op != "call_function" or rule.reshapes:
+    rule = rule_of(node)
+    if rule is None or rule.reshapes:
         return False
-    left = [x for name, x in call.args.items() if name != rule.sizes]
-    return any(isinstance(x, Node) and not is_tensor(x) for x in pytree.tree_leaves(left))
+    other_args = [x for name, x in OpCall(node).args.items() if name != rule.sizes]
+    return any(isinstance(x, Node) and not is_tensor(x) for x in pytree.tree_leaves(other_args))
 
 
 def programs_of(gm: GraphModule) -> list[TileProgram]:
@@ -246,8 +242,8 @@ def _insertion_node(view: TokenView, region: TileRegion) -> Node | None:
     last = nodes[-1]
     if last not in view.without_grad or view.without_grad.issuperset(nodes):
         return last
-    place = next((n for n in view.local.nodes if last < n and n not in view.without_grad), None)
-    return place if place is not None and place.op != "output" else None
+    with_grad = next((n for n in view.local.nodes if last < n and n not in view.without_grad), None)
+    return with_grad if with_grad is not None and with_grad.op != "output" else None
 
 
 def _late_nodes(view: TokenView, region: TileRegion) -> list[Node]:
@@ -256,15 +252,14 @@ def _late_nodes(view: TokenView, region: TileRegion) -> list[Node]:
     They may move out of a part without gradients, since its values are read through a detach.
     """
     inside = {view.source[n] for n in region.nodes}
-    place = _insertion_node(view, region)
-    found: dict[Node, None] = {}
+    insertion_node = _insertion_node(view, region)
+    dependents: dict[Node, None] = {}
     for node in view.local.nodes:
-        if node is place:
-            return list(found)
-        mine = inside.union(found)
-        if node not in inside and not mine.isdisjoint(node.all_input_nodes):
-            found[node] = None
-    return list(found)
+        if node is insertion_node:
+            break
+        if node not in inside and any(x in inside or x in dependents for x in node.all_input_nodes):
+            dependents[node] = None
+    return list(dependents)
 
 
 def _format_size(nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Find regions with wide rows between narrow ones, such as a head's logits or the inside of an MLP.
+"""Find regions with wide rows between narrow ones, such as a head's logits or the hidden values of an MLP.
 
     h -> linear -> float -> cross_entropy(sum)      a region that ends in a number
     h -> gate, up -> silu, mul -> down              a region that ends in rows
@@ -24,7 +24,7 @@ from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.sizes import as_sizes, assume_large, size_product
 from sp_compile.passes.sharding.matchers import move_source
-from sp_compile.passes.sharding.rule import lookup_rule
+from sp_compile.passes.sharding.rule import rule_of
 
 from .tile_view import TokenView
 
@@ -35,7 +35,7 @@ MAX_THIN_WIDTH = 8  # minimum ratio of operand to result for a few numbers per t
 
 @dataclass(frozen=True)
 class TileRegion:
-    """A region of a token view."""
+    """A region of a token view (`tile_view.py`)."""
 
     nodes: tuple[Node, ...]  # nodes of the view, in its order
     seed_products: tuple[Node, ...]  # products that widen rows, and tables that are read by row
@@ -48,21 +48,26 @@ class TileRegion:
 
 def row_width(view: TokenView, node: Node) -> int:
     """Return the number of elements per row; 0 for a value without rows."""
-    have = view.rows(node)
-    if have is None:
+    shard = view.rows(node)
+    if shard is None:
         return 0
-    others = [extent for d, extent in enumerate(as_sizes(node.meta["val"].shape)) if d != have.dim]
-    return assume_large(size_product((*others, have.outer, have.inner)))
+    other_dims = [extent for d, extent in enumerate(as_sizes(node.meta["val"].shape)) if d != shard.dim]
+    return assume_large(size_product((*other_dims, shard.outer, shard.inner)))
+
+
+def has_thin_results(view: TokenView, region: TileRegion) -> bool:
+    """Return True if the region ends in sums over the tokens and a few numbers per token."""
+    return all(view.is_sum(x) or row_width(view, x) * MAX_THIN_WIDTH <= region.narrow for x in region.results)
 
 
 def count_rows(view: TokenView, region: TileRegion) -> int:
     """Return the region's number of rows; of a symbolic one, that of the current call."""
-    have, value = view.rows(region.seed_products[0]), region.seed_products[0].meta["val"]
-    assert have is not None
-    if isinstance(have.frame.size, int):
-        return have.frame.size
-    beside = (x if isinstance(x, int) else view.size_hints.get(x, 1) for x in (have.outer, have.inner))
-    return size_hint(value.shape[have.dim]) // math.prod(beside)
+    shard, value = view.rows(region.seed_products[0]), region.seed_products[0].meta["val"]
+    assert shard is not None
+    if isinstance(shard.frame.size, int):
+        return shard.frame.size
+    other_factors = (x if isinstance(x, int) else view.size_hints.get(x, 1) for x in (shard.outer, shard.inner))
+    return size_hint(value.shape[shard.dim]) // math.prod(other_factors)
 
 
 def find_seeds(view: TokenView) -> list[Node]:
@@ -71,23 +76,28 @@ def find_seeds(view: TokenView) -> list[Node]:
 
 
 def _is_widening(view: TokenView, node: Node) -> bool:
+    """Return True if the node repeats rows for a sort, or is a product with rows wider than those of its operands.
+
+    A row that is read from a shared table, such as the weights of a token's expert, counts as a result of the product.
+    """
     if node.target is sp.to_sorted.default:
         return row_width(view, node) >= MIN_WIDENING * row_width(view, _skip_moves(view, node))
-    call, rule = lookup_rule(node) or (None, None)
-    if call is None or rule is None or not rule.is_contraction:
+    rule = rule_of(node)
+    if rule is None or not rule.is_contraction:
         return False
-    wide = max(row_width(view, x) for x in (node, *call.operands) if x is node or _is_table_lookup(view, x))
-    return wide >= MIN_WIDENING * _input_width(view, node)
+    table_rows = [x for x in node.all_input_nodes if _is_table_lookup(view, x)]
+    return max(row_width(view, x) for x in (node, *table_rows)) >= MIN_WIDENING * _input_width(view, node)
 
 
 def _input_width(view: TokenView, node: Node) -> int:
     """Return the elements per row of a seed's operands, before rows were repeated, moved or sorted."""
     operands = [x for x in node.all_input_nodes if view.rows(x)]
-    given = [x for x in operands if not _is_table_lookup(view, x)] or operands
-    return max((row_width(view, _skip_moves(view, x)) for x in given), default=0)
+    inputs = [x for x in operands if not _is_table_lookup(view, x)] or operands
+    return max((row_width(view, _skip_moves(view, x)) for x in inputs), default=0)
 
 
 def _skip_moves(view: TokenView, x: Node) -> Node:
+    """Return the value from which the rows of x were moved, repeated or sorted, no wider than x."""
     while view.is_inside(x):
         source = x.args[0] if x.target is sp.to_sorted.default else move_source(x)
         if source is None or not 0 < row_width(view, source) <= row_width(view, x):
@@ -106,30 +116,36 @@ def find_regions(view: TokenView) -> Iterator[TileRegion]:
     groups: dict[Node, set[Node]] = {}  # by first seed
     sorts = sort_groups(view)
     for seed in find_seeds(view):
-        if not any(seed in nodes for nodes in groups.values()):
-            grown = _grow(view, seed, sorts)
-            while seed not in (nodes := _drop_unreachable(view, grown)):
-                grown -= nodes  # of a residual, from which attention and a later seed are computed
-            _add_group(view, groups, seed, nodes)
+        if any(seed in nodes for nodes in groups.values()):
+            continue
+        grown = _grow(view, seed, sorts)
+        nodes = _drop_unreachable(view, grown)
+        while seed not in nodes:  # the seed depends on the others through attention: they are an earlier residual
+            grown -= nodes
+            nodes = _drop_unreachable(view, grown)
+        _add_group(view, groups, seed, nodes)
     for seed, nodes in groups.items():
         copies = _row_copies(view, seed, nodes)
-        for others in groups.values():
-            others -= copies
+        for group in groups.values():
+            group -= copies
         nodes |= copies
     for seed, nodes in groups.items():
         yield _make_region(view, nodes, _input_width(view, seed))
 
 
 def _add_group(view: TokenView, groups: dict[Node, set[Node]], seed: Node, nodes: set[Node]) -> None:
-    """Add a group, or extend one that shares its nodes, such as a loss of the logits of both."""
-    for first, others in groups.items():
-        if nodes.isdisjoint(others):
+    """Add the nodes to `groups` as a group, or to a group that shares nodes, such as a loss of the logits of both.
+
+    If two groups cannot run as one op, the shared nodes remain in the first one.
+    """
+    for first_seed, group in groups.items():
+        if nodes.isdisjoint(group):
             continue
-        both = nodes | others
-        if _drop_unreachable(view, both) == both:
-            groups[first] = both
+        union = nodes | group
+        if _drop_unreachable(view, union) == union:
+            groups[first_seed] = union
             return
-        nodes = _drop_partial_sums(view, _drop_unreachable(view, nodes - others))
+        nodes = _drop_partial_sums(view, _drop_unreachable(view, nodes - group))
     if seed in nodes:
         groups[seed] = nodes
 
@@ -137,30 +153,29 @@ def _add_group(view: TokenView, groups: dict[Node, set[Node]], seed: Node, nodes
 def sort_groups(view: TokenView) -> list[set[Node]]:
     """Return, for each sort of the local graph, the nodes in its order, including the inverse."""
     sorts = view.local.find_nodes(op="call_function", target=sp.sort_rows.default)
-    return [reachable_set([one], lambda n: n.users if n.target is not sp.from_sorted.default else ()) for one in sorts]
+    return [reachable_set([x], lambda n: n.users if n.target is not sp.from_sorted.default else ()) for x in sorts]
 
 
 def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
+    """Return the token-wise nodes around a seed that read or compute wide rows, and numbers computed from them."""
     narrow = _input_width(view, seed)
 
-    def is_tokenwise(node: Node) -> bool:
-        """Return True if the region grows over the users of the node: it is wide, thin or a sum."""
-        if not is_tensor(node):  # several results, which are read separately
+    def continues(node: Node) -> bool:
+        """Return True if the region includes users of the node: it is wide, thin or a sum."""
+        if not is_tensor(node) or view.is_sum(node):  # several results are read separately
             return True
-        return view.is_sum(node) or (
-            bool(view.rows(node)) and not narrow / MAX_THIN_WIDTH < row_width(view, node) < MIN_WIDENING * narrow
-        )
+        is_narrow = narrow / MAX_THIN_WIDTH < row_width(view, node) < MIN_WIDENING * narrow
+        return view.rows(node) is not None and not is_narrow
 
-    def onwards(node: Node) -> Iterable[Node]:
+    def neighbors(node: Node) -> Iterable[Node]:
         """Return the neighbors of a node that the region includes."""
-        users = node.users if is_tokenwise(node) else ()
+        users = node.users if continues(node) else ()
         wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * narrow or not is_tensor(x)]
-        together = [x for one in sorts if view.source[node] in one for x in one]
-        return [
-            x for x in (*users, *wide, *filter(None, map(view.inner_nodes.get, together))) if _belongs_to(view, x, seed)
-        ]
+        sorted_together = [n for group in sorts if view.source[node] in group for n in group]
+        same_sort = [view.inner_nodes[n] for n in sorted_together if n in view.inner_nodes]
+        return [x for x in (*users, *wide, *same_sort) if _belongs_to(view, x, seed)]
 
-    return _drop_partial_sums(view, reachable_set([seed], onwards))
+    return _drop_partial_sums(view, reachable_set([seed], neighbors))
 
 
 def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
@@ -171,45 +186,37 @@ def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
         narrower = move_source(x) is not None and row_width(view, _skip_moves(view, x)) < row_width(view, x)
         return narrower and _belongs_to(view, x, seed)
 
-    found = reachable_set(nodes, lambda node: [x for x in node.all_input_nodes if repeats(x)])
-    while others := {n for n in found - nodes if outside_readers(view, n, found)}:
-        found -= others
-    return found - nodes
+    extended = reachable_set(nodes, lambda node: [x for x in node.all_input_nodes if repeats(x)])
+    while read_outside := {n for n in extended - nodes if outside_readers(view, n, extended)}:
+        extended -= read_outside
+    return extended - nodes
 
 
 def _drop_partial_sums(view: TokenView, nodes: set[Node]) -> set[Node]:
-    """Remove nodes that add sums of which some are outside: these are equal for all tiles."""
-    while short := {n for n in nodes if any(view.is_sum(x) and x not in nodes for x in n.all_input_nodes)}:
-        nodes = nodes - short
+    """Return the nodes without those that read a sum from outside, which each tile would add again."""
+    while readers := {n for n in nodes if any(view.is_sum(x) and x not in nodes for x in n.all_input_nodes)}:
+        nodes = nodes - readers
     return nodes
 
 
 def _belongs_to(view: TokenView, node: Node, seed: Node) -> bool:
     """Return True if the node has the seed's number of rows and checkpoint, so that a tile may have both."""
-    can_join = view.is_inside(node) and view.checkpoint(node) == view.checkpoint(seed)
-    return can_join and _row_sizes(view, node) <= {_row_size(view, seed)}
-
-
-def _row_sizes(view: TokenView, node: Node) -> set[object]:
-    """Return the numbers of rows of the node's operands and results."""
-    return {_row_size(view, x) for x in (*node.all_input_nodes, node) if view.rows(x)}
-
-
-def _row_size(view: TokenView, node: Node) -> object:
-    have = view.rows(node)
-    return have.frame.size if have is not None else None
+    if not view.is_inside(node) or view.checkpoint(node) != view.checkpoint(seed):
+        return False
+    shards = map(view.rows, (*node.all_input_nodes, node, seed))
+    return len({shard.frame.size for shard in shards if shard is not None}) == 1
 
 
 def _drop_unreachable(view: TokenView, nodes: set[Node]) -> set[Node]:
-    """Remove nodes that need an outside value which depends on the others: a region runs as one op."""
+    """Return the nodes without those that need an outside value which depends on others: a region runs as one op."""
     inside = {view.source[n]: n for n in nodes}
-    remaining, dropped = set[Node](), set[Node]()
+    remaining, dependents = set[Node](), set[Node]()  # dependents: outside nodes that depend on remaining ones
     for node in view.local.nodes:
-        before = node.all_input_nodes
-        if node in inside and dropped.isdisjoint(before):
+        operands = node.all_input_nodes
+        if node in inside and dependents.isdisjoint(operands):
             remaining.add(node)
-        elif not remaining.isdisjoint(before) or not dropped.isdisjoint(before):
-            dropped.add(node)
+        elif not remaining.isdisjoint(operands) or not dependents.isdisjoint(operands):
+            dependents.add(node)
     return {inside[n] for n in remaining}
 
 
@@ -220,16 +227,19 @@ def outside_readers(view: TokenView, node: Node, nodes: Iterable[Node]) -> list[
 
 
 def _make_region(view: TokenView, nodes: set[Node], narrow: int) -> TileRegion:
+    """Return the region of these nodes, whose operands have `narrow` elements per row."""
     ordered = [n for n in view.gm.graph.nodes if n in nodes]
-    given = dict.fromkeys(x for n in ordered for x in n.all_input_nodes if x not in nodes and is_tensor(x))
-    results = [n for n in ordered if is_tensor(n) and outside_readers(view, n, nodes)]
-    also = [n for n in results if row_width(view, n) >= MIN_WIDENING * narrow]
+    operands = dict.fromkeys(x for n in ordered for x in n.all_input_nodes if x not in nodes and is_tensor(x))
+    read_outside = [n for n in ordered if is_tensor(n) and outside_readers(view, n, nodes)]
+    shared = [n for n in read_outside if row_width(view, n) >= MIN_WIDENING * narrow]
     return TileRegion(
-        tuple(ordered),
-        tuple(n for n in ordered if view.rows(n) and (_is_widening(view, n) or _is_table_lookup(view, n))),
-        tuple(x for x in given if view.rows(x)),
-        tuple(x for x in given if not view.rows(x)),
-        tuple(n for n in results if n not in also),
-        tuple(also),
-        narrow,
+        nodes=tuple(ordered),
+        seed_products=tuple(
+            n for n in ordered if view.rows(n) and (_is_widening(view, n) or _is_table_lookup(view, n))
+        ),
+        rows=tuple(x for x in operands if view.rows(x)),
+        replicated=tuple(x for x in operands if not view.rows(x)),
+        results=tuple(n for n in read_outside if n not in shared),
+        shared=tuple(shared),
+        narrow=narrow,
     )

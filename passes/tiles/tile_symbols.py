@@ -1,4 +1,7 @@
-"""Find operands from which a tile reads symbolic sizes, such as a batch size."""
+"""Find operands from which a tile reads symbolic sizes, such as a batch size.
+
+A tile's operand has its rows in a separate dim: a value (B * S, D) whose rows are S is passed as (B, S, D).
+"""
 
 from __future__ import annotations
 
@@ -19,41 +22,42 @@ SymbolPlaces = dict[sympy.Symbol, tuple[int, int]]
 """The operand and dim of each symbol, with the rows in a separate dim."""
 
 
-def row_dim(have: Shard) -> int:
+def row_dim(shard: Shard) -> int:
     """Return the dim of the rows after `split_row_dim`."""
-    return have.dim if is_same_size(have.outer, 1) else have.dim + 1
+    return shard.dim if is_same_size(shard.outer, 1) else shard.dim + 1
 
 
-def split_row_dim(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
+def split_row_dim(shape: Sequence[Any], shard: Shard, rows: Any) -> list[Any]:
     """Return the shape with the rows in a separate dim.
 
     Args:
         shape: The shape of the value.
-        have: The placement of its rows.
+        shard: The placement of its rows.
         rows: The size of the new dim.
     """
-    before, after = ([x] if not is_same_size(x, 1) else [] for x in (have.outer, have.inner))
-    return [*shape[: have.dim], *before, rows, *after, *shape[have.dim + 1 :]]
+    before, after = ([x] if not is_same_size(x, 1) else [] for x in (shard.outer, shard.inner))
+    return [*shape[: shard.dim], *before, rows, *after, *shape[shard.dim + 1 :]]
 
 
 def sizes_without_rows(view: TokenView, x: Node) -> list[Size]:
     """Return the shape with 1 in place of the rows."""
-    have, shape = view.rows(x), list(as_sizes(x.meta["val"].shape))
-    return shape if have is None else list(as_sizes(split_row_dim(shape, have, 1)))
+    shard, shape = view.rows(x), list(as_sizes(x.meta["val"].shape))
+    return shape if shard is None else split_row_dim(shape, shard, 1)
 
 
 def symbol_places(view: TokenView, region: TileRegion) -> SymbolPlaces | None:
     """Return the operand and dim of each symbol, or None if a symbol is the size of no dim."""
-    found: SymbolPlaces = {}
+    places: SymbolPlaces = {}
     for i, x in enumerate((*region.rows, *region.replicated)):
         for d, extent in enumerate(sizes_without_rows(view, x)):
             if isinstance(extent, sympy.Symbol):
-                found.setdefault(extent, (i, d))
-    wanted = set(_free_symbols(view, region))
-    return {s: found[s] for s in found if s in wanted} if wanted <= found.keys() else None
+                places.setdefault(extent, (i, d))
+    symbols = set(_free_symbols(view, region))
+    return {s: place for s, place in places.items() if s in symbols} if symbols <= places.keys() else None
 
 
 def _free_symbols(view: TokenView, region: TileRegion) -> Iterator[sympy.Symbol]:
+    """Yield the symbols in the sizes of all tensors of a region, except for the number of rows."""
     for x in filter(is_tensor, (*region.nodes, *region.rows, *region.replicated)):
         for extent in sizes_without_rows(view, x):
             if not isinstance(extent, int):
@@ -62,7 +66,8 @@ def _free_symbols(view: TokenView, region: TileRegion) -> Iterator[sympy.Symbol]
 
 def has_symbolic_length(view: TokenView, region: TileRegion) -> bool:
     """Return True if the number of rows is symbolic."""
-    return not all(isinstance(have.frame.size, int) for x in region.rows if (have := view.rows(x)))
+    shards = map(view.rows, region.rows)
+    return not all(isinstance(shard.frame.size, int) for shard in shards if shard is not None)
 
 
 def has_symbols(view: TokenView, region: TileRegion) -> bool:

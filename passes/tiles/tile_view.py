@@ -1,5 +1,6 @@
 """View a local graph as one of `tiles` ranks, so that the sharding rules apply to tiles.
 
+A tile is a part of a rank's rows (tokens), as a rank's rows are a part of the sequence.
 The plan of the global view contains the placement of the rows of every local value. Propagation runs again on the local
 shapes, with tiles as ranks, between nodes that mix rows: exchanges, attention, scans, and nodes without a rule or with
 a state. A node without demands is token-wise, and its result is rows or a sum over the tiles.
@@ -27,7 +28,7 @@ from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, exact_quotien
 from sp_compile.passes.propagate import propagate
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.placement import REPLICATE, Frame, Partial, Placement, PlacementPlan, Shard
-from sp_compile.passes.sharding.rule import lookup_rule, transfer_of
+from sp_compile.passes.sharding.rule import rule_of, transfer_of
 from sp_compile.passes.sharding.rules.exchange_rules import call_frame
 from sp_compile.passes.sharding.rules.expert_rules import SORTED_ROWS
 from sp_compile.passes.sharding.rules.pointwise import is_pure_move, is_smooth
@@ -53,7 +54,7 @@ class TokenView:
     """A copy of a local graph in which all nodes that are not token-wise are inputs."""
 
     gm: GraphModule  # the copy
-    local: Graph
+    local: Graph  # the local graph
     source: dict[Node, Node]  # the node of the local graph for each input or call
     flags: set[Node]  # inputs with the rows that a mask fills, which the local graph does not contain
     plan: PlacementPlan  # the placement of the rows of each value
@@ -66,8 +67,8 @@ class TokenView:
 
     def rows(self, node: Node) -> Shard | None:
         """Return the placement of a value's rows, or None for a value without rows."""
-        have = self.plan.of(node)
-        return have if isinstance(have, Shard) else None
+        placement = self.plan.of(node)
+        return placement if isinstance(placement, Shard) else None
 
     def is_sum(self, node: Node) -> bool:
         """Return True if the value is a sum over the rows, so that the values of tiles add up to it."""
@@ -105,14 +106,14 @@ def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -
         n: The number of ranks.
         tiles: The number of tiles.
     """
-    off = no_grad_nodes(local.graph)
-    declined: set[Node] = set()
+    without_grad = no_grad_nodes(local.graph)
+    rejected: set[Node] = set()  # nodes that mix rows
     while True:
-        view = _TokenViewBuilder(local, planned, n, declined).view(tiles, off)
-        demanding = {view.source[d.node] for d in view.plan.demands if d.node.op != "output"}
+        view = _TokenViewBuilder(local, planned, n, rejected).view(tiles, without_grad)
+        demanding = {view.source[demand.node] for demand in view.plan.demands if demand.node.op != "output"}
         if not demanding:
             return view
-        declined |= demanding
+        rejected |= demanding
 
 
 def is_finite_on_ones(window: Node) -> bool:
@@ -121,18 +122,18 @@ def is_finite_on_ones(window: Node) -> bool:
     Dependents end at sums, which fill their padding. A tile, which has no other rows, may then fill in place of
     restoring.
     """
-    seen, ones, waiting = {window}, {window}, [window]
-    for node in waiting:
+    finite_nodes, ones, queue = {window}, {window}, [window]
+    for node in queue:  # which grows in this loop
         for user in node.users:
-            if user.target is sp.mask.default or user in seen:
+            if user.target is sp.mask.default or user in finite_nodes:
                 continue
-            if not (user.target is operator.getitem or is_smooth(user) or _is_finite(user, seen, ones)):
+            if not (user.target is operator.getitem or is_smooth(user) or _is_finite(user, finite_nodes, ones)):
                 return False
-            seen.add(user)
+            finite_nodes.add(user)
             if node in ones and is_pure_move(user):
                 ones.add(user)
-            if not is_tensor(user) or user.meta["val"].ndim:
-                waiting.append(user)
+            if not is_tensor(user) or user.meta["val"].ndim:  # a 0-dim value is a sum
+                queue.append(user)
     return True
 
 
@@ -141,7 +142,10 @@ def _is_finite(node: Node, finite_nodes: Set[Node], ones: Set[Node]) -> bool:
 
     A condition on such a row may select another value than for any valid row, so that both must be finite.
 
-    finite_nodes: operands that depend on a row of ones. ones: operands that are ones.
+    Args:
+        node: The call.
+        finite_nodes: Nodes that depend on a row of ones, and are finite.
+        ones: Nodes that have a row of ones.
     """
     call = OpCall(node)
     if node.target in DIVISION_OPS:
@@ -152,23 +156,23 @@ def _is_finite(node: Node, finite_nodes: Set[Node], ones: Set[Node]) -> bool:
     if node.target in EXPONENTIAL_OPS:
         return any(x in ones or (x in finite_nodes and x.target in LOGARITHM_OPS) for x in node.all_input_nodes)
     if node.target in CHOICE_OPS:
-        values = call["self"], call["other"]
-        finite = [x in finite_nodes if isinstance(x, Node) else math.isfinite(x) for x in values]
-        return call["condition"] not in finite_nodes or all(finite)
+        choices = call["self"], call["other"]
+        are_finite = [x in finite_nodes if isinstance(x, Node) else math.isfinite(x) for x in choices]
+        return call["condition"] not in finite_nodes or all(are_finite)
     return node.target in FINITE_ON_ONES
 
 
 def local_shard(node: Node, planned: PlacementPlan, n: int) -> Placement:
-    """Return the placement of this rank's rows in a value of the local graph."""
+    """Return the placement of this rank's rows in a value of the local graph: its rows are the complete sequence."""
     origin = node_info(node).origin
-    have = planned.of(origin) if origin is not None else REPLICATE
-    if isinstance(have, Shard):
-        return Shard(have.dim, Frame.full(have.frame.local_length(n)), have.outer, have.inner)
-    return _user_placement(node) if origin is None and node.target in CUTTING_OPS else REPLICATE
+    shard = planned.of(origin) if origin is not None else REPLICATE
+    if isinstance(shard, Shard):
+        return Shard(shard.dim, Frame.full(shard.frame.local_length(n)), shard.outer, shard.inner)
+    return _framed_placement(node) if origin is None and node.target in CUTTING_OPS else REPLICATE
 
 
-def _user_placement(node: Node) -> Placement:
-    """Return the placement of a value that a rank shards or masks itself, from its frame."""
+def _framed_placement(node: Node) -> Placement:
+    """Return the placement of a rank's rows in the result of an op of CUTTING_OPS, from its frame argument."""
     call = OpCall(node)
     dim, (frame, outer) = call.dim(), call_frame(call)
     rows = frame.local_length(call["n"])  # in the form of the shape, if the length is symbolic
@@ -178,14 +182,16 @@ def _user_placement(node: Node) -> Placement:
 
 @dataclass
 class _TokenViewBuilder:
-    local: GraphModule
-    planned: PlacementPlan
-    n: int
-    rejected: set[Node]
-    copies: dict[Node, Node] = field(default_factory=dict)
+    """Builder of a view, whose fields `source` and `flags` are those of `TokenView`."""
+
+    local: GraphModule  # the local graph
+    planned: PlacementPlan  # the plan from which it was created
+    n: int  # number of ranks
+    rejected: set[Node]  # local nodes that are inputs of the view, although they have rules
+    copies: dict[Node, Node] = field(default_factory=dict)  # local node -> node of the view
     source: dict[Node, Node] = field(default_factory=dict)
     flags: set[Node] = field(default_factory=set)
-    inputs: dict[Node, Placement] = field(default_factory=dict)
+    inputs: dict[Node, Placement] = field(default_factory=dict)  # placement of the view's inputs
 
     def view(self, tiles: int, without_grad: set[Node]) -> TokenView:
         """Return the view, without checking for demands."""
@@ -201,6 +207,7 @@ class _TokenViewBuilder:
         return TokenView(gm, self.local.graph, self.source, self.flags, plan, without_grad)
 
     def _copy(self, graph: Graph, node: Node) -> Node:
+        """Return a node of the view for a local node: a copy, or an input if the node is not token-wise."""
         if self._fills(node):
             return self._copy_fill(graph, node)
         if not self._can_be_inside(node):
@@ -208,41 +215,37 @@ class _TokenViewBuilder:
         return graph.node_copy(node, self.copies.__getitem__)
 
     def _input(self, graph: Graph, node: Node, value: Any, placement: Placement) -> Node:
-        created = graph.placeholder(node.name)
-        created.meta.update(node.meta, val=value)
-        self.inputs[created] = placement
-        return created
+        placeholder = graph.placeholder(node.name)
+        placeholder.meta.update(node.meta, val=value)
+        self.inputs[placeholder] = placement
+        return placeholder
 
     def _can_be_inside(self, node: Node) -> bool:
+        """Return True if the node has a rule, no exchange and no side effect, so that it may be token-wise."""
         if node.op != "call_function" or node in self.rejected:
             return False
         if node.target is operator.getitem:
             return is_tensor(node) and self.copies[node.args[0]].op == "call_function"
-        found = lookup_rule(node)
-        if (
-            found is None
-            or found[1] is None
-            or found[1].operand_placements is not None
-            or transfer_of(node.target) is not None
-        ):
+        rule = rule_of(node)
+        if rule is None or rule.operand_placements is not None or transfer_of(node.target) is not None:
             return False
         if node.target.namespace == "sp" and node.target not in SORTED_ROWS:
             return False
         return is_pure(node) or node.target is aten.dropout.default  # which may not draw
 
     def _fills(self, node: Node) -> bool:
+        """Return True if the node fills rows with a constant, or may do so in a tile (see `is_finite_on_ones`)."""
         if node in self.rejected or node.target not in MASKING_OPS or not node.meta["val"].is_floating_point():
             return False
         return node.target is sp.mask.default or is_finite_on_ones(node)
 
     def _copy_fill(self, graph: Graph, node: Node) -> Node:
         """Copy a mask as one op on rows, whose flags are an input. A window is filled with ones."""
-        call, have = OpCall(node), _user_placement(node)
-        x = node.meta["val"]
+        call, x = OpCall(node), node.meta["val"]
         shape = [extent if d == call.dim() else 1 for d, extent in enumerate(x.shape)]
-        flags = self._input(graph, node, x.new_empty(shape, dtype=torch.bool), have)
+        flags = self._input(graph, node, x.new_empty(shape, dtype=torch.bool), _framed_placement(node))
         self.flags.add(flags)
         self.source[flags] = node
-        created = graph.call_function(aten.masked_fill.Scalar, (self.copies[node.args[0]], flags, call.get("value", 1)))
-        created.meta.update(node.meta)
-        return created
+        filled = graph.call_function(aten.masked_fill.Scalar, (self.copies[node.args[0]], flags, call.get("value", 1)))
+        filled.meta.update(node.meta)
+        return filled

@@ -10,8 +10,7 @@ weight.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +38,6 @@ from sp_compile.passes.graph.modes import disable_autocast, disable_autocast_cac
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size, read_sizes_from_inputs, size_product
 from sp_compile.passes.graph.strides import is_identity, order_of_strides
-from sp_compile.passes.sharding.placement import Shard
 from sp_compile.passes.sharding.rule import lookup_rule
 
 from .partial_sums import return_parts
@@ -50,39 +48,40 @@ from .tile_view import TokenView
 aten = torch.ops.aten
 
 
-def merge_row_dim(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
-    """Return the shape with `rows` rows, in the dim that they share with other factors.
-
-    Args:
-        shape: The shape of the value.
-        have: The placement of its rows.
-        rows: The number of rows.
-    """
-    return [*shape[: have.dim], have.outer * rows * have.inner, *shape[have.dim + 1 :]]
-
-
 class TileFunction:
     """One tile of a region, as a function of tensors."""
 
     def __init__(self, view: TokenView, region: TileRegion, places: SymbolPlaces, length: Any, sizes: Extents) -> None:
+        """Create the function.
+
+        Args:
+            view: The token view.
+            region: A region of the view.
+            places: The operand and dim from which each symbolic size is read.
+            length: The number of rows of the tile, an int or a SymInt.
+            sizes: The values of the symbolic sizes while the function is traced.
+        """
         self.view, self.region, self.places, self.length, self.sizes = view, region, places, length, sizes
 
-    def shape(self, node: Node, length: Any, of: Extents) -> list[Any]:
-        """Return the shape of a value in a tile of this length, with symbols replaced by `of`."""
-        have, shape = self.view.rows(node), as_sizes(node.meta["val"].shape)
-        return resolve_shape(shape if have is None else merge_row_dim(shape, have, ROWS), {**of, ROWS: length})
+    def shape(self, node: Node, length: Any, sizes: Extents) -> list[Any]:
+        """Return the shape of a value in a tile of this length, with symbols replaced by `sizes`."""
+        shard, shape = self.view.rows(node), list(as_sizes(node.meta["val"].shape))
+        if shard is not None:
+            shape[shard.dim] = size_product((shard.outer, ROWS, shard.inner))
+        return resolve_shape(shape, {**sizes, ROWS: length})
 
     def inputs(self) -> list[Tensor]:
         """Return fake operands: rows, then replicated ones."""
         rows = []
         for x in self.region.rows:
-            have, value = self.view.rows(x), x.meta["val"]
-            assert have is not None
-            shape = split_row_dim(as_sizes(value.shape), have, self.length)
+            shard, value = self.view.rows(x), x.meta["val"]
+            assert shard is not None
+            shape = split_row_dim(as_sizes(value.shape), shard, self.length)
             rows.append(torch.empty(resolve_shape(shape, self.sizes), dtype=value.dtype, device=value.device))
         return rows + [self._fake_like(x.meta["val"]) for x in self.region.replicated]
 
     def _fake_like(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape, with the same strides unless a size is symbolic."""
         shape, strides = as_sizes(x.shape), as_sizes(x.stride())
         if all(isinstance(extent, int) for extent in (*shape, *strides)):
             return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
@@ -90,34 +89,37 @@ class TileFunction:
 
     def results(self, *operands: Tensor) -> list[Tensor]:
         """Return the results of one tile for its operands, with rows in a separate dim."""
-        env: dict[Node, Any] = dict(zip((*self.region.rows, *self.region.replicated), operands, strict=True))
-        first = self.view.rows(self.region.rows[0])
-        assert first is not None
-        length = operands[0].shape[row_dim(first)]  # read from the operand, so that the trace records its source
-        of = {symbol: operands[i].shape[d] for symbol, (i, d) in self.places.items()}
-        env.update({x: env[x].reshape(self.shape(x, length, of)) for x in self.region.rows})
+        values: dict[Node, Any] = dict(zip((*self.region.rows, *self.region.replicated), operands, strict=True))
+        shard = self.view.rows(self.region.rows[0])
+        assert shard is not None
+        # Sizes are read from the operands, so that the trace records their source.
+        length = operands[0].shape[row_dim(shard)]
+        sizes = {symbol: operands[i].shape[d] for symbol, (i, d) in self.places.items()}
+        values.update({x: values[x].reshape(self.shape(x, length, sizes)) for x in self.region.rows})
         for node in self.region.nodes:
-            env[node] = self._call(node, env, length, of)
-        return [self._output(x, env[x], length, of) for x in self.region.results]
+            values[node] = self._call(node, values, length, sizes)
+        return [self._output(x, values[x], length, sizes) for x in self.region.results]
 
-    def _output(self, x: Node, value: Tensor, length: Any, of: Extents) -> Tensor:
-        have = self.view.rows(x)
-        if have is None:
+    def _output(self, x: Node, value: Tensor, length: Any, sizes: Extents) -> Tensor:
+        """Return a result with its rows in a separate dim; a sum is unchanged."""
+        shard = self.view.rows(x)
+        if shard is None:
             return value
-        return value.reshape(resolve_shape(split_row_dim(as_sizes(x.meta["val"].shape), have, length), of))
+        return value.reshape(resolve_shape(split_row_dim(as_sizes(x.meta["val"].shape), shard, length), sizes))
 
-    def _call(self, node: Node, env: dict[Node, Any], length: Any, of: Extents) -> Any:
+    def _call(self, node: Node, values: dict[Node, Any], length: Any, sizes: Extents) -> Any:
+        """Run a node of the region on the values of its operands, with the sizes of a tile as size arguments."""
         if node.target is operator.getitem:
-            return env[node.args[0]][node.args[1]]
-        found = lookup_rule(node)
-        assert found is not None
-        call, rule = found
+            return values[node.args[0]][node.args[1]]
+        ruled_call = lookup_rule(node)
+        assert ruled_call is not None
+        call, rule = ruled_call
         assert rule is not None
-        operands = [env[x] for x in call.operands]
+        operands = [values[x] for x in call.operands]
         if rule.reshapes:
-            return operands[0].reshape(self.shape(node, length, of))
-        sized = {rule.sizes: self.shape(node, length, of)} if rule.sizes else {}
-        args, kwargs = call.with_operands(operands, **sized)
+            return operands[0].reshape(self.shape(node, length, sizes))
+        size_argument = {rule.sizes: self.shape(node, length, sizes)} if rule.sizes else {}
+        args, kwargs = call.with_operands(operands, **size_argument)
         with restore_autocast(self.view.source[node]):
             return node.target(*args, **kwargs)
 
@@ -130,59 +132,66 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
         region: A region of the view.
         tiles: The number of tiles.
     """
-    total = count_rows(view, region)
-    length: Any = tile_length(total, tiles)
     places = symbol_places(view, region)
     assert places is not None
-    of: Extents = {}
-    mode, lengths = FakeTensorMode(), {n: n for n in (length, total % length or length)}
-    if has_symbols(view, region):
-        mode, (length, *others) = make_symbolic_mode(
-            max(2, length), *(max(2, view.size_hints.get(x, 2)) for x in places)
-        )
-        of = dict(zip(places, others, strict=True))
-        if has_symbolic_length(view, region):
-            lengths = {ANY_LENGTH: length}
     operands = (*region.rows, *region.replicated)
-    wanted = tuple(i for i, x in enumerate(operands) if _can_require_grad(x))
-    with _tracing_mode(mode):
-        each = {n: TileFunction(view, region, places, rows, of) for n, rows in lengths.items()}
-        differentiable, wanted = _differentiable_parts(next(iter(each.values())), wanted)
-        only = [region.results[i] for i in differentiable]
-        at_once = (
-            len(only) == 1
-            and view.is_sum(only[0])
-            and is_same_size(size_product(as_sizes(only[0].meta["val"].shape)), 1)
-        )
-        sums = [view.rows(operands[i]) is None for i in wanted]
-        traced = {n: _trace_body(tile, wanted, differentiable, at_once, sums) for n, tile in each.items()}
-        uniform = [len(set(ways)) == 1 for ways in zip(*(ways for _, ways in traced.values()), strict=True)]
-        if not all(uniform):
-            sums = [a and b for a, b in zip(sums, uniform, strict=True)]
-            traced = {n: _trace_body(tile, wanted, differentiable, at_once, sums) for n, tile in each.items()}
+    mode, functions = _tile_functions(view, region, places, tiles)
+    with mode, enable_python_dispatcher(), disable_autocast_cache():  # autocast itself is that of the caller
+        trained = tuple(i for i, x in enumerate(operands) if _can_require_grad(x))
+        differentiable, trained = _differentiable_parts(next(iter(functions.values())), trained)
+        # The gradients of a scalar loss are computed with it, in one loop.
+        losses = [region.results[i] for i in differentiable]
+        at_once = len(losses) == 1 and view.is_sum(losses[0]) and _is_scalar(losses[0])
+        sums = [view.rows(operands[i]) is None for i in trained]
+        traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
+        is_uniform = [len(set(forms)) == 1 for forms in zip(*(forms for _, forms in traced.values()), strict=True)]
+        if not all(is_uniform):  # tiles of both lengths add to the same accumulator, so they need the same form
+            sums = [a and b for a, b in zip(sums, is_uniform, strict=True)]
+            traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
     bodies = {n: body for n, (body, _) in traced.items()}
-    ways = next(iter(traced.values()))[1]
+    _, forms = next(iter(traced.values()))
     names = {symbol: sympy.Symbol(f"n{i}", integer=True, positive=True) for i, symbol in enumerate(places)}
-    results = tuple(_trace_value(view, x, x.meta["val"].dtype, names) for x in region.results)
-    saved = [_trace_value(view, operands[i], operands[i].meta["val"].dtype, names) for i in wanted]
+    results = tuple(_trace_value(view, x, names) for x in region.results)
+    gradients = [_trace_value(view, operands[i], names) for i in trained]
     if at_once:  # a sum over many tokens may exceed the range of float16
-        saved = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in saved]
-    gradients = tuple(replace(x, adds=way) for x, way in zip(saved, ways, strict=True))
-    dims = tuple(row_dim(have) for x in region.rows if (have := view.rows(x)))
-    known = (dims, results, differentiable, wanted, gradients, at_once, tuple(zip(names.values(), places.values())))
-    code = known, {n: _body_code(body) for n, body in bodies.items()}
-    return PROGRAMS[PROGRAMS.register(code, lambda name: TileProgram(name, bodies, *known))]
+        gradients = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in gradients]
+    sums_of_parts = tuple(replace(x, adds=form) for x, form in zip(gradients, forms, strict=True))
+    row_dims = tuple(row_dim(shard) for shard in map(view.rows, region.rows) if shard is not None)
+    named_places = tuple(zip(names.values(), places.values()))
+    fields = (row_dims, results, differentiable, trained, sums_of_parts, at_once, named_places)
+    code = fields, {n: _body_code(body) for n, body in bodies.items()}
+    return PROGRAMS[PROGRAMS.register(code, lambda name: TileProgram(name, bodies, *fields))]
+
+
+def _tile_functions(
+    view: TokenView, region: TileRegion, places: SymbolPlaces, tiles: int
+) -> tuple[FakeTensorMode, dict[int, TileFunction]]:
+    """Return the mode in which tiles are traced, and a function per length of a tile (see `TileProgram.bodies`)."""
+    total = count_rows(view, region)
+    length = tile_length(total, tiles)
+    mode, sizes = FakeTensorMode(), dict[sympy.Expr, Any]()
+    lengths: dict[int, Any] = {n: n for n in (length, total % length or length)}  # the last tile may be shorter
+    if has_symbols(view, region):
+        hints = [max(2, view.size_hints.get(x, 2)) for x in places]
+        mode, (symbolic_length, *values) = make_symbolic_mode(max(2, length), *hints)
+        sizes = dict(zip(places, values, strict=True))
+        if has_symbolic_length(view, region):
+            lengths = {ANY_LENGTH: symbolic_length}
+    return mode, {n: TileFunction(view, region, places, rows, sizes) for n, rows in lengths.items()}
+
+
+def _is_scalar(x: Node) -> bool:
+    return is_same_size(size_product(as_sizes(x.meta["val"].shape)), 1)
 
 
 def redraws_in_backward(program: TileProgram) -> bool:
     """Return True if a recomputing backward draws the same random numbers as the forward."""
     pairs = [(body.forward.graph, body.gradients.graph) for body in program.bodies.values() if body.gradients]
-    counts = [[sum(map(_count_draws, gm.graph.nodes)) for gm in pair] for pair in pairs]
-    return program.at_once or all(first == second for first, second in counts)
+    return program.at_once or all(_count_draws(forward) == _count_draws(backward) for forward, backward in pairs)
 
 
-def _count_draws(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+def _count_draws(gm: GraphModule) -> int:
+    return sum(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in gm.graph.nodes)
 
 
 def _can_require_grad(x: Node) -> bool:
@@ -190,63 +199,63 @@ def _can_require_grad(x: Node) -> bool:
     return node_info(x).requires_grad is not False and (value.is_floating_point() or value.is_complex())
 
 
-def _trace_value(view: TokenView, x: Node, dtype: torch.dtype, names: Mapping[Any, Any]) -> TileValue:
-    have, shape = view.rows(x), as_sizes(x.meta["val"].shape)
-    separate = shape if have is None else split_row_dim(shape, have, ROWS)
-    named = tuple(extent if isinstance(extent, int) else extent.subs(names) for extent in separate)
-    if have is not None:
-        return TileValue(named, dtype, row_dim(have))
-    order = order_of_strides(as_sizes(x.meta["val"].stride()))
-    return TileValue(named, dtype, None, order=() if is_identity(order) else tuple(order))
+def _trace_value(view: TokenView, x: Node, names: Mapping[Any, Any]) -> TileValue:
+    """Return the description of an operand or result of a tile, with symbols renamed by `names`."""
+    shard, value = view.rows(x), x.meta["val"]
+    shape = as_sizes(value.shape)
+    split_shape = shape if shard is None else split_row_dim(shape, shard, ROWS)
+    named_shape = tuple(extent if isinstance(extent, int) else extent.subs(names) for extent in split_shape)
+    if shard is not None:
+        return TileValue(named_shape, value.dtype, row_dim(shard))
+    order = order_of_strides(as_sizes(value.stride()))
+    return TileValue(named_shape, value.dtype, None, order=() if is_identity(order) else tuple(order))
 
 
-@contextmanager
-def _tracing_mode(mode: FakeTensorMode) -> Iterator[None]:
-    """Run on fake tensors, under the caller's autocast."""
-    with mode, enable_python_dispatcher(), disable_autocast_cache():
-        yield
+def _new_leaves(operands: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
+    """Return detached operands, of which those at the indices in `trained` require a gradient."""
+    return [x.detach().requires_grad_(i in trained) for i, x in enumerate(operands)]
 
 
-def _fresh_leaves(operands: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
-    return [x.detach().requires_grad_(i in wanted) for i, x in enumerate(operands)]
-
-
-def _differentiable_parts(tile: TileFunction, wanted: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the numbers of differentiable results, and of the operands in `wanted` that have a gradient.
+def _differentiable_parts(tile: TileFunction, trained: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the indices of differentiable results, and of the operands in `trained` that have a gradient.
 
     A weight that is read only under no_grad has no gradient on a single device, and an optimizer does not update it;
     with a gradient of zeros, it would decay.
     """
     with torch.enable_grad():
-        leaves = _fresh_leaves(tile.inputs(), wanted)
-        outputs = tile.results(*leaves)
-    found = tuple(i for i, x in enumerate(outputs) if x.requires_grad)
-    if not found:
+        leaves = _new_leaves(tile.inputs(), trained)
+        results = tile.results(*leaves)
+    differentiable = tuple(i for i, x in enumerate(results) if x.requires_grad)
+    if not differentiable:
         return (), ()
-    through = [outputs[i] for i in found]
-    operands = _compute_gradients(
-        through, [leaves[i] for i in wanted], [torch.ones_like(x) for x in through], allow_unused=True
-    )
-    return found, tuple(i for i, x in zip(wanted, operands, strict=True) if x is not None)
+    outputs = [results[i] for i in differentiable]
+    cotangents = [torch.ones_like(x) for x in outputs]
+    gradients = _compute_gradients(outputs, [leaves[i] for i in trained], cotangents, allow_unused=True)
+    return differentiable, tuple(i for i, x in zip(trained, gradients, strict=True) if x is not None)
 
 
 def _compute_gradients(
-    through: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor], allow_unused: bool = False
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor], allow_unused: bool = False
 ) -> tuple[Any, ...]:
     """Compute gradients outside of autocast, as a backward that is called outside of autocast does."""
-    with disable_autocast(through[0].device.type):
-        return torch.autograd.grad(through, leaves, cotangents, allow_unused=allow_unused)
+    with disable_autocast(outputs[0].device.type):
+        return torch.autograd.grad(outputs, leaves, cotangents, allow_unused=allow_unused)
 
 
 def _trace_body(
-    tile: TileFunction, wanted: Sequence[int], differentiable: Sequence[int], at_once: bool, sums: Sequence[bool]
+    tile: TileFunction, trained: Sequence[int], differentiable: Sequence[int], at_once: bool, sums: Sequence[bool]
 ) -> tuple[TileBody, list[str]]:
-    """Trace the parts for one length, and return the form in which each gradient is added up.
+    """Trace the forward and the gradients of a tile, and return them with the form of each gradient.
 
-    sums: True for gradients that may be returned as parts.
+    Args:
+        tile: The tile, of one length.
+        trained: Indices of operands that have a gradient.
+        differentiable: Indices of results that have one.
+        at_once: The gradients are computed with the results, for a cotangent of 1.
+        sums: True for gradients that may be returned as parts (`partial_sums.py`).
     """
     inputs = tile.inputs()
-    many = len(inputs)
+    num_inputs = len(inputs)
 
     def forward(*operands: Tensor) -> list[Tensor]:
         """Return the results of one tile."""
@@ -256,26 +265,27 @@ def _trace_body(
     def gradients(*operands: Tensor) -> list[Tensor]:
         """Return the gradients of one tile; with `at_once`, after its results."""
         with torch.enable_grad():
-            leaves = _fresh_leaves(operands[:many], wanted)
+            leaves = _new_leaves(operands[:num_inputs], trained)
             results = tile.results(*leaves)
-            through = [results[i] for i in differentiable]
-            cotangents = [torch.ones_like(x) for x in through] if at_once else list(operands[many:])
-        found = _compute_gradients(through, [leaves[i] for i in wanted], cotangents)
-        return [*([x.detach() for x in results] if at_once else ()), *found]
+            outputs = [results[i] for i in differentiable]
+            cotangents = [torch.ones_like(x) for x in outputs] if at_once else list(operands[num_inputs:])
+        grads = _compute_gradients(outputs, [leaves[i] for i in trained], cotangents)
+        return [*([x.detach() for x in results] if at_once else ()), *grads]
 
-    plain = TilePart(_trace_graph(forward, inputs), inputs)
-    if not wanted:
-        return TileBody(plain), []
-    through = [tile.view.rows(tile.region.results[i]) for i in differentiable]
-    results = [plain.graph.graph.output_node().args[0][i].meta["val"] for i in differentiable]
-    operands = [*inputs, *([] if at_once else [torch.empty_like(x) for x in results])]
-    assert len(through) == len(results)
+    forward_part = TilePart(_trace_graph(forward, inputs), inputs)
+    if not trained:
+        return TileBody(forward_part), []
+    operands = list(inputs)
+    if not at_once:
+        outputs = [forward_part.graph.graph.output_node().args[0][i].meta["val"] for i in differentiable]
+        operands += [torch.empty_like(x) for x in outputs]  # cotangents
     graph = _trace_graph(gradients, operands)
-    ways = return_parts(graph, sums)
-    return TileBody(plain, TilePart(graph, operands)), ways
+    forms = return_parts(graph, sums)
+    return TileBody(forward_part, TilePart(graph, operands)), forms
 
 
 def _trace_graph(run: Callable[..., Any], operands: Sequence[Tensor]) -> GraphModule:
+    """Trace the function to a graph that reads all sizes from its inputs."""
     gm = trace_function(run, operands)
     read_sizes_from_inputs(gm.graph)
     gm.recompile()
@@ -283,7 +293,7 @@ def _trace_graph(run: Callable[..., Any], operands: Sequence[Tensor]) -> GraphMo
 
 
 def _body_code(body: TileBody) -> list[Any]:
-    """Return the code of the parts, and the shapes of their operands."""
+    """Return the code of the parts, and the types of their operands: equal layers have equal programs."""
     return [
         (graph_code(part.graph), part.strides, [(x.shape, x.dtype, x.device) for x in part.inputs])
         for part in body.parts

@@ -1,4 +1,8 @@
-"""Builders for rule files: factor names for dims, and rules from a text and a call."""
+"""Builders for rule files: factor names for dims, and rules from a text and a call.
+
+A rule with dims in variable number is built from names: `factor_names(3)` is ("d0", "d1", "d2"), and
+`replace_dims(.., [1], "new")` is ("d0", "new1", "d2"), the dims of a result that does not share dim 1 with its operand.
+"""
 
 from __future__ import annotations
 
@@ -32,33 +36,37 @@ def normalize_dims(value: Any, ndim: int) -> tuple[int, ...]:
     return tuple(wrap_dim(d, ndim) for d in (value if isinstance(value, Sequence) else [value]))
 
 
-def replace_dims(dims: Dims, at: Iterable[int], by: str) -> Dims:
-    """Rename the dims in `at` to `by` plus their position; "" removes their names."""
-    at = set(at)
-    return tuple((f"{by}{i}" if by else "") if i in at else f for i, f in enumerate(dims))
+def replace_dims(names: Dims, dims: Iterable[int], prefix: str) -> Dims:
+    """Return the names, in which those of `dims` are replaced by the prefix plus the dim, or by "" without a prefix."""
+    replaced = set(dims)
+    return tuple((f"{prefix}{d}" if prefix else "") if d in replaced else name for d, name in enumerate(names))
 
 
-def align_names(shape: Sequence[Size], full: Sequence[Size], dims: Dims) -> Dims:
-    """Return the names of the dims of `shape`, right-aligned to the dims (of sizes `full`) it broadcasts to."""
-    skip = len(full) - len(shape)
-    return tuple("" if s == 1 and f != 1 else name for s, f, name in zip(shape, full[skip:], dims[skip:], strict=True))
+def align_names(shape: Sequence[Size], full_shape: Sequence[Size], names: Dims) -> Dims:
+    """Return the names of the dims of a shape that broadcasts to a full shape with these names.
+
+    The shapes are aligned at the last dim. A dim that is repeated has the name "".
+    """
+    skip = len(full_shape) - len(shape)
+    pairs = zip(shape, full_shape[skip:], names[skip:], strict=True)
+    return tuple("" if size == 1 and full_size != 1 else name for size, full_size, name in pairs)
 
 
 def along_dims(
-    call: OpCall, at: Iterable[int], result: Dims | None = None, kind: str = "whole", lazy: bool = False
+    call: OpCall, dims: Iterable[int], result: Dims | None = None, kind: str = "whole", lazy: bool = False
 ) -> BoundRule:
     """Return a rule that assigns a kind to dims of the only operand.
 
     Args:
         call: Call of the op.
-        at: Dims with this kind.
+        dims: Dims with this kind.
         result: Dims of each result; those of the operand by default.
         kind: Kind of the dims.
         lazy: The op only moves data.
     """
-    dims = factor_names(call.ndim())
-    results = tuple(dims if result is None else result for _ in call.results())
-    return BoundRule((dims,), results, {dims[d]: kind for d in at if dims}, lazy=lazy)
+    names = factor_names(call.ndim())
+    results = tuple(names if result is None else result for _ in call.results())
+    return BoundRule((names,), results, {names[d]: kind for d in dims if names}, lazy=lazy)
 
 
 def gathered_dims(call: OpCall) -> BoundRule:
@@ -71,10 +79,11 @@ def resize_dims(argument: str = "", ndim: int = 0) -> RuleFunction:
 
     def instantiate(call: OpCall) -> BoundRule | None:
         """Return the rule of a call that changes the size of these dims, or None if it changes their number."""
-        rank = call.ndim()
-        if any(len(s) != rank for s in call.result_shapes()):
+        operand_ndim = call.ndim()
+        if any(len(shape) != operand_ndim for shape in call.result_shapes()):
             return None
-        at = normalize_dims(call[argument], rank) if argument else range(rank - ndim, rank)
-        return along_dims(call, at, replace_dims(factor_names(rank), at, "new"))
+        last_dims = range(operand_ndim - ndim, operand_ndim)
+        dims = normalize_dims(call[argument], operand_ndim) if argument else last_dims
+        return along_dims(call, dims, replace_dims(factor_names(operand_ndim), dims, "new"))
 
     return instantiate

@@ -9,7 +9,7 @@ from sp_compile.passes.sharding.attention_axes import ATTENTION, depends_on_quer
 from sp_compile.passes.sharding.placement import Placement, Replicate, Shard
 from sp_compile.passes.sharding.rule import BoundRule, Dims, register_rule_function
 
-from ._build import align_names
+from ._build import align_names, factor_names
 from .exchange_rules import call_frame
 
 
@@ -24,31 +24,36 @@ def _attention_rule(call: OpCall) -> BoundRule:
     col0", are read in full by every rank. Their batch is that of q without a head dim, or its flattened leading dims.
     Vectors that the score indexes by query head have the dim "h", as have sinks. Tables of a score are read in full.
     """
-    leading, extent = _leading_names(call)
+    leading, sizes = _leading_names(call)
     batch = leading[:1] if len(leading) <= 2 else ("batch",)
+    # names of the operands after q, k and v, in the order of the schema
     vectors = [x for name in ("rows", "cols", "pieces") for x in call.get(name) or ()]
-    masks: list[Dims] = [(*batch, f"vector{i}") for i in range(len(vectors))]
-    masks += [("h",) for _ in call.get("heads") or ()]
-    masks += [(*leading, "q", "k")] if call["attn_mask"] is not None else []
-    masks += [("h",)] if call.get("sinks") is not None else []
-    shapes = [node_shape(x) for x in call.get("tables") or ()]
-    masks += [tuple(f"table{i}_{d}" for d in range(len(shape))) for i, shape in enumerate(shapes)]
-    dims = (*((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"))), *masks)
+    others: list[Dims] = [(*batch, f"vector{i}") for i in range(len(vectors))]
+    others += [("h",) for _ in call.get("heads") or ()]
+    others += [(*leading, "q", "k")] if call["attn_mask"] is not None else []
+    others += [("h",)] if call.get("sinks") is not None else []
+    table_ndims = [len(node_shape(x)) for x in call.get("tables") or ()]
+    others += [factor_names(ndim, f"table{i}_") for i, ndim in enumerate(table_ndims)]
+    all_names = ((*leading, "q", "d"), (*leading, "k", "d"), (*leading, "k", "e"), *others)
     operands = tuple(
-        align_names(call.shape(i), [extent.get(f, 1) for f in names], names) for i, names in enumerate(dims)
+        align_names(call.shape(i), [sizes.get(f, 1) for f in names], names) for i, names in enumerate(all_names)
     )
-    whole = {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
-    wide, lost = ("out", {"e": "whole"}) if call.get("lse") else ("e", dict[str, str]())
-    kinds = {"k": "attend", "d": "whole"} | lost | ({"q": "attend"} if depends_on_query(call) else {}) | whole
-    return BoundRule(operands, ((*leading, "q", wide),), kinds, masks=tuple(range(3, max(4, len(operands)))))
+    kinds = {"k": "attend", "d": "whole"}
+    if call.get("lse"):
+        kinds["e"] = "whole"
+    if depends_on_query(call):
+        kinds["q"] = "attend"
+    kinds |= {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
+    result = (*leading, "q", "out" if call.get("lse") else "e")
+    return BoundRule(operands, (result,), kinds, masks=tuple(range(3, max(4, len(operands)))))
 
 
 def _leading_names(call: OpCall) -> tuple[Dims, dict[str, Size]]:
-    """Return the names of the dims before those of q and k, which may broadcast, and the broadcast sizes."""
-    results = call.result_shapes()[0]
-    depth = len(results) - 2
-    leading: Dims = tuple("h" if i == depth - 1 else f"b{depth - 2 - i}" for i in range(depth))
-    return leading, {**dict(zip(leading, results)), "q": call.shape(0)[-2], "k": call.shape(1)[-2]}
+    """Return the names of the leading dims (.., b1, b0, h), and the sizes of these, q and k without broadcasting."""
+    result_shape = call.result_shapes()[0]
+    ndim = len(result_shape) - 2
+    leading: Dims = tuple("h" if i == ndim - 1 else f"b{ndim - 2 - i}" for i in range(ndim))
+    return leading, {**dict(zip(leading, result_shape)), "q": call.shape(0)[-2], "k": call.shape(1)[-2]}
 
 
 def sharded_attention_rule(call: OpCall) -> BoundRule:
@@ -60,13 +65,16 @@ def sharded_attention_rule(call: OpCall) -> BoundRule:
     keys: Placement = Replicate(partial_grad=True)
     if len(call["k_frame"]):
         keys = Shard(SEQUENCE, call_frame(call, "k_frame")[0])
-    others = call.operands[3:]
     learned = [x for x in (call["mask"], call["sinks"], *call["tables"]) if x is not None]
-    placed = (queries, keys, keys, *(Replicate(partial_grad=any(x is y for y in learned)) for x in others))
-    named: tuple[Dims, ...] = (("b", "h", "q", "d"), ("b", "g", "k", "d"), ("b", "g", "k", "e"))
-    rest = tuple(tuple(f"{i}.{d}" for d in range(call.ndim(i))) for i in range(3, len(call.operands)))
-    wide, more = ("out", ("e",)) if call["lse"] else ("e", ())
-    lost = {f: "whole" for dims in (("g", "k", "d", *more), *rest) for f in dims}
+    others = [Replicate(partial_grad=any(x is y for y in learned)) for x in call.operands[3:]]
+    attended: tuple[Dims, ...] = (("b", "h", "q", "d"), ("b", "g", "k", "d"), ("b", "g", "k", "e"))
+    names_of_others = tuple(factor_names(call.ndim(i), f"{i}.") for i in range(3, len(call.operands)))
+    result = ("b", "h", "q", "out" if call["lse"] else "e")
+    vanishing = [f for names in (("g", "k", "d", "e"), *names_of_others) for f in names if f not in result]
     return BoundRule(
-        (*named, *rest), (("b", "h", "q", wide),), lost, operand_placements=placed, result_placements=queries
+        (*attended, *names_of_others),
+        (result,),
+        dict.fromkeys(vanishing, "whole"),
+        operand_placements=(queries, keys, keys, *others),
+        result_placements=queries,
     )

@@ -58,7 +58,7 @@ _RULES_BY_NDIM: dict[Any, Callable[[OpCall], Any]] = {
     **dict.fromkeys((sp.avg_pool1d.default, sp.max_pool1d.default), resize_dims(ndim=1)),
     **dict.fromkeys([*parse_overloads("conv1d conv1d.padding convolution"), sp.conv1d.default], conv_rule),
     **dict.fromkeys((aten.unfold.default, sp.unfold.default), unfold_rule),
-    **dict.fromkeys((sp.roll.default, sp.shift.default), partial(along_dims, at=(), lazy=True)),
+    **dict.fromkeys((sp.roll.default, sp.shift.default), partial(along_dims, dims=(), lazy=True)),
     aten.roll.default: roll_rule,
 }
 
@@ -70,26 +70,26 @@ def _sliding_rule(call: OpCall) -> BoundRule | None:
     if rule is None or rule.spans:
         return rule
     operand, result, kinds, slides = rule.operands[0], list(rule.results[0]), dict(rule.kinds), {}
-    for at, found in sliding_calls(call).items():
-        kinds.pop(result[at], None)
-        result[at] = operand[at]
-        kinds[operand[at]] = "halo"
-        slides[operand[at]] = found.sliding
+    for dim, window_call in sliding_calls(call).items():
+        kinds.pop(result[dim], None)
+        result[dim] = operand[dim]
+        kinds[operand[dim]] = "halo"
+        slides[operand[dim]] = window_call.sliding
     rule = replace(rule, results=(tuple(result),), kinds=kinds, slides=slides)
     return _framed_window_rule(call, rule) if call.node.target in SHARD_WINDOWS and call["frame"] is not None else rule
 
 
 def _framed_window_rule(call: OpCall, rule: BoundRule) -> BoundRule:
     """Return the rule with the placements from the frame arguments of the call; weights are replicated."""
-    (at,) = sliding_calls(call)
+    (dim,) = sliding_calls(call)
 
-    def placed(dims: Dims, frame: str) -> Placement:
-        """Return the placement of an operand with these dims."""
-        factor = rule.operands[0][at]
-        if factor not in dims:
+    def placement_of(names: Dims, frame_argument: str) -> Placement:
+        """Return the placement of an operand or result with these dims."""
+        factor = rule.operands[0][dim]
+        if factor not in names:
             return Replicate(partial_grad=True)
-        return Shard(dims.index(factor), call_frame(call, frame)[0])
+        return Shard(names.index(factor), call_frame(call, frame_argument)[0])
 
-    result = "result" if call.get("result") is not None else "frame"
-    wants = tuple(placed(dims, "frame") for dims in rule.operands)
-    return replace(rule, operand_placements=wants, result_placements=placed(rule.results[0], result))
+    result_frame = "result" if call.get("result") is not None else "frame"
+    wants = tuple(placement_of(names, "frame") for names in rule.operands)
+    return replace(rule, operand_placements=wants, result_placements=placement_of(rule.results[0], result_frame))

@@ -31,10 +31,11 @@ def call_frame(call: OpCall, name: str = "frame") -> tuple[Frame, Size]:
 
 @register_transfer(sp.all_to_all.default)
 def _transfer_all_to_all(call: OpCall) -> tuple[Placement, ...]:
+    """Return the shards along the dim that an all_to_all scatters; sizes imply the factors after the sequence."""
     frame, _ = call_frame(call, "scatter_frame")
     dim = call["scatter_dim"] % call.ndim()
-    inner = [exact_quotient(call.shape(i)[dim], frame.length) for i in range(len(call.operands))]
-    return tuple(Shard(dim, frame, 1, i or 1) for i in inner)
+    inner_sizes = [exact_quotient(call.shape(i)[dim], frame.length) for i in range(len(call.operands))]
+    return tuple(Shard(dim, frame, 1, inner or 1) for inner in inner_sizes)
 
 
 @register_transfer(sp.all_gather.default)
@@ -77,6 +78,7 @@ def has_expected_placement(call: OpCall, have: Placement) -> bool:
     c10d.all_reduce.default, c10d.broadcast.default, c10d.wait_tensor.default, sp.reduce_pair.default
 )
 def _transfer_row_wise(call: OpCall) -> BoundRule | None:
+    """Return the rule of a collective that acts on each element separately."""
     return None if node_info(call.node).no_rule else bind_rule(call, "... -> ...", lazy=True)
 
 
@@ -84,4 +86,5 @@ def _transfer_row_wise(call: OpCall) -> BoundRule | None:
     c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default
 )
 def _transfer_first_dim(call: OpCall) -> BoundRule | None:
+    """Return the rule of a collective that joins or splits the first dim, which is gathered."""
     return None if node_info(call.node).no_rule else bind_rule(call, "a ... -> c ...", whole="a")

@@ -26,8 +26,8 @@ def _factory_rule(call: OpCall) -> BoundRule:
 @register_rule_function(aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default)
 def _factory_like_rule(call: OpCall) -> BoundRule:
     """Return a rule that reads only the dtype and the device of the operand."""
-    operand, made = factor_names(call.ndim(), "operand"), factor_names(len(call["size"]), "made")
-    return BoundRule((operand,), (made,), dict.fromkeys(operand, "whole"), sizes="size", lazy=True)
+    operand, result = factor_names(call.ndim(), "operand"), factor_names(len(call["size"]), "made")
+    return BoundRule((operand,), (result,), dict.fromkeys(operand, "whole"), sizes="size", lazy=True)
 
 
 rule(aten.scalar_tensor.default, "->", lazy=True)

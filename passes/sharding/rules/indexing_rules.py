@@ -39,8 +39,9 @@ def _searchsorted_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.isin.Tensor_Tensor)
 def _isin_rule(call: OpCall) -> BoundRule | None:
-    dims, tested = factor_names(call.ndim()), factor_names(call.ndim(1), "tested")
-    return BoundRule((dims, tested), (dims,), dict.fromkeys(tested, "whole"))
+    """Return a rule that gathers the set of values in which each element is looked up."""
+    dims, value_set = factor_names(call.ndim()), factor_names(call.ndim(1), "tested")
+    return BoundRule((dims, value_set), (dims,), dict.fromkeys(value_set, "whole"))
 
 
 @register_rule_function(aten.index.Tensor)
@@ -49,59 +50,59 @@ def _index_rule(call: OpCall) -> BoundRule | None:
 
     A boolean index has a result of unknown size, and no rule.
     """
-    at = _indexed_dims(call)
-    if at is None:
+    indexed = _indexed_dims(call)
+    if indexed is None:
         return None
-    shapes = [call.shape(i) for i in range(1, len(call.operands))]
-    dims = factor_names(call.ndim())
-    picked, drawn = _index_dims(shapes)
-    picks = {picked[0]: dims[at[0]]} if len(at) == len(picked) == 1 else {}
-    return BoundRule(
-        (dims, *drawn), (_insert_index_dims(dims, at, picked),), {dims[d]: "whole" for d in at}, picks=picks
-    )
+    names = factor_names(call.ndim())
+    new_names, index_names = _index_dims([call.shape(i) for i in range(1, len(call.operands))])
+    result = _insert_index_dims(names, indexed, new_names)
+    picks = {new_names[0]: names[indexed[0]]} if len(indexed) == len(new_names) == 1 else {}
+    return BoundRule((names, *index_names), (result,), {names[d]: "whole" for d in indexed}, picks=picks)
 
 
-def _insert_index_dims(dims: Dims, at: list[int], picked: Dims) -> Dims:
-    """Insert the index dims at the position of the indices, or first if a slice separates them."""
-    start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
-    kept = tuple(f for d, f in enumerate(dims) if d not in at)
-    return (*kept[:start], *picked, *kept[start:])
+def _insert_index_dims(names: Dims, indexed: list[int], new_names: Dims) -> Dims:
+    """Replace the indexed dims by the dims of the indices, which are first if a slice separates the indexed dims."""
+    start = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
+    other_names = tuple(f for d, f in enumerate(names) if d not in indexed)
+    return (*other_names[:start], *new_names, *other_names[start:])
 
 
 def _indexed_dims(call: OpCall) -> list[int] | None:
     """Return the dims that tensors index, or None if there are none or one of them is a mask."""
     indices = call["indices"]
-    at = [d for d, index in enumerate(indices) if index is not None]
-    masks = any(indices[d].meta["val"].dtype in (torch.bool, torch.uint8) for d in at)
-    return None if masks or not at else at
+    indexed = [d for d, index in enumerate(indices) if index is not None]
+    has_mask = any(indices[d].meta["val"].dtype in (torch.bool, torch.uint8) for d in indexed)
+    return None if has_mask or not indexed else indexed
 
 
 def _index_dims(shapes: list[tuple[Size, ...]]) -> tuple[Dims, tuple[Dims, ...]]:
     """Return the names of the indices' broadcast dims, and of the dims of each index."""
-    ndim = max(len(s) for s in shapes)
-    full: list[Size] = [1] * ndim
+    ndim = max(len(shape) for shape in shapes)
+    broadcast_shape: list[Size] = [1] * ndim
     for shape in shapes:
-        for d, s in enumerate(shape, ndim - len(shape)):
-            full[d] = s if full[d] == 1 else full[d]
-    picked = factor_names(ndim, "index")
-    return picked, tuple(align_names(s, full, picked) for s in shapes)
+        for d, size in enumerate(shape, ndim - len(shape)):
+            broadcast_shape[d] = size if broadcast_shape[d] == 1 else broadcast_shape[d]
+    names = factor_names(ndim, "index")
+    return names, tuple(align_names(shape, broadcast_shape, names) for shape in shapes)
 
 
 @register_rule_function(aten.index_put.default, aten._unsafe_index_put.default)
 def _index_put_rule(call: OpCall) -> BoundRule | None:
     """Return a rule that passes the dims without an index."""
-    at = _indexed_dims(call)
-    if at is None:
+    indexed = _indexed_dims(call)
+    if indexed is None:
         return _masked_put_rule(call)
-    dims = factor_names(call.ndim())
-    shapes = [call.shape(i) for i in range(1, len(call.operands) - 1)]
-    drawn = tuple(factor_names(len(s), f"index{i}_") for i, s in enumerate(shapes))
-    target = _insert_index_dims(dims, at, factor_names(max(len(s) for s in shapes), "put"))
-    extent = dict(zip(dims, call.shape(), strict=True))
-    shape = call.shape(len(call.operands) - 1)
-    values = align_names(shape, [extent.get(f, 0) for f in target], target)
-    whole = {f for group in drawn for f in group} | {f for f in values if f.startswith("put")} | {dims[d] for d in at}
-    return BoundRule((dims, *drawn, values), (dims,), dict.fromkeys(sorted(whole), "whole"))
+    names, last = factor_names(call.ndim()), len(call.operands) - 1
+    index_ndims = [call.ndim(i) for i in range(1, last)]
+    index_names = tuple(factor_names(ndim, f"index{i}_") for i, ndim in enumerate(index_ndims))
+    # The values broadcast to the shape of x[indices].
+    put_names = factor_names(max(index_ndims), "put")
+    target = _insert_index_dims(names, indexed, put_names)
+    sizes = dict(zip(names, call.shape(), strict=True))
+    values = align_names(call.shape(last), [sizes.get(f, 0) for f in target], target)
+    gathered = {f for dims in index_names for f in dims} | {f for f in values if f in put_names}
+    gathered |= {names[d] for d in indexed}
+    return BoundRule((names, *index_names, values), (names,), dict.fromkeys(sorted(gathered), "whole"))
 
 
 def _masked_put_rule(call: OpCall) -> BoundRule | None:
@@ -109,47 +110,49 @@ def _masked_put_rule(call: OpCall) -> BoundRule | None:
     dims, values = factor_names(call.ndim()), call.shape("values")
     if len(call.operands) != 3 or call["indices"][0] is not call.operands[1]:
         return None
-    mask = dims[: call.ndim(1)]
-    rest = dims[len(mask) :]
-    if len(values) > len(rest) and not all(is_same_size(s, 1) for s in values[: len(values) - len(rest)]):
+    masked, unmasked = dims[: call.ndim(1)], dims[call.ndim(1) :]
+    extra_sizes = values[: max(len(values) - len(unmasked), 0)]  # of dims before the unmasked ones
+    if not all(is_same_size(size, 1) for size in extra_sizes):
         return None
-    target, extents = ("", *rest), (0, *call.shape()[len(mask) :])
-    return BoundRule((dims, mask, align_names(values, extents, target)), (dims,))
+    # x[mask] has one dim in place of the masked ones.
+    target, target_shape = ("", *unmasked), (0, *call.shape()[len(masked) :])
+    return BoundRule((dims, masked, align_names(values, target_shape, target)), (dims,))
 
 
 @register_rule_function(aten.select_scatter.default, aten.slice_scatter.default)
 def _dim_scatter_rule(call: OpCall) -> BoundRule:
     """Return the rule of writing a part of one dim of x from a source with equal other dims."""
-    dims, at = factor_names(call.ndim("self")), wrap_dim(call["dim"], call.ndim("self"))
-    written = (f"source{at}",) if call.ndim("src") == len(dims) else ()
-    source = (*dims[:at], *written, *dims[at + 1 :])
-    return BoundRule((dims, source), (dims,), dict.fromkeys((dims[at], *written), "whole"))
+    names, dim = factor_names(call.ndim("self")), wrap_dim(call["dim"], call.ndim("self"))
+    source_dim = (f"source{dim}",) if call.ndim("src") == len(names) else ()
+    source = (*names[:dim], *source_dim, *names[dim + 1 :])
+    return BoundRule((names, source), (names,), dict.fromkeys((names[dim], *source_dim), "whole"))
 
 
 @register_rule_function(aten.index_select.default)
 def _index_select_rule(call: OpCall) -> BoundRule:
-    dims, at = factor_names(call.ndim()), call.dim()
+    """Return a rule that gathers the indexed dim; tensors and indices without dims are supported, as in torch."""
+    names, dim = factor_names(call.ndim()), call.dim()
     index = ("index",) * call.ndim("index")
-    result = (*dims[:at], *(index or ("",)), *dims[at + 1 :]) if dims else ()
-    picks = {"index": dims[at]} if dims and index else {}
-    return BoundRule((dims, index), (result,), dict.fromkeys(dims[at : at + 1] or index, "whole"), picks=picks)
+    result = (*names[:dim], *(index or ("",)), *names[dim + 1 :]) if names else ()
+    picks = {"index": names[dim]} if names and index else {}
+    return BoundRule((names, index), (result,), dict.fromkeys(names[dim : dim + 1] or index, "whole"), picks=picks)
 
 
 @register_rule_function(aten.index_add.default, aten.index_copy.default)
 def _index_write_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of writing rows of x at an index; the other dims are those of the source."""
-    dims, at = factor_names(call.ndim()), call.dim()
-    if not dims or call.ndim("source") != len(dims):
+    names, dim = factor_names(call.ndim()), call.dim()
+    if not names or call.ndim("source") != len(names):
         return None
-    index, source = ("index",) * call.ndim("index"), (*dims[:at], "index", *dims[at + 1 :])
-    return BoundRule((dims, index, source), (dims,), {dims[at]: "whole", "index": "whole"})
+    index, source = ("index",) * call.ndim("index"), (*names[:dim], "index", *names[dim + 1 :])
+    return BoundRule((names, index, source), (names,), {names[dim]: "whole", "index": "whole"})
 
 
 @register_rule_function(aten.index_fill.int_Scalar)
 def _index_fill_rule(call: OpCall) -> BoundRule:
-    dims, at = factor_names(call.ndim()), normalize_dims(call["dim"], call.ndim()) if call.ndim() else ()
+    names, dims = factor_names(call.ndim()), normalize_dims(call["dim"], call.ndim()) if call.ndim() else ()
     index = factor_names(call.ndim("index"), "index")
-    return BoundRule((dims, index), (dims,), {f: "whole" for f in (*(dims[d] for d in at), *index)})
+    return BoundRule((names, index), (names,), {f: "whole" for f in (*(names[d] for d in dims), *index)})
 
 
 @register_rule_function(aten.gather.default)
@@ -160,11 +163,12 @@ def _gather_rule(call: OpCall) -> BoundRule | None:
     """
     if not call.ndim("self") or call.ndim("self") != call.ndim("index"):
         return None
-    index, at = factor_names(call.ndim("index")), call.dim()
+    index, dim = factor_names(call.ndim("index")), call.dim()
     pairs = enumerate(zip(call.shape("self"), call.shape("index"), strict=True))
-    separate = [d for d, (a, b) in pairs if not is_same_size(a, b) and d != at]
-    x = replace_dims(index, [at, *separate], "x")
-    return BoundRule((x, index), (index,), {f: "whole" for f in (x[at], *(g[d] for g in (x, index) for d in separate))})
+    unequal = [d for d, (a, b) in pairs if not is_same_size(a, b) and d != dim]
+    x = replace_dims(index, [dim, *unequal], "x")
+    gathered = (x[dim], *(names[d] for names in (x, index) for d in unequal))
+    return BoundRule((x, index), (index,), dict.fromkeys(gathered, "whole"))
 
 
 @register_rule_function(
@@ -172,16 +176,16 @@ def _gather_rule(call: OpCall) -> BoundRule | None:
 )
 def _scatter_rule(call: OpCall) -> BoundRule:
     """Return a rule that passes the dims other than `dim` that x, index and source have in equal size."""
-    dims = factor_names(call.ndim("self"))
-    at = wrap_dim(call["dim"], len(dims))
+    names, ndim = factor_names(call.ndim("self")), call.ndim("self")
     shapes = [call.shape(i) for i in range(len(call.operands))]
-    same = [all(len(s) == len(dims) and is_same_size(s[d], shapes[0][d]) for s in shapes) for d in range(len(dims))]
-    shared = {d for d in range(len(dims)) if same[d] and d != at}
-    rest = tuple(
-        tuple(dims[d] if d in shared else f"operand{i}_{d}" for d in range(len(s))) for i, s in enumerate(shapes[1:])
+    shared = {d for d in range(ndim) if all(len(s) == ndim and is_same_size(s[d], shapes[0][d]) for s in shapes)}
+    shared.discard(wrap_dim(call["dim"], ndim))
+    others = tuple(
+        tuple(names[d] if d in shared else f"operand{i}_{d}" for d in range(len(shape)))
+        for i, shape in enumerate(shapes[1:])
     )
-    kinds = {f: "whole" for group in (dims, *rest) for d, f in enumerate(group) if d not in shared}
-    return BoundRule((dims, *rest), (dims,), kinds)
+    kinds = {f: "whole" for operand in (names, *others) for d, f in enumerate(operand) if d not in shared}
+    return BoundRule((names, *others), (names,), kinds)
 
 
 @register_rule_function(aten.take_along_dim.default)
@@ -190,12 +194,11 @@ def _take_along_dim_rule(call: OpCall) -> BoundRule | None:
     result = call.result_shapes()[0]
     if call["dim"] is None or call.ndim("self") != call.ndim("indices"):
         return None
-    dims = factor_names(len(result))
-    at = wrap_dim(call["dim"], len(dims))
-    x = align_names(
-        call.shape("self"), [s if d != at else 1 for d, s in enumerate(result)], replace_dims(dims, [at], "x")
-    )
-    return BoundRule((x, align_names(call.shape("indices"), result, dims)), (dims,), {f"x{at}": "whole"})
+    names = factor_names(len(result))
+    dim = wrap_dim(call["dim"], len(names))
+    shape_without_dim = [size if d != dim else 1 for d, size in enumerate(result)]
+    x = align_names(call.shape("self"), shape_without_dim, replace_dims(names, [dim], "x"))
+    return BoundRule((x, align_names(call.shape("indices"), result, names)), (names,), {f"x{dim}": "whole"})
 
 
 @register_rule_function(aten.embedding.default)

@@ -27,7 +27,10 @@ rule(
 
 
 def _with_addend(text: str, whole: str) -> RuleFunction:
-    """Return a rule of a product plus a broadcast addend, which a partial sum would add on every rank."""
+    """Return a rule of a product plus a broadcast addend, which a partial sum would add on every rank.
+
+    `text` is the rule of the product; `whole` names the contracted factors, which are gathered.
+    """
     result = text.partition("->")[2].split()
 
     def instantiate(call: OpCall) -> BoundRule | None:
@@ -56,36 +59,37 @@ def _linear_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.linalg_matmul.default, aten.matmul.default)
 def _matmul_rule(call: OpCall) -> BoundRule | None:
-    left, right = call.ndim(0), call.ndim(1)
-    if left == 1 and right == 1:
-        return bind_rule(call, "i, i -> ", sum="i")
-    if left == 1:
-        return bind_rule(call, "i, ... i m -> ... m", sum="i")
-    if right == 1:
-        return bind_rule(call, "... n i, i -> ... n", sum="i")
-    return bind_rule(call, "... n i, ... i m -> ... n m", sum="i")
+    """Return the rule of a product of vectors, matrices or batches of matrices."""
+    texts = {
+        (True, True): "i, i -> ",
+        (True, False): "i, ... i m -> ... m",
+        (False, True): "... n i, i -> ... n",
+        (False, False): "... n i, ... i m -> ... n m",
+    }
+    return bind_rule(call, texts[call.ndim(0) == 1, call.ndim(1) == 1], sum="i")  # by whether an operand is a vector
 
 
 @register_rule_function(aten.einsum.default)
 def _einsum_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of the equation, or None if an operand has a label twice (a diagonal)."""
     equation = call["equation"].replace(" ", "")
-    left, arrow, result = equation.partition("->")
-    groups = [_equation_labels(group) for group in left.split(",")]
-    if any(len(set(group)) != len(group) for group in groups) or len(groups) != len(call.operands):
+    left, arrow, right = equation.partition("->")
+    operands = [_equation_labels(labels) for labels in left.split(",")]
+    if any(len(set(labels)) != len(labels) for labels in operands) or len(operands) != len(call.operands):
         return None
-    if not arrow:
+    if not arrow:  # the result has the labels that occur once, in alphabetical order
         once = sorted(c for c in set(left) - set(",.") if left.count(c) == 1)
-        result = ("..." if "..." in left else "") + "".join(once)
-    kept = _equation_labels(result)
-    contracted = {label for group in groups for label in group} - set(kept)
+        right = ("..." if "..." in left else "") + "".join(once)
+    result = _equation_labels(right)
+    contracted = {label for labels in operands for label in labels} - set(result)
     if "..." in contracted:
         return None
-    text = ", ".join(" ".join(group) for group in groups) + " -> " + " ".join(kept)
-    return bind_rule(call, text, sum=" ".join(sorted(contracted)), lazy=len(groups) == 1 and not contracted)
+    text = ", ".join(map(" ".join, operands)) + " -> " + " ".join(result)
+    return bind_rule(call, text, sum=" ".join(sorted(contracted)), lazy=len(operands) == 1 and not contracted)
 
 
 def _equation_labels(group: str) -> list[str]:
+    """Split "ab...c" into a, b, "..." and c."""
     head, dots, tail = group.partition("...")
     return [*head, *([dots] if dots else []), *tail]
 
@@ -95,13 +99,13 @@ def _reduce_rule(kind: str) -> RuleFunction:
 
     def instantiate(call: OpCall) -> BoundRule | None:
         """Return the rule of a reduction, or None if it returns other dims than its arguments define."""
-        dims = factor_names(call.ndim())
-        at = normalize_dims(call.get("dim"), len(dims)) if dims else ()
-        kept = replace_dims(dims, at, "")
-        result = kept if call.get("keepdim") else tuple(f for f in kept if f)
+        names = factor_names(call.ndim())
+        dims = normalize_dims(call.get("dim"), len(names)) if names else ()
+        with_keepdim = replace_dims(names, dims, "")
+        result = with_keepdim if call.get("keepdim") else tuple(f for f in with_keepdim if f)
         if len(result) != call.results()[0].ndim:  # all.dims reduces no dims for [], other ops reduce all
             return None
-        return along_dims(call, at, result, kind)
+        return along_dims(call, dims, result, kind)
 
     return instantiate
 
@@ -126,7 +130,6 @@ register_rule_function(aten.topk.default)(resize_dims("dim"))
 @register_rule_function(aten.diff.default)
 def _diff_rule(call: OpCall) -> BoundRule:
     """Return the rule of differences along a dim, with optional rows before and after it."""
-    dims = factor_names(call.ndim())
-    at = call.dim()
-    operands = tuple(replace_dims(dims, [at], f"operand{i}_") for i in range(len(call.operands)))
-    return BoundRule(operands, (replace_dims(dims, [at], "new"),), {o[at]: "whole" for o in operands})
+    names, dim = factor_names(call.ndim()), call.dim()
+    operands = tuple(replace_dims(names, [dim], f"operand{i}_") for i in range(len(call.operands)))
+    return BoundRule(operands, (replace_dims(names, [dim], "new"),), {operand[dim]: "whole" for operand in operands})

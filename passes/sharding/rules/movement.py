@@ -46,10 +46,11 @@ register_rule_function(aten.permute.default)(
 @register_rule_function(*parse_overloads("movedim.int movedim.intlist moveaxis.int moveaxis.intlist"))
 @_permute_rule
 def _move_dims(dims: Dims, call: OpCall) -> Dims:
+    """Return the dims with those of `source` at the positions of `destination`, and the others in order."""
     source, destination = (normalize_dims(call[name], len(dims)) for name in ("source", "destination"))
-    to = {d: dims[s] for s, d in zip(source, destination, strict=True)}
-    rest = iter(f for f in dims if f not in to.values())
-    return tuple(to[d] if d in to else next(rest) for d in range(len(dims)))
+    moved = {d: dims[s] for s, d in zip(source, destination, strict=True)}
+    others = iter(f for f in dims if f not in moved.values())
+    return tuple(moved[d] if d in moved else next(others) for d in range(len(dims)))
 
 
 @register_rule_function(*parse_overloads("swapaxes swapdims transpose.int"))
@@ -97,9 +98,9 @@ def _expand_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.unsqueeze.default)
 def _unsqueeze_rule(call: OpCall) -> BoundRule:
-    dims = factor_names(call.ndim())
-    at = wrap_dim(call["dim"], len(dims) + 1)
-    return BoundRule((dims,), ((*dims[:at], "", *dims[at:]),), lazy=True)
+    names = factor_names(call.ndim())
+    new_dim = wrap_dim(call["dim"], len(names) + 1)
+    return BoundRule((names,), ((*names[:new_dim], "", *names[new_dim:]),), lazy=True)
 
 
 @register_rule_function(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -109,16 +110,16 @@ def _squeeze_rule(call: OpCall) -> BoundRule | None:
     A requested dim that is longer is gathered, because a rank's part of it may have size 1.
     """
     shape = call.shape()
-    dims = factor_names(len(shape))
-    wanted = range(len(shape)) if "dim" not in call.args else normalize_dims(call["dim"], len(shape))
-    if call.get("dim") == []:
-        wanted = ()
-    removed = {d for d in wanted if shape and is_same_size(shape[d], 1)}
+    names = factor_names(len(shape))
+    requested: Sequence[int] = range(len(shape))
+    if "dim" in call.args and shape:
+        requested = normalize_dims(call["dim"], len(shape)) if call["dim"] != [] else ()
+    removed = {d for d in requested if is_same_size(shape[d], 1)}
     if len(shape) - len(removed) != len(call.result_shapes()[0]):
         return None
-    kinds = {dims[d]: "whole" for d in wanted if d not in removed and shape}
-    result = tuple(f for d, f in enumerate(dims) if d not in removed)
-    return BoundRule((replace_dims(dims, removed, ""),), (result,), kinds, lazy=True)
+    kinds = {names[d]: "whole" for d in requested if d not in removed}
+    result = tuple(f for d, f in enumerate(names) if d not in removed)
+    return BoundRule((replace_dims(names, removed, ""),), (result,), kinds, lazy=True)
 
 
 @register_rule_function(aten.repeat.default, aten.tile.default)
@@ -126,12 +127,12 @@ def _repeat_rule(call: OpCall) -> BoundRule:
     """Return a rule that passes dims that are repeated once; the others are gathered."""
     counts = call["repeats"] if "repeats" in call.args else call["dims"]
     ndim = max(call.ndim(), len(counts))
+    num_new = ndim - call.ndim()  # leading dims of the result that the operand does not have
     repeats = [1] * (ndim - len(counts)) + list(counts)
-    dims = factor_names(ndim)
-    operand = dims[ndim - call.ndim() :]
-    many = [d for d, times in enumerate(repeats) if not is_same_size(as_size(times), 1) or d < ndim - call.ndim()]
-    kinds = {dims[d]: "whole" for d in many if dims[d] in operand}
-    return BoundRule((operand,), (replace_dims(dims, many, "new"),), kinds, lazy=True)
+    names = factor_names(ndim)
+    changed = [d for d, times in enumerate(repeats) if d < num_new or not is_same_size(as_size(times), 1)]
+    kinds = {names[d]: "whole" for d in changed if d >= num_new}
+    return BoundRule((names[num_new:],), (replace_dims(names, changed, "new"),), kinds, lazy=True)
 
 
 @register_rule_function(aten.repeat_interleave.self_int)
@@ -147,11 +148,13 @@ DIM_BY_LETTER = {"r": 0, "v": 0, "h": 1, "d": 2}
 
 
 def _dim_argument(call: OpCall, ndim: int) -> int:
+    """Return the dim of a cat, stack or split, as an argument or by the name of the op."""
     return wrap_dim(call["dim"], ndim) if "dim" in call.args else min(DIM_BY_LETTER[str(call.node.target)[5]], ndim - 1)
 
 
 @register_rule_function(*parse_overloads("hstack vstack row_stack dstack"))
 def _stacked_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of a concatenation, or None if the op adds dims to its operands first."""
     ndim = len(call.result_shapes()[0])
     return _cat_rule(call) if all(call.ndim(i) == ndim for i in range(len(call.operands))) else None
 
@@ -163,27 +166,29 @@ def _cat_rule(call: OpCall) -> BoundRule:
     torch skips an operand of shape (0,) for any dims of the others.
     """
     ndim = len(call.result_shapes()[0])
-    dims, at = factor_names(ndim), _dim_argument(call, ndim)
+    names, dim = factor_names(ndim), _dim_argument(call, ndim)
     shapes = [call.shape(i) for i in range(len(call.operands))]
     skipped = [len(shape) == 1 and is_same_size(shape[0], 0) and ndim > 1 for shape in shapes]
-    parts = [i for i, shape in enumerate(shapes) if not skipped[i] and not is_same_size(shape[at], 0)]
-    alone = len(parts) == 1
-    rows = [(dims[at] if i in parts else "") if alone else f"part{i}" for i in range(len(shapes))]
-    operands = tuple(
-        ("",) if skip else (*dims[:at], row, *dims[at + 1 :]) for skip, row in zip(skipped, rows, strict=True)
-    )
-    if alone:
-        return BoundRule(operands, (dims,), lazy=True)
-    kinds = {row: "whole" for skip, row in zip(skipped, rows, strict=True) if not skip}
-    return BoundRule(operands, ((*dims[:at], "all", *dims[at + 1 :]),), kinds, lazy=True)
+    kinds: dict[str, str] = {}
+    nonempty = [i for i, shape in enumerate(shapes) if not skipped[i] and not is_same_size(shape[dim], 0)]
+    if len(nonempty) == 1:
+        joined = [names[dim] if i in nonempty else "" for i in range(len(shapes))]
+        result = names
+    else:
+        joined = [f"part{i}" for i in range(len(shapes))]
+        kinds = {name: "whole" for name, skip in zip(joined, skipped, strict=True) if not skip}
+        result = (*names[:dim], "all", *names[dim + 1 :])
+    pairs = zip(joined, skipped, strict=True)
+    operands = tuple(("",) if skip else (*names[:dim], name, *names[dim + 1 :]) for name, skip in pairs)
+    return BoundRule(operands, (result,), kinds, lazy=True)
 
 
 @register_rule_function(aten.stack.default)
 def _stack_rule(call: OpCall) -> BoundRule:
-    dims = factor_names(call.ndim())
-    at = wrap_dim(call["dim"], len(dims) + 1)
-    result = (*dims[:at], "stacked", *dims[at:])
-    return BoundRule(tuple(dims for _ in call.operands), (result,), lazy=True)
+    names = factor_names(call.ndim())
+    new_dim = wrap_dim(call["dim"], len(names) + 1)
+    result = (*names[:new_dim], "stacked", *names[new_dim:])
+    return BoundRule(tuple(names for _ in call.operands), (result,), lazy=True)
 
 
 @register_rule_function(aten.meshgrid.default, aten.meshgrid.indexing)
@@ -196,15 +201,15 @@ def _meshgrid_rule(call: OpCall) -> BoundRule | None:
     return BoundRule(tuple((f,) for f in dims), tuple(result for _ in dims), lazy=True)
 
 
-def _pieces_rule(call: OpCall, at: int, spans: Sequence[tuple[Size, Size]]) -> BoundRule:
+def _pieces_rule(call: OpCall, dim: int, spans: Sequence[tuple[Size, Size]]) -> BoundRule:
     """Return a rule whose results are contiguous pieces, (start, length) along the dim.
 
-    Positions may be tensor operands.
+    Further tensor operands are positions (tensor_split), which are gathered.
     """
-    dims = factor_names(call.ndim())
-    where = [factor_names(call.ndim(i), f"where{i}_") for i in range(1, len(call.operands))]
-    kinds = {dims[at]: "window", **{f: "whole" for vector in where for f in vector}}
-    return BoundRule((dims, *where), (dims,) * len(spans), kinds, lazy=True, spans=tuple(spans))
+    names = factor_names(call.ndim())
+    positions = [factor_names(call.ndim(i), f"where{i}_") for i in range(1, len(call.operands))]
+    kinds = {names[dim]: "window", **{f: "whole" for operand in positions for f in operand}}
+    return BoundRule((names, *positions), (names,) * len(spans), kinds, lazy=True, spans=tuple(spans))
 
 
 @register_rule_function(aten.flip.default)
@@ -225,17 +230,18 @@ def pad_rule(call: OpCall) -> BoundRule:
     widths = [as_size(w) for w in call["pad"]]
     ndim = call.ndim()
     pairs = {ndim - 1 - i // 2: widths[i : i + 2] for i in range(0, len(widths), 2)}
-    at = [d for d, pair in pairs.items() if not all(is_same_size(w, 0) for w in pair)]
-    if len(at) == 1 and all(isinstance(w, int) and w <= 0 for w in pairs[at[0]]):
-        return _pieces_rule(call, at[0], [(-pairs[at[0]][0], call.result_shapes()[0][at[0]])])
-    return _gathered_at(call, at, replace_dims(factor_names(ndim), at, "padded"))
+    padded = [d for d, pair in pairs.items() if not all(is_same_size(w, 0) for w in pair)]
+    if len(padded) == 1 and all(isinstance(w, int) and w <= 0 for w in pairs[padded[0]]):
+        before, _ = pairs[padded[0]]
+        return _pieces_rule(call, padded[0], [(-before, call.result_shapes()[0][padded[0]])])
+    return _gathered_at(call, padded, replace_dims(factor_names(ndim), padded, "padded"))
 
 
 @register_rule_function(aten.diagonal.default)
 def _diagonal_rule(call: OpCall) -> BoundRule:
-    dims = factor_names(call.ndim())
-    at = [wrap_dim(call["dim1"], len(dims)), wrap_dim(call["dim2"], len(dims))]
-    return _gathered_at(call, at, (*(f for d, f in enumerate(dims) if d not in at), "diagonal"))
+    names = factor_names(call.ndim())
+    dims = [wrap_dim(call["dim1"], len(names)), wrap_dim(call["dim2"], len(names))]
+    return _gathered_at(call, dims, (*(f for d, f in enumerate(names) if d not in dims), "diagonal"))
 
 
 @register_rule_function(aten.tril.default, aten.triu.default)
@@ -246,15 +252,15 @@ def _triangle_rule(call: OpCall) -> BoundRule:
 
 def unfold_rule(call: OpCall) -> BoundRule:
     """Return the rule of unfold: windows replace the rows, and a last dim has the rows of each."""
-    at = wrap_dim(call.get("dim", call.get("dimension")), call.ndim())
-    dims = factor_names(call.ndim())
-    return _gathered_at(call, [at] if dims else [], (*replace_dims(dims, [at], "windows"), "window"))
+    dim = wrap_dim(call.get("dim", call.get("dimension")), call.ndim())
+    names = factor_names(call.ndim())
+    return _gathered_at(call, [dim] if names else [], (*replace_dims(names, [dim], "windows"), "window"))
 
 
 @register_rule_function(aten.select.int, aten.unbind.int)
 def _select_rule(call: OpCall) -> BoundRule:
-    dims, at = factor_names(call.ndim()), call.dim()
-    return _gathered_at(call, [at], dims[:at] + dims[at + 1 :])
+    names, dim = factor_names(call.ndim()), call.dim()
+    return _gathered_at(call, [dim], names[:dim] + names[dim + 1 :])
 
 
 @register_rule_function(aten.slice.Tensor)
@@ -269,9 +275,9 @@ def _slice_rule(call: OpCall) -> BoundRule:
     else:
         start = _slice_start(call["start"], call["end"], extent, length)
     if start is None:
-        dims = factor_names(call.ndim())
-        result = replace_dims(dims, [dim], "sliced")
-        return replace(_gathered_at(call, [dim], result), picks={result[dim]: dims[dim]})
+        names = factor_names(call.ndim())
+        result = replace_dims(names, [dim], "sliced")
+        return replace(_gathered_at(call, [dim], result), picks={result[dim]: names[dim]})
     return _pieces_rule(call, dim, [(start, length)])
 
 
@@ -282,16 +288,14 @@ def _slice_start(start: Any, end: Any, extent: Size, length: Size) -> Size | Non
         return min(max(start, 0), extent)
     end = extent if end is None else normalize_position(as_size(end), extent)
     # A length of exactly end - start, or one that extends to the end, implies that the start was not clamped.
-    unclamped = is_same_size(start, 0) or is_same_size(length, end - start) or is_same_size(length, extent - start)
-    return start if unclamped else None
+    is_exact = is_same_size(start, 0) or is_same_size(length, end - start) or is_same_size(length, extent - start)
+    return start if is_exact else None
 
 
 @register_rule_function(aten.narrow.default)
 def _narrow_rule(call: OpCall) -> BoundRule:
-    dim = call.dim()
-    return _pieces_rule(
-        call, dim, [(normalize_position(as_size(call["start"]), call.shape()[dim]), as_size(call["length"]))]
-    )
+    start = normalize_position(as_size(call["start"]), call.shape()[call.dim()])
+    return _pieces_rule(call, call.dim(), [(start, as_size(call["length"]))])
 
 
 SPLIT_OPS = parse_overloads("""

@@ -10,6 +10,7 @@ of each position and a masked sum.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from ._build import bind_rule, factor_names, gathered_dims, replace_dims, resize
 aten = torch.ops.aten
 
 
-def _affine_rule(call: OpCall, text: str, each: str, whole: str = "") -> BoundRule | None:
-    """Bind `text` as dims of the input and the result, and `each` as dims of every further operand."""
-    operands = ", ".join([text, *([each] * (len(call.operands) - 1))])
-    return bind_rule(call, f"{operands} -> {text}", whole=whole)
+def _affine_rule(call: OpCall, dims: str, weight_dims: str, whole: str = "") -> BoundRule | None:
+    """Return a rule with these dims of the input and the result, and others of the weight, the bias and statistics."""
+    operands = ", ".join([dims, *([weight_dims] * (len(call.operands) - 1))])
+    return bind_rule(call, f"{operands} -> {dims}", whole=whole)
 
 
 @register_rule_function(aten.batch_norm.default)
@@ -51,17 +52,17 @@ def _instance_norm_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.layer_norm.default, aten.rms_norm.default)
 def _layer_norm_rule(call: OpCall) -> BoundRule | None:
-    each = " ".join(factor_names(len(call["normalized_shape"]), "n"))
-    return _affine_rule(call, f"... {each}", each, whole=each)
+    normalized = " ".join(factor_names(len(call["normalized_shape"]), "n"))
+    return _affine_rule(call, f"... {normalized}", normalized, whole=normalized)
 
 
 @register_rule_function(aten.cosine_similarity.default)
 def _cosine_similarity_rule(call: OpCall) -> BoundRule | None:
     if call.ndim(0) != call.ndim(1) or not call.ndim():
         return None
-    dims, at = factor_names(call.ndim()), call.dim()
-    text = " ".join(dims)
-    return bind_rule(call, f"{text}, {text} -> {' '.join(dims[:at] + dims[at + 1 :])}", whole=dims[at])
+    names, dim = factor_names(call.ndim()), call.dim()
+    result = " ".join(names[:dim] + names[dim + 1 :])
+    return bind_rule(call, f"{' '.join(names)}, {' '.join(names)} -> {result}", whole=names[dim])
 
 
 @register_rule_function(aten.pairwise_distance.default)
@@ -73,11 +74,12 @@ def _pairwise_distance_rule(call: OpCall) -> BoundRule | None:
 @register_rule_function(aten.native_layer_norm.default)
 def _native_layer_norm_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of layer norm with mean and reciprocal deviation, whose normalized dims have size 1."""
-    size = len(call["normalized_shape"])
-    dims = factor_names(call.ndim())
-    tail = dims[len(dims) - size :]
-    kept = replace_dims(dims, range(len(dims) - size, len(dims)), "")
-    return BoundRule((dims, *([tail] * (len(call.operands) - 1))), (dims, kept, kept), dict.fromkeys(tail, "whole"))
+    names = factor_names(call.ndim())
+    num_rows = len(names) - len(call["normalized_shape"])  # number of dims that are not normalized
+    features = names[num_rows:]
+    statistics = replace_dims(names, range(num_rows, len(names)), "")
+    operands = (names, *([features] * (len(call.operands) - 1)))
+    return BoundRule(operands, (names, statistics, statistics), dict.fromkeys(features, "whole"))
 
 
 register_rule_function(aten.glu.default)(resize_dims("dim"))
@@ -99,15 +101,15 @@ def _softmax_backward_rule(call: OpCall) -> BoundRule | None:
 @register_rule_function(aten.native_layer_norm_backward.default)
 def _layer_norm_backward_rule(call: OpCall) -> BoundRule | None:
     """Return a rule in which gradients of the weight and the bias are sums over all rows."""
-    rows = call.ndim() - len(call["normalized_shape"])
-    dims = factor_names(call.ndim())
-    row, features = dims[:rows], dims[rows:]
-    of_row = (*row, *[""] * len(features))
+    names = factor_names(call.ndim())
+    num_rows = call.ndim() - len(call["normalized_shape"])  # number of dims that are not normalized
+    rows, features = names[:num_rows], names[num_rows:]
+    statistics = (*rows, *[""] * len(features))
     weights = [features for name in ("weight", "bias") if call[name] is not None]
-    results = [dims, features, features]
-    made = [r for r, wanted in zip(results, call["output_mask"]) if wanted]
-    kinds = {**dict.fromkeys(row, "sum"), **dict.fromkeys(features, "whole")}
-    return BoundRule((dims, dims, of_row, of_row, *weights), tuple(made), kinds)
+    gradients = (names, features, features)  # of the input, the weight and the bias
+    results = tuple(compress(gradients, call["output_mask"]))
+    kinds = {**dict.fromkeys(rows, "sum"), **dict.fromkeys(features, "whole")}
+    return BoundRule((names, names, statistics, statistics, *weights), results, kinds)
 
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
@@ -123,6 +125,7 @@ LOSS_RULES = parse_overloads("""
 
 @register_rule_function(*LOSS_RULES)
 def _elementwise_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of a loss of each element, which may be reduced over all of them."""
     operands = ", ".join("..." for _ in call.operands)
     if call["reduction"] == NONE:
         return bind_rule(call, f"{operands} -> ...")
@@ -140,6 +143,7 @@ ROW_LOSSES = {
 
 @register_rule_function(*ROW_LOSSES)
 def _row_loss_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of a loss of each row, whose classes are gathered; None without a batch."""
     plain, weighted, rows = ROW_LOSSES[call.node.target]
     if call.ndim() < 2:
         return None
@@ -165,6 +169,7 @@ def _cross_entropy_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.nll_loss.default, aten.nll_loss2d.default, aten.nll_loss_nd.default)
 def _class_loss_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of a loss with class indices as targets, in which padding has the target ignore_index."""
     dims, positions = _loss_dims(call)
     return _reduced_loss(
         call, (dims, positions), positions, _REDUCTION_KIND.get(call["reduction"]), (1, call["ignore_index"])
@@ -178,6 +183,15 @@ def _loss_dims(call: OpCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _reduced_loss(call: OpCall, operands: Any, positions: Any, kind: str | None, pad: Any) -> BoundRule:
+    """Return the rule of a loss over classes.
+
+    Args:
+        call: Call of the op.
+        operands: Dims of the input and the target.
+        positions: Dims without the classes, over which the loss may be reduced.
+        kind: Kind of the reduction; None for a loss per position.
+        pad: Operand and value that remove padding from the reduction, or None.
+    """
     weight = (("c",),) if call["weight"] is not None else ()
     kinds = {"c": "whole"} | (dict.fromkeys(positions, kind) if kind else {})
     return BoundRule((*operands, *weight), (() if kind else positions,), kinds, pad=pad if kind else None)

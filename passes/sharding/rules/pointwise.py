@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile.passes.graph.call import OpCall, parse_overloads
-from sp_compile.passes.sharding.rule import POINTWISE, BoundRule, lookup_rule, register_rule_function, rule
+from sp_compile.passes.sharding.rule import POINTWISE, BoundRule, register_rule_function, rule, rule_of
 
 from ._build import along_dims, bind_rule, factor_names
 
@@ -81,14 +81,17 @@ SMOOTH_OPS = parse_overloads("""
 
 def is_smooth(node: Node) -> bool:
     """Return True if the call is finite, with finite derivatives, wherever its operands are finite."""
-    call, rule = lookup_rule(node) or (None, None)
-    if call is None or rule is None or not (rule.lazy or node.target in SMOOTH_OPS):
+    rule = rule_of(node)
+    if rule is None or not (rule.lazy or node.target in SMOOTH_OPS):
         return False
+    call = OpCall(node)
     fill, eps = call.get("value"), call.get("eps")
-    return not (isinstance(fill, float) and not math.isfinite(fill)) and (eps is None or eps > 0)
+    if isinstance(fill, float) and not math.isfinite(fill):
+        return False
+    return eps is None or eps > 0
 
 
 def is_pure_move(node: Node) -> bool:
     """Return True if the op only moves or casts elements."""
-    _, rule = lookup_rule(node) or (None, None)
+    rule = rule_of(node)
     return rule is not None and rule.lazy and is_smooth(node)

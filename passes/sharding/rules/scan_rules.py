@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from sp_compile.passes.graph.call import OpCall
-from sp_compile.passes.graph.sizes import Size
 from sp_compile.passes.sharding.placement import Placement, Replicate, Shard
 from sp_compile.passes.sharding.rule import BoundRule, Dims, register_rule_function
 
@@ -31,30 +30,27 @@ def _cumulative_rule(call: OpCall) -> BoundRule:
 def _scan_rule(call: OpCall) -> BoundRule:
     """Return "... s ..., ... s ... -> ... s ...": x, and segment ids, one per position or broadcast to x."""
     dims = factor_names(call.ndim())
-    at = dims[call.dim() :][:1]
+    scanned = dims[call.dim() :][:1]
     segments = [
-        at if len(shape) == 1 else align_names(shape, call.shape(), dims)
+        scanned if len(shape) == 1 else align_names(shape, call.shape(), dims)
         for shape in map(call.shape, range(1, len(call.operands)))
     ]
-    return _framed_scan_rule(call, (dims, *segments), dims, at)
+    return _framed_scan_rule(call, (dims, *segments), dims, scanned)
 
 
 @register_rule_function(sp.linear_scan.default)
 def _linear_scan_rule(call: OpCall) -> BoundRule:
     """Return "... s ..., ... s ..., ... ... -> ... s ...": a, b, and the replicated initial state."""
-    full: tuple[Size, ...] = call.result_shapes()[0]
-    dims = factor_names(len(full))
-    at = call.dim(operand=1)
-    rows = tuple(align_names(call.shape(i), full, dims) for i in range(2))
-    before = [
-        align_names(call.shape(i), full[:at] + full[at + 1 :], dims[:at] + dims[at + 1 :])
-        for i in range(2, len(call.operands))
-    ]
-    return _framed_scan_rule(call, (*rows, *before), dims, dims[at : at + 1], invariant=(2,))
+    shape, dim = call.result_shapes()[0], call.dim(operand=1)
+    names = factor_names(len(shape))
+    rows = tuple(align_names(call.shape(i), shape, names) for i in range(2))
+    state_shape, state_names = shape[:dim] + shape[dim + 1 :], names[:dim] + names[dim + 1 :]
+    states = [align_names(call.shape(i), state_shape, state_names) for i in range(2, len(call.operands))]
+    return _framed_scan_rule(call, (*rows, *states), names, names[dim : dim + 1], invariant=(2,))
 
 
 def _framed_scan_rule(
-    call: OpCall, operands: tuple[Dims, ...], result: Dims, at: Dims, invariant: Sequence[int] = ()
+    call: OpCall, operands: tuple[Dims, ...], result: Dims, scanned: Dims, invariant: Sequence[int] = ()
 ) -> BoundRule:
     """Return the rule of a scan, with placements if the call has a frame.
 
@@ -62,17 +58,17 @@ def _framed_scan_rule(
         call: Call of the op.
         operands: Dims of the operands.
         result: Dims of the results.
-        at: Name of the scanned dim; empty for 0-dim tensors.
+        scanned: Name of the scanned dim; empty for 0-dim tensors.
         invariant: Operands whose gradients are equal on all ranks.
     """
     results = tuple(result for _ in call.results())
-    kinds = dict.fromkeys(at, "scan")
-    if call["frame"] is None or not at:
+    kinds = dict.fromkeys(scanned, "scan")
+    if call["frame"] is None or not scanned:
         return BoundRule(operands, results, kinds)
     frame = call_frame(call)[0]
     wants: list[Placement] = [
-        Shard(dims.index(at[0]), frame) if at[0] in dims else Replicate(partial_grad=i not in invariant)
+        Shard(dims.index(scanned[0]), frame) if scanned[0] in dims else Replicate(partial_grad=i not in invariant)
         for i, dims in enumerate(operands)
     ]
-    gives = Shard(result.index(at[0]), frame)
-    return BoundRule(operands, results, kinds, operand_placements=tuple(wants), result_placements=gives)
+    result_shard = Shard(result.index(scanned[0]), frame)
+    return BoundRule(operands, results, kinds, operand_placements=tuple(wants), result_placements=result_shard)
