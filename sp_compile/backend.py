@@ -96,7 +96,7 @@ def lower(
     session.exchange_facts(program.graph, program.inputs)
     if not session.splits:
         return lower_unsplit(program, options, session)
-    if not session.named and program.has_only_user_exchanges():
+    if not session.names_sequence and program.has_only_user_exchanges():
         log.info("%s", UNSPLIT_NOTE.text)
         return lower_unsplit(program, options, CompileSession(), UNSPLIT_NOTE)
     return SplitProgram.capture(program, options, session, repeats).lower()

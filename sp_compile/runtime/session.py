@@ -77,10 +77,10 @@ class CompileSession:
         aligned: Groups whose ranks all have the same rows of the sequence; None for all.
         given: The options by name, as the user passed them; they may be invalid.
         options: The options, or the defaults if an option is invalid.
-        named: True if the options name the ranks or the dims of a sequence.
+        names_sequence: True if the options name the ranks or the dims of a sequence.
         problem: The error of an invalid mesh, or None.
         sequence: [ranks] if the program has groups and a sequence, else [].
-        everyone: The groups, and the ranks of the sequence.
+        all_groups: The groups, and the ranks of the sequence.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class CompileSession:
         self.given, self.mode = given if isinstance(given, Mapping) else {}, mode
         mesh, mesh_dim = self.given.get("mesh"), self.given.get("mesh_dim")
         self.has_mesh = mesh is not None
-        self.named = self.has_mesh or self.given.get("seq_dims", "auto") != "auto"
+        self.names_sequence = self.has_mesh or self.given.get("seq_dims", "auto") != "auto"
         self.options = _parse_or_default(self.given)
         self.groups = program_groups(gm, inputs) if gm is not None else []
         self.splits = not self.groups or can_split_sequence(mesh, mesh_dim, self.groups)
@@ -103,7 +103,7 @@ class CompileSession:
         resolved, self.problem = _resolve_or_single(mesh, mesh_dim) if must_resolve else (SINGLE_RANK, None)
         self.ranks = resolved if self.splits else SINGLE_RANK
         self.sequence = [self.ranks] if self.groups and self.splits and self.problem is None else []
-        self.everyone = [*self.groups, *(ranks for ranks in self.sequence if ranks not in self.groups)]
+        self.all_groups = [*self.groups, *(ranks for ranks in self.sequence if ranks not in self.groups)]
         self.facts: dict[str, InputFacts] = {}
         self.grids: dict[str, GroupGrid] = {}
         self.aligned: frozenset[str] | None = None
@@ -112,9 +112,9 @@ class CompileSession:
     @cached_property
     def _protocol(self) -> CompileProtocol:
         """Return the protocol with all exchanges of the compilation, in order."""
-        exchanges = [(ranks, "inputs") for ranks in self.groups] + [(ranks, "place") for ranks in self.everyone]
-        exchanges += [(ranks, "machine") for ranks in self.everyone if self.sequence]
-        return CompileProtocol(exchanges + [(ranks, "programs") for ranks in self.everyone])
+        exchanges = [(ranks, "inputs") for ranks in self.groups] + [(ranks, "place") for ranks in self.all_groups]
+        exchanges += [(ranks, "machine") for ranks in self.all_groups if self.sequence]
+        return CompileProtocol(exchanges + [(ranks, "programs") for ranks in self.all_groups])
 
     # Before the passes.
 
@@ -161,7 +161,7 @@ class CompileSession:
 
     def _place_groups(self) -> None:
         """Set `grids`, `aligned` and the grids of `facts`: the relation of the groups and the ranks of the sequence."""
-        self.grids = group_grids(self.everyone, lambda ranks, place: self._protocol.exchange(ranks, "place", place))
+        self.grids = group_grids(self.all_groups, lambda ranks, place: self._protocol.exchange(ranks, "place", place))
         self.facts = {name: replace(facts, grid=self.grids[name]) for name, facts in self.facts.items()}
         if self.sequence:
             self.aligned = frozenset(name for name in self.facts if self.ranks.group in self.grids[name].level)
@@ -176,7 +176,7 @@ class CompileSession:
         if not self.measures or self.ranks.process_group is None:
             return None
         machine = measure.machine(self.ranks, device, make_exchange(self.ranks, MEASURE_VERB))
-        for ranks in self.everyone:  # over the axes of a grid this gives the minimum of all ranks
+        for ranks in self.all_groups:  # over the axes of a grid this gives the minimum of all ranks
             machines = self._protocol.exchange(ranks, "machine", machine)
             machine = min(filter(None, machines), key=astuple)
         return machine
@@ -185,7 +185,7 @@ class CompileSession:
     def show_compiling(self, gm: GraphModule) -> Iterator[None]:
         """Send heartbeats to waiting ranks in the context, and show the progress to the user."""
         done = threading.Event()
-        channels = [*filter(None, map(channel_of, dict.fromkeys([*self.everyone, self.ranks])))]
+        channels = [*filter(None, map(channel_of, dict.fromkeys([*self.all_groups, self.ranks])))]
 
         def send_heartbeats() -> None:
             """Send heartbeats until the compilation ends."""
@@ -219,14 +219,14 @@ class CompileSession:
         Otherwise the result is False.
         """
         is_same, digest = self._is_grid(), self._program_hash(gm)
-        for ranks in self.everyone:
+        for ranks in self.all_groups:
             answers = self._protocol.exchange(ranks, "programs", (is_same, digest))
             is_same = all(answer == (True, digest) for answer in answers)
         return is_same
 
     def _is_grid(self) -> bool:
         """Return True if each two groups are axes of a grid, or one contains the other."""
-        for a, b in combinations([ranks.group for ranks in self.everyone], 2):
+        for a, b in combinations([ranks.group for ranks in self.all_groups], 2):
             are_axes = b in self.grids[a].level and a in self.grids[b].level
             if not are_axes and b not in self.grids[a].enclosing and a not in self.grids[b].enclosing:
                 return False
@@ -234,7 +234,7 @@ class CompileSession:
 
     def _program_hash(self, gm: GraphModule) -> int:
         """Return a hash of the graph, the groups of its collectives, and the facts of its inputs."""
-        numbers = {ranks.group: i for i, ranks in enumerate(self.everyone)}
+        numbers = {ranks.group: i for i, ranks in enumerate(self.all_groups)}
         groups = [sorted(numbers.get(name, -1) for name in named_groups(node)) for node in gm.graph.nodes]
         facts = [self.facts[ranks.group] for ranks in self.groups]
         labels = [[sorted(names) for names in (x.differing, x.equal or (), x.constants)] for x in facts]
@@ -242,7 +242,7 @@ class CompileSession:
             [sorted(numbers[name] for name in names) for names in (grid.level, grid.parallel, grid.enclosing)]
             for grid in self.grids.values()
         ]
-        sizes = [ranks.n for ranks in self.everyone]
+        sizes = [ranks.n for ranks in self.all_groups]
         return hash_text(str((graph_digest(gm).digest, groups, labels, relations, sizes)))
 
     def compares_gradients(self, ranks: Ranks) -> bool:
