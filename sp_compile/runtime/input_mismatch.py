@@ -37,7 +37,7 @@ def find_input_mismatch(
         inputs = [{name: records[name] for name in common} for records in inputs]
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
-    names.sort(key=lambda name: name in first and _is_number(first[name]))
+    names.sort(key=lambda name: name in first and _is_python_scalar(first[name]))
     mismatch = None if names else _find_gradient_mismatch([message.program.trained for message in messages])
     if mismatch is not None:
         return mismatch
@@ -52,7 +52,7 @@ def find_input_mismatch(
         rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
     rows = [row or "the same inputs as the others" for row in rows]
     if sizes_differ:
-        are_numbers = bool(names) and _is_number(first[names[0]])
+        are_numbers = bool(names) and _is_python_scalar(first[names[0]])
         difference = "different numbers" if are_numbers else "inputs of different sizes"
         return SpError("SP632", format_mismatch(f"{summary} {difference}", rows))
     if not same_names or not is_same_program:
@@ -73,8 +73,8 @@ def find_input_mismatch(
     return error if assumed.isdisjoint(names) else SpError(code, error.cause, f"{error.fix} {LATER_CAUSE}")
 
 
-def _is_number(record: InputRecord) -> bool:
-    """Return True for a number, whose size is its value; that of a tensor is a shape in parentheses."""
+def _is_python_scalar(record: InputRecord) -> bool:
+    """Return True for a number: its `size` is its value. That of a tensor is a shape, in parentheses."""
     return "(" not in record.size
 
 
