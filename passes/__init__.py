@@ -18,17 +18,12 @@ _PASS_MODULES = {
 
 @cache
 def _pass_classes() -> dict[str, type]:
-    """Return the classes of passes, notes, runs and contexts, by name."""
+    """Return the classes of passes, notes, runs and contexts in all submodules, by name."""
     from . import base
 
-    own = [
-        x for module in base.import_submodules(__name__, __path__) for x in vars(module).values() if isinstance(x, type)
-    ]
-    return {
-        x.__name__: x
-        for x in own
-        if issubclass(x, (base.Pass, base.PassContext, base.Note, base.NoteKind, base.PassRun))
-    }
+    exported = (base.Pass, base.PassContext, base.Note, base.NoteKind, base.PassRun)
+    members = [x for module in base.import_submodules(__name__, __path__) for x in vars(module).values()]
+    return {x.__name__: x for x in members if isinstance(x, type) and issubclass(x, exported)}
 
 
 def __getattr__(name: str) -> Any:

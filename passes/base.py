@@ -5,7 +5,7 @@
 
         requires = frozenset({"normalized"})
 
-        def apply(self, gm, job):
+        def apply(self, gm, job):                           # gm: a torch.fx graph; job: its PassContext
             ...
             return number_of_changes
 
@@ -31,7 +31,7 @@ from typing import Any, ClassVar, TypeVar
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from sp_compile.lowering.base.errors import node_line
+from sp_compile.lowering.base.errors import SpError, node_line
 from sp_compile.lowering.base.layers import node_layer
 from sp_compile.lowering.base.progress import set_step
 from sp_compile.lowering.base.ranks import Ranks
@@ -116,20 +116,20 @@ class Pass(PassBase, GraphEditor):
         set_step(f"pass {self.name}")
         self.gm, self.job, self.notes = gm, job, []
         self.edit(gm.graph)
-        before = _join_lines(gm) if is_tracing_enabled() else ""
-        nodes, start = len(gm.graph.nodes), time.perf_counter()
+        text_before = gm.print_readable(print_output=False) if is_tracing_enabled() else ""
+        nodes_before, start = len(gm.graph.nodes), time.perf_counter()
         self.changes = self.apply(gm, job)
         if self.changes:
             self.gm.graph.lint()
             self.gm.recompile()
             job.invalidate()
-        seconds, more = time.perf_counter() - start, len(self.gm.graph.nodes) - nodes
-        job.runs.append(PassRun(self.name, self.requires, self.provides, self.changes, more, seconds))
+        seconds, added_nodes = time.perf_counter() - start, len(self.gm.graph.nodes) - nodes_before
+        job.runs.append(PassRun(self.name, self.requires, self.provides, self.changes, added_nodes, seconds))
         job.notes += [note for note in dict.fromkeys(self.notes) if note not in job.notes]
         log.debug("after %s: %d changes, %d nodes", self.name, self.changes, len(self.gm.graph.nodes))
-        if self.changes and before:
-            trace_graph(f"sp_before_{self.name}", before)
-            trace_graph(f"sp_after_{self.name}", _join_lines(self.gm))
+        if self.changes and text_before:
+            trace_graph(f"sp_before_{self.name}", text_before)
+            trace_graph(f"sp_after_{self.name}", self.gm.print_readable(print_output=False))
         return self.notes
 
     def __call__(self, graph_module: GraphModule) -> PassResult:
@@ -187,26 +187,26 @@ class Passes(Pass):
         return cls.steps
 
     def apply(self, gm: GraphModule, job: Any) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Run the parts that apply to the job, until one refuses the graph; return the sum of their changes."""
         changes = 0
         for part in self.parts():
-            one = part.of(job)
-            if one is not None and job.refusal is None:
-                self.notes += one.run(self.gm, job)
-                self.gm, changes = one.gm, changes + one.changes
+            step = part.of(job)
+            if step is not None and job.refusal is None:
+                self.notes += step.run(self.gm, job)
+                self.gm, changes = step.gm, changes + step.changes
         return changes
 
     def run(self, gm: GraphModule, job: PassContext) -> list[Note]:
-        """Run the passes on a graph and return their notes."""
+        """Run the passes on a graph and return their notes; only the parts are recorded in `job.runs`."""
         self.gm, self.job, self.notes = gm, job, []
         self.changes = self.apply(gm, job)
         return self.notes
 
 
-def iterate_passes(one: type[Pass]) -> tuple[type[Pass], ...]:
-    """Return all the passes that a pass contains, in order, each before the one that contains it."""
-    parts = [part for each in one.parts() for part in iterate_passes(each)] if issubclass(one, Passes) else []
-    return (*parts, one)
+def iterate_passes(root: type[Pass]) -> tuple[type[Pass], ...]:
+    """Return a pass and all passes that it contains, in order, each before the one that contains it."""
+    parts = root.parts() if issubclass(root, Passes) else ()
+    return (*(contained for part in parts for contained in iterate_passes(part)), root)
 
 
 class CanonicalPass(Pass):
@@ -227,13 +227,13 @@ PASSES: Table[type[Pass]] = Table("passes")
 """Canonical and collective passes, by name; `with PASSES.register(...)` registers one for a block."""
 
 
-def register_pass(one: type[P]) -> type[P]:
+def register_pass(pass_class: type[P]) -> type[P]:
     """Register a CanonicalPass or a CollectivePass.
 
     `requires` and `provides` determine its position.
 
     Args:
-        one: The class of the pass.
+        pass_class: The class of the pass.
 
     Returns:
         The class, so that the function can be a decorator.
@@ -241,13 +241,13 @@ def register_pass(one: type[P]) -> type[P]:
     Raises:
         SpError: Another pass has the same name.
     """
-    PASSES.register(one.name, one)
-    return one
+    PASSES.register(pass_class.name, pass_class)
+    return pass_class
 
 
 def registered_passes(kind: type[P]) -> list[type[P]]:
     """Return all registered passes of a kind, in an order of their properties, then by name."""
-    return list(order_passes(tuple(one for one in PASSES.values() if issubclass(one, kind))))
+    return list(order_passes(tuple(entry for entry in PASSES.values() if issubclass(entry, kind))))
 
 
 def import_submodules(package: str, folder: Iterable[str]) -> list[ModuleType]:
@@ -274,16 +274,17 @@ def order_passes(passes: tuple[type[P], ...]) -> tuple[type[P], ...]:
         The classes in order; independent ones by name.
 
     Raises:
-        ValueError: Some passes require each other.
+        SpError: Some passes require each other.
     """
-    left = {one.name: one for one in sorted(passes, key=lambda one: one.name)}
-    before = {
-        name: [other.name for other in left.values() if other.provides & one.requires] for name, one in left.items()
+    by_name = {entry.name: entry for entry in sorted(passes, key=lambda entry: entry.name)}
+    predecessors = {
+        name: [provider.name for provider in by_name.values() if provider.provides & entry.requires]
+        for name, entry in by_name.items()
     }
     try:
-        return tuple(left[name] for name in TopologicalSorter(before).static_order())
+        return tuple(by_name[name] for name in TopologicalSorter(predecessors).static_order())
     except CycleError as error:
-        raise ValueError(f"these passes require each other: {' -> '.join(error.args[1])}") from error
+        raise SpError("SP909", f"these passes require each other: {' -> '.join(error.args[1])}.") from error
 
 
 @cache
@@ -295,23 +296,21 @@ def check_pass_order(passes: tuple[type[Pass], ...], initial: frozenset[str] = C
         initial: The properties of the graph before the first pass.
 
     Raises:
-        ValueError: A required property is not provided before, or is provided again later.
+        SpError: A required property is not provided before, or is provided again later.
     """
     provided = set(initial)
-    for i, one in enumerate(passes):
-        missing = one.requires - provided
+    for i, entry in enumerate(passes):
+        missing = entry.requires - provided
         if missing:
-            raise ValueError(f"{one.name} requires {_quote_names(missing)}, which no earlier pass provides")
+            raise SpError("SP909", f"{entry.name} requires {_quote_names(missing)}, which no earlier pass provides.")
         for later in passes[i:]:
-            late = one.requires & later.provides
+            late = entry.requires & later.provides
             if late:
-                raise ValueError(f"{one.name} requires {_quote_names(late)}, and {later.name} provides it later")
-        provided |= one.provides
+                raise SpError(
+                    "SP909", f"{entry.name} requires {_quote_names(late)}, and {later.name} provides it later."
+                )
+        provided |= entry.provides
 
 
 def _quote_names(names: Iterable[str]) -> str:
     return " and ".join(map(repr, sorted(names)))
-
-
-def _join_lines(gm: GraphModule) -> str:
-    return gm.print_readable(print_output=False)

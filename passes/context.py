@@ -59,23 +59,14 @@ FALLBACKS = (NoteKind.GATHERED, NoteKind.REPLICATED, NoteKind.SEQUENCE_LOST)
 
 @dataclass(frozen=True)
 class Note:
-    """One line of the report on a node of the user's program, or on the graph.
-
-    Args:
-        kind: The kind of event.
-        subject: The pass, option, input or result that the line is about, as the kind defines it.
-        text: The explanation, for people alone: no code depends on it.
-        node: The name of the node; "graph" for all of them.
-        where: The user's source line.
-        layer: The path of the node's layer in the model.
-    """
+    """One line of the report on a node of the user's program, or on the graph."""
 
     kind: NoteKind
-    subject: str
-    text: str = ""
-    node: str = "graph"
-    where: str = "the graph"
-    layer: str = field(default="", compare=False)
+    subject: str  # the pass, option, input or result that the line is about, as the kind defines it
+    text: str = ""  # the explanation, for people alone: no code depends on it
+    node: str = "graph"  # name of the node; "graph" for all of them
+    where: str = "the graph"  # the user's source line
+    layer: str = field(default="", compare=False)  # path of the node's layer in the model
 
     @property
     def label(self) -> str:
@@ -96,21 +87,13 @@ class RefusalKind(Enum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """A pass's decision that the graph cannot be split with its inputs.
+    """A pass's decision that the graph cannot be split with its inputs."""
 
-    Args:
-        kind: The kind, from which a caller selects a change before it lowers the graph again.
-        code: The code of the error that it is where nothing can be changed.
-        subject: The option that it is about, as in an error's cause.
-        text: The reason, without the option and the fix.
-        fix: The fix, where it depends on the case.
-    """
-
-    kind: RefusalKind
-    code: str
-    subject: str
-    text: str
-    fix: str | None = None
+    kind: RefusalKind  # determines what the caller changes before it lowers the graph again
+    code: str  # code of the error, raised if the caller cannot change anything
+    subject: str  # the option that the error is about
+    text: str  # the reason, without the option and the fix
+    fix: str | None = None  # the fix; None for that of the code
 
     def error(self) -> SpError:
         """Return the refusal as an error."""
@@ -121,12 +104,12 @@ class Refusal:
 class PassRun:
     """One run of a pass over one graph: a row of `explain(passes=True)`."""
 
-    name: str
-    requires: frozenset[str]
-    provides: frozenset[str]
+    name: str  # the pass
+    requires: frozenset[str]  # its `Pass.requires`
+    provides: frozenset[str]  # its `Pass.provides`
     changes: int = 0  # number of rewrites
     nodes: int = 0  # nodes after minus nodes before
-    seconds: float = 0.0
+    seconds: float = 0.0  # duration
 
 
 @dataclass(frozen=True)
@@ -145,14 +128,15 @@ class TiledRegion:
     repeated: bool = False  # some of its nodes run again, for results with other readers
 
 
-def runs_by_pass(laps: Iterable[PassRun]) -> list[PassRun]:
+def runs_by_pass(runs: Iterable[PassRun]) -> list[PassRun]:
     """Return one run per pass with the sums of all its runs, in the order of the first ones."""
-    found: dict[str, PassRun] = {}
-    for lap in laps:
-        one = found.setdefault(lap.name, PassRun(lap.name, lap.requires, lap.provides))
-        one.changes, one.nodes = one.changes + lap.changes, one.nodes + lap.nodes
-        one.seconds += lap.seconds
-    return list(found.values())
+    totals: dict[str, PassRun] = {}
+    for run in runs:
+        total = totals.setdefault(run.name, PassRun(run.name, run.requires, run.provides))
+        total.changes += run.changes
+        total.nodes += run.nodes
+        total.seconds += run.seconds
+    return list(totals.values())
 
 
 @dataclass
@@ -203,15 +187,17 @@ class PassContext:
         """
         if isinstance(ranks, PassContext):
             return replace(ranks, **given) if given else ranks
-        own = {one.name: given.pop(one.name) for one in fields(PassContext) if one.name in given}
-        return PassContext(Ranks(ranks, "") if isinstance(ranks, int) else ranks, SPConfig.of(given), **own)
+        context_fields = {f.name: given.pop(f.name) for f in fields(PassContext) if f.name in given}
+        ranks = Ranks(ranks, "") if isinstance(ranks, int) else ranks
+        return PassContext(ranks, SPConfig.of(given), **context_fields)  # all other names are options
 
     @property
     def is_balanced(self) -> bool:
         """Return True if the rows are balanced over the ranks, or will be."""
-        given = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in self.inputs.values())
-        order = LAYOUTS.get(self.options.layout)
-        return given or self.folds == BALANCED.folds or (order is not None and order.is_balanced)
+        if any(isinstance(p, Shard) and p.frame.order.is_balanced for p in self.inputs.values()):
+            return True
+        order = LAYOUTS.get(self.options.layout)  # None for "auto"
+        return self.folds == BALANCED.folds or (order is not None and order.is_balanced)
 
     def times(self, node: Node) -> int:
         """Return the number of nodes that the node represents.

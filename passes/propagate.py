@@ -4,6 +4,11 @@ The graph is not changed. One forward sweep visits all nodes. A node with a shar
 lets the factor pass; otherwise it states a demand. A node with replicated operands stays replicated, unless a sequence
 of floats starts there (an embedding, the first pointwise op on an input): then its operands are demanded sharded, which
 is a local slice. Propagation never inserts a collective. It follows Shardy's factor propagation.
+
+    x: S(1), linear(x, w) -> S(1); mean(x, 1) -> Partial(), with a demand of kind "mean" for a later pass
+
+Names: `have` are the placements of a node's operands, `wants` those with which it runs on shards; n is the number of
+ranks. A factor is a named index of a sharding rule ("b s d, d e -> b s e").
 """
 
 from __future__ import annotations
@@ -20,9 +25,10 @@ from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, parse_ov
 from sp_compile.passes.graph.mutation import is_written
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.rank_rng import is_random
-from sp_compile.passes.graph.sizes import Size, assume_large, divides, is_same_shape, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, assume_large, divides, is_same_size, size_product
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.factors import BoundRule, Dims, dim_factors, flatten_dims
+from sp_compile.passes.sharding.linear_ops import is_partial_sum
 from sp_compile.passes.sharding.output_rules import gather_reason, output_options
 from sp_compile.passes.sharding.placement import (
     REPLICATE,
@@ -53,22 +59,26 @@ def shard_of_factor(
         factor: The name of the factor.
         n: The number of ranks.
     """
-    for at, dim in enumerate(dims):
+    for i, dim in enumerate(dims):
         if dim == factor:
-            return _scale_shard(base, at, shape[at], n)
-        if factor in dim_factors(dim):
-            own = _scale_shard(base, at, rule.extents[factor], n)
-            return own and rule.dim_shard(dim, factor, own)
+            return _scale_shard(base, i, shape[i], n)
+        if factor in dim_factors(dim):  # one of several factors of the dim
+            factor_shard = _scale_shard(base, i, rule.extents[factor], n)
+            return factor_shard and rule.dim_shard(dim, factor, factor_shard)
     return None
 
 
 def _scale_shard(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
-    """Return the shard of the factor in a dim of another extent (grouped heads), if it is a multiple of n."""
+    """Return the shard of a factor in a dim with `extent` elements, or None.
+
+    The extent of another operand's dim may differ from that of `base` (8 heads of keys, 32 of queries). Its blocks then
+    correspond to those of `base` only if the rows are contiguous and n divides both extents.
+    """
     if is_same_size(extent, size_product((base.outer, base.frame.length, base.inner))):
         return base.on_dim(dim)
-    total = size_product((base.outer, base.frame.size, base.inner))
-    plain = base.frame.order.is_in_order and base.frame.is_exact(n) and is_same_size(base.outer, 1)
-    return Shard(dim, Frame.full(extent)) if plain and divides(n, total) and divides(n, extent) else None
+    base_extent = size_product((base.outer, base.frame.size, base.inner))
+    is_contiguous = base.frame.order.is_in_order and base.frame.is_exact(n) and is_same_size(base.outer, 1)
+    return Shard(dim, Frame.full(extent)) if is_contiguous and divides(n, base_extent) and divides(n, extent) else None
 
 
 SUMMAND_DEMAND = Replicate(partial_grad=True)  # the placement of a replicated operand of a node on shards
@@ -96,12 +106,14 @@ def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -
     """
     assert rule.operand_placements is not None
     assert rule.result_placements is not None
-    demands = tuple(
-        Demand(call.node, i, "align", p, why="the op was written for another placement of it")
-        for i, (p, want) in enumerate(zip(have, rule.operand_placements))
-        if isinstance(p, Shard) and not (isinstance(want, Shard) and p.dim == want.dim and p.has_same_positions(want))
-    )
-    return NodeStep(tuple(rule.operand_placements), (rule.result_placements,) * len(rule.results), demands)
+    demands = []
+    for i, (placement, want) in enumerate(zip(have, rule.operand_placements)):
+        if not isinstance(placement, Shard):
+            continue
+        if not (isinstance(want, Shard) and placement.dim == want.dim and placement.has_same_positions(want)):
+            why = "the op was written for another placement of it"
+            demands.append(Demand(call.node, i, "align", placement, why=why))
+    return NodeStep(tuple(rule.operand_placements), (rule.result_placements,) * len(rule.results), tuple(demands))
 
 
 def varying_result(node: Node, have: Sequence[Placement], result: Placement, results: int) -> NodeStep:
@@ -117,6 +129,7 @@ def replicate_operands(node: Node, have: Sequence[Placement], kind: str, why: st
 
 
 def _make_demands(node: Node, have: Sequence[Placement], kind: str, why: str, keeps_sharding: bool = False) -> Demands:
+    """Return one demand of the kind for each sharded operand."""
     shards = [(i, p) for i, p in enumerate(have) if isinstance(p, Shard)]
     return tuple(Demand(node, i, kind, p, keeps_sharding, why) for i, p in shards)
 
@@ -133,26 +146,25 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         n: The number of ranks.
         window: The window of another sequence as which it starts, if any.
     """
+    # A sequence starts at numbers, draws and large results, but not at an op that only moves its operand.
     node, value = call.node, next(iter(call.results()), None)
-    random = is_random(node)
-    if value is None or (rule.lazy and not random and not node_info(node).starts_sequence):
+    is_draw = is_random(node)
+    if value is None or (rule.lazy and not is_draw and not node_info(node).starts_sequence):
         return None
-    begins = (
-        value.is_floating_point() or value.is_complex() or random or rule.starts_sequence or _is_large_broadcast(call)
-    )
-    shard = axes.shard(node) if begins else None
+    is_number = value.is_floating_point() or value.is_complex()
+    starts = is_number or is_draw or rule.starts_sequence or _is_large_broadcast(call)
+    shard = axes.shard(node) if starts else None
     if shard is None:
         return None
     if window is not None and is_same_size(window.length, shard.frame.length):
         shard = replace(shard, frame=window)
-    if shard.frame.order.is_balanced and not is_same_size(
-        shard.frame.size, axes.longest_sequence()
-    ):  # balanced rows are those of one sequence
+    # Only the rows of one sequence, the longest, are load-balanced.
+    if shard.frame.order.is_balanced and not is_same_size(shard.frame.size, axes.longest_sequence()):
         return None
     factor, shard = rule.local_part(rule.results[0], shard)
     if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query
         return None
-    if rule.kind(factor) == "halo":
+    if rule.kind(factor) == "halo":  # its operand starts the sequence
         operand = axes.shard(call.operands[0])
         step = _place_window(call, rule, [REPLICATE] * len(call.operands), operand, n) if operand else None
         return step if step is not None and step.wants is not None and not node_info(node).replicated else None
@@ -165,7 +177,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     return _shard_factor(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
 
 
-MIN_BROADCAST = 8  # minimum ratio of elements, results to operands: a few bytes per token become a row of a vocabulary
+MIN_BROADCAST = 8  # minimum ratio of elements, results to operands: an index per token becomes a row of a vocabulary
 
 
 def _is_large_broadcast(call: OpCall) -> bool:
@@ -187,35 +199,38 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         n: The number of ranks.
     """
     node, demands = call.node, []
+    # The sharded factor of each sharded operand ("" if a dim is sharded that no factor describes), and its shard.
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard) and i not in rule.lenders}
-    cut = {i: rule.local_part(rule.operands[i], p) for i, p in shards.items()}
-    if 0 in cut and rule.kind(cut[0][0]) == "halo":
+    factors = {i: rule.local_part(rule.operands[i], p) for i, p in shards.items()}
+    # Windows over the rows of the first operand.
+    first_kind = rule.kind(factors[0][0]) if 0 in factors else ""
+    if first_kind == "halo":
         return _place_window(call, rule, have, shards[0], n)
-    if 0 in cut and rule.kind(cut[0][0]) == "window":
+    if first_kind == "window":
         placed = rule.window_shard(shards[0])
-        return (
-            NodeStep(tuple(have), placed)
-            if placed
-            else replicate_operands(node, have, "whole", NO_PLACEMENT, len(rule.results))
-        )
-    leading = _leading_operand(call, rule, {i: f for i, (f, _) in cut.items()})
-    factor, base = cut[leading] if leading is not None else ("", None)
-    for i, (f, own) in cut.items():
-        stays = leading is not None and factor not in flatten_dims(rule.operands[i])
-        if not f or rule.kind(f) == "whole":
-            why = f"needs all of {f!r}" if f and not rule.reshapes else NO_PLACEMENT
-            demands.append(Demand(node, i, "whole", shards[i], stays, why))
-        elif rule.kind(f) == "scan" and not (n == 1 and own.frame.is_exact(1)):
-            demands.append(Demand(node, i, "scan", shards[i], stays, SCANNED_DEMAND))
-        elif rule.kind(f) == "attend":
-            demands.append(Demand(node, i, "attend", shards[i], stays, "attention mixes the sequence"))
-        elif base is None or f != factor or not _has_same_positions(call, rule, i, f, own, base, n):
+        if placed:
+            return NodeStep(tuple(have), placed)
+        return replicate_operands(node, have, "whole", NO_PLACEMENT, len(rule.results))
+    # The factor of one operand is propagated; other operands state demands where theirs does not pass with it.
+    leading = _leading_operand(call, rule, {i: factor for i, (factor, _) in factors.items()})
+    main_factor, base = factors[leading] if leading is not None else ("", None)
+    for i, (factor, shard) in factors.items():
+        keeps_sharding = leading is not None and main_factor not in flatten_dims(rule.operands[i])
+        if not factor or rule.kind(factor) == "whole":
+            why = f"needs all of {factor!r}" if factor and not rule.reshapes else NO_PLACEMENT
+            demands.append(Demand(node, i, "whole", shards[i], keeps_sharding, why))
+        elif rule.kind(factor) == "scan" and not (n == 1 and shard.frame.is_exact(1)):
+            demands.append(Demand(node, i, "scan", shards[i], keeps_sharding, SCANNED_DEMAND))
+        elif rule.kind(factor) == "attend":
+            demands.append(Demand(node, i, "attend", shards[i], keeps_sharding, "attention mixes the sequence"))
+        elif base is None or factor != main_factor or not _has_same_positions(call, rule, i, factor, shard, base, n):
             why = f"operand {leading} is sharded differently"
-            demands.append(Demand(node, i, "align", shards[i], stays, why))
+            demands.append(Demand(node, i, "align", shards[i], keeps_sharding, why))
     if base is not None:
-        return _shard_factor(call, rule, have, factor, base, n, tuple(demands))
-    lent = not demands and any(isinstance(have[i], Shard) for i in rule.lenders)
-    return NodeStep(tuple(have) if lent else None, (REPLICATE,) * len(rule.results), tuple(demands))
+        return _shard_factor(call, rule, have, main_factor, base, n, tuple(demands))
+    # Operands of which the op reads any local rows, such as the shape (`lenders`), do not shard the result.
+    only_lenders = not demands and any(isinstance(have[i], Shard) for i in rule.lenders)
+    return NodeStep(tuple(have) if only_lenders else None, (REPLICATE,) * len(rule.results), tuple(demands))
 
 
 def _has_same_positions(call: OpCall, rule: BoundRule, i: int, factor: str, have: Shard, base: Shard, n: int) -> bool:
@@ -228,55 +243,69 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
     """Return the step of windows over the first operand's rows, placed as `base`; others are replicated."""
     node, factor = call.node, rule.operands[0][base.dim]
     placed = place_window(rule.slides[factor], base, n)
-    rest = (REPLICATE, *have[1:])
-    others = _make_demands(
-        node, rest, "whole", "every window reads all of it", keeps_sharding=not isinstance(placed, str)
-    )
-    if isinstance(placed, str):
+    weights, why = (REPLICATE, *have[1:]), "every window reads all of it"  # of the other operands
+    weight_demands = _make_demands(node, weights, "whole", why, keeps_sharding=not isinstance(placed, str))
+    if isinstance(placed, str):  # the reason why the windows cannot be placed
         why = f"every position needs its neighbors, and {placed}"
         demand = Demand(node, 0, "halo", have[0], why=why)
-        return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *others))
+        return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *weight_demands))
     single_rank = n == 1 and base.frame.is_exact(1) and placed.frame.is_exact(1)
     demands = () if single_rank else (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),)
-    return NodeStep((base, *[SUMMAND_DEMAND] * (len(have) - 1)), (placed,), (*demands, *others))
+    return NodeStep((base, *[SUMMAND_DEMAND] * (len(have) - 1)), (placed,), (*demands, *weight_demands))
 
 
 def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) -> int | None:
-    """Return the operand whose sharding is propagated: one that reaches the result, the largest."""
+    """Return the index of the operand whose sharding is propagated, or None.
 
-    def worth(i: int) -> tuple[int, int, int]:
-        """Return a key: reaches the result, kind of the factor, elements."""
-        rank = {"pass": 3, "attend": 2}.get(rule.kind(sharded[i]), 1)
-        in_result = any(sharded[i] in flatten_dims(dims) for dims in rule.results)
-        return (int(in_result), rank, assume_large(size_product(call.shape(i))))
+    It is one whose factor is in the result, if there is one; of several, the largest.
 
-    candidates = [i for i, f in sharded.items() if f and rule.kind(f) != "whole"]
-    candidates = [i for i in candidates if rule.kind(sharded[i]) != "attend" or worth(i)[0]]
-    return max(candidates, key=lambda i: (*worth(i), -i), default=None)
+    Args:
+        call: The call of the node.
+        rule: The rule of the op.
+        sharded: The sharded factor of each sharded operand, by index.
+    """
+
+    def is_in_result(i: int) -> bool:
+        """Return True if a result has the sharded factor of operand i."""
+        return any(sharded[i] in flatten_dims(dims) for dims in rule.results)
+
+    def priority(i: int) -> tuple[bool, int, int, int]:
+        """Return the key of an operand; the largest is selected."""
+        kind_priority = {"pass": 3, "attend": 2}.get(rule.kind(sharded[i]), 1)
+        return is_in_result(i), kind_priority, assume_large(size_product(call.shape(i))), -i
+
+    candidates = [i for i, factor in sharded.items() if factor and rule.kind(factor) != "whole"]
+    candidates = [i for i in candidates if rule.kind(sharded[i]) != "attend" or is_in_result(i)]
+    return max(candidates, key=priority, default=None)
 
 
 def _shard_factor(
     call: OpCall, rule: BoundRule, have: Sequence[Placement], factor: str, base: Shard, n: int, demands: Demands
 ) -> NodeStep:
-    """Return the step that runs the node on shards of `factor`."""
+    """Return the step that runs the node on shards of `factor`, placed as in `base`.
+
+    The step also has the `demands`. The node runs replicated if the factor has different lengths in its tensors.
+    """
     wants: list[Placement] = [
-        shard_of_factor(rule, base, d, call.shape(i), factor, n) or SUMMAND_DEMAND for i, d in enumerate(rule.operands)
+        shard_of_factor(rule, base, dims, call.shape(i), factor, n) or SUMMAND_DEMAND
+        for i, dims in enumerate(rule.operands)
     ]
     results = [shard_of_factor(rule, base, d, s, factor, n) for d, s in zip(rule.results, call.result_shapes())]
-    named = zip((*rule.operands, *rule.results), (*wants, *results))
-    if any(factor in flatten_dims(dims) and not isinstance(placed, Shard) for dims, placed in named):
+    dims_and_placements = zip((*rule.operands, *rule.results), (*wants, *results))
+    if any(factor in flatten_dims(dims) and not isinstance(p, Shard) for dims, p in dims_and_placements):
         why = f"the sizes of {factor!r} are not provably equal along one sequence"
         return replicate_operands(call.node, have, "align", why, len(results))
     for i in rule.lenders:
         wants[i] = have[i]
-    lost = REPLICATE if rule.kind(factor) == "attend" else Partial()
+    # A result without the factor is a sum over it, so each rank has a part.
+    reduced = REPLICATE if rule.kind(factor) == "attend" else Partial()
     if rule.kind(factor) in ("mean", "total"):
         demands += tuple(
             Demand(call.node, i, rule.kind(factor), w, why="a total over the full sequence")
             for i, w in enumerate(wants)
             if isinstance(w, Shard) and isinstance(have[i], Shard)
         )
-    return NodeStep(tuple(wants), tuple(r or lost for r in results), demands)
+    return NodeStep(tuple(wants), tuple(result or reduced for result in results), demands)
 
 
 def mask_values(gm: GraphModule) -> set[Node]:
@@ -289,15 +318,17 @@ def mask_values(gm: GraphModule) -> set[Node]:
 
 
 def _is_mask_use(node: Node, user: Node) -> bool:
+    """Return True if the user reads the node only as operands that are masks by its rule."""
     call, rule = lookup_rule(user) or (None, None)
     if call is None or rule is None:
         return False
-    at = [i for i, operand in enumerate(call.operands) if operand is node]
-    return bool(at) and all(i in rule.masks for i in at)
+    indices = [i for i, operand in enumerate(call.operands) if operand is node]
+    return bool(indices) and all(i in rule.masks for i in indices)
 
 
 INVARIANT = "it is replicated, so the gradient that it returns is replicated, too"
 DeclineRule = Callable[[OpCall, BoundRule | None, Sequence[Placement]], str | None]
+"""Returns the reason why a call with operands of these placements should not run on shards, or None."""
 
 
 def propagate(
@@ -346,18 +377,22 @@ def _shard_constants(plan: PlacementPlan, gm: GraphModule) -> None:
     """Shard constants with one value that are only demanded sharded."""
     for node in gm.graph.nodes:
         if node.target in FACTORIES and node.users:
-            found = {want for user in node.users for want in demanded_placements(node, user, plan) or [REPLICATE]}
-            if len(found) == 1 and isinstance(want := found.pop(), Shard):
-                plan.wants[node], plan.placements[node] = (), (want,)
+            demanded = {p for user in node.users for p in demanded_placements(node, user, plan) or [REPLICATE]}
+            placement = demanded.pop()
+            if not demanded and isinstance(placement, Shard):  # all reads demand the same shard
+                plan.wants[node], plan.placements[node] = (), (placement,)
 
 
 def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Placement]:
     """Return the placements that a user on shards demands of an operand, one for each read."""
-    found = lookup_rule(user) if user in plan.wants and transfer_of(user.target) is None else None
-    return [w for o, w in zip(found[0].operands, plan.wants[user]) if o is node] if found is not None else []
+    if user not in plan.wants or transfer_of(user.target) is not None:
+        return []
+    call, _ = lookup_rule(user) or (None, None)
+    return [want for x, want in zip(call.operands, plan.wants[user]) if x is node] if call is not None else []
 
 
 def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str]) -> None:
+    """Add a demand to the plan for each output that may not stay sharded, partial or rank-local."""
     options = output_options(node, outputs)
     for i, source in enumerate(node.all_input_nodes):
         have = plan.of(source)
@@ -378,16 +413,28 @@ def _visit(
     declines: DeclineRule | None,
     window: Frame | None,
 ) -> NodeStep:
+    """Return the step of a node of an op, from the placements of its operands in the plan.
+
+    Args:
+        plan: The plan so far.
+        axes: The axes of the graph.
+        node: A node that is no input or output.
+        n: The number of ranks.
+        keep_replicated: If True, no sequence starts at the node.
+        declines: As in `propagate`.
+        window: The window of another sequence as which a sequence starts at the node, if any.
+    """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
-        source, index = plan.placements.get(node.args[0], ()), node.args[1]
-        part = bucket_source(node) if VARYING in source else None
-        if part is None and len(source) > 1 and isinstance(index, int):
-            return NodeStep(None, (source[result_number(node)],))
-        return NodeStep(None, (plan.of(part or node.args[0]),))
+        placements, index = plan.placements.get(node.args[0], ()), node.args[1]
+        bucketed = bucket_source(node) if VARYING in placements else None  # what a bucket of collectives has of it
+        if bucketed is None and len(placements) > 1 and isinstance(index, int):
+            return NodeStep(None, (placements[result_number(node)],))
+        return NodeStep(None, (plan.of(bucketed or node.args[0]),))
     call, rule = lookup_rule(node) or (None, None)
     if is_written(node):
         rule = None
     have = [plan.of(a) for a in (call.operands if call else filter(is_tensor, node.all_input_nodes))]
+    # An exchange determines the placement of its result.
     transfer = transfer_of(node.target)
     if transfer is not None and call is not None:
         why = "the exchange was written for another placement of its operand"
@@ -395,20 +442,22 @@ def _visit(
             Demand(node, i, "stale", p, why=why) for i, p in enumerate(have) if not has_expected_placement(call, p)
         ]
         return NodeStep(tuple(have), transfer(call), tuple(stale))
-    if node_info(node).combines and call is not None and _is_partial_sum(call, have):
+    if node_info(node).combines and call is not None and is_partial_sum(call, have):
         return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_DEMAND for p in have), (Partial(),))
+    # Other ops run on reduced sums; their rule determines the step.
     reduce = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)
     declined = declines(call, rule, have) if declines and call and step.wants else None
     if declined is not None:
         step = replicate_operands(node, have, "whole", declined, len(step.results))
-    wants = rule.operand_placements if rule is not None else None
-    if VARYING in have and not (wants is not None and all(w == VARYING for w, p in zip(wants, have) if p == VARYING)):
+    # Results of varying operands vary, unless the op is written for them; passes also set results directly.
+    expected = (rule.operand_placements if rule is not None else None) or (REPLICATE,) * len(have)
+    if any(p == VARYING and want != VARYING for want, p in zip(expected, have)):
         step = varying_result(node, have, VARYING, len(step.results))
-    left = node_info(node).result
-    if left is not None:
-        step = varying_result(node, have, left, len(step.results))
+    forced_result = node_info(node).result
+    if forced_result is not None:
+        step = varying_result(node, have, forced_result, len(step.results))
     if step.wants is None and VARYING not in step.results:
         reduce += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_DEMAND]
     demands = [*reduce, *step.demands]
@@ -416,42 +465,6 @@ def _visit(
         why = "a random draw that must be equal on every rank"
         demands.append(Demand(node, 0, "draw", REPLICATE, why=why))
     return NodeStep(step.wants, step.results, tuple(demands))
-
-
-PRODUCT_OPS = (torch.ops.aten.mul.Tensor,)
-SCALE_OPS = (*PRODUCT_OPS, *parse_overloads("div.Scalar div.Tensor mul.Scalar neg"))
-ADD_OPS = parse_overloads("add.Tensor sub.Tensor")
-LINEAR_OPS = (*ADD_OPS, *SCALE_OPS)
-
-
-def summed_operands(node: Node) -> list[Node]:
-    """Return the operands that the node adds; none for any other node."""
-    terms = _operands_like_result(node) if node.target in ADD_OPS else []
-    other = OpCall(node)["other"] if len(terms) == 1 else None
-    return terms if len(terms) == 2 or (len(terms) == 1 and not isinstance(other, Node) and other == 0) else []
-
-
-def scaled_operands(node: Node) -> list[Node]:
-    """Return the operands that the node scales by its other operand; none for any other node."""
-    factors = _operands_like_result(node) if node.target in SCALE_OPS else []
-    factors = factors if node.target in PRODUCT_OPS else [x for x in factors if x is OpCall(node)["self"]]
-    return [x for x in factors if OpCall(node).operands.count(x) == 1]  # not a square
-
-
-def _operands_like_result(node: Node) -> list[Node]:
-    """Return the floating operands with the shape and the dtype of the result."""
-    value, operands = node.meta["val"], OpCall(node).operands
-    same_shape = [
-        x for x in operands if is_same_shape(node_shape(x), node_shape(node)) and x.meta["val"].dtype == value.dtype
-    ]
-    return same_shape if value.is_floating_point() else []
-
-
-def _is_partial_sum(call: OpCall, have: Sequence[Placement]) -> bool:
-    """Return True if the terms are partial sums and all other operands are replicated."""
-    sums = [x for x, p in zip(call.operands, have) if isinstance(p, Partial)]
-    linear = sums == summed_operands(call.node) or (len(sums) == 1 and sums[0] in scaled_operands(call.node))
-    return bool(sums) and linear and all(isinstance(p, Partial | Replicate) for p in have)
 
 
 def random_results(node: Node) -> list[Node]:
@@ -468,9 +481,10 @@ def _node_step(
     axes: Axes, node: Node, call: OpCall | None, rule: BoundRule | None, have: Sequence[Placement], n: int,
     keep_replicated: bool, window: Frame | None,
 ) -> NodeStep:  # fmt: skip
+    """Return the step of an op that is no exchange, by its rule; it runs replicated without a rule."""
     if call is None or rule is None or node_info(node).no_rule is not None:
-        fits = " for such operands" if has_rule(node.target) else ""
-        why = node_info(node).no_rule or f"{node.target} has no sharding rule{fits}"
+        qualifier = " for such operands" if has_rule(node.target) else ""
+        why = node_info(node).no_rule or f"{node.target} has no sharding rule{qualifier}"
         why = "its result is changed in place" if is_written(node) else why
         return replicate_operands(node, have, "no rule", why, max(1, len(call.results())) if call is not None else 1)
     if rule.operand_placements is not None:

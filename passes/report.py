@@ -34,7 +34,7 @@ class Report:
     constraints: list[str] = field(default_factory=list)  # numbers that the ranks must divide, and padding
     passes: list[PassRun] = field(default_factory=list)  # all runs, in order
     errors: list = field(default_factory=list)  # (name, largest relative error against a single device)
-    layers: list = field(default_factory=list)  # tensor-parallel layers
+    layers: list = field(default_factory=list)  # `LinearLayer`s: tensor-parallel layers
     parallel: list[int] = field(default_factory=list)  # sizes of tensor-parallel groups, in ranks
     show_passes: bool = False  # the text contains the passes
     step: StepMemory | None = None  # memory of a training step, if requested
@@ -69,7 +69,7 @@ class Report:
     @property
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each pass, over all its runs."""
-        return {lap.name: lap.seconds for lap in runs_by_pass(self.passes)}
+        return {run.name: run.seconds for run in runs_by_pass(self.passes)}
 
     @property
     def worst(self) -> float:
@@ -99,10 +99,11 @@ class Report:
         return sum(e.op == op for e in self.exchanges)
 
     def __str__(self) -> str:
-        return "\n\n".join(part for part in self._parts() if part)
+        return "\n\n".join(self._sections())
 
-    def _parts(self) -> Iterable[str]:
-        yield self._ranks()
+    def _sections(self) -> Iterable[str]:
+        """Yield the sections of the text, each with its heading; those without content are omitted."""
+        yield self._describe_ranks()
         if self.constraints:
             yield "Constraints\n" + "\n".join(f"  {c}" for c in self.constraints)
         if self.sharded_outputs:
@@ -113,13 +114,12 @@ class Report:
                 rows, headers=("nodes", "pass", "at", "rewrite and reason"), maxcolwidths=LINE_WIDTH
             )
         if self.layers:
-            rows = [
-                (shorten_line(one.where), one.mode, list(one.shape), one.dim, one.ops, one.why) for one in self.layers
-            ]
+            rows = [(shorten_line(x.where), x.mode, list(x.shape), x.dim, x.ops, x.why) for x in self.layers]
             headers = ("linear + all_reduce at", "mode", "rows of", "sharded dim", "ops on rows", "why")
             yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
-        if limits := [str(one) for one in self.memory if not math.isinf(one.device)]:
-            yield "Memory of a rank, predicted\n" + "\n".join(f"  {one}" for one in limits)
+        limited = [estimate for estimate in self.memory if not math.isinf(estimate.device)]
+        if limited:
+            yield "Memory of a rank, predicted\n" + "\n".join(f"  {estimate}" for estimate in limited)
         if self.step is not None:
             yield f"Memory of a training step on a rank, predicted\n{self.step.text(self.n)}"
         if self.attention:
@@ -135,28 +135,22 @@ class Report:
             yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
         if self.show_passes:
             rows = [
-                (
-                    lap.name,
-                    _join_names(lap.requires),
-                    _join_names(lap.provides),
-                    lap.changes,
-                    lap.nodes,
-                    f"{lap.seconds:.3f}",
-                )
-                for lap in runs_by_pass(self.passes)
+                (x.name, ", ".join(sorted(x.requires)), ", ".join(sorted(x.provides)), x.changes, x.nodes, x.seconds)
+                for x in runs_by_pass(self.passes)
             ]
             headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
-            yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
+            yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH, floatfmt=".3f")
         if self.errors:
             yield tabulate(self.errors, headers=("against a single device", "largest relative error"), floatfmt=".2e")
 
-    def _ranks(self) -> str:
-        found = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
-        text = f"{self.n} ranks; the sequence is {found or 'not an input dim'}"
+    def _describe_ranks(self) -> str:
+        """Return the first line: the number of ranks, the dims of the sequence, and tensor-parallel groups."""
+        located = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
+        text = f"{self.n} ranks; the sequence is {located or 'not an input dim'}"
         if not self.parallel:
             return text
         groups = f"tensor-parallel groups of {' and '.join(map(str, self.parallel))} ranks"
-        return f"{text}; {groups}" if found else f"{groups}; the sequence is not split"
+        return f"{text}; {groups}" if located else f"{groups}; the sequence is not split"
 
 
 def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
@@ -164,9 +158,6 @@ def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
     return [(times, *row) for row, times in Counter(rows).items()]
 
 
-def _join_names(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
-
-
 def _format_bytes(value: Size) -> str:
+    """Return bytes with a unit, or the expression of a size with symbolic lengths."""
     return format_bytes(value) if isinstance(value, int) else str(value)

@@ -69,8 +69,8 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
         return session.guard(None, error, gm, example_inputs)
     if lowered.unsplit_reason:
         warn_unsplit(program_subject(gm), lowered.unsplit_reason)
-    known = lowered.graph, lowered.joint.job, lowered.boundary, lowered.unsplit_reason, lowered.eager
-    return session.guard(run, error, gm, example_inputs, *known)
+    facts = lowered.graph, lowered.joint.job, lowered.boundary, lowered.unsplit_reason, lowered.eager
+    return session.guard(run, error, gm, example_inputs, *facts)
 
 
 torch_compat.on_eager(sp, warn_eager_fallback, warn_fsdp_submodules)
@@ -89,11 +89,14 @@ def lower(
         options: The options of the backend.
         session: The ranks that compile the program.
         repeats: The layers that the program represents, if it has only a few of them.
+
+    Raises:
+        SpError: The ranks disagree, or the program cannot be split.
     """
     session.exchange_facts(program.graph, program.inputs)
     if not session.splits:
         return lower_unsplit(program, options, session)
-    if not session.named and program.has_only_user_exchanges():
+    if not session.names_sequence and program.has_only_user_exchanges():
         log.info("%s", UNSPLIT_NOTE.text)
         return lower_unsplit(program, options, CompileSession(), UNSPLIT_NOTE)
     return SplitProgram.capture(program, options, session, repeats).lower()
@@ -127,14 +130,14 @@ def lower_or_keep(
     except torch_compat.RestartAnalysis:
         raise
     except Exception as failure:
-        why, eager = unsplit_reason(failure), isinstance(failure, WriteError)
-        stays = not why or must_split(program, options)
-        if stays and torch_compat.is_fallback_error(failure):  # as Dynamo does
-            raise CaptureError("SP212", f"{program_subject(program.graph)}: {why}") from failure
-        if stays:
+        reason, must_run_eagerly = unsplit_reason(failure), isinstance(failure, WriteError)
+        if not reason or must_split(program, options):
+            if torch_compat.is_fallback_error(failure):  # Dynamo would run the program eagerly
+                raise CaptureError("SP212", f"{program_subject(program.graph)}: {reason}") from failure
             raise
-    unsplit = keep_unsplit(program, options, session, why)
-    if not eager:
+    # Compile the program unsplit; if that is not possible, run it eagerly.
+    unsplit = keep_unsplit(program, options, session, reason)
+    if not must_run_eagerly:
         try:
             with torch_compat.preserve_thread_state():
                 return unsplit, finish(unsplit)

@@ -35,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 on success; 1 if `verify` finds a larger error than allowed or `plan` finds that nothing fits; 2 for invalid
         input, with an error of one line.
     """
-    args, others = _make_parser().parse_known_args(argv)
+    args, unknown = _make_parser().parse_known_args(argv)
     try:
-        if others:
-            raise SpError("SP731", f"{args.command}: unknown argument {' '.join(others)!r}{_memory_command(args)}.")
+        if unknown:
+            raise SpError("SP731", f"{args.command}: unknown argument {' '.join(unknown)!r}{_memory_hint(args)}.")
         for path in filter(None, (args.json, args.html)):
             _check_writable(path)
         return _run_command(args)
@@ -55,30 +55,31 @@ def _run_command(args: argparse.Namespace) -> int:
     ranks = _parse_ranks(args.ranks) if args.command == "plan" else []
     model, inputs, kwargs = _call_target(args.target)
     options = dict(map(_parse_option, args.option))
-    given: dict[str, Any] = {"kwargs": kwargs}
+    arguments: dict[str, Any] = {"kwargs": kwargs}
     if args.command == "plan":
-        given |= {"memory": args.memory, "ranks": ranks, "host_memory": args.host_memory}
+        arguments |= {"memory": args.memory, "ranks": ranks, "host_memory": args.host_memory}
     else:
-        given |= {"sp": args.sp, **({"memory": True} if args.command == "explain" else {})}
-    if both := sorted(given.keys() & options.keys()):
-        raise SpError("SP732", f"--option {both[0]}: an argument of {args.command}{_memory_command(args)}.")
+        arguments |= {"sp": args.sp, **({"memory": True} if args.command == "explain" else {})}
+    duplicates = sorted(arguments.keys() & options.keys())
+    if duplicates:
+        raise SpError("SP732", f"--option {duplicates[0]}: an argument of {args.command}{_memory_hint(args)}.")
     if args.command == "plan":
-        made = plan(model, inputs, **given, **options)
-        text, found, failed = str(made), plan_json(made), not any(row.fits for row in made.rows)
+        result: Any = plan(model, inputs, **arguments, **options)
+        data, failed = plan_json(result), not any(row.fits for row in result.rows)
     else:
-        entry: Callable[..., Any] = explain if args.command == "explain" else verify
-        report = entry(model, *inputs, **given, **options)
-        text, found = str(report), report_json(report)
-        failed = args.command == "verify" and not report.worst <= args.tolerance
-    sys.stdout.write(text + "\n")
+        command: Callable[..., Any] = explain if args.command == "explain" else verify
+        result = command(model, *inputs, **arguments, **options)
+        data, failed = report_json(result), args.command == "verify" and not result.worst <= args.tolerance
+    sys.stdout.write(f"{result}\n")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(json.dumps(data, indent=1) + "\n")
     if args.html:
-        args.html.write_text(page(found))
+        args.html.write_text(page(data))
     return int(failed)
 
 
-def _memory_command(args: argparse.Namespace) -> str:
+def _memory_hint(args: argparse.Namespace) -> str:
+    """Return a suffix for errors on arguments, since `memory` is an argument of `sp_compile.explain` only."""
     return " (explain always predicts the memory)" if args.command == "explain" else ""
 
 
@@ -87,21 +88,22 @@ def _check_writable(path: Path) -> None:
 
     The check runs before the work, which may take minutes.
     """
-    there = path.exists()
+    existed = path.exists()
     try:
-        with path.open("a"):
-            pass
+        path.open("a").close()
     except OSError as error:
         raise _cannot_write(path, error) from None
-    if not there:
+    if not existed:
         path.unlink()
 
 
 def _cannot_write(path: Any, error: OSError) -> SpError:
+    """Return the error for a file that cannot be written."""
     return SpError("SP733", f"{path}: the file cannot be written ({error.strerror}).")
 
 
 def _make_parser() -> argparse.ArgumentParser:
+    """Return the parser, with a subparser for each command."""
     parser = argparse.ArgumentParser(
         prog="python -m sp_compile", description="Show the effect of sequence parallelism on a model."
     )
@@ -111,23 +113,23 @@ def _make_parser() -> argparse.ArgumentParser:
         ("verify", "compare results and gradients of simulated ranks with a single device"),
         ("plan", "list the configurations that fit in memory, with their predicted times"),
     ):
-        one = commands.add_parser(name, help=text, description=text)
-        one.add_argument("target", help="module:function that returns (model, args) or (model, args, kwargs)")
-        one.add_argument(
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("target", help="module:function that returns (model, args) or (model, args, kwargs)")
+        command.add_argument(
             "--option", action="append", default=[], metavar="NAME=VALUE", help="a backend option; repeatable"
         )
-        one.add_argument("--json", type=Path, help="also write the report to this JSON file")
-        one.add_argument("--html", type=Path, help="also write the report to this HTML file")
+        command.add_argument("--json", type=Path, help="also write the report to this JSON file")
+        command.add_argument("--html", type=Path, help="also write the report to this HTML file")
         if name == "plan":
-            one.add_argument("--memory", default="80GB", help="memory of a device, in bytes or with a unit")
-            one.add_argument("--host-memory", help="host memory for each rank, if it is limited")
-            one.add_argument(
+            command.add_argument("--memory", default="80GB", help="memory of a device, in bytes or with a unit")
+            command.add_argument("--host-memory", help="host memory for each rank, if it is limited")
+            command.add_argument(
                 "--ranks", nargs="+", default=["8,16,64"], help="numbers of ranks to compare, such as 8 16 64"
             )
         else:
-            one.add_argument("--sp", type=int, default=2, help="number of ranks that share the sequence")
+            command.add_argument("--sp", type=int, default=2, help="number of ranks that share the sequence")
         if name == "verify":
-            one.add_argument("--tolerance", type=float, default=TOLERANCE, help="the largest relative error")
+            command.add_argument("--tolerance", type=float, default=TOLERANCE, help="the largest relative error")
     return parser
 
 
@@ -139,19 +141,20 @@ def _call_target(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise SpError("SP734", f"target: expected module:function, got {target!r}: {str(error).rstrip('.')}.") from None
-    found = function()
-    form = isinstance(found, tuple) and 2 <= len(found) <= 3 and isinstance(found[1], tuple | list)
-    if not form or not isinstance(found[-1], dict if len(found) == 3 else tuple | list):
-        raise SpError("SP735", f"target: expected {target!r} to return (model, args) or (model, args, kwargs).")
-    return found[0], found[1], found[2] if len(found) == 3 else {}
+    match function():
+        case (model, tuple() | list() as inputs):
+            return model, inputs, {}
+        case (model, tuple() | list() as inputs, dict() as kwargs):
+            return model, inputs, kwargs
+    raise SpError("SP735", f"target: expected {target!r} to return (model, args) or (model, args, kwargs).")
 
 
 def _parse_ranks(texts: Sequence[str]) -> list[int]:
     """Parse numbers separated by commas or spaces."""
-    found = [one for text in texts for one in text.split(",") if one]
-    if not found or not all(one.isdecimal() for one in found):
+    numbers = [number for text in texts for number in text.split(",") if number]
+    if not numbers or not all(number.isdecimal() for number in numbers):
         raise SpError("SP711", f"--ranks: expected numbers of ranks such as 8 16 64, got {' '.join(texts)!r}.")
-    return list(map(int, found))
+    return list(map(int, numbers))
 
 
 def _parse_option(text: str) -> tuple[str, Any]:

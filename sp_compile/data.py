@@ -29,15 +29,10 @@ SAME_BATCH = frozenset({"sp", "cp", "tp", "ep", "etp", "pp"})
 
 @dataclass(frozen=True)
 class Replica:
-    """Position of a rank among the data-parallel replicas; the ranks of a replica take the same batches.
+    """Position of a rank among the data-parallel replicas; the ranks of a replica take the same batches."""
 
-    Args:
-        rank: The number of the replica of this rank, from 0.
-        n: The number of replicas.
-    """
-
-    rank: int
-    n: int
+    rank: int  # number of the replica of this rank, from 0
+    n: int  # number of replicas
 
 
 def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | Sequence[str] | None = None) -> Replica:
@@ -70,29 +65,31 @@ def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | 
 
 
 def _replica_on_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Sequence[str] | None) -> Replica:
+    """Return the replica of this rank in a mesh of several axes: its position along those of different batches."""
     names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
     if not names:
         raise SpError("SP812", f"mesh: expected names of the {mesh.ndim} axes, got None.")
     if coordinate is None:
         raise SpError("SP112", f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}.")
-    given = [data_dims] if isinstance(data_dims, str) else data_dims
-    for name in [*(given or ()), *([mesh_dim] if mesh_dim is not None else ())]:
+    requested = [data_dims] if isinstance(data_dims, str) else data_dims
+    for name in [*(requested or ()), *([mesh_dim] if mesh_dim is not None else ())]:
         if name not in names:
             raise SpError("SP114", f"mesh: expected an axis {name!r}, got {names}.")
-    if given is not None and mesh_dim in given:
+    if requested is not None and mesh_dim in requested:
         raise SpError("SP813", f"data_dims: {mesh_dim!r} is the axis of the sequence.")
-    same = SAME_BATCH.union({mesh_dim}, *(strategy.axes for strategy in STRATEGIES.values()))
-    different = set(given) if given is not None else set(names) - same
-    if len(different) == len(names):
+    same_batch = SAME_BATCH.union({mesh_dim}, *(strategy.axes for strategy in STRATEGIES.values()))
+    data_axes = set(requested) if requested is not None else set(names) - same_batch
+    if len(data_axes) == len(names):
         raise SpError("SP814", f"mesh: expected an axis of the sequence, got {names}.")
     rank, n = 0, 1
-    for name, at, size in zip(names, coordinate, mesh.shape, strict=True):
-        if name in different:
-            rank, n = rank * size + at, n * size
+    for name, position, size in zip(names, coordinate, mesh.shape, strict=True):
+        if name in data_axes:
+            rank, n = rank * size + position, n * size
     return Replica(rank, n)
 
 
 def _replica_of_group(ranks: Ranks) -> Replica:
+    """Return the replica of this rank if each process group, such as `ranks`, is a replica."""
     group = ranks.process_group
     if group is None or not ranks.has_other_processes:
         return Replica(0, 1)
@@ -100,8 +97,8 @@ def _replica_of_group(ranks: Ranks) -> Replica:
     if ranks.n == world.n:
         return Replica(0, 1)
     members = dist.get_process_group_ranks(group)
-    everyone = all_gather_object(world, "gathers", "the ranks that share a sequence", members)
-    groups = sorted({tuple(one) for one in everyone}, key=min)
+    members_of_ranks = all_gather_object(world, "gathers", "the ranks that share a sequence", members)
+    groups = sorted({tuple(group) for group in members_of_ranks}, key=min)
     if sum(map(len, groups)) != world.n or math.gcd(*map(len, groups)) != ranks.n:
         raise SpError(
             "SP815",
@@ -143,8 +140,8 @@ class SequenceSampler(DistributedSampler):
     ) -> None:
         replica = replica_of(mesh, mesh_dim, data_dims)
         super().__init__(dataset, replica.n, replica.rank, shuffle, seed, drop_last)
-        self.yielded = 0
-        self._skipped = 0
+        self.yielded = 0  # indices of this replica in the epoch so far
+        self._skipped = 0  # indices that the next iteration skips, as a loaded state counts them
 
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of this replica, after those that a loaded state counts."""

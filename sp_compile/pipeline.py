@@ -123,7 +123,7 @@ def run_pipeline(gm: GraphModule, job: PassContext) -> tuple[GraphModule, Report
         SpError: The graph does not support an option; see the passes.
     """
     if job.ranks.n == 1:
-        job.notes += _check_several_ranks(job)
+        job.notes += _note_idle_options(job)
         job.options = replace(job.options, attention="auto", layout="auto")
     pipeline = Pipeline(job)
     check_pass_order(iterate_passes(Pipeline))
@@ -147,7 +147,7 @@ def run_pipeline(gm: GraphModule, job: PassContext) -> tuple[GraphModule, Report
     )
 
 
-def _check_several_ranks(job: PassContext) -> Iterator[Note]:
+def _note_idle_options(job: PassContext) -> Iterator[Note]:
     """Yield a note for each option that has no effect on one rank, so that a script also runs without other ranks."""
     for option, requested in (("attention", job.options.attention), ("layout", job.options.layout)):
         if requested != "auto":
@@ -180,11 +180,11 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     if outputs not in ("gather", "local"):
         raise SpError("SP103", f"outputs: expected 'gather' or 'local' for parallelize, got {outputs!r}.")
     gm = capture_export(program)
-    named = None if isinstance(seq_dims, str) else seq_dims
-    found = run_pipeline(gm, PassContext(ranks, options, named, outputs=outputs))
-    if isinstance(found, Refusal):
-        raise found.error()
-    local, report = found
+    dims_by_input = None if isinstance(seq_dims, str) else seq_dims
+    result = run_pipeline(gm, PassContext(ranks, options, dims_by_input, outputs=outputs))
+    if isinstance(result, Refusal):
+        raise result.error()
+    local, report = result
     local.meta["sp_report"] = report
     return local
 

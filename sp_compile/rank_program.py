@@ -1,4 +1,7 @@
-"""The program of one rank, and its compilation."""
+"""Represent the program of one rank, and compile it with Inductor or another compiler.
+
+The passes over the joint graph of AOTAutograd (forward and backward) run while the compiler traces the program.
+"""
 
 from __future__ import annotations
 
@@ -60,17 +63,20 @@ class RankProgram:
 
     @property
     def exchanges(self) -> bool:
-        """True if the program contains its own collectives."""
+        """Return True if the program contains its own collectives."""
         return bool(self.joint.job.session.groups)
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the arguments on this rank, without parameters and buffers."""
+        """Return the bytes of the arguments on this rank, without parameters and buffers."""
         inputs = self.graph.graph.find_nodes(op="placeholder")
         return sum(nbytes_of(x) for node in inputs if node_info(node).parameter is False for x in node_tensors(node))
 
     def return_edges(self) -> None:
-        """Add the outputs that sharded results need: gradient tokens, inputs of deferred results, row orders."""
+        """Add the outputs to the graph that sharded results need, and update the boundary.
+
+        They are gradient tokens, inputs of deferred results, and row orders.
+        """
         job = BoundaryContext(
             self.ranks,
             self.options,
@@ -108,7 +114,7 @@ def make_joint_passes(example_inputs: Sequence[Any], options: SPConfig, session:
 
 
 def compile_rank_program(lowered: RankProgram, mode: str | None) -> Callable[..., Any]:
-    """Return the compiled program of one rank."""
+    """Return the compiled program of one rank, or its code if eager code runs it."""
     if lowered.eager:
         return lowered.graph.forward
     if not lowered.unsplit_reason:

@@ -1,4 +1,8 @@
-"""Lower a program that has a sequence: capture it, run the passes, determine its boundary."""
+"""Lower a program that has a sequence: capture it, run the passes, determine its boundary.
+
+The captured graph has the shapes of the full sequence (the global view). The passes rewrite it to the graph of one
+rank. The boundary describes which inputs and results of that graph are sharded.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +41,16 @@ log = logging.getLogger(__name__)
 DTENSORS = "mesh: DTensor parameters are not supported on a mesh with an axis of the sequence."
 GRAPH_BREAK_NOTE = "torch.compile ends the graph here and continues in Python"
 Symbols = Mapping[sympy.Symbol, tuple[int, int | None]]
+"""Index of the input, and dim, of which each symbolic length is the size, from `symbol_sources`."""
 
 
 @dataclass
 class SplitProgram:
     """A program between capture and the program of one rank."""
 
-    program: UserProgram
-    config: SPConfig
-    session: CompileSession
+    program: UserProgram  # as the user wrote it
+    config: SPConfig  # the options
+    session: CompileSession  # the ranks that compile the program
     view: GlobalView  # the captured graph
     machine: Machine | None  # measured constants of the cost model
     repeats: FewLayers | None  # the layers that the program represents
@@ -72,16 +77,20 @@ class SplitProgram:
         return global_view(program.graph, program.inputs, config, session.ranks, balanced)
 
     def lower(self) -> RankProgram:
-        """Run the passes, and determine what the program of one rank takes and returns in shards."""
+        """Run the passes, a second time if they refuse the inputs, and return the program of one rank.
+
+        Raises:
+            SpError: A pass refuses the program.
+        """
         symbols = symbol_sources(self.view.graph)
         with wrap_failures():
-            found = self._run_passes()
-            if isinstance(found, Refusal) and self._change_view(found):
-                symbols = symbol_sources(self.view.graph) if found.kind is RefusalKind.NO_SEQUENCE else symbols
-                found = self._run_passes()
-            if isinstance(found, Refusal):
-                raise found.error()
-        return self._rank_program(symbols, *found)
+            result = self._run_passes()
+            if isinstance(result, Refusal) and self._change_view(result):
+                symbols = symbol_sources(self.view.graph) if result.kind is RefusalKind.NO_SEQUENCE else symbols
+                result = self._run_passes()
+            if isinstance(result, Refusal):
+                raise result.error()
+        return self._rank_program(symbols, *result)
 
     def _change_view(self, refusal: Refusal) -> bool:
         """Change what a pass has refused: the order of the inputs, or lengths that are symbols.
@@ -118,10 +127,10 @@ class SplitProgram:
             fragment=view.fragment,
             has_outer_job=has_sharded_outputs(ranks),
         )
-        found = run_pipeline(view.graph, job)
-        if isinstance(found, Refusal):
-            return found
-        local, report = found
+        result = run_pipeline(view.graph, job)
+        if isinstance(result, Refusal):
+            return result
+        local, report = result
         inputs += [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")[len(inputs) :]]  # row order
         return inputs, local, report
 
@@ -141,21 +150,25 @@ class SplitProgram:
         return RankProgram(local, self.config, report, inputs, joint, ranks, self.machine, boundary)
 
     def _input_notes(self) -> Iterator[Note]:
-        """Yield a note for each input that arrives sharded."""
+        """Yield a note for each sharded input, which states why it is gathered or where it was sharded."""
         for i, (name, x) in enumerate(zip(self.view.arguments, self.program.inputs, strict=True)):
-            if isinstance(x, Sharded):
-                origin = f"an earlier graph returned it {x.sharding}"
-                other = f"{origin}, and this one runs on other ranks" if x.sharding.is_plain else origin
+            if not isinstance(x, Sharded):
+                continue
+            kind, text = NoteKind.KEPT_SHARDED, f"an earlier graph returned it {x.sharding}"
+            if i not in self.view.layouts:
+                kind = NoteKind.UNSHARDED
                 if self.row_order_conflict:
-                    other = f"{origin}, and {self.row_order_conflict}"
-                kind, text = (NoteKind.KEPT_SHARDED, origin) if i in self.view.layouts else (NoteKind.UNSHARDED, other)
-                yield Note(kind, name, text, name, f"input {name}")
+                    text += f", and {self.row_order_conflict}"
+                elif x.sharding.is_plain:
+                    text += ", and this one runs on other ranks"
+            yield Note(kind, name, text, name, f"input {name}")
 
 
 def graph_break_notes(gm: GraphModule) -> Iterator[Note]:
     """Yield a note if the graph ends at a graph break."""
-    if found := torch_compat.graph_break_reason(gm):
-        trace, reason = found
+    graph_break = torch_compat.graph_break_reason(gm)
+    if graph_break:
+        trace, reason = graph_break
         yield Note(NoteKind.GRAPH_BREAK, "capture", f"{GRAPH_BREAK_NOTE}: {reason}", where=source_line(trace))
 
 

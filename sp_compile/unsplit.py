@@ -1,4 +1,7 @@
-"""Programs that are not split: those with collectives of their own and no sequence, and those that cannot be split."""
+"""Lower programs that are not split along a sequence.
+
+These have collectives of their own and no sequence, or cannot be split. Each rank runs the graph as it was written.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,7 @@ from sp_compile.runtime.session import CompileSession
 from .rank_program import RankProgram, make_joint_passes
 
 SEQUENCE_OPTIONS = dict.fromkeys(
-    (
-        *("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "state", "fallback", "tiles"),
-        "ulysses_chunks",
-    ),
+    "seq_dims attention layout inputs outputs param_grads state fallback tiles ulysses_chunks".split(),
     "has no effect without ranks that split a sequence",
 )
 NAME_RANKS = "Omit the option, or pass the ranks with mesh and mesh_dim."
@@ -49,7 +49,7 @@ def lower_unsplit(program: UserProgram, options: AnyOptions, session: CompileSes
 
 
 def keep_unsplit(program: UserProgram, options: AnyOptions, session: CompileSession, why: str) -> RankProgram:
-    """Return the graph as it was written, which every rank runs completely."""
+    """Return a program that cannot be split, for the reason `why`; every rank runs its graph as it was written."""
     gm, config, inputs = program.graph, SPConfig.of(options), local_inputs(program.inputs)
     where = next((node_line(node) for node in gm.graph.nodes if node.op == "call_function"), program_subject(gm))
     report = Report(session.ranks.n, [Note(NoteKind.REPLICATED, "capture", f"{CANNOT_SPLIT}: {why}", where=where)])
@@ -60,12 +60,12 @@ def keep_unsplit(program: UserProgram, options: AnyOptions, session: CompileSess
 def must_split(program: UserProgram, options: AnyOptions) -> bool:
     """Return True if the graph may not run unsplit: options forbid it, or its inputs or results are rank-local."""
     config = SPConfig.of(options)
-    local = "local" in (config.inputs, config.outputs)
-    return config.fallback == "error" or local or program.has_dtensors
+    has_local_values = "local" in (config.inputs, config.outputs)
+    return config.fallback == "error" or has_local_values or program.has_dtensors
 
 
 def explain_failure(failure: Exception, program: UserProgram) -> Exception:
-    """Replace an error of torch that gives no hint by one that does."""
+    """Return the error of the compilation, or SP242 with a fix for torch's RecursionError on DTensors."""
     if not isinstance(failure, RecursionError) or not program.has_dtensors:
         return failure
     error = SpError("SP242", CHANGING_LENGTHS)

@@ -64,7 +64,7 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
 
 
 def _compare(gm: GraphModule, lowered: RankProgram, inputs: Sequence[Any]) -> None:
-    """Add the errors of the simulated ranks to the report."""
+    """Run the graph on a single device and on simulated ranks, and set the errors of the report."""
     set_step("single device")
     worst, single = dict(lowered.report.errors), run_with_grads(gm, inputs)
     set_step(f"{lowered.ranks.n} simulated ranks")

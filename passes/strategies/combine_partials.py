@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.propagate import LINEAR_OPS, scaled_operands, summed_operands
+from sp_compile.passes.sharding.linear_ops import LINEAR_OPS, scaled_operands, summed_operands
 from sp_compile.passes.sharding.placement import Partial, PlacementPlan, Replicate
 
 from .discharge import DemandPass
@@ -26,32 +26,30 @@ class MarkPartialSums(DemandPass):
     requires = DemandPass.requires | {"decomposed means"}
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Mark additions of two sums, and the scalings before them; return the number of additions."""
         plan, changes = job.plan(gm), 0
-        reductions: dict[Node, tuple[Node, ...]] = {}  # ops that scale a sum, from the sum to the node
+        scalings: dict[Node, tuple[Node, ...]] = {}  # the ops that scale a sum, in order, by the last of them
         for node in gm.graph.nodes:
             if isinstance(plan.of(node), Partial):
-                reductions[node] = ()
+                scalings[node] = ()
             elif node.target in LINEAR_OPS:
-                terms, sums = (
-                    summed_operands(node),
-                    [x for x in OpCall(node).operands if x in reductions and len(x.users) == 1],
-                )
+                terms = summed_operands(node)
+                sums = [x for x in OpCall(node).operands if x in scalings and len(x.users) == 1]
                 if len(terms) == 2 and sums == terms:
-                    for one in (node, *(step for x in sums for step in reductions[x])):
-                        set_node_info(one, combines=True)
-                    reductions[node] = ()
+                    for marked in (node, *(scaling for x in sums for scaling in scalings[x])):
+                        set_node_info(marked, combines=True)
+                    scalings[node] = ()
                     changes += 1
                     self.note(node, "adds local sums before the all-reduce")
                 elif len(sums) == 1 and _is_sum_scaling(node, sums[0], terms, plan):
-                    reductions[node] = (*reductions[sums[0]], node)
+                    scalings[node] = (*scalings[sums[0]], node)
         return changes
 
 
 def _is_sum_scaling(node: Node, x: Node, terms: list[Node], plan: PlacementPlan) -> bool:
-    """Return True if the node scales a sum, or adds 0 to it, by a replicated value.
+    """Return True if the node scales the sum x by a replicated value, or adds 0 to it.
 
-    A sharded factor does not scale a rank's share of all rows, nor does a rank's share of another sum.
+    A factor that differs between ranks, sharded or partial, would scale each rank's summand by another number.
     """
     others_replicated = all(isinstance(plan.of(y), Replicate) for y in OpCall(node).operands if y is not x)
     return others_replicated and x in (terms if len(terms) == 1 else scaled_operands(node))

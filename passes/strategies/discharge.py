@@ -1,6 +1,8 @@
 """Define the base of passes that discharge demands.
 
-A strategy is one file: the demands that it claims, and the ops that replace them.
+A `Demand` states that a node on shards needs more of an operand than the rank's rows: `x[:, -1]` needs one row of
+another rank. A pass claims demands of some kinds, and replaces the node by ops with an exchange. Each strategy is one
+file: the demands that it claims, and the ops that replace them.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ MAX_REWRITE_ROUNDS = 8  # each discharges a demand of every kind it met; real mo
 class DemandPass(Pass):
     """Base of passes that discharge demands by exchanges, which are identities in the global view.
 
-    Direct use: `UlyssesAttention(2)(graph_module)`, where 2 is the number of ranks, or Ranks(n, group), or Settings.
+    Direct use: `UlyssesAttention(2)(graph_module)`, where 2 is the number of ranks, or Ranks, or a PassContext.
     Every call analyzes the graph again, so that passes can run in any order and more than once.
     """
 
     requires = frozenset({"canonical", "chosen attention"})
     provides = frozenset({"claimed"})
-    kinds: frozenset[str] = frozenset()
-    plan: PlacementPlan
+    kinds: frozenset[str] = frozenset()  # kinds of the demands that the pass may claim, see `Demand.kind`
+    plan: PlacementPlan  # the placements and demands of the graph, during `apply`
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Rewrite each node whose demands the pass claims, and return the number of these nodes."""
         self.plan = job.plan(gm)
         by_node: dict[Node, list[Demand]] = {}
         for demand in self.plan.demands:
@@ -71,12 +73,12 @@ class DemandPass(Pass):
     # Helpers of rewrites.
 
     def mark_position(self, position: int | Node, length: Size, dim: int, ndim: int, like: Node) -> Node:
-        """Return arange(length) == position, shaped to broadcast along `dim` of `ndim`."""
+        """Emit arange(length) == position, shaped to broadcast along `dim` of `ndim` dims, on the device of `like`."""
         device = {"device": like.meta["val"].device}
         positions = self.compute(aten.arange.default, (self.sizes(length),), like, device)
-        here = self.compute(aten.eq.Scalar, (positions, position), like)
+        is_position = self.compute(aten.eq.Scalar, (positions, position), like)
         shape = [self.sizes(length) if d == dim else 1 for d in range(ndim)]
-        return self.compute(aten.reshape.default, (here, shape), like)
+        return self.compute(aten.reshape.default, (is_position, shape), like)
 
 
 class RepeatPasses(Passes):
@@ -85,13 +87,18 @@ class RepeatPasses(Passes):
     provides = frozenset({"no demands"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Run the parts in rounds until no demand remains, and return the number of their changes.
+
+        Raises:
+            SpError: No part claims a demand (SP912).
+        """
         changes = 0
         for _ in range(MAX_REWRITE_ROUNDS):
             if not job.plan(gm).demands:
                 return changes
             changes += super().apply(gm, job)
-        if remaining := job.plan(gm).demands:
+        remaining = job.plan(gm).demands
+        if remaining:
             demand = remaining[0]
             cause = f"{describe_node(demand.node)} has a demand ({demand.kind}) that no strategy claims: {demand.why}."
             raise SpError("SP912", cause)

@@ -40,7 +40,11 @@ class GatherOperands(DemandPass):
     kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "halo", "invariant"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
+        """Return None: all demands are claimed.
+
+        Raises:
+            SpError: An operand would be gathered, and the option is fallback="error". Results are always gathered.
+        """
         if node.op == "output" or self.job.options.fallback == "gather" or all(d.kind == "invariant" for d in demands):
             return None
         reasons = "; ".join(self._gather_reason(d) for d in demands)
@@ -62,20 +66,21 @@ class GatherOperands(DemandPass):
         replace_operand(node, demand.operand, unsharded)
 
     def _gather_reason(self, demand: Demand) -> str:
+        """Return the reason of a demand with the operand and its global shape."""
         operand = demanded_operand(demand.node, demand.operand)
         return f"{demand.why} (operand {operand.name}, global shape {list(operand.meta['val'].shape)})"
 
     def _gather(self, node: Node, demand: Demand) -> None:
+        """Replace a sharded operand of the node by its gathered value; nodes share one gather of each kind."""
         source = demanded_operand(node, demand.operand)
         have = self.plan.of(source)
-        # Propagation is not to begin a sequence here, of what is gathered or was whole.
-        set_node_info(node, replicated=True)
+        set_node_info(node, replicated=True)  # no sequence starts at the node, which would be sharded again
         if not isinstance(have, Shard):
             if have == SUMMAND_DEMAND:
                 self._regather(node, demand)
             return
         op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default
-        gathered = next((u for u in source.users if u.target is op and u.args[0] is source), None)
+        gathered = next((user for user in source.users if user.target is op and user.args[0] is source), None)
         if gathered is None:
             args = (source, have.dim, self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
             with self.insert_after(source):
@@ -87,7 +92,7 @@ class GatherOperands(DemandPass):
 
 
 def demanded_operand(node: Node, index: int) -> Node:
-    """Return the operand with the index of a demand."""
+    """Return the operand with the index of a demand: among the results of the graph, or among the node's tensors."""
     if node.op == "output":
         return node.all_input_nodes[index]
     if isinstance(node.target, OpOverload):
@@ -112,9 +117,6 @@ class RevertStaleExchanges(DemandPass):
     kinds = frozenset({"stale"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace an exchange by its operands."""
+        """Replace an exchange by its operands, its value in the global view."""
         operands = OpCall(node).operands
-        if is_tensor(node):
-            self.replace(node, operands[0])
-        else:
-            self.replace(node, operands)
+        self.replace(node, operands[0] if is_tensor(node) else operands)

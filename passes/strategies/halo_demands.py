@@ -12,6 +12,8 @@ sequence.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.fx import Node
 
@@ -32,6 +34,14 @@ from .gather_demands import demanded_operand, replace_operand
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
+class CatOfRow(NamedTuple):
+    """A cat of a sharded tensor with one replicated row, before or after it."""
+
+    index: int  # index of the sharded operand: 1 if the row comes first, else 0
+    shard: Shard  # its placement
+    result: Shard  # the placement of the cat
+
+
 class ExchangeHalos(DemandPass):
     """Exchange of halos for windows on shards, for one more row at a shard, and for shifted shards."""
 
@@ -40,33 +50,33 @@ class ExchangeHalos(DemandPass):
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
-        claimed = self._match_cat(node) is not None or (
-            node in self.plan.wants
-            and any(d.kind == "halo" or self._match_neighbors(node, d) is not None for d in demands)
-        )
-        return None if claimed else ""
+        if self._match_cat(node) is not None:
+            return None
+        matches = (d.kind == "halo" or self._match_neighbors(node, d) is not None for d in demands)
+        return None if node in self.plan.wants and any(matches) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace a window, shift or pad by an op that fetches the missing rows from neighbors."""
-        joined = self._match_cat(node)
-        if joined is not None:
-            self._join(node, *joined)
+        cat = self._match_cat(node)
+        if cat is not None:
+            self._rewrite_cat(node, cat)
         elif any(d.kind == "halo" for d in demands):
             self._rewrite_window(node)
         else:
             for demand in demands:
-                self._move(node, demand)
+                self._shift_operand(node, demand)
 
     # Windows.
 
     def _rewrite_window(self, node: Node) -> None:
+        """Replace an op with windows (conv1d, max_pool1d, roll) by its op on shards."""
         call, (have, *_), (result,) = OpCall(node), self.plan.wants[node], self.plan.placements[node]
         assert isinstance(have, Shard)
         assert isinstance(result, Shard)
         slides = sliding_calls(call)[have.dim]
         with self.graph.inserting_before(node):
             x = call.operands[0]
-            if slides.first is not None:
+            if slides.first is not None:  # an op before the window, such as a pad
                 op, args = slides.first
                 x = self.compute(op, (x, *args), node)
             new = self._rewrite_on_shards(slides, x, have, result, node.meta["val"], node)
@@ -75,71 +85,85 @@ class ExchangeHalos(DemandPass):
     def _rewrite_on_shards(
         self, slides: WindowCall, x: Node, have: Shard, result: Shard, value: torch.Tensor, like: Node
     ) -> Node:
+        """Emit an op on shards that fetches the rows that its windows lack, and note these rows.
+
+        Args:
+            slides: The op and its windows.
+            x: The operand with the rows.
+            have: The placement of x.
+            result: The placement of the result.
+            value: The fake result, in the global view.
+            like: The node whose metadata the op gets.
+        """
         ranks, frames = self.job.ranks, [self.sizes.list(shard.frame_arg()) for shard in (have, result)]
-        if slides.sliding.rolls is not None:
+        if slides.sliding.rolls is not None:  # the result of a roll is placed as its operand
             frames = frames[:1]
         args = (x, *slides.args(have.frame.length), *frames, ranks.n, ranks.group)
         new = self.emit(slides.op, args, value, like)
-        shifts = [_from_hop(hop, rows) for hop, rows in window_shift_sizes(OpCall(new), ranks.n)]
+        shifts = [_describe_shift(hop, rows) for hop, rows in window_shift_sizes(OpCall(new), ranks.n)]
         self.note(new, ", ".join(shifts) or "no rows of other ranks")
         return new
 
     # A row and a slice.
 
-    def _match_cat(self, node: Node) -> tuple[int, Shard, Shard] | None:
-        """Return (index of the sharded operand, its shard, the shard of the cat) of a cat with one row."""
+    def _match_cat(self, node: Node) -> CatOfRow | None:
+        """Match cat([row, x]) or cat([x, row]) along the sharded dim of x, with a replicated row."""
         if node.target is not aten.cat.default:
             return None
         call = OpCall(node)
-        have = [self.plan.of(o) for o in call.operands]
-        sharded = [i for i, p in enumerate(have) if isinstance(p, Shard) and p.dim == call.dim()]
-        if len(have) != 2 or len(sharded) != 1 or not isinstance(have[1 - sharded[0]], (Replicate, Partial)):
+        placements = [self.plan.of(x) for x in call.operands]
+        sharded = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == call.dim()]
+        if len(placements) != 2 or len(sharded) != 1:
             return None
         (i,) = sharded
-        shard, row = have[i], call.operands[1 - i]
+        shard, row = placements[i], call.operands[1 - i]
         assert isinstance(shard, Shard)
-        same = all(o.meta["val"].dtype == node.meta["val"].dtype for o in call.operands)
-        if not same or not is_same_size(call.shape(1 - i)[shard.dim], 1) or row is call.operands[i]:
+        same_dtype = all(x.meta["val"].dtype == node.meta["val"].dtype for x in call.operands)
+        is_row = is_same_size(call.shape(1 - i)[shard.dim], 1) and row is not call.operands[i]
+        if not same_dtype or not is_row or not isinstance(placements[1 - i], (Replicate, Partial)):
             return None
-        placed = place_window(self._extend_by_row(call, i), shard, self.job.ranks.n)
-        return (i, shard, placed) if isinstance(placed, Shard) else None
+        result = place_window(self._extend_by_row(call, i), shard, self.job.ranks.n)
+        return CatOfRow(i, shard, result) if isinstance(result, Shard) else None
 
-    def _extend_by_row(self, call: OpCall, i: int) -> SlidingRows:
-        """Return x with a row before it, or after it if it comes first."""
-        return SlidingRows(call.result_shapes()[0][call.dim()], before=i)
+    def _extend_by_row(self, call: OpCall, index: int) -> SlidingRows:
+        """Return the windows of a cat with one row: x, moved by one row if it is the operand of index 1."""
+        return SlidingRows(call.result_shapes()[0][call.dim()], before=index)
 
-    def _join(self, node: Node, i: int, have: Shard, result: Shard) -> None:
-        call = OpCall(node)
-        slides = WindowCall(self._extend_by_row(call, i), sp.shift.default, (have.dim,), (0,))
-        length = call.result_shapes()[0][have.dim]
+    def _rewrite_cat(self, node: Node, cat: CatOfRow) -> None:
+        """Replace a cat with one row by where(arange(S) == position of the row, row, shifted x)."""
+        call, (i, shard, result) = OpCall(node), cat
+        slides = WindowCall(self._extend_by_row(call, i), sp.shift.default, (shard.dim,), (0,))
+        length = call.result_shapes()[0][shard.dim]
         with self.graph.inserting_before(node):
-            shifted = self._rewrite_on_shards(slides, call.operands[i], have, result, node.meta["val"], node)
+            shifted = self._rewrite_on_shards(slides, call.operands[i], shard, result, node.meta["val"], node)
             position = self.sizes(0 if i else length - 1)
-            here = self.mark_position(position, length, have.dim, call.ndim(), node)
-            row = call.operands[1 - i]
-            new = self.compute(aten.where.self, (here, row, shifted), node)
+            is_row = self.mark_position(position, length, shard.dim, call.ndim(), node)
+            new = self.compute(aten.where.self, (is_row, call.operands[1 - i], shifted), node)
         self.replace(node, new)
 
     # Two windows of one sequence.
 
     def _match_neighbors(self, node: Node, demand: Demand) -> tuple[Shard, Shard] | None:
-        """Return (shard of an operand, shard that the node needs) if only their starts differ."""
+        """Return (shard of an operand, shard that the node needs) if they are windows that differ in their start."""
         wants = self.plan.wants.get(node, ())
         want: Placement = wants[demand.operand] if demand.operand < len(wants) else Replicate()
         have = demand.have
         if demand.kind != "align" or not isinstance(have, Shard) or not isinstance(want, Shard):
             return None
-        found = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)
-        if isinstance(found, str) or have.dim != want.dim or not want.frame.order.is_in_order:
+        placed = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)
+        if isinstance(placed, str) or have.dim != want.dim or not want.frame.order.is_in_order:
             return None
-        same = is_same_size(have.frame.size, want.frame.size) and is_same_size(have.frame.length, want.frame.length)
-        return (have, want) if same and is_same_size(want.outer, 1) and is_same_size(want.inner, 1) else None
+        if not (is_same_size(want.outer, 1) and is_same_size(want.inner, 1)):  # the dim has other factors
+            return None
+        same_size = is_same_size(have.frame.size, want.frame.size)
+        return (have, want) if same_size and is_same_size(have.frame.length, want.frame.length) else None
 
-    def _move(self, node: Node, demand: Demand) -> None:
-        found = self._match_neighbors(node, demand)
-        if found is None:
+    def _shift_operand(self, node: Node, demand: Demand) -> None:
+        """Replace an operand by its rows as the node needs them, if the demand is one of `_match_neighbors`."""
+        matched = self._match_neighbors(node, demand)
+        if matched is None:
             return
-        have, want = found
+        have, want = matched
         x = demanded_operand(node, demand.operand)
         slides = WindowCall(SlidingRows(have.frame.length), sp.shift.default, (have.dim,), (0,))
         with self.graph.inserting_before(node):
@@ -147,5 +171,6 @@ class ExchangeHalos(DemandPass):
         replace_operand(node, demand.operand, moved)
 
 
-def _from_hop(hop: int, rows: object) -> str:
+def _describe_shift(hop: int, rows: object) -> str:
+    """Return the text for an exchange of a number of rows between rank r and rank r - hop."""
     return f"{rows} row{'' if rows == 1 else 's'} from rank r {'-' if hop > 0 else '+'} {abs(hop)}"

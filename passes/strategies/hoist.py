@@ -8,6 +8,9 @@ values instead of logits. Bytes sent by this pass: none. Unchanged: slices of mo
 draws; values without a narrower predecessor; sequences that are flattened with their batch. Also unchanged, on one rank
 without requested tiles: values with other readers. Rows that the ranks would not share are unchanged, unless each rank
 has the same number of its own.
+
+A chain is the list of ops from the narrow value to the slice that compute each row from one row (tanh, linear). The
+pass extends it upwards from the slice, and rebuilds its ops on the sliced rows.
 """
 
 from __future__ import annotations
@@ -34,15 +37,15 @@ from sp_compile.passes.sharding.rules.movement import SPLIT_OPS
 from .discharge import DemandPass
 
 aten = torch.ops.aten
-READ_OPS = (aten.index.Tensor, aten.index_select.default)
-SLICE_OPS = (aten.slice.Tensor, aten.narrow.default, aten.select.int, *SPLIT_OPS, *READ_OPS)
+INDEX_OPS = (aten.index.Tensor, aten.index_select.default)
+SLICE_OPS = (aten.slice.Tensor, aten.narrow.default, aten.select.int, *SPLIT_OPS, *INDEX_OPS)
 RowsAt = tuple[int, Size]
 """Dim of a value that contains the rows of a chain's result, and the index of the first of them."""
 
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """Rows of a dim that are selected by index, as a `SlicePiece` for other fields."""
+    """Rows of a dim that are selected by index; the common fields are those of `SlicePiece`."""
 
     source: Node  # tensor before the selection
     dim: int  # dim of the rows
@@ -91,12 +94,12 @@ class HoistSlices(DemandPass):
     kinds = frozenset({"whole"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Move each short slice that demands a full sequence to the narrowest inputs; return the number of slices."""
         self.demanding, self.axes = {demand.node for demand in job.plan(gm).demands}, job.axes(gm)
-        self.learns_nothing = no_grad_nodes(gm.graph)
+        self.no_grad = no_grad_nodes(gm.graph)
         placed = (p for placements in job.plan(gm).placements.values() for p in placements)
         self.is_balanced = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in placed)
-        self.wanted: dict[Node, int] = {}  # rows of a source that all of its slices read together
+        self.rows_read: dict[Node, int] = {}  # rows of a source that all of its slices read together
         return super().apply(gm, job)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
@@ -107,28 +110,28 @@ class HoistSlices(DemandPass):
         """Replace a slice by the steps of its chain on slices of the chain's inputs."""
         chain, source = self._find_chain(node), OpCall(node).operands[0]
         assert chain is not None
-        for x in _late_inputs(node, source, first := min(chain.nodes)) or ():
-            first.prepend(x)
-        fresh = {
-            number: self._rebuild_chain(chain, source, piece, node) for number, piece in _slices_read(node).items()
-        }
-        self.replace(node, fresh[0] if is_tensor(node) else fresh)
+        first_step = min(chain.nodes)
+        for x in _late_inputs(node, source, first_step) or ():
+            first_step.prepend(x)
+        slices = {i: self._rebuild_chain(chain, source, piece, node) for i, piece in _slices_read(node).items()}
+        self.replace(node, slices[0] if is_tensor(node) else slices)
         _defer_chain_outputs(chain)
         narrow = ", ".join(x.name for x in chain.inputs)
-        for one in fresh.values():
-            self.note(one, f"the window is sliced from {narrow}, which is narrower than {source.name}")
+        for new in slices.values():
+            self.note(new, f"the window is sliced from {narrow}, which is narrower than {source.name}")
 
     def _find_chain(self, node: Node) -> RowChain | None:
         """Return the chain with the narrowest inputs that computes the operand of a slice, or None."""
         pieces = _slices_read(node)
         if not pieces or not self._saves_work(node, pieces):
             return None
-        first = next(iter(pieces.values()))
-        chain = best = RowChain({first.source: (first.dim, 0)})
-        while (longer := self._extend_chain(chain, node)) is not None:
-            chain = longer
+        piece = next(iter(pieces.values()))  # all have the same source and dim
+        chain: RowChain | None = RowChain({piece.source: (piece.dim, 0)})
+        best = chain
+        while chain is not None:
             best = chain if chain.width < best.width else best
-        return best if best.steps and _late_inputs(node, first.source, min(best.nodes)) is not None else None
+            chain = self._extend_chain(chain, node)
+        return best if best.steps and _late_inputs(node, piece.source, min(best.nodes)) is not None else None
 
     def _saves_work(self, node: Node, pieces: dict[int, RowRequest]) -> bool:
         """Return True if no rank computes more rows for the slices than for its shard of their source.
@@ -140,23 +143,23 @@ class HoistSlices(DemandPass):
         results = [node] if is_tensor(node) else list(read_results(node).values())
         if all(self.axes.sequence_dims(x) for x in results):
             return not self.is_balanced
-        if source not in self.wanted:
+        if source not in self.rows_read:
             cuts = [user for user in source.users if user in self.demanding and user.target in SLICE_OPS]
-            self.wanted[source] = sum(
-                assume_large(piece.length) for cut in cuts for piece in _slices_read(cut).values()
-            )
-        return all(n * self.wanted[source] <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values())
+            lengths = [piece.length for cut in cuts for piece in _slices_read(cut).values()]
+            self.rows_read[source] = sum(map(assume_large, lengths))
+        rows_of_ranks = n * self.rows_read[source]
+        return all(rows_of_ranks <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values())
 
     def _extend_chain(self, chain: RowChain, cut: Node) -> RowChain | None:
-        """Return the chain with the producer of the last input that may be recomputed, or None."""
+        """Return the chain, extended by the producer of its last input that may be recomputed for `cut`, or None."""
         for node in sorted(chain.inputs, reverse=True):
             step = _match_row_wise(node, chain.inputs[node]) if self._can_recompute(node, chain, cut) else None
             if step is None:
                 continue
-            others = {x: rows for x, rows in chain.inputs.items() if x is not node}
+            other_inputs = {x: rows for x, rows in chain.inputs.items() if x is not node}
             operand_rows = {OpCall(node).operands[i]: rows for i, rows in step.operands.items()}
-            if all(_is_same_slice(others.get(x, rows), rows) for x, rows in operand_rows.items()):
-                return RowChain({**others, **operand_rows}, (*chain.steps, step))
+            if all(_is_same_slice(other_inputs.get(x, rows), rows) for x, rows in operand_rows.items()):
+                return RowChain({**other_inputs, **operand_rows}, (*chain.steps, step))
         return None
 
     def _can_recompute(self, node: Node, chain: RowChain, cut: Node) -> bool:
@@ -167,14 +170,15 @@ class HoistSlices(DemandPass):
         """
         if node.op != "call_function" or node in self.demanding:
             return False
-        if (node in self.learns_nothing) != (cut in self.learns_nothing):
+        if (node in self.no_grad) != (cut in self.no_grad):
             return False
-        mine = {*chain.nodes, cut}
-        alone = all(user in mine or (user in self.demanding and user.target in SLICE_OPS) for user in node.users)
-        return alone or self.job.ranks.n > 1 or isinstance(self.job.options.tiles, int)
+        if self.job.ranks.n > 1 or isinstance(self.job.options.tiles, int):
+            return True
+        chain_nodes = {*chain.nodes, cut}
+        return all(user in chain_nodes or (user in self.demanding and user.target in SLICE_OPS) for user in node.users)
 
     def _rebuild_chain(self, chain: RowChain, source: Node, piece: RowRequest, like: Node) -> Node:
-        """Emit a slice of the source from slices of the inputs of the chain."""
+        """Emit the rows of `piece` of the source from these rows of the chain's inputs, and return the node."""
         emitted: dict[Node, Node] = {}
         for x, rows in chain.inputs.items():
             with self.graph.inserting_before(chain.first_reader(x)):  # an input may be created after the first step
@@ -193,22 +197,23 @@ class HoistSlices(DemandPass):
             start = piece.start + first
             end = start + (piece.length - 1) * piece.step + 1
             return self.compute(aten.slice.Tensor, (x, dim, *map(self.sizes, (start, end)), piece.step), like)
-        at, extent = piece.indices, node_shape(piece.source)[piece.dim]
+        indices, extent = piece.indices, node_shape(piece.source)[piece.dim]
         if not is_same_size(node_shape(x)[dim], extent):  # a slice of x with constant indices, possibly from its end
-            numbers = (self.sizes(first), self.sizes(first + extent))
-            device = {"device": at.meta["val"].device}
-            at = self._select_rows(self.compute(aten.arange.start, numbers, like, device), 0, at, like)
-        return self._select_rows(x, dim, at, like)
+            ends, device = (self.sizes(first), self.sizes(first + extent)), {"device": indices.meta["val"].device}
+            positions = self.compute(aten.arange.start, ends, like, device)
+            indices = self._select_rows(positions, 0, indices, like)
+        return self._select_rows(x, dim, indices, like)
 
-    def _select_rows(self, x: Node, dim: int, at: Node, like: Node) -> Node:
-        args = ([None] * dim + [at],) if like.target is aten.index.Tensor else (dim, at)
+    def _select_rows(self, x: Node, dim: int, indices: Node, like: Node) -> Node:
+        """Emit x[:, indices] along a dim by the op of `like`: index or index_select."""
+        args = ([None] * dim + [indices],) if like.target is aten.index.Tensor else (dim, indices)
         return self.compute(like.target, (x, *args), like)
 
     def _rebuild_step(self, step: RowWiseNode, emitted: dict[Node, Node], piece: RowRequest) -> Node:
-        """Emit a step of the chain on sliced operands."""
+        """Emit a step of the chain on sliced operands, which `emitted` contains by the original ones."""
         node, (call, rule) = step.node, _lookup_known_rule(step.node)
         operands = [emitted[x] if i in step.operands else x for i, x in enumerate(call.operands)]
-        if rule.window == step.dim:
+        if rule.window == step.dim:  # a slice of the rows, which the slices of the inputs have included
             return operands[0]
         with self.graph.inserting_before(node), restore_autocast(node):
             if rule.reshapes:
@@ -220,29 +225,32 @@ class HoistSlices(DemandPass):
 
 def _slices_read(node: Node) -> dict[int, RowRequest]:
     """Return the slices of a node that are read, by index; {} if the position of one is unknown."""
-    numbers = [0] if is_tensor(node) else list(read_results(node))
-    found = {
-        number: _match_selected(node) if node.target in READ_OPS else nth_result(node, number) for number in numbers
-    }
-    known = {number: piece for number, piece in found.items() if piece is not None}
-    return known if len(known) == len(found) else {}
+    pieces: dict[int, RowRequest] = {}
+    for i in [0] if is_tensor(node) else read_results(node):
+        piece = _match_index(node) if node.target in INDEX_OPS else nth_result(node, i)
+        if piece is None:
+            return {}
+        pieces[i] = piece
+    return pieces
 
 
-def _match_selected(node: Node) -> SelectedRows | None:
+def _match_index(node: Node) -> SelectedRows | None:
+    """Match x[:, indices] with one tensor of indices, whose dim remains in place."""
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or not rule.picks:
         return None
-    source, at = call.operands
-    ((picked, factor),) = rule.picks.items()
-    dim = rule.operands[0].index(factor)
-    return SelectedRows(source, dim, at, node_shape(node)[dim]) if rule.results[0][dim] == picked else None
+    source, indices = call.operands
+    ((index_factor, row_factor),) = rule.picks.items()
+    dim = rule.operands[0].index(row_factor)
+    return SelectedRows(source, dim, indices, node_shape(node)[dim]) if rule.results[0][dim] == index_factor else None
 
 
 def _lookup_known_rule(node: Node) -> tuple[OpCall, BoundRule]:
-    found = lookup_rule(node)
-    assert found is not None
-    assert found[1] is not None
-    return found[0], found[1]
+    """Return the call and the rule of a step, which matched by its rule."""
+    call, rule = lookup_rule(node) or (None, None)
+    assert call is not None
+    assert rule is not None
+    return call, rule
 
 
 def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
@@ -250,42 +258,44 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or not is_tensor(node) or rule.operand_placements is not None or rule.lenders:
         return None
-    if not is_pure(node) or is_random(node) or (rule.sizes and not rule.reshapes):
+    if not is_pure(node) or is_random(node) or (rule.sizes and not rule.reshapes):  # sizes that the slice changes
         return None
     dim, first = rows
     factor = rule.results[0][dim]
-    if rule.window == dim:
+    if rule.window == dim:  # a slice of the rows
         return RowWiseNode(node, dim, {0: (dim, first + rule.spans[0][0])})
     operands = {i: (dims.index(factor), first) for i, dims in enumerate(rule.operands) if factor in dims}
-    grouped = any(factor in flatten_dims(dims) and factor not in dims for dims in rule.operands)
-    found = factor and operands and rule.kind(factor) == "pass" and not grouped
-    return RowWiseNode(node, dim, operands) if found else None
+    is_grouped = any(factor in flatten_dims(dims) and factor not in dims for dims in rule.operands)  # part of a dim
+    passes = factor and operands and rule.kind(factor) == "pass" and not is_grouped
+    return RowWiseNode(node, dim, operands) if passes else None
 
 
 def _late_inputs(cut: Node, source: Node, first: Node) -> list[Node] | None:
-    """Return operands of a slice, other than its source, that are created after the first step.
+    """Return the nodes that compute operands of a slice, other than its source, after the first step, in order.
 
     None if one of them may not move. Indices of rows and sizes may: no mode (autocast, no_grad) changes their values.
     """
-    given = [x for x in collect_nodes((cut.args, cut.kwargs)) if x is not source]
-    late = reachable_set(given, lambda n: n.all_input_nodes if not n < first else ())
-    moved = [n for n in sorted(late) if not n < first]
-    return moved if all(is_pure(n) and _is_index_like(n) and n is not first for n in moved) else None
+    indices = [x for x in collect_nodes((cut.args, cut.kwargs)) if x is not source]
+    ancestors = reachable_set(indices, lambda n: n.all_input_nodes if not n < first else ())
+    late = [n for n in sorted(ancestors) if not n < first]
+    return late if all(is_pure(n) and _is_index_like(n) and n is not first for n in late) else None
 
 
 def _is_index_like(node: Node) -> bool:
     """Return True for a size, or a tensor of integers or bools."""
     value = node.meta.get("val")
-    exact = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
-    return exact or isinstance(value, torch.SymInt)
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, torch.SymInt)
+    return not (value.is_floating_point() or value.is_complex())
 
 
 def _is_same_slice(a: RowsAt, b: RowsAt) -> bool:
+    """Return True if two descriptions have the same dim and the same first row."""
     return a[0] == b[0] and is_same_size(a[1], b[1])
 
 
 def _defer_chain_outputs(chain: RowChain) -> None:
-    """Move the remaining nodes of the chain that are read as outputs only to their first reader."""
+    """Mark the nodes of the chain that only outputs and other marked nodes still read as `recomputed`."""
     for node in chain.nodes:
         if node.users and all(user.op == "output" or node_info(user).recomputed for user in node.users):
             set_node_info(node, recomputed=True)

@@ -21,7 +21,7 @@ from sp_compile.passes.canonical.scan_calls import CUMULATIVE_OPS, TORCH_SCANS, 
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
 
-LARGE_CARRY = 1 << 14  # elements; smaller scans are dominated by the call
+MIN_ELEMENTS = 1 << 14  # of a scan that is replaced; smaller scans are dominated by the overhead of a call
 
 
 class UseFastScans(Pass):
@@ -32,26 +32,24 @@ class UseFastScans(Pass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace the slow scans and return their number."""
-        waiting = {d.node for d in job.plan(gm).demands}
-        nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH_SCANS]
-        slow = [n for n in nodes if n not in waiting and is_slow(n)]
-        for node in slow:
-            fresh = to_sp_scan(self, node)
-            why = f"{TORCH_SCANS[node.target]} along dim {OpCall(fresh).dim()}, which is slow in torch"
-            self.note(fresh, why, "scan")
-        return len(slow)
+        demanding = {d.node for d in job.plan(gm).demands}
+        scans = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH_SCANS]
+        slow_scans = [n for n in scans if n not in demanding and is_slow(n)]
+        for node in slow_scans:
+            new = to_sp_scan(self, node)
+            self.note(new, f"{TORCH_SCANS[node.target]} along dim {OpCall(new).dim()}, which is slow in torch", "scan")
+        return len(slow_scans)
 
 
 def is_slow(node: Node) -> bool:
-    """Return True if the lowering table runs the scan by anything but torch."""
+    """Return True for a large scan that the lowering table does not lower to torch."""
     call, result = OpCall(node), OpCall(node).results()[0]
     op, dim, extents = TORCH_SCANS[node.target], call.dim(), [size_hint(s) for s in result.shape]
-    if math.prod(extents) < LARGE_CARRY or not extents or not is_scannable_call(call):
+    if math.prod(extents) < MIN_ELEMENTS or not extents or not is_scannable_call(call):
         return False
-    wide = accumulate_dtype(op, result.dtype, result.device)
     kind = "scan" if node.target in CUMULATIVE_OPS else "extremes"
-    outer, inner = (math.prod(part) for part in (extents[:dim], extents[dim + 1 :]))
-    rows = (outer, extents[dim], inner)
-    dtypes = (call.operands[0].meta["val"].dtype, result.dtype, wide)
-    problem = ScanProblem(kind, result.device.type, *rows, *dtypes, op=op, total=False)
+    outer_length_inner = math.prod(extents[:dim]), extents[dim], math.prod(extents[dim + 1 :])
+    accumulate = accumulate_dtype(op, result.dtype, result.device)
+    dtypes = (call.operands[0].meta["val"].dtype, result.dtype, accumulate)
+    problem = ScanProblem(kind, result.device.type, *outer_length_inner, *dtypes, op=op, total=False)
     return not is_torch_lowering(problem)

@@ -32,11 +32,11 @@ class BroadcastDraws(DemandPass):
         """Broadcast the draws of rank 0, and its gradients of the operands."""
         group = self.job.ranks.group
         with self.graph.inserting_before(node):
-            for operand in [a for a in node.all_input_nodes if is_tensor(a)]:
+            for operand in filter(is_tensor, node.all_input_nodes):
                 value = operand.meta["val"]
-                if value.is_floating_point() or value.is_complex():
-                    args = (operand, group)
-                    node.replace_input_with(operand, self.emit(sp.broadcast_grad.default, args, value, node))
+                if value.is_floating_point() or value.is_complex():  # it may have a gradient
+                    shared = self.emit(sp.broadcast_grad.default, (operand, group), value, node)
+                    node.replace_input_with(operand, shared)
         for result in random_results(node):
             with self.insert_after(result):
                 self.insert_between(result, self.emit(sp.broadcast.default, (result, group), result.meta["val"], node))

@@ -17,7 +17,7 @@ from sp_compile.lowering.base.dtypes import HALF, accumulation_dtype
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.modes import settle_dtypes
-from sp_compile.passes.graph.sizes import Size, size_product
+from sp_compile.passes.graph.sizes import size_product
 from sp_compile.passes.sharding.placement import Demand, Partial
 from sp_compile.passes.sharding.rules.norms import CLASS_LOSSES, NONE, SUM
 
@@ -35,7 +35,7 @@ class DecomposeMeans(DemandPass):
     kinds = frozenset({"mean", "total"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Decompose every mean and summed loss over the sequence; return their number."""
         settle_dtypes(gm.graph)  # half types get wider sums
         return super().apply(gm, job)
 
@@ -53,52 +53,56 @@ class DecomposeMeans(DemandPass):
         self.note(new, "the sum over all ranks" + (", divided by the count of the full sequence" if is_mean else ""))
 
     def _mean(self, node: Node) -> Node:
+        """Emit sum(x, dims) / count for mean(x, dims), and return the result."""
         call, value = OpCall(node), node.meta["val"]
         dims = call.get("dim") or list(range(call.ndim()))
         count = size_product(call.shape()[d] for d in dims)
         x = call.operands[0]
-        if torch.finfo(value.dtype).bits > torch.finfo(x.meta["val"].dtype).bits:  # mean(dtype=)
+        if torch.finfo(value.dtype).bits > torch.finfo(x.meta["val"].dtype).bits:  # mean(x, dtype=torch.float32)
             x = self.cast(x, value.dtype, node)
         total = self._sum(x, node, dims, bool(call.get("keepdim")))
-        return self.cast(self._divide(total, count, node), value.dtype, node)
+        mean = self.compute(aten.div.Tensor, (total, self.sizes(count)), node)
+        return self.cast(mean, value.dtype, node)
 
     def _elementwise_loss(self, node: Node, mean: bool) -> Node:
+        """Emit the sum of the losses of all elements, divided by their number if `mean`, and return the result."""
         call = OpCall(node)
         args, kwargs = call.with_operands(call.operands, reduction=NONE)
-        each = self.compute(node.target, args, node, kwargs)
-        total = self._sum(each, node)
-        out = self._divide(total, size_product(node_shape(each)), node) if mean else total
-        return self.cast(out, node.meta["val"].dtype, node)
+        losses = self.compute(node.target, args, node, kwargs)
+        result = self._sum(losses, node)
+        if mean:
+            count = self.sizes(size_product(node_shape(losses)))
+            result = self.compute(aten.div.Tensor, (result, count), node)
+        return self.cast(result, node.meta["val"].dtype, node)
 
     def _class_loss(self, node: Node) -> Node:
+        """Emit the mean of a loss with class indices (nll_loss): the sum, divided by the weights of its targets.
+
+        Ignored targets count 0, others 1 or the weight of their class.
+        """
         call = OpCall(node)
         dtype = node.meta["val"].dtype
-        half = dtype in HALF  # the loss of each position is rounded, their sum is not
-        args, kwargs = call.with_operands(call.operands, reduction=NONE if half else SUM)
+        is_half = dtype in HALF  # the loss of each position is rounded, their sum is not
+        args, kwargs = call.with_operands(call.operands, reduction=NONE if is_half else SUM)
         total = self.compute(node.target, args, node, kwargs)
-        total = self._sum(total, node) if half else total
+        total = self._sum(total, node) if is_half else total
         target, weight = call["target"], call["weight"]
         counted = self.compute(aten.ne.Scalar, (target, call["ignore_index"]), node)
         if weight is not None:
-            # An ignored index may be out of range.
+            # An ignored index may be out of range, so it is replaced by 0.
             index = self.compute(aten.mul.Tensor, (target, counted), node)
-            each = self.compute(aten.index.Tensor, (weight, [index]), node)
-            counted = self.compute(aten.where.ScalarOther, (counted, each, 0), node)
-        count = self.compute(aten.sum.default, (counted,), node)
-        wide = accumulation_dtype(dtype)
-        loss = self.compute(aten.div.Tensor, (total, self.cast(count, wide, node)), node)
+            target_weights = self.compute(aten.index.Tensor, (weight, [index]), node)
+            counted = self.compute(aten.where.ScalarOther, (counted, target_weights, 0), node)
+        count = self.cast(self.compute(aten.sum.default, (counted,), node), accumulation_dtype(dtype), node)
+        loss = self.compute(aten.div.Tensor, (total, count), node)
         return self.cast(loss, dtype, node)
 
     def _sum(self, x: Node, node: Node, dims: list[int] | None = None, keepdim: bool = False) -> Node:
-        """Sum in at least float32: the partial sums of the ranks are rounded once, after their addition."""
-        dtype = x.meta["val"].dtype
-        wide = {"dtype": torch.float32} if dtype in HALF else {}
+        """Emit a sum over dims (None: all) in at least float32, so that the total of the ranks is rounded once."""
+        kwargs = {"dtype": torch.float32} if x.meta["val"].dtype in HALF else {}
         if dims is None:
-            return self.compute(aten.sum.default, (x,), node, wide)
-        return self.compute(aten.sum.dim_IntList, (x, dims, keepdim), node, wide)
-
-    def _divide(self, total: Node, count: Size, node: Node) -> Node:
-        return self.compute(aten.div.Tensor, (total, self.sizes(count)), node)
+            return self.compute(aten.sum.default, (x,), node, kwargs)
+        return self.compute(aten.sum.dim_IntList, (x, dims, keepdim), node, kwargs)
 
 
 class ReducePartials(DemandPass):
@@ -109,10 +113,10 @@ class ReducePartials(DemandPass):
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Add an all_reduce after each operand that is a partial sum."""
-        for source in dict.fromkeys(a for a in node.all_input_nodes if is_tensor(a)):
-            reduced = any(u.target is sp.all_reduce.default for u in source.users)
-            if isinstance(self.plan.of(source), Partial) and not reduced:
+        for source in filter(is_tensor, node.all_input_nodes):
+            is_reduced = any(user.target is sp.all_reduce.default for user in source.users)
+            if isinstance(self.plan.of(source), Partial) and not is_reduced:
+                args = (source, self.job.ranks.n, self.job.ranks.group)
                 with self.insert_after(source):
-                    args = (source, self.job.ranks.n, self.job.ranks.group)
                     self.insert_between(source, self.emit(sp.all_reduce.default, args, source.meta["val"], source))
                 self.note(source, "adds the partial sums of the ranks")

@@ -67,25 +67,29 @@ class SplitNestedScans(DemandPass):
     kinds = frozenset({"scan"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Split scans until none is nested; a dim may combine a batch, the sequence and choices."""
-        changes = 0
-        while found := super().apply(gm, job):
-            changes += found
+        """Split scans until none is nested; return the number of splits.
+
+        A dim may combine a batch, the sequence and choices, and then takes two splits.
+        """
+        changes, new_changes = 0, super().apply(gm, job)
+        while new_changes:
+            changes += new_changes
             job.invalidate()
+            new_changes = super().apply(gm, job)
         return changes
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
-        return "" if is_only_sequence(scan_shard(self.plan, node)) else _unsupported_error(node)
+        return "" if is_only_sequence(scan_shard(self.plan, node)) else _unsupported_reason(node)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace a scan along a part of a dim by scans of its two levels."""
         shard = scan_shard(self.plan, node)
-        fresh = to_sp_scan(self, node)
-        with self.graph.inserting_before(fresh):
-            parts = _TwoLevelScan(self, fresh).run(shard)
-        self.replace(fresh, parts)
-        self.note(parts, f"a scan of {shard.frame.length} positions within a dim of {shard}")
+        flat_scan = to_sp_scan(self, node)
+        with self.graph.inserting_before(flat_scan):
+            result = _TwoLevelScan(self, flat_scan).run(shard)
+        self.replace(flat_scan, result)
+        self.note(result, f"a scan of {shard.frame.length} positions within a dim of {shard}")
 
 
 def scan_shard(plan: PlacementPlan, node: Node) -> Shard:
@@ -98,11 +102,13 @@ def is_only_sequence(shard: Shard) -> bool:
     return is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)
 
 
-def _unsupported_error(node: Node) -> str | None:
+def _unsupported_reason(node: Node) -> str | None:
+    """Return the reason why a scan along a dim of several factors cannot be split, or None."""
     call = OpCall(node)
     op, value = TORCH_SCANS.get(node.target) or call.get("op", ""), call.results()[0]
-    known = node.target in (sp.scan.default, *TORCH_SCANS) and is_scannable_call(call)
-    if not known or call.get("segments") is not None or (node.target in EXTREME_OPS and has_index_reader(node)):
+    is_known = node.target in (sp.scan.default, *TORCH_SCANS) and is_scannable_call(call)
+    reads_indices = node.target in EXTREME_OPS and has_index_reader(node)
+    if not is_known or reads_indices or call.get("segments") is not None:
         return "its dim contains more than the sequence, and two scans cannot be combined"
     if op not in COMBINE_OPS or (op in ("max", "min") and value.is_floating_point()):
         return f"its dim contains more than the sequence, and a {op} of two scans has another gradient"
@@ -110,39 +116,45 @@ def _unsupported_error(node: Node) -> str | None:
 
 
 class _TwoLevelScan:
-    """Scan along a dim of two factors, as scans along each factor."""
+    """Scan along a dim of two factors, as scans along each factor.
+
+    Args:
+        editor: Emits the nodes, before the scan.
+        node: An `sp.scan` along the dim.
+    """
 
     def __init__(self, editor: GraphEditor, node: Node) -> None:
         call = OpCall(node)
         self.editor, self.node, self.value = editor, node, node.meta["val"]
         self.x, self.dim, self.op = call.operands[0], call.dim(), call["op"]
         self.exclusive, self.reverse = call["exclusive"], call["reverse"]
-        # The dtype of accumulation, so that the sum of the parts is rounded once, as the result of one scan.
+        # The dtype of accumulation, so that the sum of the two scans is rounded once, as the result of one scan.
         dtype = call["accumulate"] if self.op in ("sum", "prod") else None
-        self.wide = dtype or accumulate_dtype(self.op, self.value.dtype, self.value.device)
+        self.accumulate = dtype or accumulate_dtype(self.op, self.value.dtype, self.value.device)
 
     def run(self, shard: Shard) -> Node:
         """Emit the scan in two levels, and return the node of its result."""
-        dim, length = self.dim, shard.frame.length
-        parts = (shard.outer, length) if is_same_size(shard.inner, 1) else (shard.outer * length, shard.inner)
-        x, full = self.editor.cast(self.x, self.wide, self.node), as_sizes(self.value.shape)
-        x = self.editor.reshape(x, (*full[:dim], *parts, *full[dim + 1 :]), self.node)
-        each, before = self.two_levels(x, dim)
-        set_node_info(before if is_same_size(shard.inner, 1) else each, is_aside=True)
-        both = self.call(COMBINE_OPS[self.op], self.call(aten.unsqueeze.default, before, dim + 1), each)
-        return self.editor.cast(self.editor.reshape(both, full, self.node), self.value.dtype, self.node)
+        # Unflatten the dim: (batch, sequence), or (batch * sequence, choices) if each position has several elements.
+        dim, length, has_choices = self.dim, shard.frame.length, not is_same_size(shard.inner, 1)
+        factors = (shard.outer * length, shard.inner) if has_choices else (shard.outer, length)
+        x, shape = self.editor.cast(self.x, self.accumulate, self.node), as_sizes(self.value.shape)
+        x = self.editor.reshape(x, (*shape[:dim], *factors, *shape[dim + 1 :]), self.node)
+        # Scan the inner factor, then the totals of the outer one, and add both.
+        inner_scan, totals_before = self.two_levels(x, dim)
+        set_node_info(inner_scan if has_choices else totals_before, is_aside=True)  # the one not along the sequence
+        result = self.call(COMBINE_OPS[self.op], self.call(aten.unsqueeze.default, totals_before, dim + 1), inner_scan)
+        return self.editor.cast(self.editor.reshape(result, shape, self.node), self.value.dtype, self.node)
 
-    def two_levels(self, y: Node, dim: int) -> tuple[Node, Node]:
-        """Return the scan of dim + 1, and the total of all rows of `dim` before each row."""
-        each = self.scan(y, dim + 1, self.exclusive)
-        full = self.call(COMBINE_OPS[self.op], each, y) if self.exclusive else each
-        last = self.call(aten.select.int, full, dim + 1, 0 if self.reverse else -1)
-        return each, self.scan(last, dim, True)
+    def two_levels(self, x: Node, dim: int) -> tuple[Node, Node]:
+        """Emit the scan of x along dim + 1, and the total of all rows of `dim` before each row; return both."""
+        inner_scan = self.scan(x, dim + 1, self.exclusive)
+        inclusive = self.call(COMBINE_OPS[self.op], inner_scan, x) if self.exclusive else inner_scan
+        totals = self.call(aten.select.int, inclusive, dim + 1, 0 if self.reverse else -1)
+        return inner_scan, self.scan(totals, dim, True)
 
     def scan(self, x: Node, dim: int, exclusive: bool) -> Node:
         """Emit a scan along one dim."""
-        value = x.meta["val"]
-        return emit_scan(self.editor, x, dim, self.op, value, self.node, exclusive, self.reverse)
+        return emit_scan(self.editor, x, dim, self.op, x.meta["val"], self.node, exclusive, self.reverse)
 
     def call(self, target: Any, *args: Any) -> Node:
         """Emit a call at the position of the scan."""
@@ -160,8 +172,8 @@ class ShardScans(DemandPass):
 
     def call(self, graph_module: GraphModule) -> PassResult:
         """Run the pass on a graph module, then replace the remaining slow scans."""
-        claimed = super().call(graph_module).modified
-        return PassResult(graph_module, UseFastScans(self.job)(graph_module).modified or claimed)
+        modified = super().call(graph_module).modified
+        return PassResult(graph_module, UseFastScans(self.job)(graph_module).modified or modified)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
@@ -175,16 +187,18 @@ class ShardScans(DemandPass):
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace a scan by the operator that exchanges carries between ranks."""
         shard = scan_shard(self.plan, node)
-        fresh = to_sp_scan(self, node)
-        call, ranks, folds = OpCall(fresh), self.job.ranks, shard.frame.folds
+        scan = to_sp_scan(self, node)
+        call, ranks, folds = OpCall(scan), self.job.ranks, shard.frame.folds
         nbytes, _ = message_bytes(call, folds, size_hint)
-        cost = choose_exchange(int(nbytes), ranks.n, self.job.machine_of(fresh), folds)
-        where = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
-        fresh.args, fresh.kwargs = call.with_operands(call.operands, frame=self.sizes.list(shard.frame_arg()), **where)
-        self.note(fresh, f"{_describe_scan(call)} of {shard.frame.size} positions: {cost}")
+        cost = choose_exchange(int(nbytes), ranks.n, self.job.machine_of(scan), folds)
+        options = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
+        frame = self.sizes.list(shard.frame_arg())
+        scan.args, scan.kwargs = call.with_operands(call.operands, frame=frame, **options)
+        self.note(scan, f"{_describe_scan(call)} of {shard.frame.size} positions: {cost}")
 
 
 def _describe_scan(call: OpCall) -> str:
+    """Return the kind of a scan for the report, such as "inclusive sum, reversed,"."""
     if call.node.target is sp.linear_scan.default:
         return "linear recurrence"
     kind = "exclusive" if call.get("exclusive") else "inclusive"

@@ -30,18 +30,18 @@ class SelectRow(DemandPass):
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
-        single = node.target is aten.select.int or _row_position(node) is not None
-        return None if single and node.meta["val"].dtype != torch.bool else ""
+        is_single_row = node.target is aten.select.int or _row_position(node) is not None
+        return None if is_single_row and node.meta["val"].dtype != torch.bool else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace a selected row by a masked sum over the sequence, which the ranks add."""
         call, value = OpCall(node), node.meta["val"]
         x, dim = call.operands[0], call.dim()
         with self.graph.inserting_before(node):
-            here = self.mark_position(self._position(call, dim), call.shape()[dim], dim, call.ndim(), node)
-            only = self.compute(aten.where.ScalarOther, (here, x, 0), node)
-            summed = (only, [dim], True) if _row_position(node) is not None else (only, [dim])
-            row = self.compute(aten.sum.dim_IntList, summed, node, {"dtype": value.dtype})
+            is_row = self.mark_position(self._position(call, dim), call.shape()[dim], dim, call.ndim(), node)
+            masked = self.compute(aten.where.ScalarOther, (is_row, x, 0), node)
+            args = (masked, [dim], True) if _row_position(node) is not None else (masked, [dim])  # keepdim of a slice
+            row = self.compute(aten.sum.dim_IntList, args, node, {"dtype": value.dtype})
         self.replace(node, row)
         self.note(row, "one position: its rank broadcasts it")
 
@@ -53,9 +53,9 @@ class SelectRow(DemandPass):
 
 
 def _row_position(node: Node) -> Size | None:
-    """Return the position of a slice of one row."""
-    found = lookup_rule(node) if node.target is aten.slice.Tensor else None
-    if found is None or found[1] is None or not found[1].spans:
+    """Return the position of a slice of one row; None for other nodes."""
+    _, rule = (lookup_rule(node) if node.target is aten.slice.Tensor else None) or (None, None)
+    if rule is None or not rule.spans:
         return None
-    ((start, length),) = found[1].spans
+    ((start, length),) = rule.spans
     return start if is_same_size(length, 1) else None

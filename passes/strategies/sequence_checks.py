@@ -1,6 +1,7 @@
 """Check and report the sequences and placements of a graph before and after demands are met.
 
-The passes of this module change no value.
+The passes of this module change no value. `FindSequences` runs before placements are chosen and stops for a model
+without a sequence; `PlaceOutputs` runs when no demand remains and explains why results are gathered.
 """
 
 from __future__ import annotations
@@ -22,14 +23,12 @@ from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.output_rules import GATHER_REASON, gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Shard
 
-FRAGMENT_FIX = "a graph between graph breaks without a sequence; every rank runs it unsplit"
+FRAGMENT_TEXT = "a graph between graph breaks without a sequence; every rank runs it unsplit"
 LOST_IN_EAGER_CODE = (
     "its inputs are full tensors, as eager code gathers sharded tensors, so it has no sequence; every rank runs it "
     "unsplit. Move the eager code into the compiled function."
 )
-
-
-NO_SEQUENCE_FIX = {
+NO_SEQUENCE_REASONS = {
     "while_loop": "whose effect on its values is not known",
     "map_impl": "which treats all rows equally, so its dim is not known",
     "cond": "whose branches are not analyzed",
@@ -43,7 +42,7 @@ class MarkUserCollectives(Pass):
     provides = frozenset({"marked collectives"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Mark the collectives in place, and return 0: the ops are unchanged."""
         if job.aligned is not None:
             mark_group_exchanges(gm, job.aligned)
             job.invalidate()
@@ -61,38 +60,39 @@ class FindSequences(Pass):
     provides = frozenset({"sequences"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Set `job.sequence_inputs`, and return True if a symbolic length has become a constant."""
         fixed = _fix_short_lengths(gm, job.axes(gm), job.ranks.n)
         if fixed:
             job.invalidate()
         axes = job.axes(gm)
-        found = {n: axes.sequence_dims(n) for n in gm.graph.find_nodes(op="placeholder") if not node_info(n).parameter}
-        job.sequence_inputs = {argument_name(node): dims for node, dims in found.items() if dims}
+        inputs = [node for node in gm.graph.find_nodes(op="placeholder") if not node_info(node).parameter]
+        sequence_dims = {node: axes.sequence_dims(node) for node in inputs}
+        job.sequence_inputs = {argument_name(node): dims for node, dims in sequence_dims.items() if dims}
         if job.ranks.n == 1:
             return fixed
         if job.options.inputs == "local" and job.seq_dims is None and axes.sequences:
-            _refuse_local(found, job)
+            _refuse_local(sequence_dims, job)
         if not axes.sequences:
-            self._no_sequence_error(gm, list(found), job)
+            self._refuse_without_sequence(gm, inputs, job)
         elif not any(isinstance(p, Shard) for ps in job.plan(gm).placements.values() for p in ps):
-            self._nothing_sharded_error(list(found), job)
+            self._note_nothing_sharded(inputs, job)
         return fixed
 
-    def _no_sequence_error(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
+    def _refuse_without_sequence(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
         """Set the refusal of a model without a sequence; note that a part of a model runs replicated."""
         names = [argument_name(node) for node in inputs if is_tensor(node)]
-        name_it = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
+        fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
         if not job.fragment and (not job.has_outer_job or job.options.fallback == "error"):
             text = f"the model has no attention or scan whose dim could be traced to an input{_describe_candidates(gm)}"
-            job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, name_it)
+            job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, fix)
             return
-        kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {name_it}"
+        kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {fix}"
         if job.fragment:
-            kind, text = NoteKind.REPLICATED, FRAGMENT_FIX
-        lines = [node_line(node) for node in gm.graph.nodes if node.op == "call_function"]
-        self.notes.append(Note(kind, self.name, text, where=lines[0] if lines else "the graph"))
+            kind, text = NoteKind.REPLICATED, FRAGMENT_TEXT
+        where = next((node_line(node) for node in gm.graph.nodes if node.op == "call_function"), "the graph")
+        self.notes.append(Note(kind, self.name, text, where=where))
 
-    def _nothing_sharded_error(self, inputs: list[Node], job: PassContext) -> None:
+    def _note_nothing_sharded(self, inputs: list[Node], job: PassContext) -> None:
         """Note that a graph with a sequence runs replicated; raise SpError if fallback='error'."""
         why = "every rank runs the unsplit graph, as no op has the sequence as a separate dim to shard"
         if job.seq_dims:
@@ -104,12 +104,16 @@ class FindSequences(Pass):
         self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
 
 
-def _refuse_local(shards: dict[Node, list[int]], job: PassContext) -> None:
-    """Raise SpError if the sequence of local inputs was not shards at capture.
+def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> None:
+    """Raise SpError if an input with a sequence is missing in `job.inputs`, the rank-local inputs found at capture.
 
-    Its length is then a part of the program (SP306), or it does not reach an input (SP307).
+    Its length is then a part of the program (SP306). SP307: no input contains the sequence.
+
+    Args:
+        sequence_dims: The dims of each input along the sequence.
+        job: The context.
     """
-    for node, dims in shards.items():
+    for node, dims in sequence_dims.items():
         if dims and node.name not in job.inputs:
             raise SpError(
                 "SP306",
@@ -117,7 +121,7 @@ def _refuse_local(shards: dict[Node, list[int]], job: PassContext) -> None:
                 "of steps of the program (a loop, a scan in rounds or as a tree, torch.scan).",
             )
     if not job.inputs:
-        names = [argument_name(node) for node in shards if is_tensor(node)]
+        names = [argument_name(node) for node in sequence_dims if is_tensor(node)]
         raise SpError(
             "SP307",
             f"inputs='local': the sequence could not be traced to one of the inputs {names}, where it is a part of "
@@ -126,15 +130,15 @@ def _refuse_local(shards: dict[Node, list[int]], job: PassContext) -> None:
 
 
 def _describe_candidates(gm: GraphModule) -> str:
-    """Describe the ops that read along some dim but are no evidence for a sequence; "" without any."""
-    found = dict[str, str]()
+    """Return text on the ops that read along some dim but do not show which is the sequence; "" without any."""
+    reasons = dict[str, str]()  # by op and line
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if name in NO_SEQUENCE_FIX or node_info(node).scanned is not None:
-            why = NO_SEQUENCE_FIX.get(name, "whose dim is created inside the model")
-            found.setdefault(f"{name} at {node_line(node)}", why)
-    each = "; ".join(f"{subject}, {why}" for subject, why in found.items())
-    return f" (there is {each})" if each else ""
+        if name in NO_SEQUENCE_REASONS or node_info(node).scanned is not None:
+            why = NO_SEQUENCE_REASONS.get(name, "whose dim is created inside the model")
+            reasons.setdefault(f"{name} at {node_line(node)}", why)
+    candidates = "; ".join(f"{op}, {why}" for op, why in reasons.items())
+    return f" (there is {candidates})" if candidates else ""
 
 
 class PlaceOutputs(Pass):
@@ -148,7 +152,7 @@ class PlaceOutputs(Pass):
     provides = frozenset({"checked"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Add notes on gathered results and set `job.constraints`; return 0, as the graph is unchanged."""
         plan = job.plan(gm)
         _check_local_outputs(gm, plan, job)
         for node, options in output_options(gm.graph.output_node(), job.outputs).items():
@@ -160,7 +164,10 @@ class PlaceOutputs(Pass):
 
 
 def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
-    """Replace symbolic lengths of at most n by constants, since fake tensors specialize shards of one row."""
+    """Replace symbolic lengths of at most n by constants; return True if there are any.
+
+    The shard of a rank then has at most one row, and fake tensors specialize dims of one row.
+    """
     fixed = False
     for node in gm.graph.find_nodes(op="placeholder"):
         for dim in axes.sequence_dims(node):
@@ -172,7 +179,7 @@ def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
 
 
 def _gathered_reason(node: Node, plan: PlacementPlan, options: list[str]) -> str:
-    """Return the reason why a sharded result is gathered, "" for other results."""
+    """Return the reason why a result, the gather of a sharded value, may not stay sharded; "" for other nodes."""
     if node.target is not torch.ops.sp.unshard.default:
         return ""
     source = node.all_input_nodes[0]
@@ -181,8 +188,9 @@ def _gathered_reason(node: Node, plan: PlacementPlan, options: list[str]) -> str
 
 
 def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
-    n, requested = job.ranks.n, output_options(gm.graph.output_node(), job.outputs)
-    for node in [node for node, options in requested.items() if "local" in options]:
+    """Raise SpError if an output that is requested as the rows of a rank has padding on some rank."""
+    n, options_of_node = job.ranks.n, output_options(gm.graph.output_node(), job.outputs)
+    for node in [node for node, options in options_of_node.items() if "local" in options]:
         have = plan.of(node)
         if isinstance(have, Shard) and not (have.frame.is_exact(n) or _guard_divisible(node, have, n)):
             raise SpError(
@@ -193,30 +201,30 @@ def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext)
 
 
 def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
-    """Return True if n divides the length now. A symbolic length gets a guard."""
+    """Return True if n divides a symbolic length, and add a guard: the program is valid for such lengths."""
     length = node.meta["val"].shape[have.dim]
-    covers_dim = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
-    plain = is_same_size(have.outer, 1) and is_same_size(have.inner, 1)
-    return isinstance(length, torch.SymInt) and covers_dim and plain and bool(length % n == 0)
+    is_full_sequence = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
+    is_full_dim = is_same_size(have.outer, 1) and is_same_size(have.inner, 1)
+    return isinstance(length, torch.SymInt) and is_full_sequence and is_full_dim and bool(length % n == 0)
 
 
 def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) -> list[str]:
     """Return the constraints of the plan: how sequences are split, and which sizes the ranks must divide."""
-    out: dict[str, None] = {}
+    constraints: dict[str, None] = {}  # an ordered set
     for node in gm.graph.nodes:
         have = plan.of(node)
         if isinstance(have, Shard) and have.dim in axes.sequence_dims(node):
             size, local = have.frame.size, have.frame.local_length(n)
             padded = "" if divides(n, size) else f", padded to {n} * {local}"
-            out[f"sequence of {size}: {local} positions a rank{padded}"] = None
+            constraints[f"sequence of {size}: {local} positions a rank{padded}"] = None
         elif isinstance(have, Shard):
-            out[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
-    return list(out)
+            constraints[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
+    return list(constraints)
 
 
 def mark_group_exchanges(gm: GraphModule, aligned: Collection[str]) -> None:
-    """Mark exchanges over groups other than `aligned` as ops without a rule."""
+    """Mark collectives over groups other than `aligned` as ops without a rule, which need replicated values."""
     for node in gm.graph.nodes:
-        named = named_groups(node) if is_collective(node) else set()
-        if any(known_process_group(name) and name not in aligned for name in named):
+        groups = named_groups(node) if is_collective(node) else set()
+        if any(known_process_group(group) and group not in aligned for group in groups):
             set_node_info(node, no_rule="it exchanges with ranks that have other rows of the sequence")

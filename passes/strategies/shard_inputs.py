@@ -27,20 +27,20 @@ class ShardAttentionInputs(Pass):
     provides = frozenset({"sharded inputs"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        found = [n for n in attention_nodes(gm) if depends_on_query(OpCall(n)) and not node_info(n).replicated]
-        if job.ranks.n == 1 or not found:
+        """Clone queries, keys and values, mark that a sequence starts at the clones, and return their number."""
+        masked = [n for n in attention_nodes(gm) if depends_on_query(OpCall(n)) and not node_info(n).replicated]
+        if job.ranks.n == 1 or not masked:
             return 0
         axes, plan = job.axes(gm), job.plan(gm)
-        emitted: dict[Node, Node] = {}
-        for node in found:
+        clones: dict[Node, Node] = {}  # by operand; several attentions may share one
+        for node in masked:
             operands = dict.fromkeys(OpCall(node).operands[:3])
             if axes.shard(node) is None or any(plan.of(x) != REPLICATE for x in operands):
                 continue
             for x in operands:
-                if x not in emitted:
+                if x not in clones:
                     with gm.graph.inserting_before(node):
-                        emitted[x] = self.compute(torch.ops.aten.clone.default, (x,), node)
-                    set_node_info(emitted[x], starts_sequence=True)
-                node.replace_input_with(x, emitted[x])
-        return len(emitted)
+                        clones[x] = self.compute(torch.ops.aten.clone.default, (x,), node)
+                    set_node_info(clones[x], starts_sequence=True)
+                node.replace_input_with(x, clones[x])
+        return len(clones)

@@ -36,25 +36,28 @@ class BucketReductions(Pass):
     provides = frozenset({"local ops"})  # which the validation requires
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Bucket the reductions of partial sums by dtype, device and reader; return the number of buckets."""
         assert job.input_placements is not None
-        kinds: dict[tuple[Any, ...], list[Node]] = {}
+        groups: dict[tuple[Any, ...], list[Node]] = {}  # reductions that may share a bucket
         for node in gm.graph.find_nodes(op="call_function", target=sp.all_reduce.default):
             origin = node_info(node).origin
             if origin is None or not isinstance(job.input_placements.of(origin.args[0]), Partial):
                 continue
             value = node.meta["val"]
-            _, ends = _derived_nodes(node)
-            if len(ends) == 1:
-                kinds.setdefault((value.dtype, value.device, ends.pop(), *node.args[1:]), []).append(node)
-        together = [(b, end) for (_, _, end, *_), nodes in kinds.items() for b in make_buckets(nodes) if len(b) > 1]
-        for bucket, end in together:
-            _reduce_together(self, bucket, end)
-        return len(together)
+            _, readers = _find_moves_and_readers(node)
+            if len(readers) == 1:
+                groups.setdefault((readers.pop(), value.dtype, value.device, *node.args[1:]), []).append(node)
+        buckets = 0
+        for (reader, *_), nodes in groups.items():
+            for bucket in make_buckets(nodes):
+                if len(bucket) > 1:
+                    _reduce_bucket(self, bucket, reader)
+                    buckets += 1
+        return buckets
 
 
-def _derived_nodes(node: Node) -> tuple[set[Node], set[Node]]:
-    """Return the moves of a value, and its final readers: outputs or a bucket. Empty for other readers."""
+def _find_moves_and_readers(node: Node) -> tuple[set[Node], set[Node]]:
+    """Return the views and casts of a value, and the final readers: outputs or cats. Empty for other readers."""
     derived = reachable_set(
         [node], lambda n: [user for user in n.users if not _is_graph_end(user) and is_move_op(user)]
     )
@@ -66,22 +69,23 @@ def _is_graph_end(user: Node) -> bool:
     return user.op == "output" or user.target is aten.cat.default
 
 
-def _reduce_together(editor: GraphEditor, bucket: list[Node], end: Node) -> None:
+def _reduce_bucket(editor: GraphEditor, bucket: list[Node], reader: Node) -> None:
+    """Replace the all_reduces of a bucket by one of their concatenated operands, before the reader of them all."""
     graph, first = editor.graph, bucket[0]
-    derived = set().union(*(_derived_nodes(node)[0] for node in bucket))
-    with graph.inserting_before(end):
-        parts = [node.args[0] for node in bucket]
-        shapes = [node_shape(node) for node in bucket]
-        rows = [editor.compute(aten.reshape.default, (part, [-1]), part) for part in parts]
-        flat = editor.compute(aten.cat.default, (rows,), first)
+    moves = set().union(*(_find_moves_and_readers(node)[0] for node in bucket))
+    with graph.inserting_before(reader):
+        # cat, all_reduce
+        flattened = [editor.compute(aten.reshape.default, (node.args[0], [-1]), node.args[0]) for node in bucket]
+        flat = editor.compute(aten.cat.default, (flattened,), first)
         total = editor.emit(sp.all_reduce.default, (flat, *first.args[1:]), flat.meta["val"], first)
+        # split
+        shapes = [node_shape(node) for node in bucket]
         lengths = editor.sizes.list([size_product(shape) for shape in shapes])
         pieces = editor.compute(aten.split_with_sizes.default, (total, lengths), first)
         for i, (node, shape) in enumerate(zip(bucket, shapes)):
             piece = editor.emit(operator.getitem, (pieces, i), pieces.meta["val"][i], node)
-            whole = editor.compute(aten.reshape.default, (piece, editor.sizes.list(shape)), node)
-            node.replace_all_uses_with(whole)
-    for node in sorted(derived):  # after their new operands
-        end.prepend(node)
+            node.replace_all_uses_with(editor.compute(aten.reshape.default, (piece, editor.sizes.list(shape)), node))
+    for node in sorted(moves):  # after their new operands
+        reader.prepend(node)
     for node in bucket:
         graph.erase_node(node)

@@ -1,4 +1,8 @@
-"""Choose the all_reduces that become reduce_scatters, and their dims."""
+"""Choose the all_reduces that become reduce_scatters, and their dims.
+
+In a tensor-parallel layer `all_reduce(linear(x, w_shard))`, a rank may keep a part of the rows of the sum: along the
+batch, the sequence, or both flattened. These are the axes of rows; the last dim has the features.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.graph.closure import reachable_set
-from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import assume_large, divides, exact_quotient, is_same_size, size_product
 from sp_compile.passes.sharding.axes import Atom, Axes, name_axes
 from sp_compile.passes.sharding.placement import Frame, PlacementPlan, Replicate, Shard
 from sp_compile.passes.sharding.rule import lookup_rule, transfer_of
 
-from .varying import ScatterContext, find_varying_nodes, is_move_op, num_elements
+from .varying import ScatterContext, find_varying_nodes, is_exchange, is_move_op, num_elements
 
 sp = torch.ops.sp
 
@@ -37,38 +40,38 @@ def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shar
     """
     axes, n = name_axes(gm), job.ranks.n
     differ = find_varying_nodes(gm, axes, job.varying)
-    left = [
-        n for n in job.summed if n.args[0] in differ and num_elements(n.meta["val"]) and _is_linear_output(n.args[0])
-    ]
+    sums = [node for node in job.summed if node.args[0] in differ and num_elements(node.meta["val"])]
+    remaining = [node for node in sums if _is_linear_output(node.args[0])]
     chosen: dict[Node, Shard | None] = {}
-    while left:
-        best = _best_scatter_axis(axes, left, n)
-        if best is None:
-            return {**chosen, **dict.fromkeys(left)}
-        axes.sequences = {best}
-        found = {node: axes.shard(node) for node in left}
-        cut = {node: _block_shard(shard, n) for node, shard in found.items() if shard is not None}
-        chosen.update(cut or dict.fromkeys(left))
-        left = [node for node in left if node not in chosen]
+    while remaining:
+        axis = _best_scatter_axis(axes, remaining, n)
+        axes.sequences = set() if axis is None else {axis}
+        shards = {node: axes.shard(node) for node in remaining}
+        scattered = {node: _block_shard(shard, n) for node, shard in shards.items() if shard is not None}
+        chosen.update(scattered or dict.fromkeys(remaining))
+        remaining = [node for node in remaining if node not in chosen]
     return chosen
 
 
 def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
     """Return the axis of rows to scatter along, or None if there are no rows."""
-    votes = Counter(axes.find(a.name) for node in nodes for a in {*_row_axes(axes, node)})
-    atoms = {axes.find(a.name): (a, i) for node in reversed(nodes) for i, a in enumerate(_row_axes(axes, node))}
+    # Atoms of equal axes have equal `axes.find(atom.name)`, the identifier of the axis.
+    num_sums = Counter(axes.find(atom.name) for node in nodes for atom in {*_row_axes(axes, node)})
+    position: dict[int, tuple[Atom, int]] = {}  # the atom of an axis in its first sum, and its index among the rows
+    for node in reversed(nodes):
+        position |= {axes.find(atom.name): (atom, i) for i, atom in enumerate(_row_axes(axes, node))}
 
-    def merit(name: int) -> tuple[int, bool, bool, int]:
-        """Return a key: votes, divisible, divisible and outermost, size."""
-        atom, place = atoms[name]
-        divided = divides(n, atom.size)
-        return votes[name], divided, divided and place == 0, assume_large(atom.size)
+    def priority(axis: int) -> tuple[int, bool, bool, int]:
+        """Return the key of an axis: number of sums, divisible, divisible and outermost, size."""
+        atom, index = position[axis]
+        is_divided = divides(n, atom.size)
+        return num_sums[axis], is_divided, is_divided and index == 0, assume_large(atom.size)
 
-    return max(sorted(votes), key=merit, default=None)
+    return max(sorted(num_sums), key=priority, default=None)
 
 
 def _block_shard(shard: Shard, n: int) -> Shard:
-    """Return the shard as n blocks of rows if n divides the rows; the structure of a block is irrelevant."""
+    """Return the shard with n blocks as its sequence if n divides the rows, since rows of a block stay together."""
     rows = exact_quotient(shard.frame.size, n) if shard.frame.is_exact(n) else None
     return shard if rows is None else replace(shard, frame=Frame.full(n), inner=size_product((rows, shard.inner)))
 
@@ -84,13 +87,12 @@ def _is_linear_output(node: Node) -> bool:
 
     def operands_of(node: Node) -> Sequence[Node]:
         """Return the operands of an op that moves, casts or adds values."""
-        found = lookup_rule(node)
-        if found is None or transfer_of(node.target) is not None:
+        call, rule = lookup_rule(node) or (None, None)
+        if call is None or transfer_of(node.target) is not None:
             return ()
-        call, rule = found
         return call.operands if rule is None or rule.reshapes or not rule.vanishing else ()
 
-    rules = [found[1] for source in reachable_set([node], operands_of) if (found := lookup_rule(source)) is not None]
+    rules = [(lookup_rule(source) or (None, None))[1] for source in reachable_set([node], operands_of)]
     return any(rule is not None and rule.is_contraction for rule in rules)
 
 
@@ -101,6 +103,7 @@ def count_row_nodes(plan: PlacementPlan, start: Node) -> int:
 
 
 def _runs_on_rows(plan: PlacementPlan, node: Node) -> bool:
+    """Return True if the node runs on shards, or is a getitem of an op on shards."""
     if node not in plan.wants:
         return node.op == "call_function" and any(isinstance(p, Shard) for p in plan.placements.get(node, ()))
     return any(isinstance(w, Shard) for w in plan.wants[node])
@@ -111,17 +114,12 @@ def common_inputs(plan: PlacementPlan) -> set[str]:
 
     Values computed from them are combined with shards, row by row.
     """
-    full = [
-        operand
-        for node, wants in plan.wants.items()
-        if any(isinstance(w, Shard) for w in wants) and (found := lookup_rule(node)) is not None
-        for operand in found[0].operands
-        if isinstance(plan.of(operand), Replicate)
-    ]
+    on_shards = [node for node, wants in plan.wants.items() if any(isinstance(want, Shard) for want in wants)]
+    calls = [found[0] for found in map(lookup_rule, on_shards) if found is not None]
+    replicated = [x for call in calls for x in call.operands if isinstance(plan.of(x), Replicate)]
 
     def operands_of(node: Node) -> Sequence[Node]:
         """Return the operands of a node that is not an exchange."""
-        exchanged = node_info(node).result is not None or transfer_of(node.target) is not None
-        return () if exchanged else node.all_input_nodes
+        return () if is_exchange(node) else node.all_input_nodes
 
-    return {n.name for n in reachable_set(full, operands_of) if n.op in ("placeholder", "get_attr")}
+    return {node.name for node in reachable_set(replicated, operands_of) if node.op in ("placeholder", "get_attr")}

@@ -44,31 +44,34 @@ class GatherScattered(GatherOperands):
                     self.note(node, demand.why)
 
     def _gather_upstream(self, source: Node) -> Node:
-        """Return the gathered value; the gather moves up through nodes that only move data."""
+        """Return the gathered value of a sharded node; it is gathered before the nodes that only move its data.
+
+        Values are cached in `job.gathered`, so that several views of one value share a gather.
+        """
         gathered = self.job.gathered
         if source not in gathered:
             if _can_gather_operand(source) and isinstance(self.plan.of(OpCall(source).operands[0]), Shard):
-                moved = self._gather_upstream(OpCall(source).operands[0])
-                args, kwargs = OpCall(source).with_operands([moved])
+                operand = self._gather_upstream(OpCall(source).operands[0])
+                args, kwargs = OpCall(source).with_operands([operand])
                 with self.insert_after(source):
-                    full = self.emit(source.target, args, source.meta["val"], source, kwargs)
+                    gathered[source] = self.emit(source.target, args, source.meta["val"], source, kwargs)
             else:
-                full = self._gather_cached(source)
-            gathered[source] = full
+                gathered[source] = self._emit_gather(source)
         return gathered[source]
 
-    def _gather_cached(self, source: Node) -> Node:
+    def _emit_gather(self, source: Node) -> Node:
+        """Emit an all_gather of a sharded value, with the result contiguous in memory."""
         have = self.plan.of(source)
         assert isinstance(have, Shard)
         args = (source, have.dim, self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
         value = source.meta["val"]
         with self.insert_after(source):
-            full = self.emit(sp.all_gather.default, args, value, source)
+            result = self.emit(sp.all_gather.default, args, value, source)
         if have.outer != 1 or is_same_size(size_product(as_sizes(value.shape)[: have.dim]), 1):
-            return full  # the gathered dim is outermost, so rows arrive in order
-        with self.insert_after(full):
+            return result  # the gathered dim is outermost, so rows arrive in order
+        with self.insert_after(result):
             options = {"memory_format": torch.contiguous_format}
-            return self.emit(aten.clone.default, (full,), value, source, options)
+            return self.emit(aten.clone.default, (result,), value, source, options)
 
 
 def _can_gather_operand(node: Node) -> bool:

@@ -51,14 +51,15 @@ class ScatterReductions(Pass):
     provides = frozenset({"scattered sums"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Replace the chosen all_reduces, set `job.layers` for all, and return the number of replaced ones."""
         chosen = choose_scatter_dims(gm, job)
-        found = {node: _make_layer(node, chosen) for node in job.summed}
-        cut = {self._scatter(node, shard): found.pop(node) for node, shard in chosen.items() if shard}
-        job.layers = {**found, **cut}
-        return len(cut)
+        unchanged = {node: _make_layer(node, chosen) for node in job.summed}
+        scattered = {self._scatter(node, shard): unchanged.pop(node) for node, shard in chosen.items() if shard}
+        job.layers = {**unchanged, **scattered}
+        return len(scattered)
 
     def _scatter(self, node: Node, shard: Shard) -> Node:
+        """Replace an all_reduce and its wait by a reduce_scatter to the shard, and return it."""
         wait, frame = find_wait(node), SizeBuilder(self.graph).list(shard.frame_arg())
         assert wait is not None
         args = (node.args[0], shard.dim, frame, self.job.ranks.n, self.job.ranks.group)
@@ -66,6 +67,7 @@ class ScatterReductions(Pass):
 
 
 def _make_layer(node: Node, chosen: Mapping[Node, Shard | None]) -> LinearLayer:
+    """Return the description of an all_reduce, with the shard that is chosen for it or the reason for none."""
     shape, shard = node_shape(node), chosen.get(node)
     if shard is not None:
         return LinearLayer(node.name, node_line(node), "scattered", shape, shard.dim, 0)
@@ -80,20 +82,20 @@ class RevertIdleScatters(Pass):
     provides = frozenset({"chosen layers"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        left = 0
+        """Revert idle scatters until none remains, and return their number; set the `ops` of all layers."""
+        reverted = 0
         while True:
             plan = job.plan(gm)
-            ops = {node: count_row_nodes(plan, node) for node in job.find_scattered}
+            ops = {node: count_row_nodes(plan, node) for node in job.scattered_nodes}
             for node, count in ops.items():
                 job.layers[node] = replace(job.layers[node], ops=count)
             idle = [node for node, count in ops.items() if not count]
             if not idle:
-                return left
+                return reverted
             for node in idle:
                 job.layers[node] = replace(job.layers[node], mode="full", dim=None, why=IDLE_REASON)
                 node.target, node.args = sp.all_reduce.default, (node.args[0], *node.args[3:])
-            left += len(idle)
+            reverted += len(idle)
             job.invalidate()
 
 
@@ -112,8 +114,8 @@ class LocalizeLayers(Passes):
 
     @classmethod
     def of(cls, job: ScatterContext) -> Pass | None:
-        """Create the pass for a job, or return None if it does not apply."""
-        return cls() if job.find_scattered else None
+        """Create the passes, or return None if no layer is scattered."""
+        return cls() if job.scattered_nodes else None
 
 
 class SequenceParallelLinear(Passes):
@@ -146,32 +148,36 @@ class SequenceParallelLinear(Passes):
         self.assumed: list[str] = []
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Scatter the layers of the graph or of a copy (`self.gm`); return 0 if they are not changed.
+
+        An SpError of a pass is recorded as the reason of all layers.
+        """
         self._check_ranks(job.ranks)
-        named = self.facts.gradients or self.facts.tangents  # these refer to nodes of this graph
-        local = gm if named else copy_graph(gm)
+        refers_to_nodes = self.facts.gradients or self.facts.tangents
+        local = gm if refers_to_nodes else copy_graph(gm)
         summed = find_reductions(local, job.ranks.group)
         if job.ranks.n == 1 or not summed:
             return 0
-        work = ScatterContext(job.ranks, runs=job.runs, facts=self.facts, summed=summed)
+        context = ScatterContext(job.ranks, runs=job.runs, facts=self.facts, summed=summed)
         self.gm = local
         try:
-            super().apply(local, work)
-            self.layers, self.notes = [*work.layers.values()], work.notes
+            super().apply(local, context)
+            self.layers, self.notes = [*context.layers.values()], context.notes
         except SpError as error:  # the graph is not changed
-            work.input_placements = None
-            layers, why = work.layers.values(), error.cause
+            context.input_placements = None
+            layers, why = context.layers.values(), error.cause
             self.layers = [replace(layer, mode="full", dim=None, ops=0, why=why) for layer in layers]
             self.notes = [Note(NoteKind.DECLINED, self.name, why, where=f"group {job.ranks.group}")]
         job.notes += self.notes
-        if work.input_placements is None:
+        if context.input_placements is None:
             self.gm = gm
             return 0
-        self.assumed = sorted(common_inputs(work.input_placements))
-        return max(1, len(work.find_scattered))
+        self.assumed = sorted(common_inputs(context.input_placements))
+        return max(1, len(context.scattered_nodes))
 
     def _check_ranks(self, ranks: Ranks) -> None:
+        """Raise SpError if the group exists in this process with another number of ranks."""
         group = ranks.group
         if dist.is_initialized() and known_process_group(group) and process_group(group).size() != ranks.n:
-            found = process_group(group).size()
-            raise SpError("SP907", f"ranks: expected {found} ranks, the size of group {group!r}, got {ranks.n}.")
+            size = process_group(group).size()
+            raise SpError("SP907", f"ranks: expected {size} ranks, the size of group {group!r}, got {ranks.n}.")

@@ -40,7 +40,7 @@ class DrawFullTensors(Pass):
     provides = frozenset({"replicated draws"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Rewrite the draws whose operands are replicated, and return their number."""
         drawn = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE_OPS, *DROPOUT_OPS)]
         differ = find_varying_nodes(gm, name_axes(gm), job.varying) if drawn else set()
         replicated = [node for node in drawn if node not in differ]
@@ -50,6 +50,7 @@ class DrawFullTensors(Pass):
 
 
 def _draw_full(editor: GraphEditor, node: Node) -> None:
+    """Replace rand_like(x) by rand(sizes of x)."""
     value = node.meta["val"]
     with editor.graph.inserting_before(node):
         kwargs = {"dtype": value.dtype, "device": value.device}
@@ -58,7 +59,7 @@ def _draw_full(editor: GraphEditor, node: Node) -> None:
 
 
 def _drop_full(editor: GraphEditor, node: Node) -> None:
-    """Rewrite dropout; native_dropout also returns its mask, which does not depend on x."""
+    """Replace dropout(x) by x * dropout(ones); native_dropout also returns its mask, which does not depend on x."""
     call = OpCall(node)
     x = call.operands[0]
     value = x.meta["val"]
@@ -66,11 +67,11 @@ def _drop_full(editor: GraphEditor, node: Node) -> None:
         kwargs = {"dtype": value.dtype, "device": value.device}
         ones = editor.emit(aten.ones.default, (editor.sizes.list(as_sizes(value.shape)),), value, node, kwargs)
         args, options = call.with_operands([ones])
-        drawn = editor.emit(node.target, args, node.meta["val"], node, options)
+        factor = editor.emit(node.target, args, node.meta["val"], node, options)
         if is_tensor(node):
-            editor.replace(node, editor.emit(aten.mul.Tensor, (x, drawn), value, node))
+            editor.replace(node, editor.emit(aten.mul.Tensor, (x, factor), value, node))
             return
-        factor, mask = (editor.emit(operator.getitem, (drawn, i), v, node) for i, v in enumerate(node.meta["val"]))
+        factor, mask = (editor.emit(operator.getitem, (factor, i), v, node) for i, v in enumerate(node.meta["val"]))
         scaled = editor.emit(aten.mul.Tensor, (x, factor), value, node)
     editor.replace(node, (scaled, mask))
 
@@ -84,9 +85,12 @@ class DropOverwrites(Pass):
     provides = frozenset({"no overwrites"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Replace aten.copy(x, y) by y, or by a contiguous clone if the strides differ; return the number of copies.
+
+        `job.facts` is updated to refer to the remaining nodes.
+        """
         replaced: dict[Node, Node] = {}
-        copied = 0
+        cloned = 0
         for node in gm.graph.find_nodes(op="call_function", target=aten.copy.default):
             old, new = node.args[0].meta["val"], node.args[1].meta["val"]
             if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
@@ -98,6 +102,6 @@ class DropOverwrites(Pass):
             elif old.is_contiguous():
                 node.target, node.args = aten.clone.default, (node.args[1],)
                 node.kwargs = {"memory_format": torch.contiguous_format}
-                copied += 1
+                cloned += 1
         job.facts = job.facts.for_graph(replaced)
-        return len(replaced) + copied
+        return len(replaced) + cloned

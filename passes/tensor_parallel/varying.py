@@ -1,6 +1,7 @@
 """Mark the results of collectives in a tensor-parallel graph, and find values that differ by rank.
 
-Placements on the axis of one process group: the result of an all_reduce or all_gather is replicated; values computed
+A value is varying if it differs between the ranks of a group and is no shard of rows, such as x @ w_shard. Placements
+on the axis of one process group: the result of an all_reduce or all_gather is replicated; values computed
 from a sharded weight differ by rank (Varying). All other placements follow from the inputs. Weights are not matched
 by name or shape. A matrix that multiplies tokens in a contraction is assumed to be sharded. It is not if its
 values and its gradient are known to be equal on all ranks, since an optimizer step then keeps them equal.
@@ -32,9 +33,9 @@ from sp_compile.passes.sharding.rule import BoundRule, cache_lookups, lookup_rul
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 REPLICATED_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")
-SYMBOL_REASON = (torch.SymInt, torch.SymFloat, torch.SymBool)
-# Draws do not change, and without autograd a gathered value suits every use.
-IGNORED_OPS = ("draw", "invariant")
+SYMBOL_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# Demands that need no pass: draws do not change, and without autograd a gathered value suits every use.
+IGNORED_DEMANDS = ("draw", "invariant")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class LinearLayer:
     node: str  # name of the all_reduce
     where: str  # the user's line
     mode: str  # "scattered" (rows / n up to the next gather) or "full"
-    shape: tuple[object, ...]
+    shape: tuple[object, ...]  # of the sum
     dim: int | None  # dim of the scatter
     ops: int  # number of nodes that run on its rows
     why: str = ""  # reason of the mode "full"
@@ -61,17 +62,17 @@ class ScatterContext(PassContext):
     gathered: dict[Node, Node] = field(default_factory=dict)  # the gathered values, by sharded value
 
     @property
-    def find_scattered(self) -> list[Node]:
+    def scattered_nodes(self) -> list[Node]:
         """Return the nodes of the scattered layers."""
         return [node for node, layer in self.layers.items() if layer.mode == "scattered"]
 
     @cache_lookups()
     def analyze(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
-        """Return the axes and the placement of every value, with the scattered ones as they are."""
+        """Return the axes and the placement of every value; only the results of reduce_scatters start shards."""
         axes = name_axes(gm)
         inputs = dict.fromkeys(self.varying, VARYING)
         plan = propagate(gm, axes, self.ranks.n, inputs, begin=False, declines=decline_product)
-        plan.demands = [d for d in plan.demands if d.kind not in IGNORED_OPS]
+        plan.demands = [d for d in plan.demands if d.kind not in IGNORED_DEMANDS]
         return axes, plan
 
 
@@ -80,6 +81,11 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
 
     Its operands are then fewer bytes to gather than its result is to exchange: a result on shards may have to be
     gathered later, and a sum over rows is all-reduced, which is twice its bytes.
+
+    Args:
+        call: The call of a node.
+        rule: The rule of its op, if any.
+        have: The placements of its operands.
     """
     if rule is None:
         return None
@@ -88,11 +94,11 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
     if not rule.is_contraction:
         return None
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
-    read = sum(num_elements(call.operands[i].meta["val"]) for i in shards)
-    created = sum(map(num_elements, call.results()))
-    lost = any(rule.local_part(rule.operands[i], p)[0] in rule.vanishing for i, p in shards.items())
-    if (2 * created if lost else created) > read:
-        return "its operands are smaller to gather than its result would be to " + ("sum" if lost else "gather")
+    gathered_elements = sum(num_elements(call.operands[i].meta["val"]) for i in shards)
+    result_elements = sum(map(num_elements, call.results()))
+    sums_rows = any(rule.local_part(rule.operands[i], p)[0] in rule.vanishing for i, p in shards.items())
+    if (2 * result_elements if sums_rows else result_elements) > gathered_elements:
+        return "its operands are smaller to gather than its result would be to " + ("sum" if sums_rows else "gather")
     return None
 
 
@@ -103,15 +109,15 @@ def num_elements(value: torch.Tensor) -> int:
 
 def find_reductions(gm: GraphModule, group: str) -> list[Node]:
     """Return every all_reduce(sum) over the group whose only user is a wait."""
-    found = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
-    return [n for n in found if exchange_group(n) == group and n.args[1] == "sum" and find_wait(n) is not None]
+    reductions = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
+    sums = [node for node in reductions if node.args[1] == "sum" and exchange_group(node) == group]
+    return [node for node in sums if find_wait(node) is not None]
 
 
 def find_wait(node: Node) -> Node | None:
     """Return the wait that is the node's only user, or None."""
     users = list(node.users)
-    alone = len(users) == 1 and users[0].target is c10d.wait_tensor.default
-    return users[0] if alone else None
+    return users[0] if len(users) == 1 and users[0].target is c10d.wait_tensor.default else None
 
 
 class MarkVarying(Pass):
@@ -121,9 +127,9 @@ class MarkVarying(Pass):
     provides = frozenset({"known differences"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Set `node_info(node).result` of collectives and `job.varying`; return 0, as no op is changed."""
         mark_collectives(gm, job.ranks.group, job.facts.grid)
-        mark_numbers(gm, job.facts)
+        mark_varying_scalars(gm, job.facts)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 set_node_info(node, requires_grad=False)
@@ -141,81 +147,90 @@ def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None)
     """
     for node in gm.graph.nodes:
         node.meta.setdefault("val", None)  # AOTAutograd's assertions have none
-        over = exchange_group(node) if namespace_of(node.target) == c10d.name else None
-        left: Placement | None = None
-        if over is not None:
+        op_group = exchange_group(node) if namespace_of(node.target) == c10d.name else None
+        result: Placement | None = None
+        if op_group is not None:
             is_full = node.target.__name__.partition(".")[0] in REPLICATED_RESULTS
-            if over.partition("/")[0] == group:
-                left = REPLICATE if over == group and is_full else VARYING
+            if op_group.partition("/")[0] == group:  # this group or, after a "/", a part of it
+                result = REPLICATE if op_group == group and is_full else VARYING
             elif grid is not None:
-                left = grid.placement_after(over, is_full)
-        elif node.target is sp.rank.default:
-            left = None if grid is not None and node.args[0] in grid.level else VARYING
-        if left is not None:
-            set_node_info(node, result=left)
+                result = grid.placement_after(op_group, is_full)
+        elif node.target is sp.rank.default:  # equal on the ranks of this group if it numbers the ranks of another axis
+            result = None if grid is not None and node.args[0] in grid.level else VARYING
+        if result is not None:
+            set_node_info(node, result=result)
 
 
-def mark_numbers(gm: GraphModule, facts: InputFacts) -> None:
+def mark_varying_scalars(gm: GraphModule, facts: InputFacts) -> None:
     """Mark values as varying that depend on a scalar which differs between ranks."""
-    own: set[Node] = set()
+    varying_scalars: set[Node] = set()
     for node in gm.graph.nodes:
-        if node.name in facts.differing or any(i in own for i in node.all_input_nodes):
+        if node.name in facts.differing or not varying_scalars.isdisjoint(node.all_input_nodes):
             value = node.meta.get("val")
-            if node.op == "call_function" and not isinstance(value, SYMBOL_REASON):
+            if isinstance(value, SYMBOL_TYPES):
+                varying_scalars.add(node)
+            elif node.op == "call_function":
                 set_node_info(node, result=VARYING)
                 if node.target is operator.getitem:
                     set_node_info(node.args[0], result=VARYING)  # the chosen piece determines the placement of all
-            elif isinstance(value, SYMBOL_REASON):
-                own.add(node)
 
 
 def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: InputFacts) -> set[Node]:
-    """Return the inputs whose values differ by rank, or will differ after a training step."""
-    reduced = list(summed)
-    sources = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
-    known = {sources[name] for name in facts.differing if name in sources}
-    tokens = {axes.find(a.name) for node in reduced for dim in axes.dims[node, 0][:-1] for a in dim}
-    matrices = set(_weight_inputs(gm, axes, tokens))
-    varying = _close_over_training(
-        gm, axes, known | {m for m in matrices if not _remains_equal(m, facts)}, sources, facts
-    )
-    types = find_varying_nodes(gm, axes, varying)
-    if any(r.args[0] in types for r in reduced):
+    """Return the inputs whose values differ by rank, or will differ after a training step.
+
+    Args:
+        gm: The graph.
+        axes: The axes of the graph.
+        summed: The program's all_reduces over the group.
+        facts: Facts about the inputs.
+    """
+    reductions = list(summed)
+    inputs = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
+    known = {inputs[name] for name in facts.differing if name in inputs}
+    token_axes = {axes.find(atom.name) for node in reductions for dim in axes.dims[node, 0][:-1] for atom in dim}
+    weights = set(_weight_inputs(gm, axes, token_axes))
+    # Weights are assumed to be sharded unless they remain equal on all ranks.
+    sharded = known | {weight for weight in weights if not _remains_equal(weight, facts)}
+    varying = _close_over_training(gm, axes, sharded, inputs, facts)
+    varying_nodes = find_varying_nodes(gm, axes, varying)
+    if any(node.args[0] in varying_nodes for node in reductions):
         return varying
-    parts = known | (matrices & _exchange_ancestors(gm, facts))  # equal by chance, or not compared
-    return _close_over_training(gm, axes, parts, sources, facts)
+    # No sum has a varying operand: the shards of weights are equal by chance (as zeros are), or were not compared.
+    sharded = known | (weights & _exchange_ancestors(gm, facts))
+    return _close_over_training(gm, axes, sharded, inputs, facts)
 
 
 def _exchange_ancestors(gm: GraphModule, facts: InputFacts) -> set[Node]:
     """Return the ancestors of the program's collectives, without those of its backward."""
     backward = reachable_set((n for n in gm.graph.nodes if n.name in facts.tangents), lambda n: n.users)
-    exchanges = [n for n in gm.graph.nodes if _is_exchange(n) and n not in backward]
+    exchanges = [n for n in gm.graph.nodes if is_exchange(n) and n not in backward]
     return reachable_set(exchanges, lambda n: n.all_input_nodes)
 
 
 def _remains_equal(matrix: Node, facts: InputFacts) -> bool:
-    """Return True if the matrix is equal on all ranks, and has a gradient or is not constant."""
-    equal = facts.equal is not None and matrix.name in facts.equal
-    return equal and (matrix.name in facts.gradients or matrix.name not in facts.constants)
+    """Return True if the matrix is equal on all ranks, and has a gradient or elements that differ."""
+    is_equal = facts.equal is not None and matrix.name in facts.equal
+    return is_equal and (matrix.name in facts.gradients or matrix.name not in facts.constants)
 
 
 def _close_over_training(
-    gm: GraphModule, axes: Axes, varying: set[Node], sources: Mapping[str, Node], facts: InputFacts
+    gm: GraphModule, axes: Axes, varying: set[Node], inputs: Mapping[str, Node], facts: InputFacts
 ) -> set[Node]:
-    """Add the inputs whose gradients differ by rank, and the gradients of outputs that differ.
+    """Return the varying inputs, the inputs whose gradients vary, and the gradients of outputs that vary.
 
     All other inputs are equal on all ranks and have equal gradients, so that an optimizer step keeps them equal.
     """
     while True:
-        types = find_varying_nodes(gm, axes, varying)
-        apart = {sources[name] for name, gradient in facts.gradients.items() if gradient in types}
-        theirs = {sources[name] for name, results in facts.tangents.items() if any(r in types for r in results)}
-        if (apart | theirs) <= varying:
+        nodes = find_varying_nodes(gm, axes, varying)
+        trained = {inputs[name] for name, gradient in facts.gradients.items() if gradient in nodes}
+        tangents = {inputs[name] for name, results in facts.tangents.items() if not nodes.isdisjoint(results)}
+        if (trained | tangents) <= varying:
             return varying
-        varying = varying | apart | theirs
+        varying = varying | trained | tangents
 
 
-def _is_exchange(node: Node) -> bool:
+def is_exchange(node: Node) -> bool:
+    """Return True if the node is a collective: of the program, which is marked, or of the package."""
     return node_info(node).result is not None or transfer_of(node.target) is not None
 
 
@@ -225,26 +240,23 @@ def find_varying_nodes(gm: GraphModule, axes: Axes, varying: Collection[Node]) -
     return {node for node, placements in plan.placements.items() if VARYING in placements}
 
 
-def _weight_inputs(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
-    """Yield the inputs of contractions that have no token axis in any dim."""
+def _weight_inputs(gm: GraphModule, axes: Axes, token_axes: set[int]) -> Iterator[Node]:
+    """Yield the matrices that are operands of a contraction, up to views and casts, and have no token axis."""
     for node in gm.graph.nodes:
-        found = lookup_rule(node)
-        if found is not None and found[1] is not None and found[1].is_contraction:
-            for operand in found[0].operands:
-                source = before_moves(operand)
-                if source.op in ("placeholder", "get_attr") and source.meta["val"].ndim > 1:
-                    classes = {axes.find(a.name) for dim in axes.dims[source, 0] for a in dim}
-                    if not classes & tokens:
-                        yield source
+        call, rule = lookup_rule(node) or (None, None)
+        if call is None or rule is None or not rule.is_contraction:
+            continue
+        for source in map(before_moves, call.operands):
+            if source.op in ("placeholder", "get_attr") and source.meta["val"].ndim > 1:
+                matrix_axes = {axes.find(atom.name) for dim in axes.dims[source, 0] for atom in dim}
+                if not matrix_axes & token_axes:
+                    yield source
 
 
 def is_move_op(node: Node) -> bool:
     """Return True if the node only moves or casts the values of its one tensor operand."""
-    found = lookup_rule(node)
-    if found is None or len(found[0].operands) != 1:
-        return False
-    rule = found[1]
-    return rule is not None and rule.lazy and not rule.spans
+    call, rule = lookup_rule(node) or (None, None)
+    return rule is not None and call is not None and len(call.operands) == 1 and rule.lazy and not rule.spans
 
 
 def before_moves(node: Node) -> Node:

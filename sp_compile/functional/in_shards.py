@@ -16,7 +16,7 @@ from sp_compile.lowering.base.frames import local_row_count
 from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
 from sp_compile.lowering.collectives.shard_storage import Layout, Origin
 from sp_compile.lowering.collectives.sharded import from_local
-from sp_compile.runtime.sharded_values import meet_to_read
+from sp_compile.runtime.sharded_values import agree_to_read
 
 
 def in_shards(x: Tensor, dim: int | None = None, mesh: Mesh = None) -> Tensor:
@@ -72,5 +72,5 @@ def _make_sharded(rows: Tensor, dim: int, ranks: Ranks, length: int) -> Tensor:
     if ranks.n == 1:
         return rows
     layout = Layout(dim, ranks.n, ranks.group, tuple(range(rows.ndim)))
-    origin = Origin(f"the argument of in_shards, {list(rows.shape)}", partial(meet_to_read, ranks))
+    origin = Origin(f"the argument of in_shards, {list(rows.shape)}", partial(agree_to_read, ranks))
     return from_local(rows, layout, length, origin)

@@ -3,6 +3,10 @@
 One exchange is used in all situations: before an eager call, during compilation, before and after a compiled program,
 and where groups are declared. Ranks that are about to run different operations therefore meet and all raise.
 
+The messages travel over a control channel, a gloo connection of the group that the model does not use. The verb of a
+message names the operation: CALL_VERB is a call of a compiled program, COMPILE_VERB a compilation, and READ_VERB the
+gather of a sharded value that eager code reads.
+
     all_gather_messages(ranks, Message("calls", "forward", 7, inputs={"ids": InputRecord("(2, 4096)"), ...}))
     all_gather_object(ranks, "declares", "groups", mine)      # the value of every rank
 """
@@ -36,25 +40,28 @@ def all_gather_messages(ranks: Ranks, mine: Message) -> list[Message] | None:
     Raises:
         SpError: As `ControlChannel.gather`.
     """
-    wire = channel_of(ranks)
-    if wire is not None and mine.verb != READ_VERB:
-        wire.check_thread()
-    if wire is not None and wire.raised:
-        mine, wire.raised = replace(mine, raised=wire.raised), None
+    channel = channel_of(ranks)  # None without processes
+    if channel is not None:
+        if mine.verb != READ_VERB:  # any thread may read a sharded value
+            channel.check_thread()
+        if channel.raised:  # an exception since the last exchange, which the other ranks have not received
+            mine, channel.raised = replace(mine, raised=channel.raised), None
+    # Compare digests first. Ranks with equal digests and without an error exchange nothing more.
     headers = gather_integers(mine.header, ranks, torch.int64, mine)
-    same = all(header == headers[0] for header in headers)
-    if same and mine.error is None and not mine.expects_answer:
-        if wire is not None:
-            wire.last_fields = [str(mine)] * ranks.n
+    is_same = all(header == headers[0] for header in headers)
+    if is_same and mine.error is None and not mine.expects_answer:
+        if channel is not None:
+            channel.last_fields = [str(mine)] * ranks.n
         return None
+    # Exchange the complete messages, padded to the longest one.
     longest = max(length for (length,) in gather_integers([len(mine.body)], ranks, torch.int64, mine))
     bodies = gather_integers(list(mine.body.ljust(longest)), ranks, torch.uint8, mine)
-    everyone = [Message.read(bytes(one)) for one in bodies]
-    if wire is not None:
-        wire.last_fields = [str(one) if one.error is None else f"{one} and failed" for one in everyone]
-        if describe_operation_mismatch(everyone):
-            wire.reset_counters(everyone)
-    return everyone
+    messages = [Message.read(bytes(body)) for body in bodies]
+    if channel is not None:
+        channel.last_fields = [str(m) if m.error is None else f"{m} and failed" for m in messages]
+        if describe_operation_mismatch(messages):
+            channel.reset_counters(messages)
+    return messages
 
 
 def require_agreement(ranks: Ranks, mine: Message, mismatch: SpError | None = None) -> list[Message]:
@@ -68,19 +75,27 @@ def require_agreement(ranks: Ranks, mine: Message, mismatch: SpError | None = No
     Raises:
         SpError: On every rank, if a rank has failed, or the ranks run different operations or have different fields.
     """
-    everyone = all_gather_messages(ranks, mine) or []
-    if problem := find_mismatch(everyone, mismatch):
-        raise problem
-    return everyone
+    messages = all_gather_messages(ranks, mine) or []
+    error = find_mismatch(messages, mismatch)
+    if error is not None:
+        raise error
+    return messages
 
 
-def all_gather_object(ranks: Ranks, doing: str, subject: str, mine: Any) -> list[Any]:
+def all_gather_object(ranks: Ranks, verb: str, subject: str, value: Any) -> list[Any]:
     """Return the value of every rank, in the order of the ranks.
+
+    Args:
+        ranks: The ranks that run the operation.
+        verb: The operation for messages, such as "compares".
+        subject: Its object, such as "programs".
+        value: The value of this rank: JSON values, tuples, frozen sets and registered dataclasses.
 
     Raises:
         SpError: As `require_agreement`.
     """
-    return [one.answer for one in require_agreement(ranks, Message(doing, subject, expects_answer=True, answer=mine))]
+    mine = Message(verb, subject, expects_answer=True, answer=value)
+    return [message.answer for message in require_agreement(ranks, mine)]
 
 
 @contextmanager
@@ -93,70 +108,80 @@ def publish_failure() -> Iterator[None]:
         raise
 
 
-def make_exchange(ranks: Ranks, saying: Message) -> Callable[[Exception | None, Any], list[Any]]:
-    """Return a function that exchanges values, and raises the same SpError on all ranks if one has failed."""
+def make_exchange(ranks: Ranks, operation: Message) -> Callable[[Exception | None, Any], list[Any]]:
+    """Return a function that exchanges values, and raises the same SpError on all ranks if one has failed.
 
-    def meet(error: Exception | None, value: Any) -> list[Any]:
+    Args:
+        ranks: The ranks that run the operation.
+        operation: The operation, as in `require_agreement`.
+    """
+
+    def exchange(error: Exception | None, value: Any) -> list[Any]:
         """Return the values of all ranks; raise the error of this or another rank, on every rank."""
-        mine = replace(saying, error=wrap_error(error), expects_answer=value is not None, answer=value)
+        mine = replace(operation, error=wrap_error(error), expects_answer=value is not None, answer=value)
         try:
-            return [one.answer for one in require_agreement(ranks, mine)]
+            return [message.answer for message in require_agreement(ranks, mine)]
         except SpError as problem:
             raise problem from error
 
-    return meet
+    return exchange
 
 
-def find_mismatch(everyone: Sequence[Message], mismatch: SpError | None = None) -> SpError | None:
+def find_mismatch(messages: Sequence[Message], mismatch: SpError | None = None) -> SpError | None:
     """Return the error of ranks that failed, run different operations or have different fields, or None.
 
     Args:
-        everyone: Message of each rank.
+        messages: Message of each rank.
         mismatch: As in `require_agreement`.
     """
-    if problem := failure([one.error for one in everyone]) or describe_operation_mismatch(everyone):
-        return problem
-    if mismatch is None:
-        return None
-    differ = describe_field_mismatch([{"": one.note, **one.fields} for one in everyone], mismatch.cause)
-    return SpError(mismatch.code, differ, mismatch.fix) if differ else None
+    error = failure([message.error for message in messages]) or describe_operation_mismatch(messages)
+    if error is not None or mismatch is None:
+        return error
+    cause = describe_field_mismatch([{"": message.note, **message.fields} for message in messages], mismatch.cause)
+    return SpError(mismatch.code, cause, mismatch.fix) if cause else None
 
 
-def describe_operation_mismatch(everyone: Sequence[Message]) -> SpError | None:
+def describe_operation_mismatch(messages: Sequence[Message]) -> SpError | None:
     """Return the error of ranks that are about to run different operations, or None."""
-    if len({(one.verb, one.subject, one.model, one.number) for one in everyone}) <= 1:
+    if len({(message.verb, message.subject, message.model, message.number) for message in messages}) <= 1:
         return None
-    return _first_difference(everyone).with_context(describe_raised(everyone))
+    return _first_difference(messages).with_context(describe_raised(messages))
 
 
-def describe_raised(everyone: Sequence[Message]) -> str:
+def describe_raised(messages: Sequence[Message]) -> str:
     """Return lines with the exceptions of ranks since the last exchange, or "" if there are none."""
-    return "".join(f"rank {one.raised[0]} raised {one.raised[1]}\n" for one in everyone if one.raised)
+    raised = [message.raised for message in messages if message.raised]
+    return "".join(f"rank {rank} raised {text}\n" for rank, text in raised)
 
 
-def _first_difference(everyone: Sequence[Message]) -> SpError:
-    whole = [f"{one}: {one.note}" if one.note else str(one) for one in everyone]
-    each = "\n".join(f"  rank {rank} {one}" for rank, one in enumerate(whole))
-    n, gone = len(everyone), [rank for rank, one in enumerate(everyone) if one.verb == STOP_VERB.verb]
-    alone = [rank for rank, one in enumerate(everyone) if one.verb == COMPILE_VERB]
-    if gone:
-        cause = f"rank {_format_ranks(gone)} of {n} does not take part in this call, as another of its groups differs."
+def _first_difference(messages: Sequence[Message]) -> SpError:
+    """Return the error of ranks with different operations; the first case that applies determines its code."""
+    n, verbs = len(messages), [message.verb for message in messages]
+    operations = [f"{message}: {message.note}" if message.note else str(message) for message in messages]
+    rows = "\n".join(f"  rank {rank} {operation}" for rank, operation in enumerate(operations))
+
+    stopped = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == STOP_VERB.verb])
+    if stopped:
+        cause = f"rank {stopped} of {n} does not take part in this call, as another of its groups differs."
         return SpError("SP603", cause)
-    if alone and len(alone) < n:
-        ranks = f"rank {_format_ranks(alone)} of {n}"
-        cause = f"{ranks} compiles the program again for this call and the others do not:\n{each}"
+
+    compiling = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == COMPILE_VERB])
+    if compiling and len({*verbs}) > 1:
+        cause = f"rank {compiling} of {n} compiles the program again for this call and the others do not:\n{rows}"
         return SpError("SP602", cause)
-    readers = [rank for rank, one in enumerate(everyone) if one.verb == READ_VERB]
-    if readers and len(readers) < n:
-        return SpError(
-            "SP604", f"rank {_format_ranks(readers)} of {n} reads a value in shards and the others do not:\n{each}"
-        )
+
+    readers = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == READ_VERB])
+    if readers and len({*verbs}) > 1:
+        return SpError("SP604", f"rank {readers} of {n} reads a value in shards and the others do not:\n{rows}")
     if readers:
-        return SpError("SP604", f"the {n} ranks of this group read different values in shards:\n{each}")
-    cause = f"the {n} ranks of this group are about to do different things:\n{each}"
-    new = [rank for rank, one in enumerate(everyone) if one.number == 1]
-    if 0 < len(new) < n and len({(one.verb, one.subject) for one in everyone}) == 1:
-        return SpError("SP605", f"{cause}\nrank {_format_ranks(new)} of {n} calls it with new tensors for weights.")
+        return SpError("SP604", f"the {n} ranks of this group read different values in shards:\n{rows}")
+
+    cause = f"the {n} ranks of this group are about to do different things:\n{rows}"
+    first_calls = [rank for rank, message in enumerate(messages) if message.number == 1]
+    is_same_program = len({(message.verb, message.subject) for message in messages}) == 1
+    if is_same_program and 0 < len(first_calls) < n:
+        ranks = _format_ranks(first_calls)
+        return SpError("SP605", f"{cause}\nrank {ranks} of {n} calls it with new tensors for weights.")
     return SpError("SP601", cause)
 
 
@@ -165,58 +190,64 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def failure(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpError | None:
-    """Return the first of the errors, with the ranks and the other errors, or None."""
-    failed: dict[str, list[int]] = {}
+    """Return the first of the errors, with the ranks and the other errors, or None.
+
+    Args:
+        errors: The error of each rank, or None.
+        ranks: The numbers of the ranks in messages; by default 0, 1, ...
+    """
+    ranks_by_error: dict[str, list[int]] = {}  # by text
     for rank, error in zip(ranks or range(len(errors)), errors):
         if error is not None:
-            failed.setdefault(str(error), []).append(rank)
+            ranks_by_error.setdefault(str(error), []).append(rank)
     first = next((error for error in errors if error is not None), None)
     if first is None:
         return None
-    (who, *_), (_, *others) = failed.values(), failed.items()
-    rest = "".join(f"\nrank {_format_ranks(ranks)}: {text}" for text, ranks in others)
-    return SpError(first.code, f"rank {_format_ranks(who)}: {first.cause}{rest}", first.fix)
+    first_ranks = ranks_by_error.pop(str(first))
+    others = "".join(f"\nrank {_format_ranks(ranks)}: {text}" for text, ranks in ranks_by_error.items())
+    return SpError(first.code, f"rank {_format_ranks(first_ranks)}: {first.cause}{others}", first.fix)
 
 
-def describe_field_mismatch(everyone: Sequence[Mapping[str, str]], what: str) -> str:
-    """Return the cause of an error if values that all ranks have differ, otherwise ""."""
-    if not everyone:
+def describe_field_mismatch(fields: Sequence[Mapping[str, str]], summary: str) -> str:
+    """Return the cause of an error if values that all ranks have differ, otherwise "".
+
+    Args:
+        fields: The values of each rank, by name.
+        summary: The first sentence of the cause.
+    """
+    if not fields:
         return ""
-    names = [name for name in everyone[0] if all(name in one for one in everyone)]
-    names = [name for name in names if not all(is_close(everyone[0][name], one[name]) for one in everyone)]
-    return format_mismatch(what, format_rank_rows(everyone, names)) if names else ""
+    first, *others = fields
+    common = [name for name in first if all(name in other for other in others)]
+    differing = [name for name in common if not all(is_close(first[name], other[name]) for other in others)]
+    return format_mismatch(summary, format_rank_rows(fields, differing)) if differing else ""
 
 
-def format_rank_rows(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
+def format_rank_rows(fields: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
     """Return a row of each rank with the first of these fields and the number of remaining ones."""
-    shown, more = (
-        names[:MAX_SHOWN_FIELDS],
-        f" and {len(names) - MAX_SHOWN_FIELDS} more" if len(names) > MAX_SHOWN_FIELDS else "",
-    )
-    each = [
-        ", ".join(f"{name} {one.get(name, 'missing')[:MAX_FIELD_WIDTH]}".strip() for name in shown) for one in everyone
-    ]
-    return [row + more for row in each]
+    shown, hidden = names[:MAX_SHOWN_FIELDS], len(names) - MAX_SHOWN_FIELDS
+    suffix = f" and {hidden} more" if hidden > 0 else ""
+    rows = [[f"{name} {x.get(name, 'missing')[:MAX_FIELD_WIDTH]}".strip() for name in shown] for x in fields]
+    return [", ".join(row) + suffix for row in rows]
 
 
-def format_mismatch(what: str, rows: Sequence[str], heading: str = "What differs") -> str:
-    """Return the cause of an error with a row of each rank."""
-    each = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
-    return f"{what}. {heading}:\n{each}"
+def format_mismatch(summary: str, rows: Sequence[str], heading: str = "What differs") -> str:
+    """Return the cause of an error: a sentence, and a row of each rank below a heading."""
+    lines = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
+    return f"{summary}. {heading}:\n{lines}"
 
 
 def is_close(a: str, b: str) -> bool:
     """Return True if two field values are equal, or are summaries within the tolerance."""
     if a == b or not (a.startswith(SUMMARY_PREFIX) and b.startswith(SUMMARY_PREFIX)):
         return a == b
-    first, second = ([float(x) for x in one.removeprefix(SUMMARY_PREFIX).split()] for one in (a, b))
-    return all(
-        x == y or (isnan(x) and isnan(y)) or abs(x - y) <= TOLERANCE_RATIO * first[0] for x, y in zip(first, second)
-    )
+    first, second = ([float(x) for x in text.removeprefix(SUMMARY_PREFIX).split()] for text in (a, b))
+    tolerance = TOLERANCE_RATIO * first[0]  # the first number of a summary is the magnitude
+    return all(x == y or (isnan(x) and isnan(y)) or abs(x - y) <= tolerance for x, y in zip(first, second))
 
 
 def wrap_error(error: Exception | None) -> SpError | None:
-    """Return the error as an SpError."""
+    """Return the error as an SpError (SP608 for other exceptions), or None."""
     if error is None or isinstance(error, SpError):
         return error
     return SpError("SP608", f"{type(error).__name__}: {error}.")
@@ -226,5 +257,5 @@ def not_compiled(error: Exception | None) -> SpError | None:
     """Return the compilation error that a rank sends; None for an error received from another rank."""
     if error is None or isinstance(error, RemoteError):
         return None
-    found = error if isinstance(error, SpError) else SpError("SP607", f"{type(error).__name__}: {error}.")
-    return found.with_context("the model could not be compiled: ")
+    sent = error if isinstance(error, SpError) else SpError("SP607", f"{type(error).__name__}: {error}.")
+    return sent.with_context("the model could not be compiled: ")

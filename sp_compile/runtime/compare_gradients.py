@@ -1,7 +1,8 @@
 """Compare gradients of shared results over the ranks (sp::shared).
 
-A backward on shards takes each row from one copy of the gradient. If the copies differ, the sum of the rows is not the
-gradient of any rank, so every rank raises an error.
+Ranks of a tensor-parallel group may share a result y, and each receives a copy of its gradient. A backward on shards
+takes each row from one of the copies. If the copies differ, the rows together are the gradient of no rank, so all raise
+an error.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from sp_compile.runtime.control.message import BACKWARD, Message
 
 from .agreement import require_agreement
 from .input_checks import is_on_accelerator
+
+GradientKey = tuple[int, str]
+"""Number of a gradient in a call of the op, and the name of its result."""
 
 
 @opaque(
@@ -48,41 +52,37 @@ def check_shared_gradients(xs: list[Tensor], names: list[str], n: int, group: st
             additions. For tensors on an accelerator the next call of the group raises, so that the CPU does not wait.
     """
     ranks = Ranks(n, group)
-    wire, given = channel_of(ranks), dict(zip(enumerate(names), xs, strict=True))
-    away = {key: x for key, x in given.items() if wire is not None and is_on_accelerator(x)}
-    if wire is not None and away:
-        _compare_on_next_call(wire, away)
-    here = {key: x for key, x in given.items() if key not in away}
-    if here:
-        _compare_gradients(ranks, here)
+    channel = channel_of(ranks)  # None without processes
+    on_device: dict[GradientKey, Tensor] = {}
+    on_cpu: dict[GradientKey, Tensor] = {}
+    for key, x in zip(enumerate(names), xs, strict=True):
+        (on_device if channel is not None and is_on_accelerator(x) else on_cpu)[key] = x
+    if channel is not None and on_device:
+        _compare_on_next_call(channel, on_device)
+    if on_cpu:
+        _compare_gradients(ranks, on_cpu)
     return [x.clone() for x in xs]
 
 
-def _compare_on_next_call(wire: ControlChannel, given: Mapping[tuple[int, str], Tensor]) -> None:
-    """Schedule the comparison of checksums for the next call, when the device has computed them.
-
-    Args:
-        wire: The control channel of the group.
-        given: Gradients by number and name of the result.
-    """
-    found: defaultdict[torch.device, dict[str, Tensor]] = defaultdict(dict)
-    for (number, name), x in given.items():
-        found[x.device][f"value of gradient {number}, of the result {name}, when it {wire.last}"] = summarize(x)
-    wire.later += [(list(each), start_cpu_copy(torch.stack([*each.values()]))) for each in found.values()]
+def _compare_on_next_call(channel: ControlChannel, gradients: Mapping[GradientKey, Tensor]) -> None:
+    """Add the checksums of gradients to `channel.later`, which the next call compares when they are computed."""
+    checksums: defaultdict[torch.device, dict[str, Tensor]] = defaultdict(dict)  # by device and description
+    for (number, name), x in gradients.items():
+        description = f"value of gradient {number}, of the result {name}, when it {channel.last}"
+        checksums[x.device][description] = summarize(x)
+    channel.later += [(list(x), start_cpu_copy(torch.stack([*x.values()]))) for x in checksums.values()]
 
 
-def _compare_gradients(ranks: Ranks, given: Mapping[tuple[int, str], Tensor]) -> None:
+def _compare_gradients(ranks: Ranks, gradients: Mapping[GradientKey, Tensor]) -> None:
     """Raise SpError, on every rank, if the gradients differ.
 
-    Args:
-        ranks: The ranks of the group.
-        given: Gradients by number and name of the result.
+    The ranks first compare checksums, and gather the gradients whose checksums differ.
     """
-    names = dict.fromkeys(name for _, name in given)
-    sums = {f"{key}": str(checksum_of(x).item()) for key, x in given.items()}
-    everyone = require_agreement(ranks, Message(BACKWARD, f"the result {', '.join(names)}", fields=sums))
-    differ = [key for key in given if len({one.fields[f"{key}"] for one in everyone}) > 1]
-    wrong = dict.fromkeys(key[1] for key in differ if not _is_within_rounding(given[key], ranks))
+    names = dict.fromkeys(name for _, name in gradients)
+    checksums = {str(key): str(checksum_of(x).item()) for key, x in gradients.items()}
+    messages = require_agreement(ranks, Message(BACKWARD, f"the result {', '.join(names)}", fields=checksums))
+    differing = [key for key in gradients if len({message.fields[str(key)] for message in messages}) > 1]
+    wrong = dict.fromkeys(key[1] for key in differing if not _is_within_rounding(gradients[key], ranks))
     if wrong:
         raise SpError(
             "SP671",
@@ -94,18 +94,18 @@ def _compare_gradients(ranks: Ranks, given: Mapping[tuple[int, str], Tensor]) ->
 def _is_within_rounding(x: Tensor, ranks: Ranks) -> bool:
     """Return True if the copies of the ranks are equal up to the last bits of each row.
 
-    The result is the same on every rank.
+    The result is the same on every rank. The copies are gathered in pieces, to bound the memory.
     """
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    off, long = zip(*(_row_norms(part, ranks) for part in rows.split(max(1, PIECE_ELEMENTS // rows.shape[1]))))
-    apart, own = torch.cat(off), torch.cat(long)
+    pieces = rows.split(max(1, PIECE_ELEMENTS // rows.shape[1]))
+    distances, norms = map(torch.cat, zip(*(_distances_and_norms(piece, ranks) for piece in pieces)))
     eps = torch.finfo(x.dtype).eps * (64 if x.element_size() >= 4 else 1)  # accumulated in 32 bits and rounded once
-    allowed = eps * (own + own.max() / 16)  # a row that sums to zero contains only noise
-    return bool((apart <= allowed).all() and own.isfinite().all())
+    allowed = eps * (norms + norms.max() / 16)  # a row that sums to zero contains only noise
+    return bool((distances <= allowed).all() and norms.isfinite().all())
 
 
-def _row_norms(rows: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """Return the largest distance to the first copy and the largest norm, for each row."""
+def _distances_and_norms(rows: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Return, for each row, the largest distance of a rank's copy to the first copy, and the largest norm."""
     copies = current_communicator().all_gather(rows.contiguous(), ranks.n, ranks.group).view(ranks.n, *rows.shape)
     copies = copies.to(torch.complex128 if rows.is_complex() else torch.float64)
     return (copies - copies[0]).norm(dim=-1).amax(0), copies.norm(dim=-1).amax(0)

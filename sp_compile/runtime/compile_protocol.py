@@ -1,7 +1,8 @@
 """Exchange messages during compilation, with the same number of exchanges on every rank.
 
-Ranks that compile one program run the same exchanges in the same order. A rank that fails sends its error in all
-remaining exchanges, so that the other ranks fail as well instead of waiting.
+Ranks that compile one program run the same exchanges in the same order: each gathers a value of every rank of a group,
+such as the digests of its inputs. A rank that fails sends its error in all remaining exchanges, so that the other ranks
+fail as well instead of waiting.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ class CompileProtocol:
     If a rank of a group is lost or runs another operation, the group runs no further exchanges. All its ranks raise,
     and `finish` forwards the error to their other groups.
 
+    Args:
+        exchanges: The exchanges of the compilation in order: the group and the name of each.
+
     Attributes:
-        left: The remaining exchanges.
+        remaining: The remaining exchanges.
         opened: True if all ranks have started to compile.
-        apart: The groups that stopped, with the error of each.
+        stopped_groups: The groups that stopped, with the error of each.
     """
 
-    def __init__(self, questions: Sequence[tuple[Ranks, str]]) -> None:
-        self.left = list(questions)
+    def __init__(self, exchanges: Sequence[tuple[Ranks, str]]) -> None:
+        self.remaining = list(exchanges)
         self.opened = False
-        self.apart: dict[Ranks, RankMismatchError] = {}
+        self.stopped_groups: dict[Ranks, RankMismatchError] = {}
 
     def start(self, also: Sequence[Ranks] = ()) -> None:
         """Check that the other ranks compile as well.
@@ -50,54 +54,61 @@ class CompileProtocol:
                 ranks; and if a rank does not arrive, which `finish` forwards to the other groups.
         """
         self.opened, mine = True, Message(COMPILE_VERB, note=f"in mode {mode_fields()}")
-        for ranks in dict.fromkeys([*(ranks for ranks, _ in self.left), *also]):
+        for ranks in dict.fromkeys([*(ranks for ranks, _ in self.remaining), *also]):
             try:
                 if ranks.has_other_processes:
                     self._all_gather(ranks, mine if self.opened else STOP_VERB)
-            except RankMismatchError as apart:
-                self.opened &= apart.__cause__ is not None  # a rank that did not arrive
+            except RankMismatchError as error:
+                self.opened &= error.__cause__ is not None  # a rank that did not arrive
         if not self.opened:
-            self.left = []
-        for problem in self.apart.values():
-            raise problem
+            self.remaining = []
+        for mismatch in self.stopped_groups.values():
+            raise mismatch
 
-    def exchange(self, ranks: Ranks, question: str, mine: Any) -> list[Any]:
+    def exchange(self, ranks: Ranks, name: str, value: Any) -> list[Any]:
         """Return the value of every rank, in the order of the ranks.
 
-        The value is None for a rank that does not reach this exchange.
+        Earlier exchanges that this rank does not use are run first, without a value of it. The value is None for a rank
+        that does not reach this exchange.
+
+        Args:
+            ranks: The group of the exchange.
+            name: The name of the exchange.
+            value: The value of this rank.
 
         Raises:
             SpError: On every rank, if a rank has failed, with its error, or if a rank runs another operation.
         """
-        while self.left and self.left[0] != (ranks, question):
-            self._answer_next(None)
-        if not self.left:
-            raise AssertionError(f"nobody else asks {question!r} over {ranks} now")
-        self.left.pop(0)
-        everyone = self._all_gather(ranks, Message(COMPILE_VERB, question, expects_answer=True, answer=mine))
+        while self.remaining and self.remaining[0] != (ranks, name):
+            self._run_next(None)
+        assert self.remaining, f"the exchange {name!r} over {ranks} is not a later one of this compilation"
+        self.remaining.pop(0)
+        messages = self._all_gather(ranks, Message(COMPILE_VERB, name, expects_answer=True, answer=value))
         group = ranks.process_group
         numbers = range(ranks.n) if group is None else dist.get_process_group_ranks(group)
-        if failed := failure([one.error for one in everyone], numbers):
-            raise RemoteError(failed.code, failed.cause, failed.fix)
-        return [one.answer for one in everyone]
+        error = failure([message.error for message in messages], numbers)
+        if error is not None:
+            raise RemoteError(error.code, error.cause, error.fix)
+        return [message.answer for message in messages]
 
     def finish(self, error: Exception | None = None) -> Exception | None:
-        """Run the remaining exchanges, and return the error of this rank.
+        """Run the remaining exchanges, in which this rank sends `error`.
 
-        The error may be one that these exchanges received from another rank.
+        Returns:
+            The error, or that of another rank that these exchanges received; None if no rank has failed.
         """
-        while self.left:
+        while self.remaining:
             try:
-                self._answer_next(error)
-            except RankMismatchError as apart:
-                error = error or apart
+                self._run_next(error)
+            except RankMismatchError as mismatch:
+                error = error or mismatch
         return error
 
-    def _answer_next(self, error: Exception | None) -> None:
+    def _run_next(self, error: Exception | None) -> None:
         """Run the next exchange, whose result this rank does not use."""
-        ranks, question = self.left.pop(0)
+        ranks, name = self.remaining.pop(0)
         if ranks.has_other_processes:
-            self._all_gather(ranks, Message(COMPILE_VERB, question, error=not_compiled(error), expects_answer=True))
+            self._all_gather(ranks, Message(COMPILE_VERB, name, error=not_compiled(error), expects_answer=True))
 
     def _all_gather(self, ranks: Ranks, mine: Message) -> list[Message]:
         """Return the message of every rank, or [] if all are equal and none expects an answer.
@@ -106,12 +117,12 @@ class CompileProtocol:
             RankMismatchError: If the operations differ or a rank is lost. The group runs no further exchanges.
         """
         try:
-            everyone, cause = all_gather_messages(ranks, mine) or [], None
-            problem = describe_operation_mismatch(everyone)
-        except SpError as error:  # a rank is lost
-            everyone, cause, problem = [], error, error
-        if problem is not None:
-            self.left = [one for one in self.left if one[0] != ranks]
-            self.apart[ranks] = RankMismatchError(problem.code, problem.cause, problem.fix)
-            raise self.apart[ranks] from cause
-        return everyone
+            messages, cause = all_gather_messages(ranks, mine) or [], None
+            error = describe_operation_mismatch(messages)
+        except SpError as lost_rank:
+            messages, cause, error = [], lost_rank, lost_rank
+        if error is not None:
+            self.remaining = [exchange for exchange in self.remaining if exchange[0] != ranks]
+            self.stopped_groups[ranks] = RankMismatchError(error.code, error.cause, error.fix)
+            raise self.stopped_groups[ranks] from cause
+        return messages

@@ -53,20 +53,24 @@ def declare_groups(mesh: DeviceMesh | Sequence[dist.ProcessGroup | None], measur
     if not dist.is_initialized():
         raise SpError("SP614", "declare_groups: there is no default process group.")
     ranks = ranks_of(dist.group.WORLD)
-    every: list[_Declaration] = all_gather_object(ranks, "declares", "groups", _make_declaration(mesh, measure))
-    axes = _agreed_axes(every)
-    groups = [(entry[0] if (entry := every[dist.get_rank()].axes[label]) else None, axes[label]) for label in axes]
+    declarations: list[_Declaration] = all_gather_object(ranks, "declares", "groups", _make_declaration(mesh, measure))
+    axes = _agreed_axes(declarations)
+    # The name of this rank's group of each axis (None outside of the mesh), and the ranks of all groups of the axis.
+    entries = declarations[dist.get_rank()].axes
+    groups = [(entry[0] if entry else None, axes[label]) for label, entry in entries.items()]
+    # Communicators over several axes.
     for labels in label_subsets(list(axes)):
         union = reduce_partitions([axes[label] for label in labels])
-        if union is not None and union not in [known for _, known in groups]:
-            groups.append((_find_communicator(union, labels[0], every), union))
-    hosts = [one.host for one in every]
-    members = {name: union for name, union in groups if name is not None}
+        if union is not None and union not in [partition for _, partition in groups]:
+            groups.append((_find_communicator(union, labels[0], declarations), union))
+    hosts = [declaration.host for declaration in declarations]
+    members = {name: partition for name, partition in groups if name is not None}
     table = KnownGroups(members, {rank: hosts.index(host) for rank, host in enumerate(hosts)})
-    where = _device_of_messages()
-    if measure and all(f"{where.type}:" in entry[2] for one in every for entry in one.axes.values() if entry):
-        lines = measure_reductions(groups, where, make_exchange(ranks, MEASURE_VERB))
-        table = replace(table, lines=lines)
+    # Time the all-reduces, if every group can reduce tensors of the device.
+    device = _device_of_messages()
+    passed = [entry for declaration in declarations for entry in declaration.axes.values() if entry]
+    if measure and all(f"{device.type}:" in backends for _, _, backends in passed):
+        table = replace(table, lines=measure_reductions(groups, device, make_exchange(ranks, MEASURE_VERB)))
     add_declared(table)
     return table
 
@@ -111,26 +115,32 @@ def _groups_of(mesh: Any) -> dict[str, Any]:
     return dict(zip(map(str, range(len(mesh))), mesh))
 
 
-def _agreed_axes(every: Sequence[_Declaration]) -> dict[str, Partition]:
-    """Return the groups of all ranks for each axis."""
-    if failed := failure([one.error for one in every]):
-        raise failed.with_context("declare_groups: ")
-    arguments = [f"axes {tuple(one.axes)} and measure={one.measure}" for one in every]
-    for rank, theirs in enumerate(arguments):
-        if theirs != arguments[0]:
-            raise SpError("SP617", f"declare_groups: rank {rank} passes {theirs}, rank 0 {arguments[0]}.")
+def _agreed_axes(declarations: Sequence[_Declaration]) -> dict[str, Partition]:
+    """Return the groups of all ranks for each axis.
+
+    Raises:
+        SpError: The declaration of a rank has an error, or the declarations do not agree.
+    """
+    error = failure([declaration.error for declaration in declarations])
+    if error is not None:
+        raise error.with_context("declare_groups: ")
+    arguments = [f"axes {tuple(x.axes)} and measure={x.measure}" for x in declarations]
+    for rank, text in enumerate(arguments):
+        if text != arguments[0]:
+            raise SpError("SP617", f"declare_groups: rank {rank} passes {text}, rank 0 {arguments[0]}.")
     axes: dict[str, Partition] = {}
-    for label in every[0].axes:
-        passed = [entry and entry[1] for entry in (one.axes[label] for one in every)]
+    for label in declarations[0].axes:
+        entries = [declaration.axes[label] for declaration in declarations]
+        passed = [entry[1] if entry else None for entry in entries]  # the ranks of each rank's group
         axes[label] = tuple(sorted({group for group in passed if group}))
-        for rank, mine in enumerate(passed):
-            if not axes[label] or any(rank in group and group != mine for group in axes[label]):
-                cause = f"rank {rank} passes the group {mine} of axis {label!r}, the ranks pass {list(axes[label])}."
-                raise SpError("SP618", f"declare_groups: {cause}")
+        for rank, passed_group in enumerate(passed):
+            if not axes[label] or any(rank in group and group != passed_group for group in axes[label]):
+                cause = f"rank {rank} passes the group {passed_group} of axis {label!r}, the ranks pass "
+                raise SpError("SP618", f"declare_groups: {cause}{list(axes[label])}.")
     return axes
 
 
-def _find_communicator(union: Partition, label: str, every: Sequence[_Declaration]) -> str | None:
+def _find_communicator(union: Partition, label: str, declarations: Sequence[_Declaration]) -> str | None:
     """Return the name of the communicator of this rank in `union`, or None.
 
     A communicator that all members have is reused; otherwise a new one is created, with the backend of an axis.
@@ -138,20 +148,27 @@ def _find_communicator(union: Partition, label: str, every: Sequence[_Declaratio
     Args:
         union: The ranks of each communicator.
         label: The axis.
-        every: Declaration of each rank.
+        declarations: Declaration of each rank.
     """
-    mine = None
-    usual = next(entry[2] for entry in every[0].existing if len(entry[1]) == len(every))
+    own_name: str | None = None
+    world = next(entry for entry in declarations[0].existing if len(entry[1]) == len(declarations))
     for ranks in union:
-        axis, shared = every[ranks[0]].axes[label], set.intersection(*(set(every[rank].existing) for rank in ranks))
-        assert axis is not None
-        fitting = (entry[0] for entry in every[ranks[0]].existing if entry in shared and entry[1:] == (ranks, axis[2]))
-        name = next(fitting, None)
-        if name is None:
-            made = dist.new_group(list(ranks), group_timeout(dist.group.WORLD), axis[2] if axis[2] != usual else None)
-        if dist.get_rank() in ranks:
-            mine = name or made.group_name
-    return mine
+        members = [declarations[rank] for rank in ranks]
+        axis_group = members[0].axes[label]
+        assert axis_group is not None
+        backends = axis_group[2]
+        shared = set.intersection(*(set(member.existing) for member in members))
+        reusable = [entry for entry in members[0].existing if entry in shared and entry[1:] == (ranks, backends)]
+        is_member = dist.get_rank() in ranks
+        if reusable:
+            name = reusable[0][0]
+        else:  # every rank of the program takes part
+            backend = backends if backends != world[2] else None
+            group = dist.new_group(list(ranks), group_timeout(dist.group.WORLD), backend)
+            name = group.group_name if is_member else ""
+        if is_member:
+            own_name = name
+    return own_name
 
 
 def _device_of_messages() -> torch.device:

@@ -45,41 +45,39 @@ FSDP_FIX = (
     "whole model only"
 )
 
-_warned: set[tuple[str, CodeType]] = set()
+_warned: set[tuple[str, CodeType]] = set()  # names and code that were warned about
+_warned_fsdp: set[str] = set()  # classes of models that were warned about
 
-_warned_fsdp: set[str] = set()
 
-
-def warn_eager_fallback(what: Any, code: CodeType, reason: str) -> None:
+def warn_eager_fallback(target: Any, code: CodeType, reason: str) -> None:
     """Warn on rank 0, once for each piece of code.
 
     Args:
-        what: A module, or the name of a function.
-        code: Its code.
-        reason: Dynamo's reason.
+        target: The module that runs eagerly, or the name of a function.
+        code: The code that Dynamo skipped. For a module it may be that of a decorator around `forward`.
+        reason: Dynamo's reason. Code without tensors is not reported.
     """
     if "no tensor" in reason:
         return
-    name, own = name_of_callable(what), code
-    if isinstance(what, torch.nn.Module):
-        own = getattr(inspect.unwrap(what.forward), "__code__", code)
-    limited = "recompile limit" in reason  # also of a decorator around the module's own code
-    disabled = own is not code and not limited
-    if process_rank() > 0 or (name, own) in _warned:
+    name, user_code = name_of_callable(target), code
+    if isinstance(target, torch.nn.Module):
+        user_code = getattr(inspect.unwrap(target.forward), "__code__", code)
+    if process_rank() > 0 or (name, user_code) in _warned:
         return
-    _warned.add((name, own))
-    if disabled:
-        reason, advice = DISABLED_REASON, DISABLED_FIX
+    _warned.add((name, user_code))
+    is_recompile_limit = "recompile limit" in reason  # also of a decorator
+    if user_code is not code and not is_recompile_limit:  # a decorator: torch.compiler.disable
+        reason, fix = DISABLED_REASON, DISABLED_FIX
     elif "skipfiles" in reason:
-        reason, advice = "it is torch's own", TORCH_SKIP_FIX
-    elif limited:
-        advice = RECOMPILE_LIMIT_FIX
-    elif isinstance(what, torch.nn.Module) and find_fsdp_submodules(what):
-        advice = FSDP_FIX
+        reason, fix = "it is torch's own", TORCH_SKIP_FIX
+    elif is_recompile_limit:
+        fix = RECOMPILE_LIMIT_FIX
+    elif isinstance(target, torch.nn.Module) and find_fsdp_submodules(target):
+        fix = FSDP_FIX
         _warned_fsdp.add(name)
     else:
-        advice = GRAPH_BREAK_FIX
-    log.warning(EAGER_WARNING, name, own.co_filename, own.co_firstlineno, reason, advice)
+        fix = GRAPH_BREAK_FIX
+    log.warning(EAGER_WARNING, name, user_code.co_filename, user_code.co_firstlineno, reason, fix)
 
 
 def find_fsdp_submodules(model: torch.nn.Module) -> list[str]:
@@ -87,19 +85,20 @@ def find_fsdp_submodules(model: torch.nn.Module) -> list[str]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported for users without FSDP
     if fsdp is None:
         return []
-    return [name for name, part in model.named_modules() if name and isinstance(part, fsdp.FSDPModule)]
+    return [name for name, module in model.named_modules() if name and isinstance(module, fsdp.FSDPModule)]
 
 
 def warn_fsdp_submodules(model: torch.nn.Module) -> None:
     """Warn on rank 0, once for each class, that FSDP hooks split the graph of the model."""
-    if process_rank() > 0 or name_of_callable(model) in _warned_fsdp:
+    name = name_of_callable(model)
+    if process_rank() > 0 or name in _warned_fsdp:
         return
-    parts = find_fsdp_submodules(model)
-    if parts:
-        _warned_fsdp.add(name_of_callable(model))
-        log.warning(FSDP_WARNING, name_of_callable(model), len(parts), parts[0], FSDP_FIX)
+    submodules = find_fsdp_submodules(model)
+    if submodules:
+        _warned_fsdp.add(name)
+        log.warning(FSDP_WARNING, name, len(submodules), submodules[0], FSDP_FIX)
 
 
-def name_of_callable(what: Any) -> str:
-    """Return the class name of a module, or the name of a function."""
-    return type(what).__name__ if isinstance(what, torch.nn.Module) else str(what)
+def name_of_callable(target: Any) -> str:
+    """Return the class name of a module; other targets are names of functions."""
+    return type(target).__name__ if isinstance(target, torch.nn.Module) else str(target)

@@ -1,4 +1,8 @@
-"""Compute digests of graphs that ranks compare, and lines of text to locate a difference."""
+"""Compute digests of graphs that ranks compare, and lines of text to locate a difference.
+
+Ranks that run one program have the same ops with the same collectives, but other names of process groups and devices.
+The text of a node therefore omits these, and the digest of a graph is the hash of its text.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +68,10 @@ class ProgramDigest:
             ranks, [[hash_text(line.name), hash_text(line.text)] for line in self.lines]
         )
         shortest, longest = min(map(len, hashes)), max(map(len, hashes))
-        places = [(which, i) for which in (0, 1) for i in range(shortest)]
-        differ = (i for which, i in places if len({one[i][which] for one in hashes}) > 1)
-        first = next(differ, shortest)
+        # hashes[rank][line] is [hash of its own text, hash of its text with the results that it uses].
+        positions = [(kind, line) for kind in (0, 1) for line in range(shortest)]
+        differing = (line for kind, line in positions if len({program[line][kind] for program in hashes}) > 1)
+        first = next(differing, shortest)
         if first == longest:
             return []
         if first == len(self.lines):
@@ -95,9 +100,9 @@ class NodeText(NamedTuple):
 
     node: Node
     call: str  # the op
-    takes: tuple[int | str | None, ...]  # index of each node argument, among the inputs or among the operations
+    operands: tuple[int | str | None, ...]  # number of each node argument; "input 3", or 3 for the 4th op
     spec: str  # nesting of the arguments
-    written: tuple[str, ...]  # the other arguments, and the value of a constant
+    constants: tuple[str, ...]  # the other arguments, and the value of a constant
     body: tuple[NodeText, ...]  # lines of the region that it names
     checkpoint: str  # enclosing checkpoint, which affects collectives of the backward
 
@@ -116,24 +121,24 @@ def graph_lines(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
         inside: The checkpoint whose body it is.
     """
     checkpoints: defaultdict[Any, str] = defaultdict(lambda: f"in checkpoint {len(checkpoints)}")
-    places: dict[Node, int | str] = {}
+    numbers: dict[Node, int | str] = {}
     inputs, operations = count(), count()
     lines: list[NodeText] = []
     for node in gm.graph.nodes:
         if is_unused_symbol(node):
             continue
         # Counted separately, so that an additional input on a rank shifts no operation.
-        places[node] = f"input {next(inputs)}" if node.op == "placeholder" else next(operations)
+        numbers[node] = f"input {next(inputs)}" if node.op == "placeholder" else next(operations)
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        takes = tuple(places[leaf] if isinstance(leaf, Node) else None for leaf in leaves)
-        written = [_argument_text(node, leaf) for leaf in leaves if not isinstance(leaf, Node)]
-        constant = attrgetter(str(node.target))(gm) if node.op == "get_attr" else None
-        if isinstance(constant, torch.Tensor) and not isinstance(constant, torch.nn.Parameter):
-            written.append(value_digest(constant))
+        operands = tuple(numbers[leaf] if isinstance(leaf, Node) else None for leaf in leaves)
+        constants = [_argument_text(node, leaf) for leaf in leaves if not isinstance(leaf, Node)]
+        attribute = attrgetter(str(node.target))(gm) if node.op == "get_attr" else None  # a tensor or a region
+        if isinstance(attribute, torch.Tensor) and not isinstance(attribute, torch.nn.Parameter):
+            constants.append(value_digest(attribute))
         region, policy = checkpoint_of(node)
-        own = inside or (f"{checkpoints[region]} {policy}".strip() if region is not None else "")
-        body = graph_lines(constant, own) if isinstance(constant, GraphModule) else ()
-        lines.append(NodeText(node, _call_text(node), takes, str(spec), tuple(written), body, own))
+        checkpoint = inside or (f"{checkpoints[region]} {policy}".strip() if region is not None else "")
+        body = graph_lines(attribute, checkpoint) if isinstance(attribute, GraphModule) else ()
+        lines.append(NodeText(node, _call_text(node), operands, str(spec), tuple(constants), body, checkpoint))
     return tuple(lines)
 
 
@@ -143,15 +148,19 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
     Ranks that wait for each other must have it in common. Each line is an op and the ops that it depends on,
     independent of inputs and numbers.
     """
-    lines = graph_lines(gm)
-    exchanges = _exchange_lines(lines)
-    shape = [f"{x.node.op} {_target_text(x.node)} {x.takes} {x.spec}" for x in lines if x.node.op != "output"]
-    ops = [line for line in inline_bodies(lines) if line.node.op not in ("placeholder", "output")]
-    joints = [(line, ["input" if isinstance(one, str) else one for one in line.takes]) for line in ops]
-    text_lines = [
-        TextLine(f"{x.call} {takes} {x.spec}", x.call or x.node.name, stack_trace(x.node)) for x, takes in joints
-    ]
-    return ProgramDigest(hash_text("\n".join(exchanges or shape)), tuple(text_lines))
+    nodes = graph_lines(gm)
+    inlined = list(inline_bodies(nodes))
+    digest_text = [f"{x.call} {x.checkpoint}" for x in inlined if is_collective(x.node)]
+    if not digest_text:
+        digest_text = [
+            f"{x.node.op} {_target_text(x.node)} {x.operands} {x.spec}" for x in nodes if x.node.op != "output"
+        ]
+    lines = []
+    for x in inlined:
+        if x.node.op not in ("placeholder", "output"):
+            operands = ["input" if isinstance(operand, str) else operand for operand in x.operands]
+            lines.append(TextLine(f"{x.call} {operands} {x.spec}", x.call or x.node.name, stack_trace(x.node)))
+    return ProgramDigest(hash_text("\n".join(digest_text)), tuple(lines))
 
 
 def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({})) -> ProgramDigest:
@@ -161,16 +170,16 @@ def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({}
         gm: The graph.
         names: Names of its inputs, from `input_names`.
     """
-    texts, lines = [], []
-    for line in inline_bodies(graph_lines(gm)):
-        name = " ".join(filter(None, [line.node.name, line.call, *line.written, line.value, line.checkpoint]))
-        one = TextLine(f"{name} {line.takes} {line.spec}", name, stack_trace(line.node))
-        texts.append(one.text)
-        if line.node.op == "placeholder":
-            value = line.value or "a number that may change, as lengths do under dynamic=True"
-            one = TextLine(value, f"input {names.get(line.node.name) or line.node.name}: {value}", "")
-        lines.append(one)
-    return ProgramDigest(hash_text("\n".join(texts)), tuple(lines))
+    digest_text, lines = [], []
+    for x in inline_bodies(graph_lines(gm)):
+        name = " ".join(filter(None, [x.node.name, x.call, *x.constants, x.value, x.checkpoint]))
+        line = TextLine(f"{name} {x.operands} {x.spec}", name, stack_trace(x.node))
+        digest_text.append(line.text)
+        if x.node.op == "placeholder":
+            value = x.value or "a number that may change, as lengths do under dynamic=True"
+            line = TextLine(value, f"input {names.get(x.node.name) or x.node.name}: {value}", "")
+        lines.append(line)
+    return ProgramDigest(hash_text("\n".join(digest_text)), tuple(lines))
 
 
 def inline_bodies(lines: Iterable[NodeText]) -> Iterator[NodeText]:
@@ -179,16 +188,11 @@ def inline_bodies(lines: Iterable[NodeText]) -> Iterator[NodeText]:
         yield from inline_bodies(line.body) if line.body else [line]
 
 
-def _exchange_lines(lines: Iterable[NodeText]) -> list[str]:
-    """Return the collectives in order, including those in regions."""
-    return [f"{line.call} {line.checkpoint}" for line in inline_bodies(lines) if is_collective(line.node)]
-
-
 def _call_text(node: Node) -> str:
     """Return the op, and for a collective also its reduction, such as sum or max."""
     leaves = pytree.tree_leaves((node.args, node.kwargs)) if is_collective(node) else ()
-    words = [_argument_text(node, leaf) for leaf in leaves if isinstance(leaf, str)]
-    return " ".join([_target_text(node), *filter(None, words)])
+    texts = [_argument_text(node, leaf) for leaf in leaves if isinstance(leaf, str)]
+    return " ".join([_target_text(node), *filter(None, texts)])
 
 
 def input_names(gm: GraphModule) -> dict[str, str]:
@@ -198,8 +202,8 @@ def input_names(gm: GraphModule) -> dict[str, str]:
     differ between ranks.
     """
     nodes = gm.graph.find_nodes(op="placeholder")
-    shown = [argument_name(node) for node in nodes]
-    unique = [known if shown.count(known) == 1 else node.name for node, known in zip(nodes, shown)]
+    argument_names = [argument_name(node) for node in nodes]
+    unique = [name if argument_names.count(name) == 1 else node.name for node, name in zip(nodes, argument_names)]
     return {node.name: "" if is_unused_symbol(node) else name for node, name in zip(nodes, unique)}
 
 
@@ -219,6 +223,7 @@ def value_digest(x: Any) -> str:
 
 
 def _target_text(node: Node) -> str:
+    """Return the name of the op; "" for inputs, attributes and the output."""
     if node.op in ("placeholder", "get_attr", "output"):
         return ""
     target: Any = node.target
@@ -233,6 +238,7 @@ def _argument_text(node: Node, leaf: Any) -> str:
     if isinstance(leaf, torch.device):
         return leaf.type
     if isinstance(leaf, str) and is_collective(node):
-        how, _, group = leaf.rpartition(" ")  # "sum 3", as sp::reduce_pair has it
-        return how if known_process_group(group) and (not how or how.isalpha()) else leaf
+        reduction, _, group = leaf.rpartition(" ")  # "3", or "sum 3" of sp::reduce_pair
+        is_group = known_process_group(group) and (not reduction or reduction.isalpha())
+        return reduction if is_group else leaf
     return repr(leaf)

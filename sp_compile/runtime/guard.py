@@ -2,6 +2,8 @@
 
 There is one exchange of a few bytes a call, before the compiled graph. A rank that could not compile takes part as
 well, so that its error reaches the others instead of blocking them in a collective.
+
+    GuardedProgram(run, ranks, ...)(*args)      # exchange a message with ranks, then run(*args)
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ class GuardedProgram:
 
     @cached_property
     def _record(self) -> ProgramRecord:
-        """Return the description of the program, which is part of every call."""
+        """Return the description of the program, which is part of every call; without addresses of objects."""
         reason = re.sub("0x[0-9a-f]+", "", self.info.unsplit_reason)
         return ProgramRecord(self.info.options, self.program.digest, reason, self.inputs.trained)
 
@@ -115,145 +117,149 @@ class GuardedProgram:
 
     @cached_property
     def _reported_inputs(self) -> list[tuple[int, str]]:
-        """Return the inputs that every call describes."""
-        given = self.parameters or ()
-        return [(i, name) for i, name in self._named_inputs if not given[i] or name in self.inputs.always]
+        """Return index and name of the inputs that every call describes: all but parameters, and `always`."""
+        is_parameter = self.parameters or ()
+        return [(i, name) for i, name in self._named_inputs if not is_parameter[i] or name in self.inputs.always]
 
     @cached_property
     def _sharding_inputs(self) -> list[bool]:
-        """Return flags of the inputs that show fake or sharded values: non-parameters and one parameter."""
+        """Return flags of the inputs that are tested for fake or sharded values: non-parameters and one parameter."""
         parameters = self.parameters or ()
-        return [not one or not any(parameters[:i]) for i, one in enumerate(parameters)]
+        return [not is_parameter or not any(parameters[:i]) for i, is_parameter in enumerate(parameters)]
 
     def __call__(self, *args: Any) -> Any:
         """Compare the call over the ranks, then run the program."""
         refuse_transforms()
-        some = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
-        traced = any_traced(some)  # nothing is executed
+        tested_args = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
+        is_traced = any_traced(tested_args)  # nothing is executed, and no message exchanged
+        # Agree on the call.
         written = self.run.written if isinstance(self.run, GatheredProgram) else self.boundary.written
-        refused = call_refusal(args, sorted(written), self.inputs.names) if written and not traced else None
+        refusal = call_refusal(args, sorted(written), self.inputs.names) if written and not is_traced else None
         with mark_agreed():
-            call = self._agree(args, refused) if self.ranks.n > 1 and not traced else Message(CALL_VERB)
-        if refused is not None:  # single rank only; several ranks raise it together in _agree
-            raise refused
+            call = self._agree(args, refusal) if self.ranks.n > 1 and not is_traced else Message(CALL_VERB)
+        if refusal is not None:  # single rank only; several ranks raise it together in _agree
+            raise refusal
         if self.error is not None:
             raise self.error
+        # Run the program.
         assert self.run is not None
-        takes = self._accepts(args) if any_sharded(some) else args
-        if traced:
-            return self.run(*takes)
+        run_args = self._unwrap_for_run(args) if any_sharded(tested_args) else args
+        if is_traced:
+            return self.run(*run_args)
         with self._run_marked(call):
-            out = self.run(*takes)
+            out = self.run(*run_args)
         if self.backward and torch.is_grad_enabled():
-            self._watch(out, call)
+            self._register_backward_check(out, call)
         return out
 
-    def _accepts(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _unwrap_for_run(self, args: Sequence[Any]) -> Sequence[Any]:
         """Return the unwrapped arguments, unless the inner program unwraps them itself."""
         inner = isinstance(self.run, GuardedProgram | GatheredProgram)
         return args if inner else unwrap_arguments(args, self.boundary.layouts)
 
-    def _agree(self, args: Sequence[Any], refused: SpError | None = None) -> Message:
+    def _agree(self, args: Sequence[Any], refusal: SpError | None = None) -> Message:
         """Return the announcement of this call after all ranks have agreed on it.
 
         Args:
             args: Arguments of the call.
-            refused: Error of the call on this rank.
+            refusal: Error of the call on this rank.
+
+        Raises:
+            SpError: On every rank, if the ranks do not agree or one has failed.
         """
         if self.parameters is None:
             self.parameters = [isinstance(a, torch.nn.Parameter) for a in args]
-        wire, subject, every = channel_of(self.ranks), self.info.subject, self.info.check_every
-        model, number = (0, 0) if wire is None else wire.count_call(subject, [*compress(args, self.parameters)])
-        everything = model not in self.called or (every > 0 and number % every == 0)
+        channel, subject, every = channel_of(self.ranks), self.info.subject, self.info.check_every
+        model, number = (0, 0) if channel is None else channel.count_call(subject, [*compress(args, self.parameters)])
+        compares_all = model not in self.called or (every > 0 and number % every == 0)
         self.called.discard(model)  # until the ranks agree; a refused call is compared again in full
-        mine = Message(
-            CALL_VERB,
-            subject,
-            number,
-            model=model,
-            program=self._record,
-            earlier={} if wire is None else wire.take_earlier(),
-            error=not_compiled(self.error) or refused,
-        )
+        # Announce the call, and receive the messages of the other ranks.
+        earlier = {} if channel is None else channel.take_earlier()
+        error = not_compiled(self.error) or refusal
+        mine = Message(CALL_VERB, subject, number, model=model, program=self._record, earlier=earlier, error=error)
         with self._announce_failure(mine):
-            mine = replace(mine, mode=mode_fields(), inputs=self._describe_inputs(args, everything, wire, mine))
-        has_raised = wire is not None and wire.raised is not None
-        everyone = all_gather_messages(self.ranks, mine)
-        if everyone is None:  # no difference, or all ranks raise an error of another group
-            problem, different = wrap_error(self.error) or refused, None
+            mine = replace(mine, mode=mode_fields(), inputs=self._describe_inputs(args, compares_all, channel, mine))
+        has_raised = channel is not None and channel.raised is not None
+        messages = all_gather_messages(self.ranks, mine)
+        if messages is None:  # no difference, or all ranks raise an error of another group
+            problem, operation_mismatch = wrap_error(self.error) or refusal, None
         else:
-            different = describe_operation_mismatch(everyone)
-            problem = different or self._difference(everyone)
+            operation_mismatch = describe_operation_mismatch(messages)
+            problem = operation_mismatch or self._difference(messages)
         if problem is None:
             self.called.add(model)
             return mine
-        inner = self.run  # notify the inner groups, whose other ranks wait for this call
+        # Notify the inner groups, whose other ranks wait for this call.
+        inner = self.run
         while isinstance(inner, GuardedProgram):
             all_gather_messages(inner.ranks, STOP_VERB)
             inner = inner.run
-        raised = describe_raised(everyone or ())
-        if raised and different is not None:
-            if has_raised and len(involved_groups()) == 1:  # the others were in the step in which this rank has raised
-                return self._agree(args, refused)  # and raise now
-            abort_if_connected(wire, everyone or (), mine)
-        raise (problem if different is not None else problem.with_context(raised)) from self.error
+        # A rank that has raised in a step meets the others, which are still in that step, at its next call.
+        raised = describe_raised(messages or ())
+        if raised and operation_mismatch is not None:
+            if has_raised and len(involved_groups()) == 1:  # the others raise now, so that the next exchange fits
+                return self._agree(args, refusal)
+            abort_if_connected(channel, messages or (), mine)
+        raise (problem if operation_mismatch is not None else problem.with_context(raised)) from self.error
 
     def _describe_inputs(
-        self, args: Sequence[Any], everything: bool, wire: ControlChannel | None, mine: Message
+        self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, mine: Message
     ) -> dict[str, InputRecord]:
-        """Return the records of the inputs of a call.
+        """Return the records of the inputs of a call, by name.
 
-        Values on an accelerator are compared at the next call, when the device has computed their checksums.
+        Values on an accelerator are compared at the next call: their checksums are added to `channel.later`.
 
         Args:
             args: Arguments of the call.
-            everything: If True, include all compared values, not only those that change with each call.
-            wire: The channel of the group, or None.
+            compares_all: If True, include all compared values, not only those that change with each call.
+            channel: The channel of the group, or None.
             mine: The announcement of the call.
         """
-        inputs, out = self.inputs, {}
-        compared = inputs.always | inputs.equal if everything else inputs.always
-        sampled = frozenset() if everything else inputs.arguments
-        away: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
-        for i, name in self._named_inputs if everything else self._reported_inputs:
-            given, checksums = args[i], ["", ""]
-            size = _value_size(given) + (f" in shards {given.sharding}" if isinstance(given, Sharded) else "")
-            if self.error is None and (name in compared or name in sampled) and isinstance(given, torch.Tensor):
-                a = local_value(given)
-                some = name not in compared and not is_cheap_to_compare(a)
-                a = sample_view(a, FEW_FLOATS, mine.number) if some else a
-                if wire is not None and is_on_accelerator(a):
-                    away[a.device][f"value of {'part of ' if some else ''}{name} when it {mine}"] = a
-                else:
-                    checksums[some] = checksum(a)
-            is_weight = isinstance(given, torch.nn.Parameter) and name not in inputs.always
-            out[name] = InputRecord(size, checksums[0], checksums[1], is_weight)
-        if wire is not None:
-            found = ({name: x for name, x in each.items() if x.numel()} for each in away.values())
-            wire.later += [(list(tensors), start_checksums(list(tensors.values()))) for tensors in found if tensors]
-        return out
+        inputs, records = self.inputs, {}
+        compared = inputs.always | inputs.equal if compares_all else inputs.always
+        sampled = frozenset() if compares_all else inputs.arguments
+        on_device: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)  # tensors by description
+        for i, name in self._named_inputs if compares_all else self._reported_inputs:
+            arg, checksums = args[i], {"checksum": "", "sample": ""}
+            size = _value_size(arg) + (f" in shards {arg.sharding}" if isinstance(arg, Sharded) else "")
+            if self.error is None and (name in compared or name in sampled) and isinstance(arg, torch.Tensor):
+                value = local_value(arg)
+                is_sample = name not in compared and not is_cheap_to_compare(value)
+                value = sample_view(value, FEW_FLOATS, mine.number) if is_sample else value
+                if channel is None or not is_on_accelerator(value):
+                    checksums["sample" if is_sample else "checksum"] = checksum(value)
+                elif value.numel():
+                    on_device[value.device][f"value of {'part of ' if is_sample else ''}{name} when it {mine}"] = value
+            is_weight = isinstance(arg, torch.nn.Parameter) and name not in inputs.always
+            records[name] = InputRecord(size, checksums["checksum"], checksums["sample"], is_weight)
+        if channel is not None:
+            channel.later += [(list(x), start_checksums(list(x.values()))) for x in on_device.values()]
+        return records
 
-    def _difference(self, everyone: Sequence[Message]) -> SpError | None:
+    def _difference(self, messages: Sequence[Message]) -> SpError | None:
         """Return the error of ranks with different calls, or None. Values of only some ranks are ignored."""
-        if failed := failure([one.error for one in everyone]):
+        failed = failure([message.error for message in messages])
+        if failed is not None:
             return failed
         if isinstance(self.error, RemoteError):
             return self.error
-        whole = [one.program.unsplit_reason for one in everyone]
-        if any(whole) and not all(whole):
-            rows = [f"whole: {reason}" if reason else "as backend='sp' compiles it" for reason in whole]
+        reasons = [message.program.unsplit_reason for message in messages]
+        if any(reasons) and not all(reasons):
+            rows = [f"whole: {reason}" if reason else "as backend='sp' compiles it" for reason in reasons]
             return SpError("SP609", format_mismatch(SPLIT_ON_SOME, rows))
-        modes = [{**one.program.options, "mode": one.mode} for one in everyone]
-        if other := describe_field_mismatch(modes, OTHER_OPTIONS):
-            return SpError("SP610", other)
-        if other := describe_field_mismatch([one.earlier for one in everyone], OTHER_VALUES_EARLIER):
-            return SpError("SP638", other)
-        same = len({one.program.digest for one in everyone}) == 1
-        lines = [] if same else self.program.first_difference(self.ranks)
-        found = find_input_mismatch(everyone, lines, self.inputs, bool(self.boundary.own_rows))
-        if found is not None and found.code == "SP635" and self.info.leaves_partial:
-            return SpError(found.code, found.cause, f"{found.fix} {LEFT_PARTIAL}")
-        return found
+        modes = [{**message.program.options, "mode": message.mode} for message in messages]
+        cause = describe_field_mismatch(modes, OTHER_OPTIONS)
+        if cause:
+            return SpError("SP610", cause)
+        cause = describe_field_mismatch([message.earlier for message in messages], OTHER_VALUES_EARLIER)
+        if cause:
+            return SpError("SP638", cause)
+        is_same_program = len({message.program.digest for message in messages}) == 1
+        lines = [] if is_same_program else self.program.first_difference(self.ranks)
+        mismatch = find_input_mismatch(messages, lines, self.inputs, bool(self.boundary.own_rows))
+        if mismatch is not None and mismatch.code == "SP635" and self.info.leaves_partial:
+            return SpError(mismatch.code, mismatch.cause, f"{mismatch.fix} {LEFT_PARTIAL}")
+        return mismatch
 
     @cached_property
     def connected(self) -> list[Ranks]:
@@ -261,44 +267,50 @@ class GuardedProgram:
         return [self.ranks, *(self.run.connected if isinstance(self.run, GuardedProgram) else [])]
 
     @contextmanager
-    def _run_marked(self, what: Message) -> Iterator[None]:
+    def _run_marked(self, operation: Message) -> Iterator[None]:
         """Mark that the program runs in the context, and publish its failures."""
-        with self._announce_failure(what), mark_running(self.connected):
+        with self._announce_failure(operation), mark_running(self.connected):
             yield
 
-    def _announce_failure(self, what: Message) -> AbstractContextManager[None]:
-        return announce_failures(channel_of(self.ranks), what, self.info.exchange_sources, self.info.lines)
+    def _announce_failure(self, operation: Message) -> AbstractContextManager[None]:
+        """Return a context that publishes exceptions of this rank to the ranks of the group."""
+        return announce_failures(channel_of(self.ranks), operation, self.info.exchange_sources, self.info.lines)
 
-    def _watch(self, out: Any, call: Message) -> None:
-        """Compare the backward of a call over the ranks when it begins."""
+    def _register_backward_check(self, out: Any, call: Message) -> None:
+        """Register hooks on the autograd nodes of the results that compare the backward when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
-        for node, alone in find_backward_nodes(leaves, self.boundary.rows, lambda: self._run_marked(mine)):
-            node.register_prehook(partial(self._start_backward, mine, alone))
+        for node, row_results in find_backward_nodes(leaves, self.boundary.rows, lambda: self._run_marked(mine)):
+            node.register_prehook(partial(self._start_backward, mine, row_results))
 
     @torch.compiler.disable
-    def _start_backward(self, mine: Message, rows: frozenset[int], grads: Sequence[Any]) -> None:
+    def _start_backward(self, mine: Message, row_results: frozenset[int], grads: Sequence[Any]) -> None:
         """Compare the gradients of replicated results, since each rank continues with its own rows.
 
         Args:
             mine: The message of this rank.
-            rows: Indices of the results of which a rank has only its rows.
+            row_results: Indices of the results of which a rank has only its rows.
             grads: Gradients of the results.
+
+        Raises:
+            SpError: On every rank, if the gradients differ or the ranks run different operations.
         """
         refuse_transforms(grads)
-        wire, fields = channel_of(self.ranks), dict[str, str]()
-        for i, grad in [(i, grad) for i, grad in enumerate(grads if self.gradients else ()) if i not in rows]:
+        channel, fields = channel_of(self.ranks), dict[str, str]()
+        for i, grad in enumerate(grads if self.gradients else ()):
+            if i in row_results:
+                continue
             name = f"gradient of result {i}"
             if not isinstance(grad, torch.Tensor) or isinstance(grad, FakeTensor) or is_wrapper(grad):
                 fields[name] = "none" if grad is None else ""
-            elif wire is not None and is_on_accelerator(grad):
-                earlier = f"value of the {name} when it {mine}"
-                wire.later.append(([earlier], start_cpu_copy(summarize(grad)[None])))
+            elif channel is not None and is_on_accelerator(grad):  # compared at the next call
+                channel.later.append(([f"value of the {name} when it {mine}"], start_cpu_copy(summarize(grad)[None])))
             else:
                 fields[name] = _grad_field(grad)
-        everyone = all_gather_messages(self.ranks, replace(mine, fields=fields)) or ()
-        if problem := find_mismatch(everyone, OTHER_GRADIENTS):
-            abort_if_connected(wire, everyone, mine)
-            raise problem
+        messages = all_gather_messages(self.ranks, replace(mine, fields=fields)) or ()
+        mismatch = find_mismatch(messages, OTHER_GRADIENTS)
+        if mismatch is not None:
+            abort_if_connected(channel, messages, mine)
+            raise mismatch
 
 
 def world() -> Any:
@@ -325,17 +337,18 @@ class InProcesses:
 
 
 def _grad_field(grad: torch.Tensor) -> str:
-    """Return the summary of a CPU gradient, without a new tensor for a scalar."""
+    """Return the summary of a CPU gradient, see `summarize`; without a new tensor for a scalar."""
     if grad.numel() == 1 and not grad.is_complex():
-        return f"{SUMMARY_PREFIX}{abs(value := grad.item())!r} {value!r}"
+        value = grad.item()
+        return f"{SUMMARY_PREFIX}{abs(value)!r} {value!r}"
     return start_cpu_copy(summarize(grad)[None]).read()[0]
 
 
-def _value_size(a: Any) -> str:
+def _value_size(value: Any) -> str:
     """Return the shape of a tensor, or the value of a Python scalar.
 
     Dynamo passes a Python float as a tensor without dims.
     """
-    if isinstance(a, torch.Tensor) and a.ndim == 0 and a.device.type == "cpu":
-        return str(a.item())
-    return str(tuple(a.shape)) if isinstance(a, torch.Tensor) else str(a)
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu":
+        return str(value.item())
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else str(value)

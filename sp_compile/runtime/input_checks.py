@@ -1,6 +1,8 @@
 """Find the inputs with equal values on all ranks of a group, and select those that the ranks compare.
 
-The ranks compare values or sizes before they run the program.
+The ranks compare values or sizes before they run the program. At compilation the ranks exchange digests of their inputs
+(`InputDigests`), from which the facts follow that the passes rely on (`InputFacts`). Each call compares the inputs that
+`ComparedInputs` selects. A label numbers the tensors (input_0) or the symbols (size_0).
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ def input_digests(gm: GraphModule, inputs: Sequence[Any], options: str) -> Input
     values = {label: value_digest(local_value(x)) for label, x in zip(_input_labels(inputs), inputs) if label}
     with use_real_tensors():
         tensors = enumerate(local_tensors(inputs))
-        blank = [f"input_{i}" for i, x in tensors if x.ndim > 1 and is_constant(x)]
-    return InputDigests(values, frozenset(blank), options)
+        constants = [f"input_{i}" for i, x in tensors if x.ndim > 1 and is_constant(x)]
+    return InputDigests(values, frozenset(constants), options)
 
 
 @register_sendable
@@ -42,29 +44,33 @@ class InputDigests:
     """Digests of the inputs of one rank."""
 
     values: dict[str, str]  # digest of each input, by label
-    blank: frozenset[str]  # tensors whose elements are all equal
+    constants: frozenset[str]  # labels of the tensors whose elements are all equal
     options: str  # text of the options
 
 
-def combine_facts(mine: InputDigests, everyone: Sequence[InputDigests | None]) -> InputFacts:
+def combine_facts(mine: InputDigests, all_digests: Sequence[InputDigests | None]) -> InputFacts:
     """Return the facts about the inputs that follow from the digests of all ranks.
 
-    Tensors are labeled input_0, input_1, ..., symbols size_0, ...
+    Args:
+        mine: The digests of this rank.
+        all_digests: The digests of each rank; None for one that does not compile.
     """
-    others = [one.values if one is not None else {} for one in everyone]
-    differ = frozenset(name for name in mine.values if len({one.get(name) for one in others}) > 1)
-    return InputFacts(differing=differ, equal=frozenset(mine.values) - differ, constants=mine.blank - differ)
+    values = [digests.values if digests is not None else {} for digests in all_digests]
+    differing = frozenset(label for label in mine.values if len({rank.get(label) for rank in values}) > 1)
+    return InputFacts(
+        differing=differing, equal=frozenset(mine.values) - differing, constants=mine.constants - differing
+    )
 
 
-def check_options(everyone: Sequence[InputDigests | None]) -> None:
+def check_options(all_digests: Sequence[InputDigests | None]) -> None:
     """Raise SpError, on every compiling rank, if the options differ.
 
     Ranks with different options would run different collectives.
     """
-    options = [one.options for one in everyone if one is not None]
+    options = [digests.options for digests in all_digests if digests is not None]
     if len(set(options)) > 1:
-        each = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(options))
-        raise SpError("SP610", f"the ranks of this group were given different options:\n{each}")
+        rows = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(options))
+        raise SpError("SP610", f"the ranks of this group were given different options:\n{rows}")
 
 
 def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:
@@ -81,32 +87,34 @@ def local_value(x: Any) -> Any:
 
 
 def _input_labels(inputs: Iterable[Any]) -> list[str]:
-    """Return the label of each input as in `InputFacts`.
+    """Return the label of each input: input_0, input_1, ... for tensors, size_0, ... for symbols, otherwise ""."""
+    tensor_numbers, symbol_numbers = count(), count()
+    labels = []
+    for x in inputs:
+        if isinstance(x, torch.Tensor):
+            labels.append(f"input_{next(tensor_numbers)}")
+        else:
+            labels.append(f"size_{next(symbol_numbers)}" if isinstance(x, torch.SymInt) else "")
+    return labels
 
-    Tensors are input_0, input_1, ..., symbols size_0, ..., and other inputs "".
-    """
-    counts = {"input": count(), "size": count()}
-    kinds = ["input" if isinstance(x, torch.Tensor) else "size" if isinstance(x, torch.SymInt) else "" for x in inputs]
-    return [f"{kind}_{next(counts[kind])}" if kind else "" for kind in kinds]
 
-
-def is_cheap_to_compare(a: Any) -> bool:
+def is_cheap_to_compare(x: torch.Tensor) -> bool:
     """Return True for integer tensors and small floating tensors, which every call can compare."""
-    return isinstance(a, torch.Tensor) and (not a.is_floating_point() or a.numel() <= FEW_FLOATS)
+    return not x.is_floating_point() or x.numel() <= FEW_FLOATS
 
 
-def is_on_accelerator(a: Any) -> bool:
+def is_on_accelerator(x: torch.Tensor) -> bool:
     """Return True if the tensor is on a device that runs asynchronously."""
-    return isinstance(a, torch.Tensor) and a.device.type != "cpu"
+    return x.device.type != "cpu"
 
 
 class GraphInput(NamedTuple):
     """Input of a Dynamo graph."""
 
-    node: Node
+    node: Node  # its placeholder
     name: str  # from `input_names`
     label: str  # as in `InputFacts`
-    value: Any
+    value: Any  # the example input
 
     @property
     def is_state(self) -> bool:
@@ -120,6 +128,7 @@ class GraphInput(NamedTuple):
 
 
 def _graph_inputs(gm: GraphModule, inputs: Sequence[Any]) -> list[GraphInput]:
+    """Return the inputs of a graph with their names and labels."""
     rows = zip(gm.graph.find_nodes(op="placeholder"), input_names(gm).values(), _input_labels(inputs), inputs)
     return [GraphInput(*row) for row in rows]
 
@@ -151,17 +160,16 @@ def sequence_inputs(gm: GraphModule, inputs: Sequence[Any], shards: Collection[i
         shards: Indices of the inputs that are local rows of a rank.
         is_run: If False, compare no values, as the program is not run.
     """
-    rows, state, arguments = _graph_inputs(gm, inputs), set(), set()
-    for i, one in enumerate(rows if is_run else ()):
-        held = one.is_state or node_info(one.node).parameter
-        if held and isinstance(one.value, torch.Tensor):
-            state |= {one.name} if one.node.users else set()
-        elif i not in shards and not isinstance(one.value, Sharded):
-            arguments.add(one.name)
-    trained = tuple(one.name for one in rows if isinstance(one.value, torch.Tensor) and one.value.requires_grad)
-    return ComparedInputs(
-        [one.name for one in rows], frozenset(state | arguments), frozenset(arguments), trained=trained
-    )
+    graph_inputs, state, arguments = _graph_inputs(gm, inputs), set(), set()
+    for i, x in enumerate(graph_inputs if is_run else ()):
+        if isinstance(x.value, torch.Tensor) and (x.is_state or node_info(x.node).parameter):
+            if x.node.users:
+                state.add(x.name)
+        elif i not in shards and not isinstance(x.value, Sharded):
+            arguments.add(x.name)
+    trained = tuple(x.name for x in graph_inputs if isinstance(x.value, torch.Tensor) and x.value.requires_grad)
+    names = [x.name for x in graph_inputs]
+    return ComparedInputs(names, frozenset(state | arguments), frozenset(arguments), trained=trained)
 
 
 def group_inputs(
@@ -178,17 +186,20 @@ def group_inputs(
         facts: Facts of the inputs on the group.
         labels: The inputs whose equal values the program relies on, as in `InputFacts`; None to compare no values.
     """
-    rows = _graph_inputs(gm, inputs)
-    has_own_data = any(one.is_data and one.label in facts.differing for one in rows)
-    parts = [not one.is_data and one.label in facts.differing for one in rows]
-    sized = [not part and not (has_own_data and is_python_number(one.node)) for one, part in zip(rows, parts)]
-    tensors = [one for one in rows if isinstance(one.value, torch.Tensor)]
-    weights = {one.name for one in tensors if isinstance(one.value, torch.nn.Parameter)}
-    always = {one.name for one in tensors if one.label in (facts.equal or ()) and not isinstance(one.value, DTensor)}
+    graph_inputs = _graph_inputs(gm, inputs)
+    has_own_data = any(x.is_data and x.label in facts.differing for x in graph_inputs)
+    names = []
+    for x in graph_inputs:
+        is_part = not x.is_data and x.label in facts.differing  # such as a shard of a weight, which may be uneven
+        belongs_to_data = has_own_data and is_python_number(x.node)
+        names.append("" if is_part or belongs_to_data else x.name)
+    tensors = [x for x in graph_inputs if isinstance(x.value, torch.Tensor)]
+    weights = {x.name for x in tensors if isinstance(x.value, torch.nn.Parameter)}
+    equal = {x.name for x in tensors if x.label in (facts.equal or ()) and not isinstance(x.value, DTensor)}
     return ComparedInputs(
-        [one.name if is_sized else "" for one, is_sized in zip(rows, sized)],
-        frozenset(one.name for one in tensors if one.label in (labels or ()) and one.name in weights),
-        always=frozenset(always - weights if labels is not None else ()),
-        trained=tuple(one.name for one in tensors if one.value.requires_grad and one.name not in weights),
+        names,
+        frozenset(x.name for x in tensors if x.label in (labels or ()) and x.name in weights),
+        always=frozenset(equal - weights if labels is not None else ()),
+        trained=tuple(x.name for x in tensors if x.value.requires_grad and x.name not in weights),
         is_assumed=True,
     )

@@ -18,79 +18,85 @@ LATER_CAUSE = (
 
 
 def find_input_mismatch(
-    everyone: Sequence[Message], lines: Sequence[str], compared: ComparedInputs, own: bool
+    messages: Sequence[Message], lines: Sequence[str], compared: ComparedInputs, has_shards: bool
 ) -> SpError | None:
     """Return the error of ranks whose programs or inputs differ, or None.
 
+    Differences are reported in this order: gradients that are required, sizes, programs, values, samples of values.
+
     Args:
-        everyone: Message of each rank.
+        messages: Message of each rank.
         lines: Lines of the ranks at the first difference of their programs.
         compared: The inputs that the ranks compare.
-        own: True if other inputs are shards.
+        has_shards: True if each rank passes its rows of some inputs.
     """
-    inputs = _common_inputs(everyone)
-    known = [name for name in inputs[0] if all(name in one for one in inputs)]
-    if len(known) == min(map(len, inputs)):  # additional inputs are shown by the lines of the program
-        inputs = [{name: one[name] for name in known} for one in inputs]
+    # The records of each rank by name of the input, and the names of inputs that differ, tensors before symbols.
+    inputs = _common_inputs(messages)
+    common = [name for name in inputs[0] if all(name in records for records in inputs)]
+    if len(common) == min(map(len, inputs)):  # additional inputs are shown by the lines of the program
+        inputs = [{name: records[name] for name in common} for records in inputs]
     first = inputs[0]
-    names = [name for name in {**first, **inputs[-1]} if _is_different([one.get(name) for one in inputs])]
-    names.sort(key=lambda name: name in first and "(" not in first[name].size)  # tensors before symbols
-    rows = format_rank_rows([{name: str(value) for name, value in one.items()} for one in inputs], names)
-    same_program = len({one.program.digest for one in everyone}) == 1
-    if not names and (mismatch := _find_gradient_mismatch([one.program.trained for one in everyone])):
+    names = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
+    names.sort(key=lambda name: name in first and _is_python_scalar(first[name]))
+    mismatch = None if names else _find_gradient_mismatch([message.program.trained for message in messages])
+    if mismatch is not None:
         return mismatch
-    heading, given = "What differs", f"the {len(inputs)} ranks of this group were given"
-    same_names = all(one.keys() == first.keys() for one in inputs)
-    sizes_differ = same_names and len({tuple(one[name].size for name in known) for one in inputs}) > 1
-    if same_names and not sizes_differ and not same_program and lines:
+    rows = format_rank_rows([{name: str(record) for name, record in records.items()} for records in inputs], names)
+    # Sizes and programs.
+    is_same_program = len({message.program.digest for message in messages}) == 1
+    same_names = all(records.keys() == first.keys() for records in inputs)
+    sizes_differ = same_names and len({tuple(records[name].size for name in common) for records in inputs}) > 1
+    heading, summary = "What differs", f"the {len(inputs)} ranks of this group were given"
+    if same_names and not sizes_differ and not is_same_program and lines:
         heading = "What differs first"
         rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
     rows = [row or "the same inputs as the others" for row in rows]
     if sizes_differ:
-        numbers = bool(names) and "(" not in first[names[0]].size
-        what = "different numbers" if numbers else "inputs of different sizes"
-        return SpError("SP632", format_mismatch(f"{given} {what}", rows))
-    if not same_names or not same_program:
-        return SpError("SP631", format_mismatch(f"{given} different programs", rows, heading))
+        are_numbers = bool(names) and _is_python_scalar(first[names[0]])
+        difference = "different numbers" if are_numbers else "inputs of different sizes"
+        return SpError("SP632", format_mismatch(f"{summary} {difference}", rows))
+    if not same_names or not is_same_program:
+        return SpError("SP631", format_mismatch(f"{summary} different programs", rows, heading))
+    # Values. Different data has its own code, as a sharding sampler is correct if each rank passes its rows.
+    data_code = "SP636" if has_shards else "SP634"
     if not names:
-        samples = [{f"part of {name}": one.sample for name, one in each.items() if one.sample} for each in inputs]
-        differ = describe_field_mismatch(samples, OTHER_VALUES)
-        return _sharded_data_error(differ, own) if differ else None
-    cause = format_mismatch(f"{given} different values", rows)
-    found = SpError("SP633", cause)
-    if compared.arguments >= set(names):
-        found = _sharded_data_error(cause, own)
-    elif everyone[0].number > 1 and compared.equal - compared.arguments - compared.always >= set(names):
-        found = SpError("SP635", cause)  # they were equal at an earlier call
+        samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
+        cause = describe_field_mismatch(samples, OTHER_VALUES)
+        return SpError(data_code, cause) if cause else None
+    code, differing = "SP633", set(names)
+    if compared.arguments >= differing:
+        code = data_code
+    elif messages[0].number > 1 and compared.equal - compared.arguments - compared.always >= differing:
+        code = "SP635"  # they were equal at an earlier call
+    error = SpError(code, format_mismatch(f"{summary} different values", rows))
     assumed = compared.always | compared.equal if compared.is_assumed else set()
-    return found if assumed.isdisjoint(names) else SpError(found.code, cause, f"{found.fix} {LATER_CAUSE}")
+    return error if assumed.isdisjoint(names) else SpError(code, error.cause, f"{error.fix} {LATER_CAUSE}")
 
 
-def _sharded_data_error(cause: str, own: bool) -> SpError:
-    """Return the error of ranks that received different data and are otherwise equal.
-
-    Args:
-        cause: Text of the difference.
-        own: True if each rank passes its rows of some inputs, so that sharding samplers are correct.
-    """
-    return SpError("SP636", cause) if own else SpError("SP634", cause)
+def _is_python_scalar(record: InputRecord) -> bool:
+    """Return True for a number: its `size` is its value. That of a tensor is a shape, in parentheses."""
+    return "(" not in record.size
 
 
 def _find_gradient_mismatch(trained: Sequence[Sequence[str]]) -> SpError | None:
-    """Return the error of ranks that require gradients of different inputs, or None."""
-    names = dict.fromkeys(name for one in trained for name in one if not all(name in other for other in trained))
-    if not names:
+    """Return the error of ranks that require gradients of different inputs, or None.
+
+    Args:
+        trained: The names of the inputs that require gradients, for each rank.
+    """
+    common = set.intersection(*map(set, trained))
+    differing = dict.fromkeys(name for names in trained for name in names if name not in common)
+    if not differing:
         return None
-    rows = format_rank_rows([{name: f"requires_grad={name in one}" for name in names} for one in trained], list(names))
+    fields = [{name: f"requires_grad={name in names}" for name in differing} for names in trained]
+    rows = format_rank_rows(fields, list(differing))
     return SpError("SP639", format_mismatch("the ranks of this group require gradients of different inputs", rows))
 
 
-def _common_inputs(everyone: Sequence[Message]) -> list[dict[str, InputRecord]]:
+def _common_inputs(messages: Sequence[Message]) -> list[dict[str, InputRecord]]:
     """Return the described inputs of each rank. Parameters are included if all ranks describe them."""
-    common = set.intersection(*(set(one.inputs) for one in everyone))
-    return [
-        {name: record for name, record in one.inputs.items() if not record.weight or name in common} for one in everyone
-    ]
+    common = set.intersection(*(set(message.inputs) for message in messages))
+    return [{name: x for name, x in message.inputs.items() if not x.weight or name in common} for message in messages]
 
 
 def _is_different(records: Sequence[InputRecord | None]) -> bool:

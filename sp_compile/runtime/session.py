@@ -52,7 +52,7 @@ from .sharded_values import GatheredProgram, ShardedProgram, any_sharded
 
 register_sendable(Machine)
 register_sendable(LatencyBandwidth)
-on_recompile_limit(partial(publish_stop, goes_on=True))
+on_recompile_limit(partial(publish_stop, goes_on=True))  # the other ranks do not wait for a rank that runs eagerly
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options that affect collectives
 
 
@@ -65,7 +65,7 @@ class CompileSession:
         gm: Dynamo's graph.
         inputs: Example inputs of the graph.
         options: The options of the backend, as the user passed them.
-        measures: True to time the links of the ranks for the cost model.
+        measures: True to time transfers between the ranks for the cost model.
         mode: The mode of `torch.compile`.
 
     Attributes:
@@ -77,6 +77,10 @@ class CompileSession:
         aligned: Groups whose ranks all have the same rows of the sequence; None for all.
         given: The options by name, as the user passed them; they may be invalid.
         options: The options, or the defaults if an option is invalid.
+        names_sequence: True if the options name the ranks or the dims of a sequence.
+        problem: The error of an invalid mesh, or None.
+        sequence: [ranks] if the program has groups and a sequence, else [].
+        all_groups: The groups, and the ranks of the sequence.
     """
 
     def __init__(
@@ -91,15 +95,15 @@ class CompileSession:
         self.given, self.mode = given if isinstance(given, Mapping) else {}, mode
         mesh, mesh_dim = self.given.get("mesh"), self.given.get("mesh_dim")
         self.has_mesh = mesh is not None
-        self.named = self.has_mesh or self.given.get("seq_dims", "auto") != "auto"
+        self.names_sequence = self.has_mesh or self.given.get("seq_dims", "auto") != "auto"
         self.options = _parse_or_default(self.given)
         self.groups = program_groups(gm, inputs) if gm is not None else []
         self.splits = not self.groups or can_split_sequence(mesh, mesh_dim, self.groups)
-        asked = self.splits or not self.has_mesh  # an axis without a mesh is an error in every program
-        found, self.problem = _resolve_or_single(mesh, mesh_dim) if asked else (SINGLE_RANK, None)
-        self.ranks = found if self.splits else SINGLE_RANK
+        must_resolve = self.splits or not self.has_mesh  # an axis without a mesh is an error in every program
+        resolved, self.problem = _resolve_or_single(mesh, mesh_dim) if must_resolve else (SINGLE_RANK, None)
+        self.ranks = resolved if self.splits else SINGLE_RANK
         self.sequence = [self.ranks] if self.groups and self.splits and self.problem is None else []
-        self.everyone = [*self.groups, *(ranks for ranks in self.sequence if ranks not in self.groups)]
+        self.all_groups = [*self.groups, *(ranks for ranks in self.sequence if ranks not in self.groups)]
         self.facts: dict[str, InputFacts] = {}
         self.grids: dict[str, GroupGrid] = {}
         self.aligned: frozenset[str] | None = None
@@ -107,13 +111,10 @@ class CompileSession:
 
     @cached_property
     def _protocol(self) -> CompileProtocol:
-        return CompileProtocol(self._question_plan())
-
-    def _question_plan(self) -> list[tuple[Ranks, str]]:
-        """Return all exchanges in order. Decisions of a group are forwarded to its neighbors."""
-        out = [(ranks, "inputs") for ranks in self.groups] + [(ranks, "place") for ranks in self.everyone]
-        out += [(ranks, "machine") for ranks in self.everyone if self.sequence]
-        return out + [(ranks, "programs") for ranks in self.everyone]
+        """Return the protocol with all exchanges of the compilation, in order."""
+        exchanges = [(ranks, "inputs") for ranks in self.groups] + [(ranks, "place") for ranks in self.all_groups]
+        exchanges += [(ranks, "machine") for ranks in self.all_groups if self.sequence]
+        return CompileProtocol(exchanges + [(ranks, "programs") for ranks in self.all_groups])
 
     # Before the passes.
 
@@ -141,30 +142,29 @@ class CompileSession:
         options = str({name: getattr(self.options, name) for name in JOINT_OPTIONS})
         mine = input_digests(gm, inputs, options)
         for ranks in self.groups:
-            everyone = self._protocol.exchange(ranks, "inputs", mine)
-            check_options(everyone)
-            self.facts[ranks.group] = combine_facts(mine, everyone)
+            all_digests = self._protocol.exchange(ranks, "inputs", mine)
+            check_options(all_digests)
+            self.facts[ranks.group] = combine_facts(mine, all_digests)
         self._place_groups()
 
     def _check_axis(self) -> None:
-        """Raise SpError if the program has its own collectives over the ranks of the sequence."""
+        """Raise the error of the mesh, or SpError if the program's own collectives use the ranks of the sequence."""
         if self.problem is not None:
             raise self.problem
-        taken = [ranks for ranks in self.sequence if ranks in self.groups]
-        if taken:
-            raise SpError(
-                "SP619",
-                f"mesh_dim: the program's own collectives use this axis (group {taken[0].group!r}), so its "
-                f"{taken[0].n} ranks cannot share the sequence.",
-            )
+        for ranks in self.sequence:
+            if ranks in self.groups:
+                raise SpError(
+                    "SP619",
+                    f"mesh_dim: the program's own collectives use this axis (group {ranks.group!r}), so its {ranks.n} "
+                    "ranks cannot share the sequence.",
+                )
 
     def _place_groups(self) -> None:
-        """Find the relation of the groups to each other and to the ranks of the sequence."""
-        self.grids = group_grids(self.everyone, lambda ranks, mine: self._protocol.exchange(ranks, "place", mine))
+        """Set `grids`, `aligned` and the grids of `facts`: the relation of the groups and the ranks of the sequence."""
+        self.grids = group_grids(self.all_groups, lambda ranks, place: self._protocol.exchange(ranks, "place", place))
         self.facts = {name: replace(facts, grid=self.grids[name]) for name, facts in self.facts.items()}
         if self.sequence:
-            names = {ranks.group for ranks in self.sequence}
-            self.aligned = frozenset(name for name in self.facts if names <= self.grids[name].level)
+            self.aligned = frozenset(name for name in self.facts if self.ranks.group in self.grids[name].level)
 
     def machine(self, device: torch.device) -> Machine | None:
         """Return the cost model's constants for the ranks of the sequence; None for the device defaults.
@@ -175,37 +175,39 @@ class CompileSession:
         self.split = True
         if not self.measures or self.ranks.process_group is None:
             return None
-        found = measure.machine(self.ranks, device, make_exchange(self.ranks, MEASURE_VERB))
-        for ranks in self.everyone:  # over the axes of a grid this gives the minimum of all ranks
-            answers = self._protocol.exchange(ranks, "machine", found)
-            found = min((one for one in answers if one is not None), key=astuple)
-        return found
+        machine = measure.machine(self.ranks, device, make_exchange(self.ranks, MEASURE_VERB))
+        for ranks in self.all_groups:  # over the axes of a grid this gives the minimum of all ranks
+            machines = self._protocol.exchange(ranks, "machine", machine)
+            machine = min(filter(None, machines), key=astuple)
+        return machine
 
     @contextmanager
     def show_compiling(self, gm: GraphModule) -> Iterator[None]:
         """Send heartbeats to waiting ranks in the context, and show the progress to the user."""
         done = threading.Event()
-        wires = [*filter(None, map(channel_of, dict.fromkeys([*self.everyone, self.ranks])))]
+        channels = [*filter(None, map(channel_of, dict.fromkeys([*self.all_groups, self.ranks])))]
 
-        def beat() -> None:
+        def send_heartbeats() -> None:
             """Send heartbeats until the compilation ends."""
             while not done.wait(HEARTBEAT_INTERVAL):
-                for wire in wires:
-                    wire.send_heartbeat()
+                for channel in channels:
+                    channel.send_heartbeat()
 
-        thread = threading.Thread(target=beat, daemon=True)
-        title = (lambda: f"compiling {program_subject(gm)}"), done
-        shown = threading.Thread(target=show_in_thread, args=title, daemon=True)
-        thread.start()
-        shown.start()
+        progress_args = (lambda: f"compiling {program_subject(gm)}"), done
+        threads = [
+            threading.Thread(target=send_heartbeats, daemon=True),
+            threading.Thread(target=show_in_thread, args=progress_args, daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
         try:
             yield
-            later = f"compiling the backward of {program_subject(gm)}"
-            wrap_late_backward(lambda: show_progress(later))
+            title = f"compiling the backward of {program_subject(gm)}"
+            wrap_late_backward(lambda: show_progress(title))
         finally:
             done.set()
-            thread.join(STORE_TIMEOUT)
-            shown.join(STORE_TIMEOUT)
+            for thread in threads:
+                thread.join(STORE_TIMEOUT)
 
     # Between the passes.
 
@@ -216,37 +218,35 @@ class CompileSession:
         Each group forwards the results of earlier groups, which reach all ranks if the groups are the axes of a grid.
         Otherwise the result is False.
         """
-        same, mine = self._is_grid(), self._program_hash(gm)
-        for ranks in self.everyone:
-            same = all(theirs == (True, mine) for theirs in self._protocol.exchange(ranks, "programs", (same, mine)))
-        return same
+        is_same, digest = self._is_grid(), self._program_hash(gm)
+        for ranks in self.all_groups:
+            answers = self._protocol.exchange(ranks, "programs", (is_same, digest))
+            is_same = all(answer == (True, digest) for answer in answers)
+        return is_same
 
     def _is_grid(self) -> bool:
         """Return True if each two groups are axes of a grid, or one contains the other."""
-
-        def fits(one: str, other: str) -> bool:
-            """Return True if two groups intersect in one rank each or one encloses the other."""
-            a, b = self.grids[one], self.grids[other]
-            return (other in a.level and one in b.level) or other in a.enclosing or one in b.enclosing
-
-        names = [ranks.group for ranks in self.everyone]
-        return all(fits(one, other) for one, other in combinations(names, 2))
+        for a, b in combinations([ranks.group for ranks in self.all_groups], 2):
+            are_axes = b in self.grids[a].level and a in self.grids[b].level
+            if not are_axes and b not in self.grids[a].enclosing and a not in self.grids[b].enclosing:
+                return False
+        return True
 
     def _program_hash(self, gm: GraphModule) -> int:
         """Return a hash of the graph, the groups of its collectives, and the facts of its inputs."""
-        numbers = {ranks.group: i for i, ranks in enumerate(self.everyone)}
-        over = [sorted(numbers.get(name, -1) for name in named_groups(node)) for node in gm.graph.nodes]
+        numbers = {ranks.group: i for i, ranks in enumerate(self.all_groups)}
+        groups = [sorted(numbers.get(name, -1) for name in named_groups(node)) for node in gm.graph.nodes]
         facts = [self.facts[ranks.group] for ranks in self.groups]
-        known = [[sorted(one) for one in (facts.differing, facts.equal or (), facts.constants)] for facts in facts]
-        lies = [
+        labels = [[sorted(names) for names in (x.differing, x.equal or (), x.constants)] for x in facts]
+        relations = [
             [sorted(numbers[name] for name in names) for names in (grid.level, grid.parallel, grid.enclosing)]
             for grid in self.grids.values()
         ]
-        sizes = [ranks.n for ranks in self.everyone]
-        return hash_text(str((graph_digest(gm).digest, over, known, lies, sizes)))
+        sizes = [ranks.n for ranks in self.all_groups]
+        return hash_text(str((graph_digest(gm).digest, groups, labels, relations, sizes)))
 
     def compares_gradients(self, ranks: Ranks) -> bool:
-        """Return False in a dry run on torch's fake groups, without processes."""
+        """Return True if the ranks compare gradients: not in a dry run on torch's fake groups, without processes."""
         return ranks.process_group is None or ranks.has_other_processes
 
     # After the passes.
@@ -268,15 +268,15 @@ class CompileSession:
         if not self.groups:
             return error
         error = self._protocol.finish(error)
-        meets = self._protocol.opened and not any(ranks in self._protocol.apart for ranks in self.groups)
-        if meets or error is None:
+        stopped = self._protocol.stopped_groups.keys() & set(self.groups)
+        meets_at_call = self._protocol.opened and not stopped
+        if meets_at_call or error is None:
             return error
         if self._protocol.opened:  # ranks of another group wait there for this rank's call
-            words = str(error).replace("\n", " ")
-            publish_stop(words, subject=program_subject(gm), within=broken_context())
-        found = wrap_error(error)
-        assert found is not None
-        raise RankMismatchError(found.code, found.cause, found.fix) from error
+            publish_stop(str(error).replace("\n", " "), subject=program_subject(gm), within=broken_context())
+        sp_error = wrap_error(error)
+        assert sp_error is not None
+        raise RankMismatchError(sp_error.code, sp_error.cause, sp_error.fix) from error
 
     @contextmanager
     def publish_interrupt(self, gm: GraphModule) -> Iterator[None]:
@@ -299,7 +299,7 @@ class CompileSession:
         local: GraphModule | None = None,
         joint: JointContext | None = None,
         boundary: GraphBoundary | None = None,
-        whole: str = "",
+        unsplit_reason: str = "",
         eager: bool = False,
     ) -> Callable[..., Any]:
         """Return the compiled program with checks that the ranks of each group agree on it and its inputs.
@@ -312,12 +312,18 @@ class CompileSession:
             local: The graph that `run` was compiled from.
             joint: The results of the passes over its joint graph.
             boundary: Arguments and results that are sharded.
-            whole: Why the program runs unsplit on every rank; "" if it is split.
+            unsplit_reason: Why the program runs unsplit on every rank; "" if it is split.
             eager: True for eager code, where inputs that share memory need no check.
         """
-        info, boundary = self._describe_program(gm, local, whole), boundary or GraphBoundary()
-        if run is not None and (whole if self.split else not self.groups and any_sharded(example_inputs)):
+        info, boundary = self._describe_program(gm, local, unsplit_reason), boundary or GraphBoundary()
+        # A program that is not split takes full tensors.
+        if self.split:
+            gathers = bool(unsplit_reason)
+        else:
+            gathers = not self.groups and any_sharded(example_inputs)
+        if run is not None and gathers:
             run = GatheredProgram(run, eager)
+        # Check the ranks of the sequence, then those of each group.
         if self.split:
             run = self._guard_sequence(run, error, gm, example_inputs, local, boundary, info)
             error = None
@@ -334,13 +340,13 @@ class CompileSession:
             run = ShardedProgram(run, self.ranks, info.subject, boundary)
         return run if self.groups else InProcesses(run)
 
-    def _describe_program(self, gm: GraphModule, local: GraphModule | None, whole: str) -> ProgramInfo:
-        """Return the facts about a program that the guards of all groups share."""
+    def _describe_program(self, gm: GraphModule, local: GraphModule | None, unsplit_reason: str) -> ProgramInfo:
+        """Return the facts about a program that the guards of all groups share; the arguments are those of `guard`."""
         exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
         return ProgramInfo(
             program_subject(gm),
             settings_fields({"mode": self.mode, **self.given}),
-            whole,
+            unsplit_reason,
             self.options.param_grads == "partial",
             self.options.check_every,
             exchange_sources(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")}),

@@ -16,7 +16,6 @@ from sp_compile.lowering.base.library import sources_digest
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.torch_compat import active_flash_attention, is_in_checkpoint, is_under_no_sync
 
-RANK_SETTINGS = ("mesh",)  # names the ranks of one rank's row
 FUNCTORCH = """
 activation_memory_budget activation_memory_budget_solver activation_memory_budget_runtime_estimator
 aggressive_recomputation ban_recompute_* recompute_views max_dist_from_bw treat_parameters_as_free_to_save
@@ -29,7 +28,7 @@ use_post_grad_passes *_custom_pass *_custom_pre_pass *_custom_post_pass reorder_
 _fuse_ddp_* _collective.* aten_distributed_optimizations.*
 """.split()
 """Settings that change which collectives a graph has and in which order: names, * matches any text."""
-COMPARED_SETTINGS = "*debug* *verbose* *.log_* *_path".split()
+IGNORED_SETTINGS = "*debug* *verbose* *.log_* *_path".split()
 """Settings among them that do not affect graphs: logging and paths of files."""
 
 
@@ -38,19 +37,16 @@ def settings_fields(options: Mapping[str, Any]) -> dict[str, str]:
 
     The fields are equal on ranks that would compile one graph to the same collectives.
     """
-    given = {**{one.name: one.default for one in fields(SPConfig)}, **options}
-    ours = {f"option {name}": _without_addresses(value) for name, value in given.items() if name not in RANK_SETTINGS}
-    theirs: dict[str, str] = {}
+    all_options = {**{option.name: option.default for option in fields(SPConfig)}, **options}
+    all_options.pop("mesh", None)  # differs between ranks
+    settings = {f"option {name}": _without_addresses(value) for name, value in all_options.items()}
     for config, patterns in ((functorch_config, FUNCTORCH), (inductor_config, INDUCTOR)):
-        held = {name: x for name, x in config.get_config_copy().items() if _matches_pattern(name, patterns)}
-        theirs |= {
-            f"{config.__name__}.{name}": _without_addresses(x)
-            for name, x in held.items()
-            if not _matches_pattern(name, COMPARED_SETTINGS)
-        }
-    theirs["deterministic algorithms"] = str(torch.are_deterministic_algorithms_enabled())
-    theirs["torch.nn.attention.current_flash_attention_impl()"] = active_flash_attention() or "torch's"
-    return {**ours, **theirs, "version of torch": torch.__version__, "operators of sp_compile": sources_digest()}
+        for name, value in config.get_config_copy().items():
+            if _matches_pattern(name, patterns) and not _matches_pattern(name, IGNORED_SETTINGS):
+                settings[f"{config.__name__}.{name}"] = _without_addresses(value)
+    settings["deterministic algorithms"] = str(torch.are_deterministic_algorithms_enabled())
+    settings["torch.nn.attention.current_flash_attention_impl()"] = active_flash_attention() or "torch's"
+    return {**settings, "version of torch": torch.__version__, "operators of sp_compile": sources_digest()}
 
 
 def _matches_pattern(name: str, patterns: Sequence[str]) -> bool:
@@ -62,10 +58,16 @@ def mode_fields() -> str:
 
     The state is grad and inference mode, autocast, an enclosing checkpoint, and a DDP under no_sync.
     """
-    kinds = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])
-    casts = [f"autocast {kind} {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
-    grad = "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
-    return ", ".join([grad, *["checkpoint"] * is_in_checkpoint(), *["no_sync"] * is_under_no_sync(), *casts])
+    modes = ["grad" if torch.is_grad_enabled() else "no_grad"]
+    if torch.is_inference_mode_enabled():
+        modes = ["inference"]
+    if is_in_checkpoint():
+        modes.append("checkpoint")
+    if is_under_no_sync():
+        modes.append("no_sync")
+    devices = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])
+    modes += [f"autocast {x} {torch.get_autocast_dtype(x)}" for x in devices if torch.is_autocast_enabled(x)]
+    return ", ".join(modes)
 
 
 def _without_addresses(value: Any) -> str:

@@ -1,7 +1,8 @@
 """Pass sharded values between compiled graphs: unwrap arguments and wrap results.
 
-Reading a sharded value takes every rank. Ranks therefore announce it first, so that a rank that reads alone raises with
-the operations of the others.
+A compiled program returns `Sharded` tensors: eager code sees the global shape, each rank stores its rows. The next
+program takes the rows directly. Reading a sharded value in eager code takes every rank. Ranks therefore announce it
+first, so that a rank that reads alone raises with the operations of the others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -45,9 +46,9 @@ PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 def any_traced(args: Sequence[Any]) -> bool:
     """Return True if an argument is fake, so that nothing is executed."""
-    return _has_type((Sharded, FakeTensor), args) and any(
-        isinstance(a.shard_storage.local_like if isinstance(a, Sharded) else a, FakeTensor) for a in args
-    )
+    if not _has_type((Sharded, FakeTensor), args):
+        return False
+    return any(isinstance(a.shard_storage.local_like if isinstance(a, Sharded) else a, FakeTensor) for a in args)
 
 
 def any_sharded(args: Sequence[Any]) -> bool:
@@ -90,11 +91,11 @@ class GatheredProgram:
 
     def __call__(self, *args: Any) -> Any:
         """Run the program on gathered arguments, and write changed ones back."""
-        taken = unwrap_arguments(args, {})
-        tensors = {i: x for i, x in enumerate(taken) if isinstance(x, torch.Tensor)}
-        before = tensor_versions([*tensors.values()])
-        out = self.run(*taken)
-        changed = [*compress(tensors, before != tensor_versions([*tensors.values()]))]
+        gathered = unwrap_arguments(args, {})
+        tensors = {i: x for i, x in enumerate(gathered) if isinstance(x, torch.Tensor)}
+        versions = tensor_versions([*tensors.values()])
+        out = self.run(*gathered)
+        changed = [*compress(tensors, versions != tensor_versions([*tensors.values()]))]
         for i in changed:
             if isinstance(args[i], Sharded):
                 write(args[i], tensors[i])
@@ -102,14 +103,17 @@ class GatheredProgram:
         return out
 
 
-def _unwrap_argument(a: Any, layout: Layout | None, orders: RowPermutation | None) -> Any:
-    if isinstance(a, Sharded):
-        return (
-            a.full()
-            if layout is None
-            else to_local(a, replace(layout, balanced=orders if layout.is_balanced else None))
-        )
-    return wait_async_tensor(a) if isinstance(a, AsyncCollectiveTensor) else a
+def _unwrap_argument(arg: Any, layout: Layout | None, orders: RowPermutation | None) -> Any:
+    """Return an argument of the program: the rows of a sharded value in this layout, or the full tensor for None."""
+    if isinstance(arg, AsyncCollectiveTensor):
+        return wait_async_tensor(arg)
+    if not isinstance(arg, Sharded):
+        return arg
+    return (
+        arg.full()
+        if layout is None
+        else to_local(arg, replace(layout, balanced=orders if layout.is_balanced else None))
+    )
 
 
 def input_orders(args: Sequence[Any], layouts: Mapping[int, Layout]) -> RowPermutation | None:
@@ -117,11 +121,11 @@ def input_orders(args: Sequence[Any], layouts: Mapping[int, Layout]) -> RowPermu
 
     If the argument is not balanced, it is the order of the original rows.
     """
-    given = first_balanced(layouts)
-    if given is None:
+    index = first_balanced(layouts)
+    if index is None:
         return None
-    a, layout = args[given], layouts[given]
-    return a.sharding.balanced or RowPermutation(*identity_order(a.shape[layout.dim], layout.n, a.device))
+    arg, layout = args[index], layouts[index]
+    return arg.sharding.balanced or RowPermutation(*identity_order(arg.shape[layout.dim], layout.n, arg.device))
 
 
 @dataclass(eq=False)
@@ -178,31 +182,36 @@ class ShardedProgram:
         return from_deferred(deferred.bind(args, out, origin.description), shape, layout, length, origin, tokens)
 
     def _origin(self, result: ShardedOutput) -> Origin:
-        words = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"
-        return Origin(words, partial(meet_to_read, self.ranks))
+        """Return the description of a result for errors, and the function that agrees on a read of it."""
+        text = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"
+        return Origin(text, partial(agree_to_read, self.ranks))
 
     def _value(self, length: Size, args: Sequence[Any]) -> int | torch.SymInt:
-        """Return the value of a length, which is symbolic while nothing is executed.
+        """Return the value of a length for these arguments; it is symbolic if they are fake.
 
-        DDPOptimizer compiles each bucket for the results of the previous one.
+        DDPOptimizer compiles each bucket for the fake results of the previous one.
         """
         if isinstance(length, int):
             return length
-        symbols = self.boundary.symbols
-        known = {
-            symbol: _argument_at(args, place) for symbol, place in symbols.items() if symbol in length.free_symbols
-        }
-        return evaluate_expr(length, known)
+        sources = {x: source for x, source in self.boundary.symbols.items() if x in length.free_symbols}
+        return evaluate_expr(length, {symbol: _argument_at(args, source) for symbol, source in sources.items()})
 
 
 def rebuild_views(values: Sequence[Any], args: Sequence[Any], edges: GraphBoundary) -> list[Any]:
-    """Return the results of a program, with views of other results or of arguments created as views."""
-    found = list(values)
+    """Return the results of a program, with views of other results or of arguments created as views.
+
+    Args:
+        values: Results of the program, including hidden ones that only views need.
+        args: Arguments of the call.
+        edges: Boundary of the program.
+    """
+    results = list(values)
     for view in edges.views:
         base = (args if view.of_argument else values)[view.base]
-        known = {symbol: _argument_at(args, place) for symbol, place in edges.symbols.items()} if view.symbols else {}
-        found[view.number] = make_view(base, view.steps_at(base, known))
-    return found[: len(found) - edges.hidden]
+        sources = edges.symbols if view.symbols else {}
+        symbol_values = {symbol: _argument_at(args, source) for symbol, source in sources.items()}
+        results[view.number] = make_view(base, view.steps_at(base, symbol_values))
+    return results[: len(results) - edges.hidden]
 
 
 _sharded_output_ranks: set[tuple[int, str]] = set()
@@ -220,7 +229,7 @@ def has_sharded_outputs(ranks: Ranks) -> bool:
 
 
 def simulate_sharded_outputs(
-    results: Sequence[Any], args: Sequence[Any], edges: GraphBoundary, looked: Callable[[str], None]
+    results: Sequence[Any], args: Sequence[Any], edges: GraphBoundary, on_read: Callable[[str], None]
 ) -> Sequence[Any]:
     """Return full results with the sharding of a real run, in a dry run without ranks.
 
@@ -230,12 +239,12 @@ def simulate_sharded_outputs(
         results: Results of the program.
         args: Arguments of the call.
         edges: Boundary of the program.
-        looked: Called with the name of each result that is read.
+        on_read: Called with the name of each result that is read.
     """
     values = list(results)
     for i, result in edges.results.items():
         if not result.parts and i < len(values):
-            values[i] = from_replicated(values[i], result.layout, Origin(result.name, record_read=looked))
+            values[i] = from_replicated(values[i], result.layout, Origin(result.name, record_read=on_read))
     views = [view for view in edges.views if not view.of_argument and view.base < len(values)]
     return rebuild_views(values, args, replace(edges, views=views, hidden=0))
 
@@ -248,48 +257,62 @@ def call_refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[st
         written: Indices of the mutated arguments.
         names: Names from `input_names`.
     """
-    places = [_memory_range(args[i]) for i in written]
-    end_of_all = max((end for _, _, end in places), default=0)
-    for k, a in enumerate(args):
-        if type(a) in PLAIN_TYPES and a.layout is torch.strided and a.data_ptr() >= end_of_all:
+    written_ranges = [_memory_range(args[i]) for i in written]
+    last_end = max((r.end for r in written_ranges), default=0)
+    for k, arg in enumerate(args):
+        if not isinstance(arg, torch.Tensor):
             continue
-        memory, first, last = _memory_range(a) if isinstance(a, torch.Tensor) else (None, 0, 0)
-        for i, (other, begin, end) in zip(written, places):
-            if i == k or memory != other or begin >= last or first >= end:
+        if type(arg) in PLAIN_TYPES and arg.layout is torch.strided and arg.data_ptr() >= last_end:
+            continue  # the common case
+        arg_range = _memory_range(arg)
+        for i, written_range in zip(written, written_ranges):
+            if i == k or not arg_range.intersects(written_range):
                 continue
-            if isinstance(memory, int) or may_overlap(_plain_argument(a), _plain_argument(args[i])):
-                return SpError(
-                    "SP221", f"input {names[i]} is changed in place and shares memory with input {names[k]}."
-                )
+            # The ranges of two strided tensors may intersect without a common element.
+            if isinstance(arg_range.memory, int) or may_overlap(_plain_argument(arg), _plain_argument(args[i])):
+                cause = f"input {names[i]} is changed in place and shares memory with input {names[k]}."
+                return SpError("SP221", cause)
     return None
 
 
-def _plain_argument(a: torch.Tensor) -> torch.Tensor:
+def _plain_argument(arg: torch.Tensor) -> torch.Tensor:
     """Return the argument, or its full tensor if it is gathered."""
-    return a if not isinstance(a, Sharded) or a.shard_storage.full is None else a.shard_storage.full
+    return arg if not isinstance(arg, Sharded) or arg.shard_storage.full is None else arg.shard_storage.full
 
 
-def _memory_range(a: torch.Tensor) -> tuple[Any, int, int]:
-    """Return the memory of an argument, and the first and last byte of its elements.
+class MemoryRange(NamedTuple):
+    """Bytes of the elements of an argument."""
+
+    memory: torch.device | int | None  # the number of a sharded value that is not gathered, else a device
+    begin: int = 0  # address of the first byte
+    end: int = 0  # address after the last byte
+
+    def intersects(self, other: MemoryRange) -> bool:
+        """Return True if two ranges have a byte in common."""
+        return self.memory == other.memory and self.begin < other.end and other.begin < self.end
+
+
+def _memory_range(arg: torch.Tensor) -> MemoryRange:
+    """Return the memory of an argument; an empty range if it is not known.
 
     A sharded value that is not gathered has, with all its views, a separate memory, identified by a number.
     """
-    if isinstance(a, Sharded) and not a.is_gathered:
-        return (id(a.shard_storage.base) if isinstance(a.shard_storage, ViewStorage) else id(a.shard_storage)), 0, 1
-    a = _plain_argument(a)
-    if a.layout is not torch.strided or (type(a) not in PLAIN_TYPES and is_wrapper(a)):
-        return None, 0, 0
-    begin, size = a.data_ptr(), a.element_size()
-    if not begin:
-        return None, 0, 0
-    if a.is_contiguous():
-        return a.device, begin, begin + a.numel() * size
-    last = sum((extent - 1) * stride for extent, stride in zip(a.shape, a.stride()))
-    return a.device, begin, begin + (last + 1) * size * (a.numel() > 0)
+    if isinstance(arg, Sharded) and not arg.is_gathered:
+        storage = arg.shard_storage
+        return MemoryRange(id(storage.base if isinstance(storage, ViewStorage) else storage), 0, 1)
+    arg = _plain_argument(arg)
+    if arg.layout is not torch.strided or (type(arg) not in PLAIN_TYPES and is_wrapper(arg)):
+        return MemoryRange(None)
+    begin = arg.data_ptr()
+    if not begin or not arg.numel():
+        return MemoryRange(None)
+    last = sum((extent - 1) * stride for extent, stride in zip(arg.shape, arg.stride()))  # index of the last element
+    return MemoryRange(arg.device, begin, begin + (last + 1) * arg.element_size())
 
 
-def _argument_at(args: Sequence[Any], place: tuple[int, int | None]) -> Any:
-    i, dim = place
+def _argument_at(args: Sequence[Any], source: tuple[int, int | None]) -> Any:
+    """Return the argument, or the length of its dim, that is the value of a symbol, see `symbol_sources`."""
+    i, dim = source
     return args[i] if dim is None else args[i].shape[dim]
 
 
@@ -298,21 +321,25 @@ def symbol_sources(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | No
 
     With inputs="local" a symbol is the length of a rank's shard; the length in the global view is n times that.
     """
-    found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         value = node.meta.get("val") if node_info(node).local is None else node_info(node).local
         if isinstance(value, torch.SymInt):
-            found.setdefault(as_size(value), (i, None))
+            sources.setdefault(as_size(value), (i, None))
         for dim, extent in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             if isinstance(extent, torch.SymInt):
-                found.setdefault(as_size(extent), (i, dim))
-    return {symbol: place for symbol, place in found.items() if isinstance(symbol, sympy.Symbol)}
+                sources.setdefault(as_size(extent), (i, dim))
+    return {symbol: source for symbol, source in sources.items() if isinstance(symbol, sympy.Symbol)}
 
 
-def meet_to_read(ranks: Ranks, words: str) -> None:
+def agree_to_read(ranks: Ranks, value: str) -> None:
     """Announce that all ranks read the same value.
+
+    Args:
+        ranks: The ranks that have the value in shards.
+        value: The description of the value.
 
     Raises:
         SpError: On every rank, if they do not.
     """
-    require_agreement(ranks, Message(READ_VERB, words, note=f"at {user_line()}"))  # which may differ
+    require_agreement(ranks, Message(READ_VERB, value, note=f"at {user_line()}"))  # the line may differ

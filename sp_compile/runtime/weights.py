@@ -40,17 +40,17 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
     with publish_failure():
         ranks = resolve(mesh, mesh_dim)
     inner = getattr(model, "_orig_mod", model)
-    held = [*inner.named_parameters(), *inner.named_buffers()]
-    fields = {name: value_digest(local_value(x.detach())) for name, x in held if not _is_sharded_over(x, ranks)}
+    state = [*inner.named_parameters(), *inner.named_buffers()]
+    fields = {name: value_digest(local_value(x.detach())) for name, x in state if not _is_sharded_over(x, ranks)}
     error = None
     if not fields:
         error = SpError("SP652", f"model: {type(inner).__name__} has no weight that these ranks share.")
     mine = Message("compares", f"the weights of {type(inner).__name__}", fields=fields, error=error)
-    everyone = require_agreement(ranks, mine)
-    names = dict.fromkeys(name for one in everyone for name in one.fields)
-    other = [name for name in names if len({one.fields.get(name) for one in everyone}) > 1]
-    if other:
-        rows = format_rank_rows([one.fields for one in everyone], other)
+    all_fields = [message.fields for message in require_agreement(ranks, mine)]  # [] if all are equal
+    names = dict.fromkeys(name for rank_fields in all_fields for name in rank_fields)
+    differing = [name for name in names if len({rank_fields.get(name) for rank_fields in all_fields}) > 1]
+    if differing:
+        rows = format_rank_rows(all_fields, differing)
         raise SpError("SP651", format_mismatch("the ranks of this group hold different weights", rows))
 
 
@@ -58,6 +58,10 @@ def _is_sharded_over(x: torch.Tensor, ranks: Ranks) -> bool:
     """Return True if the tensor is a DTensor that is sharded over these ranks."""
     if not isinstance(x, DTensor) or ranks.process_group is None:
         return False
-    ours = {*dist.get_process_group_ranks(ranks.process_group)}
-    axes = [i for i, placement in enumerate(x.placements) if not placement.is_replicate()]
-    return any(len(ours.intersection(dist.get_process_group_ranks(x.device_mesh.get_group(i)))) > 1 for i in axes)
+    members = {*dist.get_process_group_ranks(ranks.process_group)}
+    for axis, placement in enumerate(x.placements):
+        if not placement.is_replicate():
+            axis_ranks = dist.get_process_group_ranks(x.device_mesh.get_group(axis))
+            if len(members.intersection(axis_ranks)) > 1:
+                return True
+    return False
