@@ -19,15 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
+from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError, WriteError, node_line
-from sp_compile.lowering.torch_compat import (
-    OpOverload,
-    enter_autocast,
-    exit_autocast,
-    has_autocast_kernel,
-    set_grad_enabled,
-    unmark_static,
-)
 from sp_compile.passes.graph.edit import GraphEditor, erase_dead
 from sp_compile.passes.graph.mutation import (
     Mutation,
@@ -47,15 +40,12 @@ RENORM_BEFORE = "Omit max_norm, and call torch.embedding_renorm_ under no_grad b
 COMPLEX_ERROR = {aten.silu_.default: "x * x.sigmoid()"}  # ops with wrong gradients of complex inputs -> replacement
 
 
-def functionalize(gm: GraphModule) -> GraphModule:
+def functionalize(gm: GraphModule) -> None:
     """Functionalize `gm` and the bodies of its region ops in place.
 
     Args:
         gm: Graph whose nodes have meta["val"]; the metadata of inputs may have requires_grad. Mutated placeholders are
             unmarked as static inputs.
-
-    Returns:
-        The same graph.
 
     Raises:
         SpError: If a mutation has no functional form, or mutates a differentiable value outside autograd (no_grad,
@@ -66,7 +56,6 @@ def functionalize(gm: GraphModule) -> GraphModule:
             functionalize(child)
     if any(is_mutation(n) for n in gm.graph.nodes):
         _Functionalizer(gm).run()
-    return gm
 
 
 class _ViewValue(NamedTuple):
@@ -126,11 +115,11 @@ class _Functionalizer:
 
     def track_modes(self, node: Node) -> None:
         """Update the grad mode and the autocast depth if the node changes one."""
-        if node.target is set_grad_enabled:
+        if node.target is torch_compat.set_grad_enabled:
             self.aliases.grad_enabled = bool(node.args[0])
-        elif node.target is enter_autocast:
+        elif node.target is torch_compat.enter_autocast:
             self.autocast_depth += 1
-        elif node.target is exit_autocast:
+        elif node.target is torch_compat.exit_autocast:
             self.autocast_depth -= 1
 
     def record(self, node: Node) -> None:
@@ -159,7 +148,7 @@ class _Functionalizer:
 
     def emit_view(self, node: Node) -> Node:
         """Emit the view op of a node again, on the current value of its base."""
-        if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
+        if not isinstance(node.target, torch_compat.OpOverload) and node.target is not operator.getitem:
             raise WriteError(
                 "SP222", f"{node.name}: {node_line(node)} is read after memory that it shares was changed."
             )
@@ -260,13 +249,13 @@ class _Functionalizer:
         Autocast does not change in-place ops: they compute in the dtype of their target.
         """
         op = functional_form(node.target)
-        if not self.autocast_depth or op is None or not has_autocast_kernel(op, device.type):
+        if not self.autocast_depth or op is None or not torch_compat.has_autocast_kernel(op, device.type):
             yield
             return
-        token = self.graph.call_function(enter_autocast, (device.type, None, False, None))
+        token = self.graph.call_function(torch_compat.enter_autocast, (device.type, None, False, None))
         with torch.autocast(device.type, enabled=False):
             yield
-        exit_node = self.graph.call_function(exit_autocast, (token,))
+        exit_node = self.graph.call_function(torch_compat.exit_autocast, (token,))
         token.meta["val"] = exit_node.meta["val"] = None
 
     def assign(self, node: Node, target: Node, value: Node) -> None:
@@ -311,6 +300,6 @@ class _Functionalizer:
         """Copy changed values to the inputs and buffers at the end of the graph."""
         for root, value in self.root_values.items():
             if root.op == "placeholder" or (root.op == "get_attr" and not node_info(root).constant):
-                unmark_static(root)
+                torch_compat.unmark_static(root)
                 copy = self.graph.call_function(aten.copy_.default, (root, value))
                 copy.meta["val"] = root.meta["val"]

@@ -1,4 +1,4 @@
-"""Store captured graphs for further analyses without another trace."""
+"""Store captured graphs, so that a plan of other options does not trace the model again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class CapturedGraphs:
     captured: dict[GraphModule, GraphModule] = field(default_factory=dict)  # captured graph by Dynamo graph
 
     def add(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
-        """Add a graph that is being compiled."""
+        """Add a graph that is being compiled, which sets `graph` if it is the only one and complete."""
         self.graphs += 1
-        context, plain = TracingContext.try_get(), all(isinstance(x, Tensor) for x in inputs)
-        is_single_graph = self.graphs == 1 and plain and context is not None and not is_fragment(gm)
+        context, has_static_sizes = TracingContext.try_get(), all(isinstance(x, Tensor) for x in inputs)
+        is_single_graph = self.graphs == 1 and has_static_sizes and context is not None and not is_fragment(gm)
         self.graph = (gm, inputs, context) if is_single_graph else None

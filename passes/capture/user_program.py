@@ -21,13 +21,8 @@ from sp_compile.passes.sharding.axes import find_sequences, name_axes
 class UserProgram:
     """A Dynamo graph and its example inputs."""
 
-    graph: GraphModule
-    inputs: Sequence[Any]
-
-    @classmethod
-    def from_dynamo(cls, gm: GraphModule, example_inputs: Sequence[Any]) -> UserProgram:
-        """Return the program that Dynamo passes to a backend."""
-        return cls(gm, tuple(example_inputs))
+    graph: GraphModule  # as Dynamo traced it, not captured
+    inputs: Sequence[Any]  # one for each placeholder: fake or real tensors, SymInts
 
     @property
     def device(self) -> torch.device:
@@ -45,9 +40,9 @@ class UserProgram:
         return any(isinstance(x, Sharded) and x.sharding.is_balanced for x in self.inputs)
 
     def has_only_user_exchanges(self) -> bool:
-        """Return True if the graph has its own collectives and no sequence.
+        """Return True if the user's program has collectives and no sequence to shard.
 
-        The graph alone decides, without an exchange: all ranks with the same program find the same.
+        No rank communicates to decide this: all ranks with the same program have the same result.
         """
         if not has_user_exchanges(self.graph):
             return False

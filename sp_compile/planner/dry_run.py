@@ -142,7 +142,7 @@ class DryRun:
         """Lower the graph of an earlier dry run."""
         self._graphs.append(gm)
         with resume_trace(context):
-            for one, _, lowered in self._lower_all(UserProgram.from_dynamo(gm, inputs)):
+            for one, _, lowered in self._lower_all(UserProgram(gm, inputs)):
                 one.report.merge(lowered.report)
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -150,7 +150,7 @@ class DryRun:
         self._graphs.append(gm)
         if self.captured is not None:
             self.captured.add(gm, example_inputs)
-        found = self._lower_all(UserProgram.from_dynamo(gm, example_inputs))
+        found = self._lower_all(UserProgram(gm, tuple(example_inputs)))
         if not found:
             return gm.forward
 
