@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,14 +37,22 @@ def register_process_group(name: str, group: dist.ProcessGroup) -> None:
     torch._C._distributed_c10d._register_process_group(name, group)
 
 
-def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
-    """Return (name, global ranks in group order, backends) of every group of this process, oldest first."""
-    world = dist.distributed_c10d._world
-    return [
-        (world.pg_names[group], tuple(sorted(ranks, key=ranks.__getitem__)), str(world.pg_backend_config[group]))
-        for group, ranks in world.pg_group_ranks.items()
-        if group in world.pg_names
-    ]
+class GroupRecord(NamedTuple):
+    """Description of a process group."""
+
+    name: str  # by which functional collectives find it
+    ranks: tuple[int, ...]  # global ranks in group order
+    backends: str  # such as "cpu:gloo,cuda:nccl"
+
+
+def process_groups() -> list[GroupRecord]:
+    """Return a description of every group of this process, oldest first."""
+    world, records = dist.distributed_c10d._world, list[GroupRecord]()
+    for group in all_groups():
+        group_ranks = world.pg_group_ranks[group]  # rank in the group by global rank
+        ranks = tuple(sorted(group_ranks, key=group_ranks.__getitem__))
+        records.append(GroupRecord(world.pg_names[group], ranks, str(world.pg_backend_config[group])))
+    return records
 
 
 def all_groups() -> list[dist.ProcessGroup]:

@@ -25,7 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# True for wrapper subclasses, whose values are stored in other tensors.
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -286,11 +288,6 @@ def wait_async_tensor(x: AsyncCollectiveTensor) -> torch.Tensor:
     """
     result: torch.Tensor = _WaitFunction.apply(x)
     return result
-
-
-def is_wrapper(x: Any) -> bool:
-    """Return True if x is a wrapper subclass, whose values are stored in other tensors."""
-    return is_traceable_wrapper_subclass(x)
 
 
 def to_plain_tensor(x: torch.Tensor) -> torch.Tensor:

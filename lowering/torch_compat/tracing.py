@@ -13,7 +13,10 @@ from unittest import mock
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._guards import CompileContext, TracingContext, tracing
+from torch._guards import CompileContext, TracingContext
+
+# Context manager that restores the tracing context of a finished compilation.
+from torch._guards import tracing as resume_trace
 from torch._logging import trace_structured
 from torch._logging._internal import log_state, trace_log
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
@@ -74,11 +77,6 @@ def skip_graph_printing() -> Iterator[None]:
             return
         with mock.patch.object(GraphModule, "print_readable", return_value=""):
             yield
-
-
-def resume_trace(context: TracingContext) -> AbstractContextManager[Any]:
-    """Return a context that restores a finished compilation's tracing context."""
-    return tracing(context)
 
 
 @contextmanager

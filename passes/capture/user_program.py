@@ -1,9 +1,9 @@
-"""The program that torch.compile passes to the backend: a Dynamo graph and its example inputs."""
+"""Define the program that torch.compile passes to the backend, and a store of captured programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,3 +56,21 @@ class UserProgram:
         except Exception:  # raised again by the caller that lowers the program
             return False
         return not axes.sequences
+
+
+@dataclass
+class CapturedGraphs:
+    """Graphs that Dynamo traced for a model with certain layers, for analyses with other options."""
+
+    # the only graph, its inputs and context; None for several graphs or symbolic lengths
+    graph: tuple[GraphModule, Sequence[Any], torch_compat.TracingContext] | None = None
+    graphs: int = 0  # number of graphs
+    captured: dict[GraphModule, GraphModule] = field(default_factory=dict)  # captured graph by Dynamo graph
+
+    def add(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
+        """Add a graph that is being compiled, which sets `graph` if it is the only one and complete."""
+        self.graphs += 1
+        context = torch_compat.TracingContext.try_get()
+        has_static_sizes = all(isinstance(x, torch.Tensor) for x in inputs)
+        is_complete = self.graphs == 1 and not torch_compat.is_fragment(gm)
+        self.graph = (gm, inputs, context) if is_complete and has_static_sizes and context is not None else None

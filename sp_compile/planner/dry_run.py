@@ -31,8 +31,7 @@ from sp_compile.lowering.torch_compat import (
     skip_graph_printing,
 )
 from sp_compile.passes.capture.capture import cache_captures
-from sp_compile.passes.capture.is_traced import CapturedGraphs
-from sp_compile.passes.capture.user_program import UserProgram
+from sp_compile.passes.capture.user_program import CapturedGraphs, UserProgram
 from sp_compile.passes.context import Note, NoteKind
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.passes.cost.step_memory import StepMemory
