@@ -90,7 +90,7 @@ def _make_declaration(mesh: Any, measure: Any) -> _Declaration:
     """
     host = platform.node()
     try:
-        existing = {record.name: record for record in process_groups()}
+        existing = {entry[0]: entry for entry in process_groups()}
         axes = {
             label: existing[group.group_name] if isinstance(group, dist.ProcessGroup) else None
             for label, group in _groups_of(mesh).items()
