@@ -138,7 +138,7 @@ def compiled_frame_id() -> tuple[int, int | None]:
 
 
 def _ResetSentinel(event: Any) -> None:
-    """Do nothing: a callback whose presence shows that Dynamo was not reset."""
+    """Return None; the presence of this callback shows that Dynamo was not reset."""
 
 
 _reset_sentinels = [0]  # number of registrations of the callback

@@ -290,6 +290,7 @@ class _OffloadSchedule:
     def __init__(self, saved: _SavedValues, forward: Graph, backward: Graph, machine: Machine) -> None:
         self.saved, self.machine = saved, machine
         self.forward, self.backward = _node_times(forward, machine), _node_times(backward, machine)
+        self.forward_times, self.backward_times = list(self.forward.values()), list(self.backward.values())
         self.order = {n: i for i, n in enumerate([*self.forward, *self.backward])}  # numbers of nodes
         # First reader in the backward of each storage that has readers.
         readers = {x: saved.readers(x) for x in saved.storages}
@@ -303,15 +304,15 @@ class _OffloadSchedule:
 
     def freed_byte_seconds(self, x: Node) -> float:
         """Return the bytes of x times the seconds from its computation to its first read in the backward."""
-        forward_end = max(self.forward.values(), default=0.0)
+        forward_end = max(self.forward_times, default=0.0)
         first_read = self.backward[self.first_reader[x]] if x in self.first_reader else 0.0
         return self.saved.storages[x].nbytes * (forward_end - self.forward[x] + first_read)
 
     def copies(self, chosen: Iterable[Node]) -> _CopySchedule:
         """Schedule the copies.
 
-        Copies to the host follow each other. Copies back are scheduled from the last first use to the first: each ends
-        when the next one starts or when its value is read.
+        Copies to the host follow each other. Copies back are scheduled in reverse, starting with the value that is read
+        last: each ends when the next one starts or when its value is first read.
         """
         ends, begins, offloaded = dict[Node, float](), dict[Node, float](), dict[Node, range]()
         seconds = {x: copy_seconds(self.saved.storages[x].nbytes, self.machine) for x in chosen}
@@ -322,11 +323,10 @@ class _OffloadSchedule:
         for x in sorted(read_values, key=lambda x: -self.order[self.first_reader[x]]):
             next_begin = begins[x] = min(next_begin, self.backward[self.first_reader[x]]) - seconds[x]
         # Convert the times to numbers of nodes.
-        forward_times, backward_times = list(self.forward.values()), list(self.backward.values())
         for x, end in ends.items():
-            start, stop = max(self.last_use[x] + 1, bisect_left(forward_times, end)), len(self.order)
+            start, stop = max(self.last_use[x] + 1, bisect_left(self.forward_times, end)), len(self.order)
             if x in self.first_reader:
-                reload_start = len(forward_times) + bisect_left(backward_times, begins[x])
+                reload_start = len(self.forward_times) + bisect_left(self.backward_times, begins[x])
                 stop = min(self.order[self.first_reader[x]], reload_start)
             offloaded[x] = range(start, stop)
         return _CopySchedule(ends, begins, offloaded)
