@@ -1,4 +1,10 @@
-"""Apply selective checkpoint policies to each op that AOTAutograd traces, as torch does in eager mode."""
+"""Apply selective checkpoint policies to each op that AOTAutograd traces, as torch does in eager mode.
+
+A policy is the function of `create_selective_checkpoint_contexts`: it returns for each op whether the results are saved
+or recomputed. Capture inlines the checkpointed regions and records the policy in the metadata of their nodes
+(`recompute_tags`). `PolicyMode` calls it while AOTAutograd traces, and sets meta["recompute"], which the partitioner
+reads.
+"""
 
 from __future__ import annotations
 
@@ -18,52 +24,56 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 Policy = Callable[..., CheckpointPolicy | bool]
-_POLICY, _SAVE_POLICIES = "checkpoint_policy", "keeps_attention"  # keys of meta["custom"], which tracers propagate
+_POLICY_KEY, _SAVED_KEY = "checkpoint_policy", "keeps_attention"  # keys of meta["custom"], which tracers propagate
 # torch 2.13 passes the output to policies, 2.11 does not.
 _POLICY_TAKES_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters
+# Random operators in the backward of a checkpoint, which repeat the draws of its forward.
 RECOMPUTES_DRAWS = (run_with_rng_state, graphsafe_run_with_rng_state)
-"""Random operators in the backward of a checkpoint, which repeat the draws of its forward."""
 # Ops of checkpointed regions in Dynamo's graphs.
 _CHECKPOINT_OPS = (tag_activation_checkpoint, wrap_activation_checkpoint)
-SAVE_POLICY = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)  # answers of a policy that save a value
+SAVE_POLICY = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)  # decisions of a policy that save a value
 
 
 def policy_of(context_fn: Callable[[], Any]) -> Policy | None:
-    """Return the policy of `create_selective_checkpoint_contexts`, or None for other contexts.
+    """Return the policy of a checkpoint's `context_fn`, or None without `create_selective_checkpoint_contexts`.
 
-    A list of ops is returned as a function.
+    torch converts a list of ops to a function.
     """
-    forward, _ = context_fn()
-    policy: Policy | None = getattr(forward, "policy_fn", None)
+    forward_context, _ = context_fn()
+    policy: Policy | None = getattr(forward_context, "policy_fn", None)
     return policy
 
 
 def recompute_tags(region: int, policy: Policy | None) -> dict[str, Any]:
-    """Return the meta of the nodes of a checkpointed region.
+    """Return the metadata that marks the nodes of a checkpointed region for the partitioner and `PolicyMode`.
 
     Args:
         region: Number of the region.
         policy: Its policy, if any.
     """
-    custom = {} if policy is None else {"custom": {_POLICY: policy}}
+    custom = {} if policy is None else {"custom": {_POLICY_KEY: policy}}
     return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": region, **custom}
 
 
 def checkpoint_of(node: Node) -> tuple[Any, str]:
-    """Return the checkpoint that contains a node, or whose body it is, and the name of its policy.
+    """Return the checkpoint that contains a node, and the name of its policy.
 
-    The checkpoint is None outside of all checkpoints, and the name is "" without a policy.
+    In a captured graph the checkpoint is the number of the region. In a Dynamo graph it is the get_attr node of a
+    checkpoint's body. It is None outside of all checkpoints. The name is "" without a policy.
     """
     if node.op == "get_attr":
-        is_region_name = any(user.target in _CHECKPOINT_OPS for user in node.users)
-        return (node, "") if is_region_name else (None, "")
-    policy = node.meta.get("custom", {}).get(_POLICY)
+        is_checkpoint_body = any(user.target in _CHECKPOINT_OPS for user in node.users)
+        return (node if is_checkpoint_body else None), ""
+    policy = node.meta.get("custom", {}).get(_POLICY_KEY)
     name = "" if policy is None else getattr(policy, "__qualname__", type(policy).__name__)
     return node.meta.get("ac_graph_id"), name
 
 
 def is_in_checkpoint() -> bool:
-    """Return True if the running code is checkpointed, so that its backward will run it again."""
+    """Return True if the running code is checkpointed, so that its backward will run it again.
+
+    A checkpoint pushes hooks on saved tensors, which torch.utils.checkpoint defines.
+    """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == CheckpointPolicy.__module__
 
@@ -81,30 +91,33 @@ def run_once(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 
 class _RunOnce(torch.fx.Interpreter):
+    """Interpreter that runs the bodies of checkpoints as ordinary calls."""
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run the body of a checkpoint inline."""
+        """Run the graph of a checkpoint, its first argument, on the others; run other calls unchanged."""
         return run_once(args[0], args[1:]) if target in _CHECKPOINT_OPS else super().call_function(target, args, kwargs)
 
 
 def has_policy(node: Node) -> bool:
     """Return True if the node belongs to a region with a policy."""
-    return _POLICY in node.meta.get("custom", {})
+    return _POLICY_KEY in node.meta.get("custom", {})
 
 
 def mark_saved(node: Node) -> None:
-    """Mark an attention whose results are saved, or a node traced from one."""
-    node.meta["custom"] = {**node.meta.get("custom", {}), _SAVE_POLICIES: True}
+    """Mark an attention whose results a policy saves, or a node traced from one."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), _SAVED_KEY: True}
 
 
 def is_saved(node: Node) -> bool:
     """Return True if `mark_saved` has marked the node."""
-    return bool(node.meta.get("custom", {}).get(_SAVE_POLICIES))
+    return bool(node.meta.get("custom", {}).get(_SAVED_KEY))
 
 
 def mark_must_save(node: Node) -> None:
-    """Make a partitioner save the node's results; of several, those that a backward reads."""
-    for one in (node, *(user for user in node.users if user.target is operator.getitem)):
-        one.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    """Make a partitioner save the node's result, or those of its results that a backward reads."""
+    results = [user for user in node.users if user.target is operator.getitem]
+    for saved in (node, *results):
+        saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def has_checkpoint_regions(gm: torch.fx.GraphModule) -> bool:
@@ -129,22 +142,22 @@ def apply_policies(attention: Sequence[Any], named_ops: Sequence[Any]) -> Iterat
 
 
 class PolicyMode(TorchDispatchMode):
-    """Tag the nodes that AOTAutograd traces under a policy with its answers.
+    """Dispatch mode that sets meta["recompute"] of the nodes that AOTAutograd traces to the decision of a policy.
 
-    The policy is called for every op before it is decomposed, and the nodes traced for the op get its answer. Policies
-    do not name the package's own attention ops. If a policy saves one of `named`, which they replace, or all ops except
-    these, the nodes are marked as by `mark_saved`.
+    The policy is called for every op before it is decomposed; all nodes traced for the op get its decision. Policies
+    do not name the package's own attention ops, but the torch ops that these replace. The nodes of an attention op
+    that the policy saves are marked as by `mark_saved`: a later pass selects the results to save.
 
     Args:
         attention: The package's attention ops.
-        named: Ops that policies may name in their place.
+        named_ops: The torch ops that policies name in their place.
     """
 
     supports_higher_order_operators = True  # a partitioner infers RECOMPUTES_DRAWS under this mode
 
     def __init__(self, attention: Sequence[Any], named_ops: Sequence[Any]) -> None:
         super().__init__()
-        self.attention, self.named = frozenset(attention), named_ops
+        self.attention, self.named_ops = frozenset(attention), named_ops
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -153,35 +166,36 @@ class PolicyMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        policy, proxies = torch.fx.traceback.current_meta.get("custom", {}).get(_POLICY), get_proxy_mode()
-        backward = torch._C._current_autograd_node() is not None
-        if policy is None or proxies is None or backward or func in SAC_IGNORED_OPS:
+        current_meta, proxy_mode = torch.fx.traceback.current_meta, get_proxy_mode()
+        policy = current_meta.get("custom", {}).get(_POLICY_KEY)
+        is_backward = torch._C._current_autograd_node() is not None
+        if policy is None or proxy_mode is None or is_backward or func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
-        nodes = proxies.tracer.graph.nodes
-        before = len(nodes)
+        nodes = proxy_mode.tracer.graph.nodes
+        n_nodes_before = len(nodes)
         out = func(*args, **kwargs)
-        answer = self._tag_node(policy, func, out, args, kwargs)
-        for node in islice(reversed(nodes), len(nodes) - before):
-            if func not in self.attention:
-                node.meta["recompute"] = answer
-            elif answer in SAVE_POLICY:
+        decision = self._apply_policy(policy, func, out, args, kwargs)
+        is_attention, is_saved_op = func in self.attention, decision in SAVE_POLICY
+        for node in islice(reversed(nodes), len(nodes) - n_nodes_before):  # the nodes traced for this op
+            if not is_attention:
+                node.meta["recompute"] = decision
+            elif is_saved_op:
                 mark_saved(node)
-        if func in self.attention and answer in SAVE_POLICY:  # the nodes that merge its blocks are marked, too
-            meta = torch.fx.traceback.current_meta
-            meta["custom"] = {**meta["custom"], _SAVE_POLICIES: True}
+        if is_attention and is_saved_op:  # the nodes that merge its blocks are marked, too
+            current_meta["custom"] = {**current_meta["custom"], _SAVED_KEY: True}
         return out
 
-    def _tag_node(self, policy: Policy, func: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
-        """Return the answer of a policy for an op.
+    def _apply_policy(self, policy: Policy, func: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
+        """Return the decision of a policy for an op.
 
-        For an attention op of the package, the answer for an op that it replaces has priority if it differs from that
-        for the op itself.
+        For an attention op of the package, the decision for an op that it replaces has priority if it differs from
+        that for the op itself.
         """
         output_kwargs = {"op_output": out} if _POLICY_TAKES_OUTPUT else {}
-        answers = list[CheckpointPolicy]()
-        for op in (func, *self.named) if func in self.attention else (func,):
-            answer = policy(SelectiveCheckpointContext(is_recompute=False, **output_kwargs), op, *args, **kwargs)
-            if isinstance(answer, bool):
-                answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
-            answers.append(answer)
-        return next((answer for answer in answers if answer is not answers[0]), answers[0])
+        decisions = list[CheckpointPolicy]()
+        for op in (func, *self.named_ops) if func in self.attention else (func,):
+            decision = policy(SelectiveCheckpointContext(is_recompute=False, **output_kwargs), op, *args, **kwargs)
+            if isinstance(decision, bool):
+                decision = CheckpointPolicy.MUST_SAVE if decision else CheckpointPolicy.PREFER_RECOMPUTE
+            decisions.append(decision)
+        return next((decision for decision in decisions if decision is not decisions[0]), decisions[0])

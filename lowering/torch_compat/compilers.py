@@ -1,16 +1,18 @@
-"""Compile graphs with torch.compile's backends and added passes, and C++ by Inductor's cache."""
+"""Compile graphs with torch.compile's backends and added passes, and C++ by Inductor's cache.
+
+AOTAutograd traces a graph to a joint graph of forward and backward, a partitioner splits it into the two partitions,
+and a compiler (Inductor) compiles each. This module inserts a `JointTransform` before the partitioner and a
+`PartitionTransform` after it, and finds the source nodes of a line of compiled code.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import inspect
 import linecache
 import logging
-import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,13 +20,12 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointPolicy
 
-JointTransform = Callable[[torch.fx.GraphModule], None]
+JointTransform = Callable[[torch.fx.GraphModule], None]  # changes a joint graph, or an inference graph, in place
 
 
 class PartitionTransform(Protocol):
-    """Pass that changes a forward and its backward in place."""
+    """Pass that changes the partitions of a joint graph, a forward and its backward, in place."""
 
     @property
     def key(self) -> str:
@@ -54,8 +55,8 @@ def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any
     """
     import torch._functorch.config as functorch_config
 
-    ours = {} if budget is None else {"activation_memory_budget": budget}
-    return functorch_config.patch(is_non_builtin_to_include=True, **ours)
+    settings = {} if budget is None else {"activation_memory_budget": budget}
+    return functorch_config.patch(is_non_builtin_to_include=True, **settings)
 
 
 def get_compiler(name: str | Callable[..., Any], patches: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -120,22 +121,21 @@ def inductor_mode_options() -> dict[str, dict[str, Any]]:
 
 
 def current_partition() -> str:
-    """Return the graph that AOTAutograd compiles in any thread.
+    """Return the kind of graph that AOTAutograd compiles now, in any thread.
 
     Returns:
         "joint", "forward", "backward", "inference", or "" if it compiles nothing.
     """
     from torch._functorch._aot_autograd import logging_utils
 
-    found = getattr(logging_utils, "graph_being_compiled", [])
-    return str(found[0]).partition("_")[2] if found else ""
+    graph_names = getattr(logging_utils, "graph_being_compiled", [])  # such as ["0_forward"]
+    return str(graph_names[0]).partition("_")[2] if graph_names else ""
 
 
-# Comment of Inductor above a line.
+# Comment of Inductor above a line: the source nodes of the line.
 SOURCES_MARK = re.compile(r"\s*# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*?)\]")
-
-
-KERNEL_PATTERN = re.compile(r"\s*(?:cpp|triton_\w+?)_fused_(\w+)_\d+(?:\.run)?\(")  # call of a kernel of Inductor
+# Call of a kernel of Inductor; the group is the names of its ops.
+KERNEL_PATTERN = re.compile(r"\s*(?:cpp|triton_\w+?)_fused_(\w+)_\d+(?:\.run)?\(")
 
 
 class CodeLine(NamedTuple):
@@ -151,52 +151,28 @@ def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
 
     In Inductor's code the comment above a line names its sources. In an uncompiled graph the line belongs to one node.
     """
-    step = error.__traceback__
-    while step is not None:
-        frame, number = step.tb_frame, step.tb_lineno
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame, line_number = traceback.tb_frame, traceback.tb_lineno
         file, owner = frame.f_code.co_filename, frame.f_locals.get("self")
+        line, line_above = linecache.getline(file, line_number), linecache.getline(file, line_number - 1)
         if isinstance(owner, torch.fx.GraphModule) and frame.f_code.co_name == "forward":
-            yield _line_of_node(owner, linecache.getline(file, number).strip().partition(" = ")[0])
-        elif found := SOURCES_MARK.match(linecache.getline(file, number - 1)):
-            yield CodeLine(found[1].split(", "))
-        elif kernel := KERNEL_PATTERN.match(linecache.getline(file, number)):
-            after = (SOURCES_MARK.match(line) for line in linecache.getlines(file)[number:])
-            yield CodeLine(next((one[1].split(", ") for one in after if one), []), kernel=kernel[1])
-        step = step.tb_next
+            yield _line_of_node(owner, line.strip().partition(" = ")[0])
+        elif comment := SOURCES_MARK.match(line_above):
+            yield CodeLine(comment[1].split(", "))
+        elif kernel := KERNEL_PATTERN.match(line):
+            later_comments = filter(None, map(SOURCES_MARK.match, linecache.getlines(file)[line_number:]))
+            next_comment = next(later_comments, None)
+            yield CodeLine(next_comment[1].split(", ") if next_comment else [], kernel=kernel[1])
+        traceback = traceback.tb_next
 
 
 def _line_of_node(gm: torch.fx.GraphModule, name: str) -> CodeLine:
-    """Return the line that computes a node of an uncompiled graph."""
+    """Return the line of an uncompiled graph that computes the node `name`."""
     nodes = [node for node in gm.graph.nodes if node.name == name]
     traces = [node.meta.get("stack_trace") or "" for node in nodes]
     sources = [source.name for node in nodes for source in node.meta.get("from_node", [])[:1]]
     return CodeLine([name, *sources], "".join(traces))
-
-
-_late_backwards: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
-_entered_backwards = contextlib.ExitStack()
-
-
-def wrap_late_backward(context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Compile the backward of the current graph inside `around()`, if torch compiles it lazily."""
-    from torch._dynamo.callback import callback_handler
-    from torch._guards import CompileContext
-
-    _late_backwards[str(CompileContext.current_compile_id())] = context
-    if _start_late_backward not in callback_handler.start_callbacks:  # a reset of Dynamo removes callbacks
-        callback_handler.register_start_callback(_start_late_backward)
-        callback_handler.register_end_callback(_finish_late_backward)
-
-
-@torch.compiler.disable  # torch has a lock here, and Dynamo would trace a call from a backward in eager code
-def _start_late_backward(event: Any) -> None:
-    if event.callback_trigger.name == "LAZY_BACKWARD" and event.compile_id in _late_backwards:
-        _entered_backwards.enter_context(_late_backwards.pop(event.compile_id)())
-
-
-@torch.compiler.disable
-def _finish_late_backward(event: Any) -> None:
-    _entered_backwards.close()
 
 
 def count_cache_hits() -> int:
@@ -207,15 +183,18 @@ def count_cache_hits() -> int:
 
 
 def on_recompile_limit(warn: Callable[[str], object]) -> None:
-    """Report torch's warning that Dynamo reached its recompile limit and falls back to eager. There is no hook."""
+    """Call `warn` with torch's log message that Dynamo reached its recompile limit and falls back to eager.
 
-    def notice_partition(record: logging.LogRecord) -> bool:
+    torch has no hook for this, so that a filter reads its log.
+    """
+
+    def report_recompile_limit(record: logging.LogRecord) -> bool:
         """Report the message of a recompile limit; let every record pass."""
         if "hit config." in str(record.msg):
             warn(record.getMessage().partition("To log all")[0].strip())
         return True
 
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(notice_partition)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(report_recompile_limit)
 
 
 def has_cpp_compiler() -> bool:
@@ -244,7 +223,7 @@ def joint_compiler(
     transform: JointTransform,
     key: str | None,
     patches: Mapping[str, Any] | None = None,
-    halves: PartitionTransform | None = None,
+    partition_transform: PartitionTransform | None = None,
 ) -> Callable[..., Any]:
     """Return a compiler that changes AOTAutograd's graph in place before it is partitioned.
 
@@ -254,45 +233,20 @@ def joint_compiler(
         key: Key of `transform` in caches of compiled code. None disables caching, as required if it communicates with
             other ranks: a rank with a cache hit would not respond.
         patches: Changes of Inductor's settings.
-        halves: Changes forward and backward after the partition. The compiler keeps the resulting order of nodes.
-
-    Raises:
-        NotImplementedError: The compiler has no passes on joint graphs.
+        partition_transform: Changes forward and backward after the partition. The compiler keeps the resulting order of
+            nodes.
     """
     if name == "inductor":
-        return _joint_inductor(transform, key, patches, halves)
-    if name != "aot_eager":
-        raise NotImplementedError(f"compiler={name!r}: passes on AOTAutograd's joint graph are not supported")
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    def partition(gm: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        """Transform the joint graph, partition it, and transform the forward and the backward."""
-        transform(gm)
-        found = min_cut_rematerialization_partition(gm, inputs, **options)
-        if halves is not None:
-            halves.run_training(found[0], found[1], options["num_fwd_outputs"])
-        return found
-
-    def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        """Transform an inference graph and return it."""
-        transform(gm)
-        if halves is not None:
-            halves.run_inference(gm)
-        return boxed_nop(gm, inputs)
-
-    return aot_autograd(
-        fw_compiler=boxed_nop,
-        bw_compiler=boxed_nop,
-        inference_compiler=infer,
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )
+        return _joint_inductor(transform, key, patches, partition_transform)
+    assert name == "aot_eager", f"compiler={name!r}: passes on AOTAutograd's joint graph are not supported"
+    return _uncompiled_backend(transform, partition_transform, for_inductor=False, on_partition=lambda *graphs: None)
 
 
 def _joint_inductor(
-    transform: JointTransform, key: str | None, patches: Mapping[str, Any] | None, halves: PartitionTransform | None
+    transform: JointTransform,
+    key: str | None,
+    patches: Mapping[str, Any] | None,
+    partition_transform: PartitionTransform | None,
 ) -> Callable[..., Any]:
     """Return Inductor with one more pass on joint graphs, after the user's own, and one on partitions.
 
@@ -301,40 +255,46 @@ def _joint_inductor(
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    ordering = ("reorder_for_peak_memory", "reorder_for_locality")
-    in_order, after = ({}, "") if halves is None else (dict.fromkeys(ordering, False), halves.key)
+    settings, partition_key = dict(patches or {}), ""
+    if partition_transform is not None:  # keep its order of nodes
+        settings = {"reorder_for_peak_memory": False, "reorder_for_locality": False, **settings}
+        partition_key = partition_transform.key
 
     class CustomPass(CustomGraphPass):
         """Pass on the joint graph that runs the user's passes first."""
 
-        def __init__(self, earlier: Sequence[Callable[[torch.fx.Graph], None]]) -> None:
-            self.earlier = earlier
+        def __init__(self, user_passes: Sequence[Callable[[torch.fx.Graph], None]]) -> None:
+            self.user_passes = user_passes
 
         def __call__(self, graph: torch.fx.Graph) -> None:
-            for one in self.earlier:
-                one(graph)
+            for user_pass in self.user_passes:
+                user_pass(graph)
             transform(graph.owning_module)
-            if halves is not None and current_partition() == "inference":
-                halves.run_inference(graph.owning_module)
+            if partition_transform is not None and current_partition() == "inference":
+                partition_transform.run_inference(graph.owning_module)
 
         def uuid(self) -> tuple[Any, ...] | None:
             """Return the keys of all passes, or None, which disables caching, if one has no key."""
-            keys = (*(one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.earlier), key, after)
+            user_keys = [x.uuid() if isinstance(x, CustomGraphPass) else None for x in self.user_passes]
+            keys = (*user_keys, key, partition_key)
             return None if None in keys else keys
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Compile a graph with Inductor and these passes."""
-        user_pass = config.joint_custom_pre_pass
-        earlier = user_pass if isinstance(user_pass, list | tuple) else [] if user_pass is None else [user_pass]
-        cut = {} if halves is None else {"custom_partitioner_fn": _make_partitioner(halves)}
-        with config.patch(joint_custom_pre_pass=CustomPass(earlier), **cut):
-            return compile_with_inductor(gm, inputs, {**in_order, **(patches or {})}, **options)
+        user_passes = config.joint_custom_pre_pass or []
+        if not isinstance(user_passes, list | tuple):
+            user_passes = [user_passes]
+        passes = {"joint_custom_pre_pass": CustomPass(user_passes)}
+        if partition_transform is not None:
+            passes["custom_partitioner_fn"] = _make_partitioner(partition_transform)
+        with config.patch(passes):
+            return compile_with_inductor(gm, inputs, settings, **options)
 
     return run
 
 
-def _make_partitioner(halves: PartitionTransform) -> Any:
-    """Return a partitioner for Inductor: torch's, or the user's own, followed by `halves`."""
+def _make_partitioner(partition_transform: PartitionTransform) -> Any:
+    """Return a partitioner for Inductor: torch's, or the user's own, followed by `partition_transform`."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -342,16 +302,18 @@ def _make_partitioner(halves: PartitionTransform) -> Any:
     class Partitioner(CustomPartitionerFn):
         """Partitioner that transforms the forward and the backward after the partition."""
 
-        user_pass = config.custom_partitioner_fn
+        user_partitioner = config.custom_partitioner_fn
 
         def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
-            found = (self.user_pass or min_cut_rematerialization_partition)(gm, inputs, **options)
-            halves.run_training(found[0], found[1], options["num_fwd_outputs"])
-            return found
+            partition = self.user_partitioner or min_cut_rematerialization_partition
+            forward, backward = partition(gm, inputs, **options)
+            partition_transform.run_training(forward, backward, options["num_fwd_outputs"])
+            return forward, backward
 
         def uuid(self) -> tuple[Any, ...] | None:
-            """Return the cache key, or None if a part has none."""
-            keys = (self.user_pass.uuid() if self.user_pass is not None else "", halves.key)
+            """Return the cache key, or None, which disables caching, if the user's partitioner has none."""
+            user_key = self.user_partitioner.uuid() if self.user_partitioner is not None else ""
+            keys = (user_key, partition_transform.key)
             return None if None in keys else keys
 
         def __reduce__(self) -> tuple[Any, ...]:
@@ -365,7 +327,7 @@ def partition_joint_graph(
     inputs: Sequence[Any],
     transform: JointTransform | None,
     for_inductor: bool,
-    halves: PartitionTransform | None = None,
+    partition_transform: PartitionTransform | None = None,
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule | None]:
     """Return the forward and the backward of a graph, as AOTAutograd creates them, not compiled.
 
@@ -374,65 +336,85 @@ def partition_joint_graph(
         inputs: Example inputs.
         transform: Changes the joint graph in place before the partition.
         for_inductor: True for Inductor's decompositions and passes on joint graphs, on which saved values depend.
-        halves: Changes forward and backward after the partition.
+        partition_transform: Changes forward and backward after the partition.
 
     Returns:
         The two graphs; the backward of an inference is None.
+    """
+    graphs: list[Any] = []
+    _uncompiled_backend(transform, partition_transform, for_inductor, lambda *partitions: graphs.extend(partitions))(
+        gm, inputs
+    )
+    return graphs[0], graphs[1]
+
+
+def _uncompiled_backend(
+    transform: JointTransform | None,
+    partition_transform: PartitionTransform | None,
+    for_inductor: bool,
+    on_partition: Callable[[torch.fx.GraphModule, torch.fx.GraphModule | None], object],
+) -> Callable[..., Any]:
+    """Return AOTAutograd as a torch.compile backend that runs the transformed graphs without compiling them.
+
+    Args:
+        transform: Changes the joint graph, or an inference graph, in place.
+        partition_transform: Changes forward and backward after the partition.
+        for_inductor: True for Inductor's decompositions and passes on joint graphs.
+        on_partition: Called with the final forward and backward, or with an inference graph and None.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    found: list[Any] = []
-
     def partition(joint: torch.fx.GraphModule, values: Any, **options: Any) -> Any:
-        """Transform the joint graph and partition it."""
+        """Transform the joint graph, partition it, and transform the forward and the backward."""
         if transform is not None:
             transform(joint)
         if for_inductor:
             joint = _apply_inductor_passes(joint, values)
-        found[:] = min_cut_rematerialization_partition(joint, values, **options)
-        if halves is not None:
-            halves.run_training(found[0], found[1], options["num_fwd_outputs"])
-        return tuple(found)
+        forward, backward = min_cut_rematerialization_partition(joint, values, **options)
+        if partition_transform is not None:
+            partition_transform.run_training(forward, backward, options["num_fwd_outputs"])
+        on_partition(forward, backward)
+        return forward, backward
 
     def infer(forward: torch.fx.GraphModule, values: Any) -> Any:
         """Transform an inference graph, which has no backward."""
         if transform is not None:
             transform(forward)
-        if halves is not None:
-            halves.run_inference(forward)
+        if partition_transform is not None:
+            partition_transform.run_inference(forward)
         if for_inductor:
             forward = _apply_inductor_passes(forward, values)
-        found[:] = forward, None
+        on_partition(forward, None)
         return boxed_nop(forward, values)
 
-    aot_autograd(
+    return aot_autograd(
         fw_compiler=boxed_nop,
         bw_compiler=boxed_nop,
         inference_compiler=infer,
         partition_fn=partition,
         decompositions=inductor_decompositions() if for_inductor else None,
         keep_inference_input_mutations=True,
-    )(gm, inputs)
-    return found[0], found[1]
+    )
 
 
 def _apply_inductor_passes(gm: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
-    """Run Inductor's passes on a joint or inference graph. 2.12 and older change it in place.
+    """Run Inductor's passes on a joint or inference graph and return the result. 2.12 and older change it in place.
 
     Inputs on the meta device represent those of another device. Constant folding is off for them, as it would treat all
     values as constants.
     """
     from torch._inductor import config
-    from torch._inductor.compile_fx import _recursive_joint_graph_passes as changed
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes as joint_graph_passes
 
     device = next((x.device for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)), None)
-    stands_in = device is not None and device.type == "meta"
-    takes = "input_device" in inspect.signature(changed).parameters and not stands_in
-    with config.patch(joint_graph_constant_folding=config.joint_graph_constant_folding and not stands_in):
-        found = changed(gm, **({"input_device": device} if takes else {}))
-    return gm if found is None else found
+    is_meta = device is not None and device.type == "meta"
+    has_device_argument = "input_device" in inspect.signature(joint_graph_passes).parameters
+    device_kwargs = {"input_device": device} if has_device_argument and not is_meta else {}
+    with config.patch(joint_graph_constant_folding=config.joint_graph_constant_folding and not is_meta):
+        changed = joint_graph_passes(gm, **device_kwargs)
+    return gm if changed is None else changed
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -440,59 +422,3 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
-
-
-def find_backward_nodes(
-    outputs: Sequence[Any], some: Collection[int], context: Callable[[], AbstractContextManager[Any]]
-) -> list[tuple[Any, frozenset[int]]]:
-    """Return AOTAutograd's autograd nodes of outputs, and run their backwards in `around()`.
-
-    The context covers the compiled backward, which torch 2.13 stores where no hook reaches it, and the unpacking of
-    saved tensors.
-
-    Args:
-        outputs: Outputs of a compiled function.
-        some: Indices of selected outputs.
-        context: Returns the context of the backwards.
-
-    Returns:
-        Each node once, with the indices of its results that are, or compute, the selected outputs.
-    """
-    found: dict[int, tuple[Any, set[int]]] = {}
-    for i, x in enumerate(outputs):
-        for node, number in _backward_of_result(x) if isinstance(x, torch.Tensor) else ():
-            _, numbers = found.setdefault(id(node), (node, set()))
-            numbers |= {number} if i in some else set()
-    for node, _ in found.values():
-        forward: Any = getattr(type(node), "_forward_cls", None)
-        if forward is not None:
-            run = forward.backward
-            forward.backward = staticmethod(_InContext(run.run if isinstance(run, _InContext) else run, context))
-    return [(node, frozenset(numbers)) for node, numbers in found.values()]
-
-
-def _backward_of_result(x: torch.Tensor) -> Iterator[tuple[Any, int]]:
-    """Yield AOTAutograd's autograd node of a result and its output index.
-
-    For several views of one value this is the value, from which the views are created after the program has run.
-    """
-    node, number, views = x.grad_fn, x.output_nr, 0
-    while node is not None and views < 8:  # inputs have longer chains of nodes, from earlier ops
-        if type(node).__name__ == "CompiledFunctionBackward":
-            yield node, number
-            return
-        if len(node.next_functions) != 1:
-            return
-        ((node, number),), views = node.next_functions, views + 1
-
-
-class _InContext:
-    """Function that runs inside a context."""
-
-    def __init__(self, run: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.run, self.around = run, around
-
-    @torch.compiler.disable
-    def __call__(self, *args: Any) -> Any:
-        with self.around():
-            return self.run(*args)

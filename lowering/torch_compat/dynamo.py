@@ -1,4 +1,8 @@
-"""Query Dynamo's private state: sources of values, graph breaks, and fallbacks to eager."""
+"""Query Dynamo's private state: sources of values, graph breaks, and fallbacks to eager.
+
+A source describes where Dynamo reads the value of a placeholder: an argument, an attribute of the model, a global. A
+frame is one call of a Python function; Dynamo compiles each frame of user code, or falls back to eager for it.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +45,12 @@ def keep_state_sources(new: GraphModule, old: GraphModule) -> None:
 
 
 def unmark_static(placeholder: Node) -> None:
-    """Mark the memory of a placeholder as mutable: a partitioner would recompute from changed data."""
-    if facts := placeholder.meta.get("tensor_dict"):
-        other_facts = {name: fact for name, fact in facts.items() if name != "_dynamo_static_input_type"}
-        placeholder.meta["tensor_dict"] = other_facts
+    """Mark the memory of a placeholder as mutable.
+
+    From static inputs a partitioner may recompute values after the program has written to them.
+    """
+    if attributes := placeholder.meta.get("tensor_dict"):
+        placeholder.meta["tensor_dict"] = {k: v for k, v in attributes.items() if k != "_dynamo_static_input_type"}
 
 
 def is_module_state(node: Node) -> bool:
@@ -58,8 +64,9 @@ def is_argument(node: Node) -> bool:
     source = getattr(node, "_dynamo_source", None)
     while isinstance(source, ChainedSource):
         source = source.base
-    local = source is None or (isinstance(source, LocalSource) and not source.is_derefed_cell_contents)
-    return local and not is_module_state(node)
+    if source is not None and (not isinstance(source, LocalSource) or source.is_derefed_cell_contents):
+        return False  # a global or a closed-over value
+    return not is_module_state(node)
 
 
 def is_fallback_error(error: BaseException) -> bool:
@@ -84,10 +91,10 @@ def hide_views(cls: Any) -> None:
 
 def is_fragment(gm: GraphModule) -> bool:
     """Return True if a Dynamo graph is a part of a model: next to a graph break, or a DDP bucket."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
+    reason = getattr(gm, "compile_subgraph_reason", None)  # set by Dynamo; absent from the graphs of DDP's buckets
     if reason is not None and reason.graph_break:
         return True
-    return _called_by_user_code() or (is_under_ddp() and reason is None)
+    return _is_called_by_user_code() or (is_under_ddp() and reason is None)
 
 
 def is_cut_by_ddp(gm: GraphModule) -> bool:
@@ -99,9 +106,9 @@ def is_cut_by_ddp(gm: GraphModule) -> bool:
 def keep_first_call_fake() -> None:
     """Make DDPOptimizer's first call of the current bucket compute on fake tensors.
 
-    Its flag is removed when the frame that compiled the last bucket is collected. If that happens during this
-    compilation, torch treats the bucket as one without a backward and reads the memory of other gradients. Collect the
-    frame first.
+    torch deletes its flag for this when the frame that compiled the last bucket is garbage-collected. If that happens
+    during this compilation, torch treats the bucket as one without a backward and reads the memory of other gradients.
+    Therefore collect the frame first.
     """
     gc.collect()
     context = TracingContext.try_get()
@@ -109,37 +116,39 @@ def keep_first_call_fake() -> None:
         context.fakify_first_call = True
 
 
-def _called_by_user_code() -> bool:
+def _is_called_by_user_code() -> bool:
     """Return True if Dynamo was entered from an uncompiled Python frame inside the compiled function.
 
-    The stack then contains, inwards: eval_frame's wrapper, that frame, convert_frame, the backend.
+    The stack then contains, from the outermost frame: eval_frame's wrapper, that frame, convert_frame, the backend.
     """
     dynamo = Path(torch._dynamo.__file__).parent
-    entries, wrappers = str(dynamo / "convert_frame.py"), str(dynamo / "eval_frame.py")
+    compiler_file, wrapper_file = str(dynamo / "convert_frame.py"), str(dynamo / "eval_frame.py")
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != entries:
+    # Leave the backend's frames.
+    while frame is not None and frame.f_code.co_filename != compiler_file:
         frame = frame.f_back
-    while frame is not None and frame.f_code.co_filename != wrappers:
-        ours = frame.f_code.co_filename == __file__  # see `on_eager`
-        if not ours and not Path(frame.f_code.co_filename).is_relative_to(dynamo.parent):
+    # Any frame up to the wrapper that is neither torch's nor that of `on_eager` is the user's.
+    while frame is not None and frame.f_code.co_filename != wrapper_file:
+        file = frame.f_code.co_filename
+        if file != __file__ and not Path(file).is_relative_to(dynamo.parent):
             return True
         frame = frame.f_back
     return False
 
 
 def retrace_with_symbols(dims: Iterable[tuple[torch.Tensor, int]]) -> None:
-    """Make Dynamo trace the frame again with symbols for these dims of inputs, by raising its restart.
+    """Make Dynamo trace the frame again with symbols for these dims of inputs, by raising its restart exception.
 
-    Returns if Dynamo has marked all of them before and specialized them. The restart is the only one that Dynamo
-    accepts from a backend.
+    Does nothing if all of them were marked as dynamic before: then Dynamo has specialized them in spite of the mark.
+    The exception is the only restart that Dynamo accepts from a backend.
 
     Args:
         dims: Inputs and dims.
     """
-    new = [(x, dim) for x, dim in dims if dim not in getattr(x, "_dynamo_weak_dynamic_indices", ())]
-    for x, dim in new:
+    unmarked = [(x, dim) for x, dim in dims if dim not in getattr(x, "_dynamo_weak_dynamic_indices", ())]
+    for x, dim in unmarked:
         torch._dynamo.maybe_mark_dynamic(x, dim)
-    if new:
+    if unmarked:
         raise TensorifyScalarRestartAnalysis(restart_reason="sp_compile: the length of a shard becomes a symbol")
 
 
@@ -155,7 +164,7 @@ def on_eager(
 ) -> None:
     """Report code of this backend for which Dynamo falls back to eager, once for each code object.
 
-    Dynamo has no hook for this, so that the function that it calls for new code is wrapped.
+    Dynamo has no hook for this, so this replaces the function that it calls for new code by a wrapper.
 
     Args:
         backend: The backend.
@@ -168,17 +177,22 @@ def on_eager(
     @functools.wraps(convert)
     def wrapped(self: Any, frame: Any, *args: Any) -> Any:
         """Convert a frame, and report code of this backend that stays eager."""
-        before = dict(counters["unimplemented"])
+        counts_before = dict(counters["unimplemented"])  # number of graph breaks by reason
         result = convert(self, frame, *args)
-        ours = _backend_of(self) is backend
-        model = _entered_model(frame.f_code, sys._getframe(1)) if ours else None
-        if ours and model is None and result.guarded_code is not None:
-            module = _compiled_module(sys._getframe(1))
+        if _backend_of(self) is not backend:
+            return result
+        is_compiled_code, caller = result.guarded_code is not None, sys._getframe(1)
+        model = _entered_model(frame.f_code, caller)
+        if model is None and is_compiled_code:  # code after a graph break
+            module = _compiled_module(caller)
             if module is not None:
                 warn_of_piece(module)
-        elif model is not None and result.guarded_code is None:
-            reasons = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
-            reason = _shorten_reason(reasons[-1]) if reasons else getattr(result, "skip_reason", None) or ""
+        elif model is not None and not is_compiled_code:
+            new_reasons = [text for text, n in counters["unimplemented"].items() if n > counts_before.get(text, 0)]
+            if new_reasons:
+                reason = _shorten_reason(new_reasons[-1])
+            else:
+                reason = getattr(result, "skip_reason", None) or ""
             warn(model, frame.f_code, reason)
         return result
 
@@ -193,7 +207,7 @@ def _backend_of(callback: Any) -> Any:
 
 
 def _describe_callee(fn: Any) -> tuple[Any, CodeType | None]:
-    """Return the module, or the function's name, that a call of `fn` runs, and its code."""
+    """Return the module that a call of `fn` runs, or the name of the function, and the code of the call."""
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, torch.nn.Module):
         return owner, getattr(owner.forward, "__code__", None)
@@ -204,37 +218,43 @@ def _compiled_module(frame: FrameType | None) -> torch.nn.Module | None:
     """Return the compiled module whose call contains this frame, or None for a function."""
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _COMPILED_CALL:
         frame = frame.f_back
-    model, _ = _describe_callee(frame.f_locals.get("fn")) if frame is not None else (None, None)
+    if frame is None:
+        return None
+    model, _ = _describe_callee(frame.f_locals.get("fn"))
     return model if isinstance(model, torch.nn.Module) else None
 
 
+# File and name of Dynamo's wrapper of a compiled function, which it has in the local variable `fn`.
 _COMPILED_CALL = eval_frame.__file__, "compile_wrapper"
 
 
 def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
-    """Return the object passed to torch.compile if this is its code, outside of user code, or None.
+    """Return the module, or the name of the function, that was passed to torch.compile if `code` is its own code.
+
+    Return None for other code, such as that after a graph break.
 
     Args:
         code: The code that Dynamo compiles.
         caller: Innermost frame around the one that runs the code.
     """
-    module = None
-    while caller is not None and caller.f_code.co_filename == torch.nn.modules.module.__file__:
+    module, module_file = None, torch.nn.modules.module.__file__
+    while caller is not None and caller.f_code.co_filename == module_file:  # Module.__call__ around a forward
         module, caller = caller.f_locals.get("self"), caller.f_back
     if caller is None or (caller.f_code.co_filename, caller.f_code.co_name) != _COMPILED_CALL:
         return None
-    if module is None:
-        torchs = code.co_filename == torch.nn.modules.module.__file__ or code.co_filename == external_utils.__file__
-        _, callee = _describe_callee(caller.f_locals.get("fn"))
-        collected = callee not in (code, None)  # callbacks of the garbage collector can run at any time
-        return None if torchs or collected else code.co_qualname
-    return module if getattr(module.forward, "__code__", None) is code else None
+    if module is not None:
+        return module if getattr(module.forward, "__code__", None) is code else None
+    if code.co_filename in (module_file, external_utils.__file__):
+        return None
+    _, callee_code = _describe_callee(caller.f_locals.get("fn"))
+    # Other code than that of the callee: callbacks of the garbage collector can run at any time.
+    return code.co_qualname if callee_code is None or callee_code is code else None
 
 
 def _shorten_reason(text: str) -> str:
-    """Return the headings of Dynamo's message on unsupported code."""
-    parts = text.split("*** While handling this graph break, another graph break occurred: ***")
-    return ", and then: ".join(part.strip().partition("\n")[0] for part in parts)
+    """Return the first line of Dynamo's message on unsupported code, or of each message if there are several."""
+    messages = text.split("*** While handling this graph break, another graph break occurred: ***")
+    return ", and then: ".join(message.strip().partition("\n")[0] for message in messages)
 
 
 def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwargs: Any) -> None:
@@ -248,16 +268,16 @@ def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwarg
         **kwargs: Arguments of torch.compile.
     """
     model.compile(**kwargs)
-    call = model._compiled_call_impl
+    compiled_call = model._compiled_call_impl
 
-    @functools.wraps(call)
-    def uncut(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(compiled_call)
+    def call_without_ddp_splits(*args: Any, **kwargs: Any) -> Any:
         """Run the model compiled, without graph breaks at DDP's buckets."""
         before()
         with torch._dynamo.config.patch(optimize_ddp=False):
-            return call(*args, **kwargs)
+            return compiled_call(*args, **kwargs)
 
-    model._compiled_call_impl = uncut
+    model._compiled_call_impl = call_without_ddp_splits
 
 
 def is_under_ddp() -> bool:
@@ -266,12 +286,13 @@ def is_under_ddp() -> bool:
 
 
 def is_under_no_sync() -> bool:
-    """Return True while it runs and its backward will not reduce gradients."""
+    """Return True while the forward of a DistributedDataParallel runs whose backward will not reduce gradients."""
     ddp = _running_ddp()
     return ddp is not None and not ddp.require_backward_grad_sync
 
 
 def _running_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
+    """Return the DistributedDataParallel whose forward runs now, or None."""
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
@@ -281,9 +302,9 @@ def is_compiled(model: torch.nn.Module) -> bool:
 
 
 def line_of_meta_constant(error: TorchRuntimeError) -> str | None:
-    """Return "file:12" of the `torch.tensor` on the meta device that an error is about, else None."""
+    """Return the user's line, "file:12", if the error is about a `torch.tensor(...)` on the meta device; else None."""
     text = str(error)
     if "convert all Tensors to FakeTensors" not in text or "device='meta'" not in text:
         return None
-    lines = re.findall(r'File ".*?([^/\\"]+)", line (\d+)', text)
-    return ":".join(lines[-1]) if lines else "an unknown file"
+    traceback_lines = re.findall(r'File ".*?([^/\\"]+)", line (\d+)', text)  # (file name, line number)
+    return ":".join(traceback_lines[-1]) if traceback_lines else "an unknown file"

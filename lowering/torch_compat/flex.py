@@ -1,7 +1,9 @@
 """Call torch's flex_attention below its public API, for blocks with log-sum-exps of all keys.
 
-The public function differentiates only its own result. The backward of a ring's block requires the log-sum-exps of all
-rows' keys.
+Ring attention computes one block at a time: all queries of a rank with the keys of one rank. The public function
+differentiates only its own result, but the backward of a block requires the output and the log-sum-exps over the keys
+of all ranks. `score_mod` and `mask_mod` are the functions of flex_attention; the tensors that they read are passed as
+`reads`. A tile is the square of rows and keys that flex_attention computes or skips together.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from .compilers import inductor_decompositions
 
 LN2 = math.log(2)  # flex_attention returns log-sum-exps to base 2
-_NO_MASK = {
+# Template options that the public function sets.
+_TEMPLATE_OPTIONS = {
     "PRESCALE_QK": False,
     "ROWS_GUARANTEED_SAFE": False,
     "BLOCKS_ARE_CONTIGUOUS": False,
@@ -33,7 +36,6 @@ _NO_MASK = {
     "OUTPUT_LOGSUMEXP": True,
     "OUTPUT_MAX": False,
 }
-"""Template options that the public function sets."""
 
 ModFunction = Callable[..., Tensor]
 
@@ -102,7 +104,7 @@ def flex_backward(
     reads: Sequence[Tensor],
     learned: Collection[int],
 ) -> tuple[Tensor, ...]:
-    """Return dq, dk, dv for these keys from out and lse over all keys, and gradients of captured tensors.
+    """Return dq, dk, dv of one block from out and lse over all keys, and gradients of captured tensors.
 
     Args:
         grad: (B, Hq, Q, E), gradient of out.
@@ -122,26 +124,15 @@ def flex_backward(
     """
     mask = _make_block_mask(q, k, tables, tile, mask_mod)
     with torch.enable_grad():
-        places = [q.new_zeros((), dtype=torch.int32) for _ in range(4)]
+        # Trace score_mod and its gradient on an example score, with example indices of batch, head, query and key.
+        indices = [q.new_zeros((), dtype=torch.int32) for _ in range(4)]
         leaves = [x.detach().requires_grad_() if i in learned else x for i, x in enumerate(reads)]
-        forward, joint = create_fw_bw_graph(score_mod, (q.new_zeros((), requires_grad=True), *places), tuple(leaves))
-    dq, dk, dv, captured = torch.ops.higher_order.flex_attention_backward(
-        q,
-        k,
-        v,
-        out,
-        lse / LN2,
-        grad,
-        None,
-        forward,
-        joint,
-        mask,
-        scale,
-        _kernel_options(options),
-        tuple(reads),
-        tuple(reads),
+        forward, joint = create_fw_bw_graph(score_mod, (q.new_zeros((), requires_grad=True), *indices), tuple(leaves))
+    graphs, captured = (forward, joint, mask, scale, _kernel_options(options)), (tuple(reads), tuple(reads))
+    dq, dk, dv, read_grads = torch.ops.higher_order.flex_attention_backward(
+        q, k, v, out, lse / LN2, grad, None, *graphs, *captured
     )
-    return dq, dk, dv, *(captured[i] for i in sorted(learned))
+    return dq, dk, dv, *(read_grads[i] for i in sorted(learned))
 
 
 def flex_lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
@@ -152,6 +143,7 @@ def flex_lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
 def _make_block_mask(
     q: Tensor, k: Tensor, tables: Sequence[Tensor], tile: int, mask_mod: ModFunction
 ) -> tuple[Any, ...]:
+    """Return the BlockMask of these tables as the tuple that the higher-order ops accept."""
     return BlockMask((q.shape[2], k.shape[2]), *tables, (tile, tile), mask_mod).as_tuple()
 
 
@@ -160,9 +152,10 @@ def _kernel_options(options: Mapping[str, int]) -> dict[str, Any]:
 
     Versions 2.11 to 2.15 use one of two names for this option.
     """
-    known = getattr(public, "FlexKernelOptions", None)
-    named = "BACKEND" in getattr(known, "__annotations__", {})
-    return _NO_MASK | ({"BACKEND": "TRITON"} if named else {"FORCE_USE_FLEX_ATTENTION": True}) | dict(options)
+    known_options = getattr(public, "FlexKernelOptions", None)
+    has_backend_option = "BACKEND" in getattr(known_options, "__annotations__", {})
+    backend = {"BACKEND": "TRITON"} if has_backend_option else {"FORCE_USE_FLEX_ATTENTION": True}
+    return _TEMPLATE_OPTIONS | backend | dict(options)
 
 
 class FlexProgram:
@@ -178,36 +171,37 @@ class FlexProgram:
     def __init__(
         self, fn: Callable[..., Any], xs: Sequence[Tensor], dynamic: Sequence[Sequence[int]], compile_graph: Any = None
     ) -> None:
-        env = ShapeEnv(duck_shape=False)
-        mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-        self._env, self._dynamic = env, any(dynamic)
+        self._shape_env, self._has_dynamic_dims = ShapeEnv(duck_shape=False), any(dynamic)
+        mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
         with torch.inference_mode(False), torch.autocast(xs[0].device.type, enabled=False):
             self._fakes = [_make_fake(mode, x.detach(), dims) for x, dims in zip(xs, dynamic)]
             with tracing(TracingContext(mode)), torch.no_grad():
-                table = None if compile_graph else inductor_decompositions()
+                decompositions = None if compile_graph else inductor_decompositions()
                 with mode:
-                    graph = make_fx(fn, decomposition_table=table)(*self._fakes)
-                self._run = (compile_graph or _compile_fx)(graph, self._fakes)
+                    graph = make_fx(fn, decomposition_table=decompositions)(*self._fakes)
+                self._run: Callable[[list[Tensor]], Sequence[Tensor]] = (compile_graph or _compile_fx)(
+                    graph, self._fakes
+                )
 
     def fits(self, xs: Sequence[Tensor]) -> bool:
         """Return True if the guards on lengths hold for these tensors."""
-        return not self._dynamic or bool(self._env.evaluate_guards_for_args(self._fakes, list(xs)))
+        return not self._has_dynamic_dims or bool(self._shape_env.evaluate_guards_for_args(self._fakes, list(xs)))
 
     def __call__(self, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the program."""
-        found: Sequence[Tensor] = self._run(list(xs))
-        return found
+        """Run the program on tensors of sizes that `fits` accepts."""
+        return self._run(list(xs))
 
 
-def _compile_fx(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+def _compile_fx(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Any:
+    """Compile a graph of Inductor's decompositions, without Inductor's padding of strides."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     with config.patch(comprehensive_padding=False):
-        run: Callable[[list[Tensor]], Sequence[Tensor]] = compile_fx_inner(graph, list(fakes))
-    return run
+        return compile_fx_inner(graph, list(fakes))
 
 
 def _make_fake(mode: FakeTensorMode, x: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return a fake tensor of x with symbolic sizes in `dims` and constant ones in the others."""
     sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(x.ndim)]
     return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ import torch.distributed._functional_collectives
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group that functional collectives find by this name."""
+    """Return the process group of this name, as functional collectives find it."""
     return dist.distributed_c10d._resolve_process_group(name)
 
 
@@ -36,14 +37,22 @@ def register_process_group(name: str, group: dist.ProcessGroup) -> None:
     torch._C._distributed_c10d._register_process_group(name, group)
 
 
-def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
-    """Return (name, global ranks in group order, backends) of every group of this process, oldest first."""
-    world = dist.distributed_c10d._world
-    return [
-        (world.pg_names[group], tuple(sorted(ranks, key=ranks.__getitem__)), str(world.pg_backend_config[group]))
-        for group, ranks in world.pg_group_ranks.items()
-        if group in world.pg_names
-    ]
+class GroupRecord(NamedTuple):
+    """Description of a process group."""
+
+    name: str  # by which functional collectives find it
+    ranks: tuple[int, ...]  # global ranks in group order
+    backends: str  # such as "cpu:gloo,cuda:nccl"
+
+
+def process_groups() -> list[GroupRecord]:
+    """Return a description of every group of this process, oldest first."""
+    world, records = dist.distributed_c10d._world, list[GroupRecord]()
+    for group in all_groups():
+        group_ranks = world.pg_group_ranks[group]  # rank in the group by global rank
+        ranks = tuple(sorted(group_ranks, key=group_ranks.__getitem__))
+        records.append(GroupRecord(world.pg_names[group], ranks, str(world.pg_backend_config[group])))
+    return records
 
 
 def all_groups() -> list[dist.ProcessGroup]:
@@ -63,17 +72,17 @@ def abort_waits(group: dist.ProcessGroup) -> None:
         if backend.name() != "gloo":
             backend.abort()
             continue
-        for peer in range(backend.size()):
-            if peer != backend.rank() and _abort_peer(backend, peer):
-                break
+        for rank in range(backend.size()):
+            if rank != backend.rank() and _time_out_receive(backend, rank):
+                break  # this has ended the waits for all ranks
 
 
-def _abort_peer(backend: Any, peer: int) -> bool:
-    """Time out a receive from a rank; return False if that connection was closed already."""
-    never = torch.empty(1, device="cpu")
+def _time_out_receive(backend: Any, rank: int) -> bool:
+    """Time out a Gloo receive from a rank; return False if that connection was closed already."""
+    buffer = torch.empty(1, device="cpu")
     with contextlib.suppress(RuntimeError):
-        work = backend.recv([never], peer, NEVER_SENT)
-        leak((work, never))
+        work = backend.recv([buffer], rank, NEVER_SENT)
+        leak((work, buffer))
         try:
             work.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
@@ -86,8 +95,9 @@ NEVER_SENT = 0x5B_0057  # tag of a message that is never sent
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of the group's collectives."""
-    options: list[Any] = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
-    return min((one._timeout for one in options if hasattr(one, "_timeout")), default=timedelta(minutes=30))
+    backend_options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    timeouts: list[timedelta] = [options._timeout for options in backend_options if hasattr(options, "_timeout")]
+    return min(timeouts, default=timedelta(minutes=30))
 
 
 def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -99,7 +109,7 @@ def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """Return the key-value store in which the ranks of the group met."""
+    """Return the key-value store through which the ranks of the group connected."""
     return dist.distributed_c10d._world.pg_map[group][1]
 
 
@@ -107,7 +117,7 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> A
     """Return a CPU communicator outside of torch's tables, so that it is neither destroyed nor listed.
 
     Args:
-        store: Store in which the ranks meet.
+        store: Store through which the ranks connect.
         rank: Rank in the communicator.
         size: Number of ranks.
         timeout: Timeout of the connection, which signals do not interrupt.
@@ -118,9 +128,9 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> A
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def leak(it: object) -> None:
+def leak(x: object) -> None:
     """Leak an object, so that it is not destroyed at the end of the process."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(it))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))
 
 
 def drain_gloo_threads(seconds: float = 1.0) -> None:
@@ -134,21 +144,22 @@ def drain_gloo_threads(seconds: float = 1.0) -> None:
     Args:
         seconds: Maximum time to wait, in seconds. Includes threads of the user's groups.
     """
-    deadline, idle = time.monotonic() + seconds, 0
-    while idle < 2 and time.monotonic() < deadline:
+    deadline, idle_polls = time.monotonic() + seconds, 0
+    while idle_polls < 2 and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)  # releases the GIL, for which a thread may wait
-        idle = (
-            0
-            if sys.platform == "linux" and any(map(_is_gloo_thread_busy, Path("/proc/self/task").iterdir()))
-            else idle + 1
-        )
+        threads = Path("/proc/self/task").iterdir() if sys.platform == "linux" else ()
+        idle_polls = 0 if any(map(_is_gloo_thread_busy, threads)) else idle_polls + 1
 
 
 POLL_SECONDS = 0.002  # seconds between checks
 
 
 def _is_gloo_thread_busy(thread: Path) -> bool:
-    """Return True if a thread is Gloo's and is runnable. Threads that wait for ranks or work sleep."""
+    """Return True if a thread is Gloo's and is not asleep. Threads that wait for ranks or work sleep.
+
+    Args:
+        thread: Folder of the thread in /proc. Its file `stat` is "42 (pt_gloo_runloop) S ...": id, name, state.
+    """
     try:
         name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
     except OSError:  # the thread has ended
@@ -157,7 +168,7 @@ def _is_gloo_thread_busy(thread: Path) -> bool:
 
 
 def group_names(mesh: dist.DeviceMesh) -> list[str]:
-    """Return the process group names of all axes of a mesh that contains this rank."""
+    """Return the names of this rank's process groups along each axis of a mesh."""
     return [mesh.get_group(i).group_name for i in range(mesh.ndim)]
 
 
@@ -194,7 +205,7 @@ def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch
 
 def is_lost_connection(error: BaseException) -> bool:
     """Return True if a collective timed out or lost a connection."""
-    named = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
-    texts = """Timed out waiting, Application timeout, Connection closed by peer, Connection reset by peer,
-    Broken pipe, Read error""".split(", ")
-    return isinstance(error, named) or (isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
+    if isinstance(error, dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
+        return True
+    pattern = "Timed out waiting|Application timeout|Connection (closed|reset) by peer|Broken pipe|Read error"
+    return isinstance(error, RuntimeError) and re.search(pattern, str(error)) is not None  # Gloo's messages

@@ -1,4 +1,8 @@
-"""Name values and graph breaks of Dynamo graphs as the user's code does."""
+"""Name values and graph breaks of Dynamo graphs as the user's code does, for messages and options.
+
+Dynamo's placeholders have names such as `l_args_0_` and a source, the path from a local variable of the compiled
+function to the value: `L['self']._modules['fc']._parameters['weight']` is the argument `fc.weight` in this module.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +32,23 @@ def argument_name(node: Node) -> str:
     source: Any = getattr(node, "_dynamo_source", None)
     if isinstance(source, NumpyTensorSource):
         source = source.base
-    base, parts = source, 0
+    base = source  # the source of the local variable from which the value is read
     while base is not None and not hasattr(base, "local_name"):
-        base, parts = getattr(base, "base", None), parts + 1
+        base = getattr(base, "base", None)
     if base is None:
         return node.name
     local = str(base.local_name)
-    full_name = source.name() if callable(source.name) else source.name
-    rest = _ATTRIBUTE_PATTERN.sub(r".\1", full_name.removeprefix(f"L['{local}']").replace('"', "'"))
-    if not parts:
+    if base is source:
         return local
+    full_name = source.name() if callable(source.name) else source.name
+    # The path from the local variable, such as ".fc.weight" or "[0]['ids']".
+    path = _ATTRIBUTE_PATTERN.sub(r".\1", full_name.removeprefix(f"L['{local}']").replace('"', "'"))
     if getattr(base, "is_varkw", local == "kwargs"):
-        return re.sub(r"^\['(\w+)'\]", r"\1", rest)
+        return re.sub(r"^\['(\w+)'\]", r"\1", path)
     if getattr(base, "is_varargs", local == "args"):
-        return re.sub(r"^\[(\d+)\]", lambda found: _positional_name(int(found[1])) or f"{local}[{found[1]}]", rest)
-    of_model = source.guard_source.is_unspecialized_nn_module()
-    return rest.removeprefix(".") if of_model else local + rest
+        return re.sub(r"^\[(\d+)\]", lambda match: _positional_name(int(match[1])) or local + match[0], path)
+    is_state = source.guard_source.is_unspecialized_nn_module()
+    return path.removeprefix(".") if is_state else local + path
 
 
 def is_python_number(node: Node) -> bool:
@@ -56,13 +61,15 @@ def is_python_number(node: Node) -> bool:
 
 def _positional_name(index: int) -> str:
     """Return the name of a positional argument of the model that is compiled now; "" if it has none."""
-    locals_ = _compiled_locals()
-    model = locals_.get("self", next(iter(locals_.get("args") or [None]), None))
+    local_variables = _dynamo_locals("convert_frame", "_compile").get("locals", {})  # of the compiled function
+    if "self" in local_variables:
+        model = local_variables["self"]
+    else:  # the model is the first of *args
+        model, index = next(iter(local_variables.get("args") or ()), None), index - 1
     if not isinstance(model, torch.nn.Module):
         return ""
-    index -= "self" not in locals_  # self is the first of *args
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in positional]
     return names[index] if 0 <= index < len(names) else ""
 
 
@@ -72,53 +79,54 @@ def result_names(gm: GraphModule) -> dict[str, str]:
     Names are keys of a dict, and fields of a dataclass, as in transformers, or of a named tuple. Empty if there are
     none, for a graph that ends at a graph break, and for torch versions whose internals differ from 2.13.
     """
-    reason, locals_ = getattr(gm, "compile_subgraph_reason", None), _dynamo_locals("output_graph", "compile_subgraph")
-    returned = locals_.get("stack_values_flat", ())
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    dynamo_locals = _dynamo_locals("output_graph", "compile_subgraph")
+    returned = dynamo_locals.get("stack_values_flat", ())
     if reason is None or reason.graph_break or len(returned) != 1:
         return {}
     try:
-        fields = dict(_tracked_fields(returned[0].realize(), locals_["self"].side_effects.store_attr_mutations))
-        tensors = {name: value.realize() for name, value in fields.items()}
-        named = {name: value.as_proxy().node.name for name, value in tensors.items() if type(value) is TensorVariable}
+        set_attributes = dynamo_locals["self"].side_effects.store_attr_mutations
+        fields = {name: x.realize() for name, x in _tracked_fields(returned[0].realize(), set_attributes)}
+        nodes = {name: x.as_proxy().node.name for name, x in fields.items() if type(x) is TensorVariable}
     except (AttributeError, KeyError, NotImplementedError):
         return {}
-    return {node: name for name, node in reversed(named.items())}
+    return {node: name for name, node in reversed(nodes.items())}
 
 
+# Texts for graph breaks whose reason Dynamo does not record.
 UNKNOWN_BREAK = {"step_unsupported": "code there that it does not trace; TORCH_LOGS=graph_breaks shows it"}
-"""Texts for graph breaks whose reason Dynamo does not record."""
 
 
 def graph_break_reason(gm: GraphModule) -> tuple[str, str] | None:
-    """Return the stack trace of the graph break after this graph and its reason, or None without a break."""
+    """Return the stack trace of the graph break after this graph and its reason, or None without a break.
+
+    Dynamo's reason is a heading, followed by lines such as "Explanation: ..." and "Hint: ...".
+    """
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    text, *parts = (line.strip() for line in reason.reason.splitlines())
-    text = UNKNOWN_BREAK.get(text, text)
-    explained = [part.removeprefix("Explanation: ") for part in parts if part.startswith("Explanation: ")]
-    return "".join(StackSummary.from_list(reason.user_stack).format()), ". ".join([text, *explained]).rstrip(".")
+    heading, *lines = (line.strip() for line in reason.reason.splitlines())
+    sentences = [UNKNOWN_BREAK.get(heading, heading)]
+    sentences += [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
+    return "".join(StackSummary.from_list(reason.user_stack).format()), ". ".join(sentences).rstrip(".")
 
 
 def _tracked_fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value that Dynamo tracks, by name.
+    """Yield (name, Dynamo's variable) of the attributes, dict items or named tuple fields of a value.
 
     Args:
-        value: Dynamo's variable.
-        attributes: Attributes that Dynamo has set on objects that it created.
+        value: Dynamo's variable for the value.
+        attributes: Attributes that Dynamo has set on objects that it created, by object.
     """
     yield from attributes.get(value, {}).items()
     items = getattr(getattr(value, "_base_vt", value), "items", None)
     if isinstance(items, dict):
-        keys: list[tuple[Any, Any]] = [(getattr(key, "vt", key), item) for key, item in items.items()]
-        yield from ((key.as_python_constant(), item) for key, item in keys if key.is_python_constant())
+        for key, item in items.items():
+            key_variable = getattr(key, "vt", key)
+            if key_variable.is_python_constant():
+                yield key_variable.as_python_constant(), item
     elif items is not None and hasattr(value, "tuple_cls"):
         yield from zip(getattr(value.tuple_cls, "_fields", ()), items, strict=False)
-
-
-def _compiled_locals() -> dict[str, Any]:
-    """Return the local variables of the function that Dynamo compiles now."""
-    return _dynamo_locals("convert_frame", "_compile").get("locals", {})
 
 
 def _dynamo_locals(module: str, function: str) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Access torch's private operators and schemas."""
+"""Access torch's private operators and schemas.
+
+Higher-order operators have sub-graphs as arguments, such as the body of a scan. The other names are the functions that
+Dynamo calls in its graphs to change grad mode, autocast and the backend of attention.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +52,8 @@ PYTHON_STATE_CALLS = frozenset({torch.nn.attention._backend_from_string, torch.n
 
 def active_flash_attention() -> str:
     """Return the active implementation of aten's flash attention, such as "FA3"; "" for torch's own."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # from 2.11 or 2.12 on
-    return "" if current is None else current() or ""
+    active_name = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # from 2.11 or 2.12 on
+    return "" if active_name is None else active_name() or ""
 
 
 def schema_of(op: OpOverload) -> Any:
@@ -66,8 +70,8 @@ def has_derivative(target: Any) -> bool:
     """Return True if autograd may differentiate a call. Operators outside of torch need a registration."""
     if not isinstance(target, OpOverload) or namespace_of(target) in ("aten", "prims", "_c10d_functional"):
         return True
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return any(has(target.name(), key) for key in ("Autograd", "CompositeImplicitAutograd"))
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has_kernel(target.name(), key) for key in ("Autograd", "CompositeImplicitAutograd"))
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
@@ -86,20 +90,23 @@ def enable_losses_on_meta() -> Iterator[None]:
     """
     key = torch._C.DispatchKey.AutogradMeta
     aten: Any = torch.ops.aten
-    pairs = (aten.nll_loss.default, aten.nll_loss_forward), (aten.nll_loss2d.default, aten.nll_loss2d_forward)
-    ours = [(op, _take_first_result(forward)) for op, forward in pairs if key not in op.py_kernels]
-    for op, run in ours:
-        op.py_kernels[key] = run
+    # Differentiable losses, and the ops that compute them together with the total weight.
+    forwards = {aten.nll_loss.default: aten.nll_loss_forward, aten.nll_loss2d.default: aten.nll_loss2d_forward}
+    added_ops = [op for op in forwards if key not in op.py_kernels]
+    for op in added_ops:
+        op.py_kernels[key] = _take_first_result(forwards[op])
         op._dispatch_cache.clear()
     try:
         yield
     finally:
-        for op, _ in ours:
+        for op in added_ops:
             del op.py_kernels[key]
             op._dispatch_cache.clear()
 
 
 def _take_first_result(forward: Any) -> Any:
+    """Return the function that calls `forward` and drops the second result, the total weight."""
+
     def run(x: Any, y: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
         """Return the loss without the total weight."""
         return forward(x, y, weight, reduction, ignore_index)[0]

@@ -1,4 +1,8 @@
-"""Access torch's private state of tensors, fake tensors and symbolic sizes."""
+"""Access torch's private state of tensors, fake tensors and symbolic sizes.
+
+A symbolic size is a SymInt: an expression of symbols, with a hint (its value in the call that is traced) and a shape
+environment, which records the guards: conditions on sizes under which the compiled program is valid.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# True for wrapper subclasses, whose values are stored in other tensors.
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -59,6 +65,7 @@ def backward_threads() -> list[int]:
 
 
 def _calls_backward(frame: FrameType | None) -> bool:
+    """Return True if the frame or one of its callers runs autograd's engine."""
     while frame is not None and frame.f_code is not torch.autograd.graph._engine_run_backward.__code__:
         frame = frame.f_back
     return frame is not None
@@ -102,26 +109,26 @@ _get_version = attrgetter("_version")
 class _ElementAddresses:
     """Addresses of the elements of a strided tensor, for numpy, which does not read them."""
 
-    of: torch.Tensor
+    tensor: torch.Tensor
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        size = self.of.element_size()
-        strides = tuple(stride * size for stride in self.of.stride())
-        place = {"data": (self.of.data_ptr(), True), "shape": tuple(self.of.shape), "strides": strides}
-        return {"version": 3, "typestr": f"|V{size}", **place}
+        element_size = self.tensor.element_size()  # bytes
+        strides = tuple(stride * element_size for stride in self.tensor.stride())
+        layout = {"data": (self.tensor.data_ptr(), True), "shape": tuple(self.tensor.shape), "strides": strides}
+        return {"version": 3, "typestr": f"|V{element_size}", **layout}
 
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if two strided tensors may share an element; also if that is too expensive to decide."""
-    one, other = (numpy.asarray(_ElementAddresses(x)) for x in (a, b))
-    return bool(numpy.may_share_memory(one, other, max_work=10_000))  # type: ignore[arg-type]
+    arrays = [numpy.asarray(_ElementAddresses(x)) for x in (a, b)]
+    return bool(numpy.may_share_memory(*arrays, max_work=10_000))  # type: ignore[arg-type]
 
 
 def follows_from_guards(mode: FakeTensorMode | None, fact: Any) -> bool:
     """Return True if a sympy relation follows from the guards of the program. Adds no guard."""
     env = mode.shape_env if mode is not None else None
-    return env is not None and bool(env._maybe_evaluate_static(fact) == True)  # noqa: E712  (None: not known)
+    return env is not None and bool(env._maybe_evaluate_static(fact) == sympy.true)  # None: not known
 
 
 def length_guards(mode: FakeTensorMode) -> list[sympy.Basic]:
@@ -131,7 +138,7 @@ def length_guards(mode: FakeTensorMode) -> list[sympy.Basic]:
 
 
 def unify_symbols(mode: FakeTensorMode, fact: Any) -> Any:
-    """Return an expression of sizes in which equal symbols are unified."""
+    """Return an expression of sizes in which each symbol is replaced by the one to which the guards equate it."""
     return mode.shape_env.replace(fact) if mode.shape_env is not None else fact
 
 
@@ -140,8 +147,7 @@ def assume_fact(mode: FakeTensorMode, fact: Any) -> bool:
     return mode.shape_env is not None and bool(mode.shape_env.evaluate_expr(fact))
 
 
-WIDE_RANGE = 1 << 21
-"""Maximum number of values that `single_value` checks."""
+WIDE_RANGE = 1 << 21  # maximum number of values that `single_value` checks
 
 
 def single_value(size: torch.SymInt) -> int | None:
@@ -155,54 +161,61 @@ def single_value(size: torch.SymInt) -> int | None:
     bounds = env.var_to_range.get(symbol)
     if hint is None or bounds is None or not bounds.upper.is_finite or bounds.upper - bounds.lower > WIDE_RANGE:
         return None
-    checks = _symbol_checks(size)
+    lower, upper, checks = int(bounds.lower), int(bounds.upper), _symbol_checks(size)
 
-    def admitted(numbers: numpy.ndarray) -> bool:
-        """Return True if another size than the hint is within the bounds and satisfies all guards."""
-        left = numbers[(numbers != hint) & (numbers >= int(bounds.lower)) & (numbers <= int(bounds.upper))]
+    def has_other_value(numbers: numpy.ndarray) -> bool:
+        """Return True if one of the numbers is not the hint, is within the bounds and satisfies all guards."""
+        candidates = numbers[(numbers != hint) & (numbers >= lower) & (numbers <= upper)]
         for check in checks:
-            left = left[_check_holds(check, str(symbol), left)]
-        return left.size > 0
+            candidates = candidates[_check_holds(check, str(symbol), candidates)]
+        return candidates.size > 0
 
-    every = numpy.array(range(int(bounds.lower), int(bounds.upper) + 1), dtype=object)
-    near = hint + numpy.array(
-        [sign * (1 << k) for k in range(WIDE_RANGE.bit_length()) for sign in (1, -1)], dtype=object
-    )
-    return None if admitted(near) or admitted(every) else int(hint)
+    # Most symbols admit a number at a distance of a power of two, which is faster to find than to try all numbers.
+    powers = [1 << k for k in range(WIDE_RANGE.bit_length())]
+    near_numbers = numpy.array([hint + step for power in powers for step in (power, -power)], dtype=object)
+    all_numbers = numpy.array(range(lower, upper + 1), dtype=object)
+    return None if has_other_value(near_numbers) or has_other_value(all_numbers) else int(hint)
 
 
 def _symbol_checks(size: torch.SymInt) -> list[CodeType]:
     """Return the guards on this symbol alone, as compiled Python expressions."""
-    facts = [guard.expr for guard in size.node.shape_env.guards if guard.expr.free_symbols == {size.node.expr}]
-    return [compile(PythonPrinter().doprint(fact), "guard", "eval") for fact in facts]
+    guards = [guard.expr for guard in size.node.shape_env.guards if guard.expr.free_symbols == {size.node.expr}]
+    return [compile(PythonPrinter().doprint(expr), "guard", "eval") for expr in guards]
 
 
 def depends_on_size(size: torch.SymInt) -> bool:
-    """Return True if guards distinguish values of a size, or if it has become a constant."""
+    """Return True if guards distinguish values of a size, or if it has become a constant.
+
+    A guard distinguishes values if it does not hold for one of about 60 other sizes, smaller and larger ones.
+    """
     symbol, hint = size.node.expr, size.node.hint
-    if symbol.is_Integer or hint is None or not symbol.is_Symbol:
-        return bool(symbol.is_Integer)
-    others = numpy.array(
-        [2, 3, *(max(n, 2) for k in range(20) for n in (hint >> k, hint << k, hint + k))], dtype=object
-    )
-    return not all(_check_holds(check, str(symbol), others).all() for check in _symbol_checks(size))
+    if symbol.is_Integer:
+        return True
+    if hint is None or not symbol.is_Symbol:
+        return False
+    samples = [max(n, 2) for k in range(20) for n in (hint >> k, hint << k, hint + k)]
+    other_sizes = numpy.array([2, 3, *samples], dtype=object)
+    return not all(_check_holds(check, str(symbol), other_sizes).all() for check in _symbol_checks(size))
 
 
 def _check_holds(check: CodeType, symbol: str, numbers: numpy.ndarray) -> numpy.ndarray:
-    """Return for which Python integers, which do not overflow, an expression may be true.
+    """Return a bool array: the numbers for which an expression may be true.
 
-    Evaluates all of them in one call if the expression contains no `and`. Returns True for all if it cannot be
-    evaluated.
+    Args:
+        check: The compiled expression. It is evaluated for all numbers in one call if it contains no `and`, else for
+            one after the other. If that fails, the result is True for all numbers.
+        symbol: Name of the symbol in the expression.
+        numbers: Python integers (dtype object), which do not overflow.
     """
-    names = {"math": math, "torch": torch}
+    modules = {"math": math, "torch": torch}
     try:
-        found = eval(check, names, {symbol: numbers})
+        holds = eval(check, modules, {symbol: numbers})
     except Exception:
         try:
-            found = [eval(check, names, {symbol: n}) for n in numbers.tolist()]
+            holds = [eval(check, modules, {symbol: n}) for n in numbers.tolist()]
         except Exception:
-            found = True
-    return numpy.broadcast_to(numpy.asarray(found, dtype=bool), numbers.shape)
+            holds = True
+    return numpy.broadcast_to(numpy.asarray(holds, dtype=bool), numbers.shape)
 
 
 def is_symbolic(x: torch.Tensor) -> bool:
@@ -222,10 +235,11 @@ def check_guards(fakes: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) 
 
 def make_symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]:
     """Return a new fake mode, and symbolic sizes of it, two or more, with these hints."""
-    env = ShapeEnv()
-    sources = [ConstantSource(f"size{i}") for i in range(len(hints))]
-    symbols = [env.create_symbol(x, at, dynamic_dim=DimDynamic.DYNAMIC) for x, at in zip(hints, sources, strict=True)]
-    sizes = [env.create_symintnode(one, hint=x, source=at) for one, x, at in zip(symbols, hints, sources, strict=True)]
+    env, sizes = ShapeEnv(), list[torch.SymInt]()
+    for i, hint in enumerate(hints):
+        source = ConstantSource(f"size{i}")
+        symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+        sizes.append(env.create_symintnode(symbol, hint=hint, source=source))
     return FakeTensorMode(shape_env=env), sizes
 
 
@@ -235,7 +249,7 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
-    """Return the constant of a symbol that represents the end of `x[:, 1:]` or `x[:, :-1]`.
+    """Return the constant, such as -1, of a symbol that represents the end of `x[:, 1:]` or `x[:, :-1]`.
 
     torch 2.13 creates such symbols when it repeats a view of a wrapper for Dynamo, which cannot write guards on them.
     Other symbols are returned unchanged.
@@ -249,11 +263,13 @@ def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
 
 def evaluate_expr(expr: sympy.Expr, values: Mapping[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
     """Evaluate an expression of sizes for values of its symbols, which may be symbols themselves."""
-    found: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, dict(values), expr)
-    return found
+    result: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, dict(values), expr)
+    return result
 
 
 class _WaitFunction(torch.autograd.Function):
+    """Differentiable wait for an asynchronous collective."""
+
     @staticmethod
     def forward(ctx: Any, x: AsyncCollectiveTensor) -> torch.Tensor:
         """Wait for the collective and return its result."""
@@ -266,14 +282,12 @@ class _WaitFunction(torch.autograd.Function):
 
 
 def wait_async_tensor(x: AsyncCollectiveTensor) -> torch.Tensor:
-    """Wait for an asynchronous collective, differentiable: AOTAutograd of torch 2.13 drops the gradient."""
-    found: torch.Tensor = _WaitFunction.apply(x)
-    return found
+    """Wait for an asynchronous collective and return its result, with a gradient.
 
-
-def is_wrapper(x: Any) -> bool:
-    """Return True if x is a wrapper subclass, whose values are stored in other tensors."""
-    return is_traceable_wrapper_subclass(x)
+    AOTAutograd of torch 2.13 drops the gradient of AsyncCollectiveTensor's own wait.
+    """
+    result: torch.Tensor = _WaitFunction.apply(x)
+    return result
 
 
 def to_plain_tensor(x: torch.Tensor) -> torch.Tensor:
@@ -286,8 +300,8 @@ def to_plain_tensor(x: torch.Tensor) -> torch.Tensor:
     if not is_wrapper(x):
         return x
     names, _ = x.__tensor_flatten__()
-    inner = (to_plain_tensor(getattr(x, name)) for name in names)
-    return torch.cat([one.detach().contiguous().view(-1).view(torch.uint8) for one in inner])
+    inner_tensors = (to_plain_tensor(getattr(x, name)) for name in names)
+    return torch.cat([inner.detach().contiguous().view(-1).view(torch.uint8) for inner in inner_tensors])
 
 
 def make_wrapper(cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> Any:

@@ -1,4 +1,7 @@
-"""Access torch's private state of running tracers and their graphs."""
+"""Access torch's private state of running tracers (make_fx, Dynamo) and of the graphs that they record.
+
+A tracer records ops as nodes; the proxy of a tensor is its node in the graph that is being recorded.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from unittest import mock
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._guards import CompileContext, TracingContext, tracing
+from torch._guards import CompileContext, TracingContext
+
+# Context manager that restores the tracing context of a finished compilation.
+from torch._guards import tracing as resume_trace
 from torch._logging import trace_structured
 from torch._logging._internal import log_state, trace_log
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
@@ -54,16 +60,16 @@ def proxy_of(x: torch.Tensor) -> Any:
     return active_tracer().tensor_tracker.get(x)
 
 
-def set_proxy(x: torch.Tensor, name: Any) -> None:
+def set_proxy(x: torch.Tensor, proxy: Any) -> None:
     """Set the proxy of a tensor to a value that `proxy_of` returned."""
-    active_tracer().tensor_tracker[x] = name
+    active_tracer().tensor_tracker[x] = proxy
 
 
 @contextmanager
 def skip_graph_printing() -> Iterator[None]:
     """Skip code generation and printing of graphs inside the block, unless they are logged.
 
-    Most graphs are created and changed but not run. Graphs of `graph_module` and of torch generate code when they run.
+    Most graphs are created and changed but not run. Inside the block graph modules generate their code when they run.
     """
     with _use_lazy_graph_module(True):
         if is_tracing_enabled() or log_state.artifact_names:
@@ -71,11 +77,6 @@ def skip_graph_printing() -> Iterator[None]:
             return
         with mock.patch.object(GraphModule, "print_readable", return_value=""):
             yield
-
-
-def resume_trace(context: TracingContext) -> AbstractContextManager[Any]:
-    """Return a context that restores a finished compilation's tracing context."""
-    return tracing(context)
 
 
 @contextmanager
@@ -97,25 +98,18 @@ def use_real_tensors() -> Iterator[None]:
     The Python dispatcher is off, too: with it c10d takes the GIL inside a collective, and then waits for a thread of
     Gloo that waits for the GIL.
     """
-    if _has_no_modes():  # the case of every call of a compiled program
-        yield
-        return
-    with torch._C._DisablePythonDispatcher(), temporarily_clear_interpreter_stack(), suspend_trace(nullcontext()):
-        yield
-
-
-def _has_no_modes() -> bool:
-    """Return True without active modes, torch.func transforms and Python dispatcher.
-
-    All of the queries exist in torch 2.11 to 2.15.
-    """
-    return not (
+    has_modes = (  # all of these queries exist in torch 2.11 to 2.15
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or _len_torch_dispatch_stack_pre_dispatch()
         or is_in_transform()
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
     )
+    if not has_modes:  # in every call of a compiled program
+        yield
+        return
+    with torch._C._DisablePythonDispatcher(), temporarily_clear_interpreter_stack(), suspend_trace(nullcontext()):
+        yield
 
 
 def keep_calling_convention(new: Graph, old: Graph) -> None:
@@ -132,7 +126,7 @@ def compiled_frame_id() -> tuple[int, int | None]:
     """Return identifiers of the code that is compiled now, stable until Dynamo is reset.
 
     Returns:
-        The number of resets that were detected, and the frame's id, or None outside of compilations.
+        The number of resets of Dynamo that were detected plus 1, and the frame's id, or None outside of compilations.
     """
     from torch._dynamo.callback import callback_handler
 
@@ -144,7 +138,7 @@ def compiled_frame_id() -> tuple[int, int | None]:
 
 
 def _ResetSentinel(event: Any) -> None:
-    """Mark, as a callback, that Dynamo was not reset."""
+    """Return None; the presence of this callback shows that Dynamo was not reset."""
 
 
-_reset_sentinels = [0]
+_reset_sentinels = [0]  # number of registrations of the callback

@@ -40,7 +40,7 @@ def make_boundary(
         symbols,
         views=view.views,
         hidden=view.hidden,
-        written=view.has_writes,
+        written=view.written,
         own_rows=frozenset(i for i, node in enumerate(inputs) if node.name in view.inputs and i not in view.layouts),
     )
 

@@ -1,4 +1,8 @@
-"""Track storage sharing and gradient flow in a captured graph."""
+"""Track storage sharing and gradient flow in a captured graph with in-place ops.
+
+In `a = x[0]; a.add_(1)`, a is a view of x: both nodes have the same storage, so that the write changes x as well.
+`functionalize.py` and `view_writes.py` visit a graph in order, and record each node here.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +29,30 @@ _STOPS_GRADIENT = parse_overloads("""
 class Aliases:
     """Aliasing and gradient facts about the nodes visited so far, in program order.
 
-    A view is a node whose value is in the storage of an argument; its root is the node that owns the storage.
+    A view is a node whose value is in the storage of an argument, its base. The root of a view is the node that owns
+    the storage: a chain of views starts there.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.calls: dict[Node, tuple[Any, Any]] = {}  # (args, kwargs), renamed at the time of the visit
-        self.parent: dict[Node, Node] = {}  # view -> its base
-        self.grad = torch.is_grad_enabled()
-        self.any_grad = self.grad or any(n.target is set_grad_enabled and n.args[0] for n in graph.nodes)
-        self._meaning: dict[Node, Node] = {}
-        self._owner: dict[int, Node] = {}
-        self._wants_grad: set[Node] = set()
-        self._cut: set[Node] = set()
+        self.calls: dict[Node, tuple[Any, Any]] = {}  # (args, kwargs), resolved when the node was visited
+        self.parent: dict[Node, Node] = {}  # base by view
+        self.grad_enabled = torch.is_grad_enabled()  # at the visited node
+        # True if gradients are enabled anywhere in the graph.
+        self.any_grad = self.grad_enabled or any(n.target is set_grad_enabled and n.args[0] for n in graph.nodes)
+        self._replacements: dict[Node, Node] = {}
+        self._owners: dict[int, Node] = {}  # first node by storage
+        self._differentiable: set[Node] = set()
+        self._detached_views: set[Node] = set()
 
-    def name(self, node: Node) -> Node:
-        """Return the current name of `node`, after in-place ops that return or reshape it."""
-        while node in self._meaning:
-            node = self._meaning[node]
+    def resolve(self, node: Node) -> Node:
+        """Return the node that later nodes read as `node`: an in-place op may return or reshape its argument."""
+        while node in self._replacements:
+            node = self._replacements[node]
         return node
 
-    def rename(self, node: Node, meaning: Node) -> None:
-        """Replace `node` by `meaning` from here on."""
-        self._meaning[node] = meaning
+    def replace(self, node: Node, replacement: Node) -> None:
+        """Make later nodes read `replacement` as `node`."""
+        self._replacements[node] = replacement
 
     def root(self, node: Node) -> Node:
         """Return the node that owns the storage of the value of `node`."""
@@ -54,57 +60,62 @@ class Aliases:
             node = self.parent[node]
         return node
 
-    def adopt(self, node: Node) -> bool:
-        """Record the base and the gradient of a visited node, and return True if it is a view."""
+    def record(self, node: Node) -> bool:
+        """Record the storage, the base and the gradient of a visited node, and return True if it is a view."""
         inputs = collect_nodes(self.calls[node])
-        if node.op == "placeholder" or node.op == "get_attr":
-            flows = bool(node_info(node).requires_grad)
-        else:
-            floats = any(t.is_floating_point() or t.is_complex() for t in node_tensors(node))
-            flows = self.grad and floats and node.target not in _STOPS_GRADIENT
-            flows = flows and any(map(self.differentiable, inputs))
-        if flows:
-            self._wants_grad.add(node)
+        if self._has_gradient_path(node, inputs):
+            self._differentiable.add(node)
         storages = node_storages(node)
-        if len(storages) != 1:
+        if len(storages) != 1:  # no strided tensor, or a tuple of several
             return False
-        base = next((i for i in inputs if node_storages(i) == storages), None)
-        element = node.target is operator.getitem and base not in self.parent
         (storage,) = storages
         if node.target in LITERAL_OPS:  # shares its storage in the trace, but is a new tensor in each run
-            self._owner[storage] = node
+            self._owners[storage] = node
             return False
-        if base is None or element:
-            self._owner.setdefault(storage, node)
+        base = next((i for i in inputs if node_storages(i) == storages), None)
+        # An element of an op's results is a view only if these are views, as those of split are.
+        is_own_result = node.target is operator.getitem and base not in self.parent
+        if base is None or is_own_result:
+            self._owners.setdefault(storage, node)
             return False
         self.parent[node] = base
-        if not self.grad or node.target is aten.detach.default or base in self._cut:
-            self._cut.add(node)
+        if not self.grad_enabled or node.target is aten.detach.default or base in self._detached_views:
+            self._detached_views.add(node)
         return True
 
-    def sharer(self, root: Node) -> Node | None:
+    def _has_gradient_path(self, node: Node, inputs: list[Node]) -> bool:
+        """Return True if autograd records the node: it has float results and a differentiable input."""
+        if node.op == "placeholder" or node.op == "get_attr":
+            return bool(node_info(node).requires_grad)
+        if not self.grad_enabled or node.target in _STOPS_GRADIENT:
+            return False
+        has_float_result = any(t.is_floating_point() or t.is_complex() for t in node_tensors(node))
+        return has_float_result and any(map(self.is_differentiable, inputs))
+
+    def other_owner(self, root: Node) -> Node | None:
         """Return another owner of the same memory, such as an overlapping input or a result that hides a view."""
-        owners = {self._owner.get(s, root) for s in node_storages(root)}
+        owners = {self._owners.get(storage, root) for storage in node_storages(root)}
         return next(iter(owners - {root}), None)
 
-    def detach_view(self, node: Node) -> bool:
+    def is_detached_view(self, node: Node) -> bool:
         """Return True if the view was created by detach or under no_grad, so that no gradient reaches its root."""
-        return node in self._cut
+        return node in self._detached_views
 
-    def differentiable(self, node: Node) -> bool:
-        """Return True if the value of `node` has a gradient."""
-        return node in self._wants_grad or (node not in self._cut and self.root(node) in self._wants_grad)
+    def is_differentiable(self, node: Node) -> bool:
+        """Return True if the value of `node` has a gradient, as a result or as a view of a differentiable root."""
+        is_view_of_differentiable = self.root(node) in self._differentiable and node not in self._detached_views
+        return node in self._differentiable or is_view_of_differentiable
 
-    def any_differentiable(self, node: Node) -> bool:
+    def has_differentiable_input(self, node: Node) -> bool:
         """Return True if an argument of `node`, or the storage of one, has a gradient."""
-        read = [] if node.target in SILENT_WRITERS else collect_nodes(self.calls[node])
-        return any(self.differentiable(a) or self.differentiable(self.root(a)) for a in read)
+        inputs = [] if node.target in SILENT_WRITERS else collect_nodes(self.calls[node])
+        return any(self.is_differentiable(x) or self.is_differentiable(self.root(x)) for x in inputs)
 
-    def receive_gradient(self, target: Node) -> None:
+    def mark_differentiable(self, target: Node) -> None:
         """Record that a differentiable value was written to `target`."""
-        self._wants_grad |= {target} if target in self._cut else {target, self.root(target)}
+        self._differentiable |= {target} if target in self._detached_views else {target, self.root(target)}
 
 
 def node_storages(node: Node) -> set[int]:
-    """Return the storages of the tensors in the value of a node."""
+    """Return the identities of the storages of all strided tensors in the value of a node."""
     return {storage_of(t) for t in node_tensors(node) if t.layout is torch.strided and not is_functorch_tensor(t)}

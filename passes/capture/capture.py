@@ -18,22 +18,10 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, SpError, WriteError, node_line
 from sp_compile.lowering.collectives.sharded import Sharded
-from sp_compile.lowering.torch_compat import (
-    FakeTensor,
-    FakeTensorMode,
-    TracingContext,
-    depends_on_size,
-    detect_fake_mode,
-    evaluate_expr,
-    is_functorch_tensor,
-    is_wrapper,
-    keep_source,
-    keep_state_sources,
-    single_value,
-    storage_of,
-)
+from sp_compile.lowering.torch_compat import FakeTensor, FakeTensorMode, is_functorch_tensor
 from sp_compile.passes.graph.edit import copy_graph, erase_dead
 from sp_compile.passes.graph.node_info import set_node_info
 from sp_compile.passes.graph.sizes import as_size, as_sizes, is_same_shape
@@ -46,6 +34,7 @@ from .trace import trace
 from .user_collectives import functionalize_collectives
 from .view_writes import VIEW_OPS, find_shared_results
 
+# Keys of the metadata of Dynamo's placeholders that later compilers read.
 _PLACEHOLDER_META = ("tensor_dict", "stack_trace", "nn_module_stack", "grapharg")
 
 
@@ -68,47 +57,48 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
     Raises:
         SpError: If the program cannot be captured.
     """
-    known = _capture_cache.get()
-    if known is None or fakes is not None:
+    cache = _capture_cache.get()
+    if cache is None or fakes is not None:
         return _capture(gm, example_inputs, fakes)
-    if gm not in known:
-        known[gm] = _capture(gm, example_inputs, fakes)
-    if any(isinstance(child, GraphModule) for child in known[gm].children()):  # passes mutate these, too
-        return known.pop(gm)
-    found = copy_graph(known[gm])
-    found.meta.update(known[gm].meta)
-    _keep_sources(found, known[gm])
-    return found
+    if gm not in cache:
+        cache[gm] = _capture(gm, example_inputs, fakes)
+    if any(isinstance(child, GraphModule) for child in cache[gm].children()):  # passes mutate these, too
+        return cache.pop(gm)
+    captured = copy_graph(cache[gm])
+    captured.meta.update(cache[gm].meta)
+    _copy_sources(captured, cache[gm])
+    return captured
 
 
 @contextmanager
-def cache_captures(known: dict[GraphModule, GraphModule]) -> Iterator[None]:
+def cache_captures(cache: dict[GraphModule, GraphModule]) -> Iterator[None]:
     """Cache captures in this context, for repeated analyses of the same graphs with the same inputs.
 
     Args:
-        known: Captured graph by Dynamo graph; updated.
+        cache: Captured graph by Dynamo graph; updated.
     """
-    before = _capture_cache.set(known)
+    token = _capture_cache.set(cache)
     try:
         yield
     finally:
-        _capture_cache.reset(before)
+        _capture_cache.reset(token)
 
 
-_capture_cache: ContextVar[dict[GraphModule, GraphModule] | None] = ContextVar("known", default=None)
+_capture_cache: ContextVar[dict[GraphModule, GraphModule] | None] = ContextVar("capture_cache", default=None)
 
 
 def _capture(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any] | None) -> GraphModule:
-    fake_mode, own = fake_inputs(example_inputs)
-    captured = trace(gm, own if fakes is None else fakes, fake_mode)
+    """Return the captured graph, as `capture` without a cache."""
+    fake_mode, call_fakes = fake_inputs(example_inputs)
+    captured = trace(gm, call_fakes if fakes is None else fakes, fake_mode)
     erase_dead(captured.graph, ("call_function", "get_attr"))
     _lift_constants(captured, fake_mode)
-    _keep_dynamo_meta(captured, gm)
+    _copy_dynamo_meta(captured, gm)
     for node, value in zip(captured.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         set_node_info(node, requires_grad=getattr(value, "requires_grad", None))
     captured.meta[VIEW_OPS] = find_shared_results(captured)
     functionalize(captured)
-    _refuse_written_aliases(captured, example_inputs)
+    _check_written_inputs(captured, example_inputs)
     return _finish_capture(captured)
 
 
@@ -121,11 +111,14 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
     return mode, _replace_single_values(fakes, mode)
 
 
-def settle_inputs(example_inputs: Sequence[Any]) -> list[Any]:
-    """Return the inputs, with fakes for tensors that have a constant size where Dynamo has a symbol."""
+def specialize_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+    """Return the inputs, with fake tensors for those that have a constant size where Dynamo has a symbol."""
     mode, fakes = _fake_inputs(example_inputs)
-    rows = zip(example_inputs, fakes, _replace_single_values(fakes, mode))
-    return [x if new is old or isinstance(x, Sharded) or is_wrapper(x) else new for x, old, new in rows]
+    results = list(example_inputs)
+    for i, specialized in enumerate(_replace_single_values(fakes, mode)):
+        if specialized is not fakes[i] and not torch_compat.is_wrapper(results[i]):  # a `Sharded` is a wrapper, too
+            results[i] = specialized
+    return results
 
 
 def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -134,25 +127,31 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
     Sizes that the user marked as dynamic stay symbols: Dynamo raises if one is specialized.
 
     Returns:
-        Whether any size was specialized.
+        True if any size was specialized.
     """
-    context, (_, fakes) = TracingContext.get(), _fake_inputs(example_inputs)
-    marked = set[Any]()
+    context, (_, fakes) = torch_compat.TracingContext.get(), _fake_inputs(example_inputs)
+    marked_sizes = set[Any]()  # sizes that the user marked as dynamic: their constraints are errors, not warnings
     for x, fake in zip(example_inputs, fakes):
         symbolic = context.tensor_to_context.get(x) if isinstance(x, torch.Tensor) else None
-        rows = zip(fake.shape, getattr(symbolic, "constraint_sizes", None) or ()) if symbolic is not None else ()
-        marked |= {as_size(extent) for extent, one in rows if one is not None and not one.warn_only}
-    found = [e for e in _symbol_sizes(fakes) if as_size(e) not in marked and depends_on_size(e)]
-    for extent in found:
-        int(extent)  # adds a guard: another length recompiles
+        constraints = getattr(symbolic, "constraint_sizes", None) or ()
+        for constraint, size in zip(constraints, fake.shape if constraints else ()):
+            if constraint is not None and not constraint.warn_only:
+                marked_sizes.add(as_size(size))
+    sizes = [
+        size
+        for size in _symbolic_sizes(fakes)
+        if as_size(size) not in marked_sizes and torch_compat.depends_on_size(size)
+    ]
+    for size in sizes:
+        int(size)  # adds a guard: another length recompiles
     (_capture_cache.get() or {}).pop(gm, None)
-    return bool(found)
+    return bool(sizes)
 
 
-def _symbol_sizes(fakes: Sequence[Any]) -> list[torch.SymInt]:
+def _symbolic_sizes(fakes: Sequence[Any]) -> list[torch.SymInt]:
     """Return the symbolic ints among inputs and their sizes."""
-    extents = [e for x in fakes for e in (x.shape if isinstance(x, torch.Tensor) else [x])]
-    return [e for e in extents if isinstance(e, torch.SymInt)]
+    sizes = [size for x in fakes for size in (x.shape if isinstance(x, torch.Tensor) else [x])]
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
@@ -160,65 +159,69 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
 
     The values in meta["example_value"] belong to Dynamo's finished trace and must not be mixed in.
     """
-    context = TracingContext.try_get()
+    context = torch_compat.TracingContext.try_get()
     if context is None or context.fake_mode is None:
         raise SpError("SP203", "capture is supported inside a backend of torch.compile only.")
     mode = context.fake_mode
 
-    def fake(x: Any) -> Any:
+    def make_fake(x: Any) -> Any:
         """Return the fake tensor of an input; other values unchanged."""
         if not isinstance(x, torch.Tensor):
             return x
-        if isinstance(x, Sharded) or is_wrapper(x):  # the full tensor, for any storage
-            parts = x if isinstance(x, Sharded) and isinstance(x.local, FakeTensor) else in_mode(x)
-            return _new_fake(x, parts.shape, parts.stride(), mode)
+        if torch_compat.is_wrapper(x):  # the full tensor, for any storage
+            has_fake_shard = isinstance(x, Sharded) and isinstance(x.local, FakeTensor)
+            full = x if has_fake_shard else convert_to_mode(x)
+            return _new_fake(x, full.shape, full.stride(), mode)
         if isinstance(x, FakeTensor):
             return x if x.fake_mode is mode else mode.from_tensor(x)
-        return in_mode(x)
+        return convert_to_mode(x)
 
-    def in_mode(x: torch.Tensor) -> Any:
+    def convert_to_mode(x: torch.Tensor) -> Any:
         """Convert a tensor to the mode, with the symbols that Dynamo chose."""
         symbolic = context.tensor_to_context.get(x)
         source = symbolic.tensor_source if symbolic else None
         static = None if symbolic else True
         return mode.from_tensor(x, symbolic_context=symbolic, source=source, static_shapes=static, trace=False)
 
-    return mode, [fake(x) for x in example_inputs]
+    return mode, [make_fake(x) for x in example_inputs]
 
 
 def _new_fake(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
-    """Return a fake tensor of another shape with the metadata of the input."""
+    """Return a fake tensor of another shape, with the dtype, device and place in autograd (leaf or not) of x."""
     with mode, torch.enable_grad():
-        fresh = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+        leaf = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
         if x.is_leaf:
-            return fresh
-        dense = fresh.clone()  # non-leaf, to which a program may write
-        if is_same_shape(as_sizes(dense.stride()), as_sizes(stride)):
-            return dense
-        memory = torch.empty(fresh.untyped_storage().nbytes() // fresh.element_size(), dtype=x.dtype, device=x.device)
+            return leaf
+        non_leaf = leaf.clone()  # a program may write to it
+        if is_same_shape(as_sizes(non_leaf.stride()), as_sizes(stride)):
+            return non_leaf
+        # clone does not preserve these strides.
+        n_elements = leaf.untyped_storage().nbytes() // leaf.element_size()
+        memory = torch.empty(n_elements, dtype=x.dtype, device=x.device)
         return memory.requires_grad_().clone().as_strided(shape, stride)
 
 
 def _replace_single_values(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
-    """Replace symbols in the fake inputs that can have one value only by that value."""
-    symbols: dict[Any, Any] = {as_size(e): e for e in _symbol_sizes(fakes)}
-    numbers = {symbol: n for symbol, e in symbols.items() if (n := single_value(e)) is not None}
-    if not numbers:
+    """Return the fake inputs, with constants for symbols that can have one value only."""
+    symbols: dict[Any, Any] = {as_size(size): size for size in _symbolic_sizes(fakes)}
+    all_values = {symbol: torch_compat.single_value(size) for symbol, size in symbols.items()}
+    values = {symbol: value for symbol, value in all_values.items() if value is not None}
+    if not values:
         return fakes
 
-    def is_settled(x: Any) -> bool:
+    def has_single_value(x: Any) -> bool:
         """Return True if a size contains a symbol with a single value."""
-        return isinstance(x, torch.SymInt) and not sympy.sympify(as_size(x)).free_symbols.isdisjoint(numbers)
+        return isinstance(x, torch.SymInt) and not sympy.sympify(as_size(x)).free_symbols.isdisjoint(values)
 
-    def known(x: Any) -> Any:
+    def specialize(x: Any) -> Any:
         """Replace symbols with a single value in a size or in the sizes of a tensor."""
         if isinstance(x, torch.SymInt):
-            return evaluate_expr(sympy.sympify(as_size(x)), symbols | numbers)
-        if not isinstance(x, torch.Tensor) or not any(is_settled(e) for e in x.shape):
+            return torch_compat.evaluate_expr(sympy.sympify(as_size(x)), symbols | values)
+        if not isinstance(x, torch.Tensor) or not any(map(has_single_value, x.shape)):
             return x
-        return _new_fake(x, [known(e) for e in x.shape], [known(e) for e in x.stride()], mode)
+        return _new_fake(x, [*map(specialize, x.shape)], [*map(specialize, x.stride())], mode)
 
-    return [known(x) for x in fakes]
+    return [specialize(x) for x in fakes]
 
 
 def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
@@ -253,35 +256,37 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
 
 
 def _single_fake_mode(gm: GraphModule) -> FakeTensorMode | None:
+    """Return the fake mode of all values of a graph, or None without fake values; raise if there are several."""
     values = [n.meta.get("val") for n in gm.graph.nodes]
     if len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1:
         raise SpError("SP205", "capture_export: expected values of one fake mode, got several.")
-    return detect_fake_mode(values)
+    return torch_compat.detect_fake_mode(values)
 
 
 def _copy_bodies(gm: GraphModule) -> None:
-    """Copy the bodies of region ops, so that they can be rewritten."""
+    """Replace the bodies of region ops (sub-modules of the graph) by copies, which may be rewritten."""
     for name, child in list(gm.named_children()):
         if isinstance(child, GraphModule):
             setattr(gm, name, inline_regions(child))
             _copy_bodies(getattr(gm, name))
 
 
-def _keep_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
-    new, old = (g.graph.find_nodes(op="placeholder") for g in (captured, gm))
-    for n, o in zip(new, old, strict=True):
-        n.meta.update({k: o.meta[k] for k in _PLACEHOLDER_META if k in o.meta})
+def _copy_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
+    """Copy the metadata and sources of a Dynamo graph and of its placeholders to the captured graph."""
+    for new, old in zip(*(g.graph.find_nodes(op="placeholder") for g in (captured, gm)), strict=True):
+        new.meta.update({key: old.meta[key] for key in _PLACEHOLDER_META if key in old.meta})
     captured.meta.update(gm.meta)
-    _keep_sources(captured, gm)
+    _copy_sources(captured, gm)
 
 
-def _keep_sources(new: GraphModule, old: GraphModule) -> None:
-    for n, o in zip(*(gm.graph.find_nodes(op="placeholder") for gm in (new, old)), strict=True):
-        keep_source(n, o)
-    keep_state_sources(new, old)
+def _copy_sources(new_gm: GraphModule, old_gm: GraphModule) -> None:
+    """Copy Dynamo's sources of inputs and module state to a graph with the same placeholders."""
+    for new, old in zip(*(gm.graph.find_nodes(op="placeholder") for gm in (new_gm, old_gm)), strict=True):
+        torch_compat.keep_source(new, old)
+    torch_compat.keep_state_sources(new_gm, old_gm)
 
 
-def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]) -> None:
+def _check_written_inputs(captured: GraphModule, example_inputs: Sequence[Any]) -> None:
     """Raise if an input is written through one name and shares memory with another input.
 
     A graph over separate values cannot represent this.
@@ -290,23 +295,25 @@ def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]
     owners: dict[int, list[Node]] = {}
     for node, value in zip(placeholders, example_inputs, strict=True):
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            owners.setdefault(storage_of(value), []).append(node)
+            owners.setdefault(torch_compat.storage_of(value), []).append(node)
     written = {n.args[0] for n in captured.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
-    for names in owners.values():
-        changed = next((n for n in names if n in written), None)
-        if changed is not None and len(names) > 1:
-            other = next(n for n in names if n is not changed)
+    for nodes in owners.values():
+        changed = next((node for node in nodes if node in written), None)
+        if changed is not None and len(nodes) > 1:
+            sharing = next(node for node in nodes if node is not changed)
             raise WriteError(
-                "SP221", f"The input {changed.name} is changed in place and shares memory with the input {other.name}."
+                "SP221",
+                f"The input {changed.name} is changed in place and shares memory with the input {sharing.name}.",
             )
 
 
 def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
-    """Register tensor attributes as parameters or buffers and set the fake values of their nodes.
+    """Register tensor attributes of the graph as buffers, unless they are parameters or buffers of the model.
 
-    A fake or functorch tensor in an attribute escaped the trace, so that the graph would be wrong.
+    Sets the fake values and the facts about gradients of their get_attr nodes. Raises for a fake or functorch tensor:
+    it has escaped the trace of a torch.func transform, so that the graph would be wrong.
     """
-    known = {*dict(gm.named_parameters(remove_duplicate=False)), *dict(gm.named_buffers(remove_duplicate=False))}
+    state_names = {*dict(gm.named_parameters(remove_duplicate=False)), *dict(gm.named_buffers(remove_duplicate=False))}
     for node in gm.graph.find_nodes(op="get_attr"):
         value = operator.attrgetter(node.target)(gm)
         if not isinstance(value, torch.Tensor):
@@ -314,7 +321,7 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
         if isinstance(value, FakeTensor) or is_functorch_tensor(value):
             readers = ", ".join(node_line(user) for user in node.users)
             raise CaptureError("SP215", f"{node.name}: a value of torch.func is read outside its region, at {readers}.")
-        if node.target not in known:
+        if node.target not in state_names:
             delattr(gm, node.target)
             gm.register_buffer(node.target, value, persistent=False)
             set_node_info(node, constant=True, requires_grad=value.requires_grad)
@@ -326,6 +333,7 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _finish_capture(gm: GraphModule) -> GraphModule:
+    """Set missing values to None, make the ends of no-grad regions explicit, and return the same graph."""
     for node in gm.graph.nodes:
         node.meta.setdefault("val", None)
     detach_no_grad_regions(gm.graph)

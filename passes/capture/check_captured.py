@@ -28,8 +28,9 @@ def require_ops(gm: GraphModule, name: str) -> None:
         SpError: If a node is a method, a module or a Python function.
     """
     for node in gm.graph.nodes:
-        if call := _non_op_reason(node):
-            raise SpError("SP204", f"{name}: {node.name} is {call}.")
+        reason = _non_op_reason(node)
+        if reason:
+            raise SpError("SP204", f"{name}: {node.name} is {reason}.")
 
 
 def require_functional(gm: GraphModule, name: str) -> None:
@@ -43,25 +44,28 @@ def require_functional(gm: GraphModule, name: str) -> None:
         SpError: If an op mutates a value.
     """
     for node in gm.graph.nodes:
-        if _mutation_reason(node):
+        if _mutates_other_reads(node):
             fix = STRICT_EXPORT if namespace_of(node.target) == "c10d" else None
             raise SpError("SP206", f"{name}: {node.name}: {node.target} works in place.", fix)
 
 
 def _non_op_reason(node: Node) -> str:
-    """Return the reason why a node is not an op, as in graphs of Dynamo and torch.fx.symbolic_trace, or ""."""
+    """Return the reason why a node is not an op, such as "a call of the method view", or "" for an op.
+
+    Graphs of Dynamo and of torch.fx.symbolic_trace have such nodes. Python functions of numbers are permitted.
+    """
     if node.op in ("call_method", "call_module"):
         return f"a call of the {node.op.removeprefix('call_')} {node.target}"
     if node.op != "call_function" or isinstance(node.target, OpOverload | HigherOrderOperator):
         return ""
-    is_result = is_tensor(node) and node.target is not operator.getitem
-    unknown = "example_value" in node.meta or not all("val" in i.meta for i in node.all_input_nodes)
-    if is_result or unknown:
+    computes_tensor = is_tensor(node) and node.target is not operator.getitem
+    is_of_dynamo = "example_value" in node.meta or not all("val" in i.meta for i in node.all_input_nodes)
+    if computes_tensor or is_of_dynamo:
         return f"a call of the Python function {getattr(node.target, '__name__', node.target)}"
     return ""
 
 
-def _mutation_reason(node: Node) -> bool:
+def _mutates_other_reads(node: Node) -> bool:
     """Return True if the node may mutate a value that is read elsewhere.
 
     Writing an input back at the end of the program does not count.
@@ -69,6 +73,6 @@ def _mutation_reason(node: Node) -> bool:
     target: Any = node.target
     if namespace_of(target) == "c10d":
         return True
-    written_back = target is aten.copy_.default and node.args[0].op in ("placeholder", "get_attr")
-    in_place = is_mutation(node) and functional_form(target) is not None and not written_back
-    return in_place or str(target) == "triton_kernel_wrapper_mutation"
+    is_write_back = target is aten.copy_.default and node.args[0].op in ("placeholder", "get_attr")
+    is_in_place = is_mutation(node) and functional_form(target) is not None and not is_write_back
+    return is_in_place or str(target) == "triton_kernel_wrapper_mutation"

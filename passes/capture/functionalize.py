@@ -1,10 +1,12 @@
 """Functionalize a graph before autograd (pre-dispatch ATen), so that no value is mutated.
 
-The algorithm renames values, as in SSA. Aliases are derived from the fake values (same storage), each with its view op.
-An in-place op on a view becomes the functional op; the new value of the base is computed by inverting the view ops, and
-other views are recomputed from the new base at their next use. A mutated placeholder or buffer is written back by one
-aten.copy_ at the end. Two kinds of mutation remain: these copies, and ops without functional form (custom ops, out=
-variants, norms with running statistics), which mutate a private clone.
+    y = x[0]; y.add_(1); return x   ->   y = x[0]; y1 = y + 1; x1 = select_scatter(x, y1, 0, 0); return x1
+
+Each mutation creates a new value (y1), as in static single assignment (SSA). Aliases are derived from the fake values
+(same storage). An in-place op on a view becomes the functional op; the new value of the base is computed by inverting
+the view ops (`view_inverses.py`), and other views are recomputed from the new base at their next use. A mutated
+placeholder or buffer is written back by one aten.copy_ at the end. Two kinds of mutation remain: these copies, and ops
+without functional form (custom ops, out= variants, norms with running statistics), which mutate a private clone.
 """
 
 from __future__ import annotations
@@ -12,20 +14,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
+from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError, WriteError, node_line
-from sp_compile.lowering.torch_compat import (
-    OpOverload,
-    enter_autocast,
-    exit_autocast,
-    has_autocast_kernel,
-    set_grad_enabled,
-    unmark_static,
-)
 from sp_compile.passes.graph.edit import GraphEditor, erase_dead
 from sp_compile.passes.graph.mutation import (
     Mutation,
@@ -42,18 +37,15 @@ from .aliases import Aliases
 
 aten = torch.ops.aten
 RENORM_BEFORE = "Omit max_norm, and call torch.embedding_renorm_ under no_grad before the compiled model."
-COMPLEX_ERROR = {aten.silu_.default: "x * x.sigmoid()"}
+COMPLEX_ERROR = {aten.silu_.default: "x * x.sigmoid()"}  # ops with wrong gradients of complex inputs -> replacement
 
 
-def functionalize(gm: GraphModule) -> GraphModule:
+def functionalize(gm: GraphModule) -> None:
     """Functionalize `gm` and the bodies of its region ops in place.
 
     Args:
         gm: Graph whose nodes have meta["val"]; the metadata of inputs may have requires_grad. Mutated placeholders are
             unmarked as static inputs.
-
-    Returns:
-        The same graph.
 
     Raises:
         SpError: If a mutation has no functional form, or mutates a differentiable value outside autograd (no_grad,
@@ -64,32 +56,41 @@ def functionalize(gm: GraphModule) -> GraphModule:
             functionalize(child)
     if any(is_mutation(n) for n in gm.graph.nodes):
         _Functionalizer(gm).run()
-    return gm
+
+
+class _ViewValue(NamedTuple):
+    """Last computed value of a node, a view or a mutated node."""
+
+    value: Node
+    version: int  # version of the root when the value was computed
+    with_grad: bool  # True if it was computed with gradients enabled
 
 
 class _Functionalizer:
-    """Single pass over a graph; a view is current if it was computed at the version of its root.
+    """Rewrite of one graph, in program order.
 
-    The version of a root is the number of its mutations.
+    The version of a root is the number of its mutations. The value of a view is outdated if it was computed at an
+    earlier version of its root.
     """
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm, self.graph = gm, gm.graph
         self.editor = GraphEditor().edit(gm.graph)
         self.aliases = Aliases(gm.graph)
-        self.version: dict[Node, int] = {}
-        self.current: dict[Node, Node] = {}  # mutated root -> its value
-        self.values: dict[Node, tuple[Node, int, bool]] = {}  # node -> (value, version, True if it may have a gradient)
-        self.dead: list[Node] = []
-        self.autocast = int(torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+        self.version: dict[Node, int] = {}  # of mutated roots
+        self.root_values: dict[Node, Node] = {}  # current values of mutated roots
+        self.values: dict[Node, _ViewValue] = {}
+        self.replaced: list[Node] = []  # in-place nodes, erased at the end
+        # Number of entered autocast regions.
+        self.autocast_depth = int(torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
     def run(self) -> None:
         """Rewrite all nodes in order and erase the in-place ones."""
         for node in list(self.graph.nodes):
-            self.aliases.calls[node] = map_arg((node.args, node.kwargs), self.aliases.name)
+            self.aliases.calls[node] = map_arg((node.args, node.kwargs), self.aliases.resolve)
             with self.graph.inserting_before(node):
                 self.visit(node)
-        for node in reversed(self.dead):
+        for node in reversed(self.replaced):
             assert not node.users, f"{node} is still read by {list(node.users)}"
             self.graph.erase_node(node)
         erase_dead(self.graph)
@@ -97,123 +98,126 @@ class _Functionalizer:
         self.gm.recompile()
 
     def visit(self, node: Node) -> None:
-        """Rewrite one node to read the current values of its operands."""
+        """Rewrite one node to read the current values of its operands, and to mutate none of them."""
         if node.op in ("placeholder", "get_attr"):
-            self.aliases.adopt(node)
+            self.aliases.record(node)
         elif is_view_change(node):
-            self.change_view(node)
+            self.replace_view_change(node)
         elif is_mutation(node):
-            self.change(node)
+            self.replace_mutation(node)
         else:
-            node.args, node.kwargs = self.current_in(node)
+            node.args, node.kwargs = self.current_arguments(node)
             if node.op == "output":
                 self.write_back()
             else:
-                self.track_state(node)
-                self.adopt(node)
+                self.track_modes(node)
+                self.record(node)
 
-    def track_state(self, node: Node) -> None:
-        """Track whether gradients are recorded and autocast is on."""
-        if node.target is set_grad_enabled:
-            self.aliases.grad = bool(node.args[0])
-        elif node.target is enter_autocast:
-            self.autocast += 1
-        elif node.target is exit_autocast:
-            self.autocast -= 1
+    def track_modes(self, node: Node) -> None:
+        """Update the grad mode and the autocast depth if the node changes one."""
+        if node.target is torch_compat.set_grad_enabled:
+            self.aliases.grad_enabled = bool(node.args[0])
+        elif node.target is torch_compat.enter_autocast:
+            self.autocast_depth += 1
+        elif node.target is torch_compat.exit_autocast:
+            self.autocast_depth -= 1
 
-    def adopt(self, node: Node) -> None:
-        """Record the memory and the version of a node's result."""
-        if self.aliases.adopt(node):
-            self.values[node] = (node, self.version.get(self.aliases.root(node), 0), self.aliases.grad)
+    def record(self, node: Node) -> None:
+        """Record the memory of a node's result, and the version of a view."""
+        if self.aliases.record(node):
+            version = self.version.get(self.aliases.root(node), 0)
+            self.values[node] = _ViewValue(node, version, self.aliases.grad_enabled)
 
     # ---- value of a node at this point of the program
 
-    def current_in(self, node: Node) -> tuple[Any, Any]:
+    def current_arguments(self, node: Node) -> tuple[Any, Any]:
         """Return the arguments of a node with the current value of each operand."""
         return map_arg(self.aliases.calls[node], self.current_value)
 
     def current_value(self, node: Node) -> Node:
-        """Return the current value of `node`, which is a name from `Aliases.name`."""
-        root = self.aliases.root(node)
-        version = self.version.get(root, 0)
-        value, taken_at, with_grad = self.values.get(node, (node, 0, True))
-        if taken_at == version and (with_grad or not self.aliases.grad or self.aliases.detach_view(node)):
-            return value
-        value = self.current[root] if node is root else self.take_view(node)
-        self.values[node] = (value, version, self.aliases.grad or node is root)
+        """Return the current value of `node`, a result of `Aliases.resolve`; emit a new view if it is outdated."""
+        aliases, root = self.aliases, self.aliases.root(node)
+        version, last = self.version.get(root, 0), self.values.get(node, _ViewValue(node, 0, True))
+        # A view that was computed without gradients is computed again for a reader with gradients.
+        lacks_grad = aliases.grad_enabled and not last.with_grad and not aliases.is_detached_view(node)
+        if last.version == version and not lacks_grad:
+            return last.value
+        value = self.root_values[root] if node is root else self.emit_view(node)
+        self.values[node] = _ViewValue(value, version, aliases.grad_enabled or node is root)
         return value
 
-    def take_view(self, node: Node) -> Node:
-        """Emit a view of the current value of its base."""
-        if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
+    def emit_view(self, node: Node) -> Node:
+        """Emit the view op of a node again, on the current value of its base."""
+        if not isinstance(node.target, torch_compat.OpOverload) and node.target is not operator.getitem:
             raise WriteError(
                 "SP222", f"{node.name}: {node_line(node)} is read after memory that it shares was changed."
             )
-        args, kwargs = self.current_in(node)
+        args, kwargs = self.current_arguments(node)
         value = self.graph.call_function(node.target, args, kwargs)
         value.meta = dict(node.meta)
-        cut = self.aliases.grad and self.aliases.detach_view(node)
-        if cut and self.aliases.differentiable(self.aliases.root(node)):
+        needs_detach = self.aliases.grad_enabled and self.aliases.is_detached_view(node)
+        if needs_detach and self.aliases.is_differentiable(self.aliases.root(node)):
             return self.emitter(node)(aten.detach.default, value)
         return value
 
     def emitter(self, like: Node) -> view_inverses.Emit:
-        """Return a function that appends a node with its fake value and the metadata of `like`."""
+        """Return a function emit(target, *args, **kwargs) that appends a node with the metadata of `like`."""
         return lambda target, *args, **kwargs: self.editor.compute(target, args, like, kwargs)
 
     # ---- mutations
 
-    def change_view(self, node: Node) -> None:
-        """Replace x by the view in `x.unsqueeze_(0)`."""
+    def replace_view_change(self, node: Node) -> None:
+        """Convert `x.unsqueeze_(0)` to `y = x.unsqueeze(0)`, which later nodes read as x."""
         target = self.aliases.calls[node][0][0]
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
             raise WriteError("SP223", f"{node.name}: {node.target} at {node_line(node)} changes the shape of an input.")
         node.target = op
-        node.args, node.kwargs = self.current_in(node)
-        self.adopt(node)
-        self.aliases.rename(target, node)
+        node.args, node.kwargs = self.current_arguments(node)
+        self.record(node)
+        self.aliases.replace(target, node)
 
-    def change(self, node: Node) -> None:
-        """Replace an in-place node by new values of its targets."""
+    def replace_mutation(self, node: Node) -> None:
+        """Replace an in-place op by its functional form, or make an op without one mutate clones."""
         mutation = find_mutation(node, *self.aliases.calls[node])
         for target in mutation.targets:
-            self.refuse_unsound(node, target)
+            self.check_mutation(node, target)
         if mutation.value is not None:
             (target,) = mutation.targets
             self.assign(node, target, self.new_value(node, mutation))
-            self.aliases.rename(node, target)
-            self.dead.append(node)
+            self.aliases.replace(node, target)
+            self.replaced.append(node)
             return
         emit = self.emitter(node)
         clones = {t: emit(aten.clone.default, self.current_value(t)) for t in mutation.targets}
-        node.args, node.kwargs = map_arg(self.aliases.calls[node], lambda a: clones.get(a) or self.current_value(a))
+        node.args, node.kwargs = map_arg(self.aliases.calls[node], lambda x: clones.get(x) or self.current_value(x))
         with self.graph.inserting_before(node.next):
             for target, clone in clones.items():
                 self.assign(node, target, clone)
         if mutation.returns_target:
-            self.aliases.rename(node, mutation.targets[0])
+            self.aliases.replace(node, mutation.targets[0])
         else:
-            self.adopt(node)
+            self.record(node)
 
-    def refuse_unsound(self, node: Node, target: Node) -> None:
-        """Raise WriteError if new values cannot reproduce a change or its gradient."""
+    def check_mutation(self, node: Node, target: Node) -> None:
+        """Raise if new values cannot reproduce the mutation of `target` by `node`, or its gradient."""
         root = self.aliases.root(target)
-        other = self.aliases.sharer(root)
-        if other is not None:
+        other_owner = self.aliases.other_owner(root)
+        if other_owner is not None:
             raise WriteError(
-                "SP221", f"{node.name}: {node_line(node)} changes {root.name}, which shares memory with {other.name}."
+                "SP221",
+                f"{node.name}: {node_line(node)} changes {root.name}, which shares memory with {other_owner.name}.",
             )
-        unrecorded = not self.aliases.grad or self.aliases.detach_view(target)
-        if self.aliases.any_grad and unrecorded and self.aliases.differentiable(root):
+        is_unrecorded = not self.aliases.grad_enabled or self.aliases.is_detached_view(target)
+        if self.aliases.any_grad and is_unrecorded and self.aliases.is_differentiable(root):
             raise WriteError(
                 "SP224",
                 f"{node.name}: {node_line(node)} changes {root.name} under no_grad or through detach() or .data, and "
                 f"its gradient is needed.",
                 RENORM_BEFORE if node.target is aten.embedding_renorm_.default else None,
             )
-
-        if node.target in COMPLEX_ERROR and target.meta["val"].is_complex() and self.aliases.any_differentiable(node):
+        is_wrong_for_complex = node.target in COMPLEX_ERROR and target.meta["val"].is_complex()
+        if is_wrong_for_complex and self.aliases.has_differentiable_input(node):
             raise SpError(
                 "SP227",
                 f"{node.name}: {node.target} at {node_line(node)} works in place on complex numbers, of which torch "
@@ -222,12 +226,12 @@ class _Functionalizer:
             )
 
     def new_value(self, node: Node, mutation: Mutation) -> Node:
-        """Emit the value that an in-place node writes, with the dtype and shape of its target."""
+        """Emit the value that an in-place node writes, with the dtype, shape and contiguity of its target."""
         assert mutation.value is not None
         emit = self.emitter(node)
-        args, kwargs = self.current_in(node)
+        args, kwargs = self.current_arguments(node)
         expected = mutation.targets[0].meta["val"]
-        with self.as_in_place(node, expected.device):
+        with self.disable_autocast_of_in_place(node, expected.device):
             value = mutation.value(args, kwargs, emit)
         if value.meta["val"].dtype != expected.dtype:
             value = emit(aten.to.dtype, value, expected.dtype)
@@ -239,59 +243,63 @@ class _Functionalizer:
         return value
 
     @contextmanager
-    def as_in_place(self, node: Node, device: torch.device) -> Iterator[None]:
-        """Disable autocast for ops whose in-place variants it does not change."""
+    def disable_autocast_of_in_place(self, node: Node, device: torch.device) -> Iterator[None]:
+        """Emit the nodes of the block without autocast if it would change the functional form of the in-place op.
+
+        Autocast does not change in-place ops: they compute in the dtype of their target.
+        """
         op = functional_form(node.target)
-        if not self.autocast or op is None or not has_autocast_kernel(op, device.type):
+        if not self.autocast_depth or op is None or not torch_compat.has_autocast_kernel(op, device.type):
             yield
             return
-        token = self.graph.call_function(enter_autocast, (device.type, None, False, None))
+        token = self.graph.call_function(torch_compat.enter_autocast, (device.type, None, False, None))
         with torch.autocast(device.type, enabled=False):
             yield
-        leave = self.graph.call_function(exit_autocast, (token,))
-        token.meta["val"] = leave.meta["val"] = None
+        exit_node = self.graph.call_function(torch_compat.exit_autocast, (token,))
+        token.meta["val"] = exit_node.meta["val"] = None
 
     def assign(self, node: Node, target: Node, value: Node) -> None:
-        """Set the value of `target`, and update the root of which `target` is a view."""
+        """Set the value of `target` after the mutation `node`, and that of the root of which `target` is a view."""
         emit = self.emitter(node)
-        if self.aliases.any_differentiable(node):
-            if self.aliases.grad:
-                self.aliases.receive_gradient(target)
+        if self.aliases.has_differentiable_input(node):
+            if self.aliases.grad_enabled:
+                self.aliases.mark_differentiable(target)
             else:
                 value = emit(aten.detach.default, value)
-        root, full, view = self.aliases.root(target), value, target
+        # Compute the new value of each base, from the target to the root.
+        root, view, view_value = self.aliases.root(target), target, value
         parent = self.aliases.parent
         while view in parent:
-            full = self.base_after(node, view, full, emit)
-            source = parent[view]
-            view = parent[source] if view.target is operator.getitem else source
+            view_value = self.emit_new_base(node, view, view_value, emit)
+            base = parent[view]
+            view = parent[base] if view.target is operator.getitem else base  # the base of an element is the split
         version = self.version[root] = self.version.get(root, 0) + 1
-        self.current[root] = full
-        self.values[root] = (full, version, True)
-        self.values[target] = (value, version, True)
+        self.root_values[root] = view_value
+        self.values[root] = _ViewValue(view_value, version, True)
+        self.values[target] = _ViewValue(value, version, True)
 
-    def base_after(self, node: Node, view: Node, new: Node, emit: view_inverses.Emit) -> Node:
-        """Return the new value of the base of `view` if `view` is replaced by `new`."""
+    def emit_new_base(self, node: Node, view: Node, new: Node, emit: view_inverses.Emit) -> Node:
+        """Emit the value of the base of `view` after `node` has changed the value of `view` to `new`."""
         if view.target is operator.getitem:
             split = self.aliases.calls[view][0][0]
-            full = view_inverses.rejoin_split(self.application(split), view, new, emit)
+            new_base = view_inverses.rejoin_split(self.current_view_call(split), view, new, emit)
         else:
-            full = view_inverses.invert_view(self.application(view), new, emit)
-        if full is None:
+            new_base = view_inverses.invert_view(self.current_view_call(view), new, emit)
+        if new_base is None:
             raise WriteError(
                 "SP225", f"{node.name}: {node_line(node)} changes a view created by {view.target} at {node_line(view)}."
             )
-        return full
+        return new_base
 
-    def application(self, view: Node) -> view_inverses.ViewCall:
-        """Return a view with the current value of its base."""
-        base, *rest = to_positional(view.target, *self.current_in(view))
-        return view_inverses.ViewCall(view, base, tuple(rest))
+    def current_view_call(self, view: Node) -> view_inverses.ViewCall:
+        """Return the call of a view op on the current value of its base."""
+        base, *args = to_positional(view.target, *self.current_arguments(view))
+        return view_inverses.ViewCall(view, base, tuple(args))
 
     def write_back(self) -> None:
         """Copy changed values to the inputs and buffers at the end of the graph."""
-        for root, value in self.current.items():
+        for root, value in self.root_values.items():
             if root.op == "placeholder" or (root.op == "get_attr" and not node_info(root).constant):
-                unmark_static(root)
+                torch_compat.unmark_static(root)
                 copy = self.graph.call_function(aten.copy_.default, (root, value))
                 copy.meta["val"] = root.meta["val"]

@@ -20,16 +20,16 @@ aten = torch.ops.aten
 
 
 def detach_no_grad_regions(graph: Graph) -> None:
-    """Insert a detach after every value that leaves a no-grad region."""
-    off, editor = no_grad_nodes(graph), GraphEditor().edit(graph)
-    for node in [n for n in graph.nodes if n in off and n.op == "call_function" and is_tensor(n)]:
-        outside = [user for user in node.users if user not in off or user.op == "output"]
-        if outside and carries_gradient(node):
+    """Insert a detach after every value that leaves a no-grad region, and remove hooks that never run."""
+    no_grad, editor = no_grad_nodes(graph), GraphEditor().edit(graph)
+    for node in [n for n in graph.nodes if n in no_grad and n.op == "call_function" and is_tensor(n)]:
+        users_with_grad = [user for user in node.users if user not in no_grad or user.op == "output"]
+        if users_with_grad and carries_gradient(node):
             with graph.inserting_after(node):
                 detached = editor.emit(aten.detach.default, (node,), node.meta["val"], node)
-            for user in outside:
+            for user in users_with_grad:
                 user.replace_input_with(node, detached)
     for hook in graph.find_nodes(op="call_function", target=register_hook_op) if register_hook_op else ():
-        if hook in off or not carries_gradient(hook.args[0]):
+        if hook in no_grad or not carries_gradient(hook.args[0]):
             hook.replace_all_uses_with(hook.args[0])
             graph.erase_node(hook)

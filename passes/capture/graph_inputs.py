@@ -1,15 +1,15 @@
 """Build the global view of a Dynamo graph, with parameters and placements of its inputs.
 
-With inputs="local" each rank passes its shard, and the program keeps its meaning for the full sequence.
-
-Dynamo traced a sequence of s tokens. The graph is captured again with n*s in every sequence dim, so that positions
-created in the model (arange over the sequence) are global; the shards are the inputs of the local graph.
+The global view is the captured graph of the full sequence; later passes split it over the ranks. With inputs="local"
+each rank passes its shard, so that Dynamo traces a graph of s tokens. This graph is captured again with n*s in every
+sequence dim for n ranks, so that positions created in the model (arange over the sequence) are global; the shards are
+the inputs of the local graph.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,33 +17,19 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError, node_line
 from sp_compile.lowering.base.options import OUTPUTS, SPConfig
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.shard_storage import Layout
 from sp_compile.lowering.collectives.sharded import Sharded
-from sp_compile.lowering.torch_compat import (
-    AsyncCollectiveTensor,
-    FakeTensorMode,
-    argument_name,
-    assume_fact,
-    is_argument,
-    is_fragment,
-    is_module_state,
-    length_guards,
-    pytree,
-    refuse_eager_fallback,
-    result_names,
-    retrace_with_symbols,
-    size_hint,
-    unify_symbols,
-)
+from sp_compile.lowering.torch_compat import argument_name, pytree
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import as_size
 from sp_compile.passes.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.passes.sharding.placement import Frame, Placement, Shard
 
-from .capture import capture, fake_inputs, settle_inputs
+from .capture import capture, fake_inputs, specialize_inputs
 from .view_writes import VIEW_OPS, ResultView, SharedResults, omit_views
 
 
@@ -68,16 +54,20 @@ def capture_shards(
             hold for the full sequence.
     """
     mode, _ = fake_inputs(())
-    conditions = length_guards(mode)  # guards of Dynamo only: capture adds guards on the global length
+    guards = torch_compat.length_guards(mode)  # guards of Dynamo only: capture adds guards on the global length
     local = capture(gm, example_inputs)
     dims = _sequence_dims(local, seq_dims)
     _, fakes = fake_inputs(example_inputs)
     nodes = local.graph.find_nodes(op="placeholder")
-    along = [(x, node, dims[node.name]) for node, x in zip(nodes, example_inputs) if node.name in dims]
-    retrace_with_symbols((x, d) for x, node, d in along if isinstance(as_size(node.meta["val"].shape[d]), int))
-    symbols = _dim_symbols(nodes, dims)
-    _require_for_global(conditions, symbols, n, mode)
-    global_fakes = [_enlarge(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
+    static_dims = [
+        (x, dims[node.name])
+        for node, x in zip(nodes, example_inputs)
+        if node.name in dims and isinstance(as_size(node.meta["val"].shape[dims[node.name]]), int)
+    ]
+    torch_compat.retrace_with_symbols(static_dims)
+    symbols = _sequence_symbols(nodes, dims)
+    _check_guards_of_sequence(guards, symbols, n, mode)
+    global_fakes = [_global_fake(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
     graph = capture(gm, example_inputs, fakes=global_fakes)
     placements: dict[str, Placement] = {}
     for node, fake in zip(graph.graph.find_nodes(op="placeholder"), fakes):
@@ -91,37 +81,48 @@ def capture_shards(
 
 
 def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> dict[str, int]:
+    """Return the sequence dim of each input that has one, by name: the user's dims, or the detected ones."""
     axes, inputs = name_axes(graph), graph.graph.find_nodes(op="placeholder")
-    named = None if seq_dims is None else {n: seq_dims[n.name] for n in inputs if n.name in seq_dims}
-    find_sequences(graph, axes, named)
-    if named is not None:
-        return {node.name: dim % node.meta["val"].ndim for node, dim in named.items()}
-    found = {node.name: axes.sequence_dims(node) for node in inputs if is_argument(node)}
-    _refuse_other_lengths([(node, found[node.name][0]) for node in inputs if found.get(node.name)], axes)
-    return {name: dims[0] for name, dims in found.items() if dims}
+    user_dims = None if seq_dims is None else {n: seq_dims[n.name] for n in inputs if n.name in seq_dims}
+    find_sequences(graph, axes, user_dims)
+    if user_dims is not None:
+        return {node.name: dim % node.meta["val"].ndim for node, dim in user_dims.items()}
+    detected = {node: axes.sequence_dims(node) for node in inputs if torch_compat.is_argument(node)}
+    first_dims = {node: dims[0] for node, dims in detected.items() if dims}
+    _check_equal_rows(first_dims, axes)
+    return {node.name: dim for node, dim in first_dims.items()}
 
 
-def _refuse_other_lengths(along: Sequence[tuple[Node, int]], axes: Axes) -> None:
-    """Raise if shards of one sequence differ in their number of rows: one may be a table of positions."""
-    first: dict[Any, tuple[Node, int]] = {}
-    for node, dim in along:
-        (name,) = {axes.find(atom.name) for atom in axes.dims[node, 0][dim] if axes.is_sequence(atom)}
-        other, at_other = first.setdefault(name, (node, dim))
-        rows = [size_hint(x.meta["val"].shape[d]) for x, d in ((other, at_other), (node, dim))]
-        if rows[0] != rows[1]:
+def _check_equal_rows(dims: Mapping[Node, int], axes: Axes) -> None:
+    """Raise if shards of one sequence differ in their number of rows: one may be a table of positions.
+
+    Args:
+        dims: Sequence dim of each input.
+        axes: Axes of the graph, which name the sequence of a dim.
+    """
+    first_inputs: dict[Any, Node] = {}  # first input of each sequence
+    for node, dim in dims.items():
+        (sequence,) = {axes.find(atom.name) for atom in axes.dims[node, 0][dim] if axes.is_sequence(atom)}
+        first = first_inputs.setdefault(sequence, node)
+        first_rows, rows = (torch_compat.size_hint(x.meta["val"].shape[dims[x]]) for x in (first, node))
+        if first_rows != rows:
             raise SpError(
                 "SP234",
-                f"inputs='local': expected equal numbers of rows in dim {at_other} of {argument_name(other)} and "
-                f"dim {dim} of {argument_name(node)}, which share a sequence, got {rows[0]} and {rows[1]}.",
+                f"inputs='local': expected equal numbers of rows in dim {dims[first]} of {argument_name(first)} and "
+                f"dim {dim} of {argument_name(node)}, which share a sequence, got {first_rows} and {rows}.",
             )
 
 
-def _dim_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
+def _sequence_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
+    """Return the symbols that are the lengths of the sequence dims of a rank's inputs.
+
+    Raises if a sequence dim is a constant, or if another dim has the same symbol.
+    """
     symbols: set[sympy.Expr] = set()
     for node in nodes:
         if node.name in dims:
             extent = as_size(node.meta["val"].shape[dims[node.name]])
-            if isinstance(extent, int):
+            if isinstance(extent, int):  # in spite of `retrace_with_symbols`
                 raise SpError(
                     "SP232",
                     f"inputs='local': dim {dims[node.name]} of {argument_name(node)} is compiled as the constant "
@@ -140,20 +141,24 @@ def _dim_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Ex
     return symbols
 
 
-def _require_for_global(facts: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: FakeTensorMode) -> None:
-    """Require that each guard on the length of a shard also holds for the length of the full sequence."""
-    wholes = {symbol: n * symbol for symbol in symbols}
-    for fact in (unify_symbols(mode, one) for one in facts):
-        if fact.free_symbols & symbols and not assume_fact(mode, fact.xreplace(wholes)):
-            of_it = fact.xreplace({symbol: sympy.Symbol("length") for symbol in symbols})
+def _check_guards_of_sequence(
+    guards: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: torch_compat.FakeTensorMode
+) -> None:
+    """Raise unless each guard on the length of a shard also holds for the full sequence; add it as a guard."""
+    global_lengths = {symbol: n * symbol for symbol in symbols}
+    for guard in guards:
+        condition = torch_compat.unify_symbols(mode, guard)
+        if condition.free_symbols & symbols and not torch_compat.assume_fact(mode, condition.xreplace(global_lengths)):
+            readable = condition.xreplace({symbol: sympy.Symbol("length") for symbol in symbols})
             raise SpError(
                 "SP235",
-                f"inputs='local': a branch or a shape of the program depends on its length: {of_it} holds for the rows "
-                "of one rank, but not for the sequence.",
+                f"inputs='local': a branch or a shape of the program depends on its length: {readable} holds for the "
+                "rows of one rank, but not for the sequence.",
             )
 
 
-def _enlarge(fake: Any, dim: int | None, symbols: set[sympy.Expr], n: int, mode: Any) -> Any:
+def _global_fake(fake: Any, dim: int | None, symbols: set[sympy.Expr], n: int, mode: Any) -> Any:
+    """Return the fake full tensor, of n times the rows along `dim`, or n times a size that is the length; else fake."""
     if isinstance(fake, torch.SymInt):
         return fake * n if as_size(fake) in symbols else fake
     if dim is None or not isinstance(fake, torch.Tensor):
@@ -172,13 +177,13 @@ class GlobalView:
     arguments: list[str]  # inputs, as named in the user's code
     names: list[str]  # results, as named in the user's code
     outputs: list[str]  # output option of each result
-    seq_dims: dict[str, int] | None  # sequence dims from the user
+    seq_dims: dict[str, int] | None  # sequence dims from the user, by placeholder
     inputs: dict[str, Placement]  # placements of sharded inputs
     layouts: dict[int, Layout]  # layouts of `Sharded` inputs, by index
     writes: dict[int, int]  # index of a `Sharded` input -> result with its new value
     views: Sequence[ResultView]  # as in `GraphBoundary`
     hidden: int  # number of hidden results, as in `GraphBoundary`
-    has_writes: Sequence[int]  # mutated inputs, as in `GraphBoundary`
+    written: Sequence[int]  # indices of mutated inputs, as in `GraphBoundary`
 
     @property
     def folds(self) -> int:
@@ -204,7 +209,7 @@ def global_view(
     Raises:
         SpError: If an option does not match the inputs or results, or is not supported for the program.
     """
-    fragment = is_fragment(gm)
+    fragment = torch_compat.is_fragment(gm)
     if fragment and "local" in (options.inputs, options.outputs):
         raise SpError("SP231", "inputs='local' and outputs='local' are not supported with graph breaks.")
     _mark_inputs(gm, example_inputs)
@@ -212,7 +217,7 @@ def global_view(
     inputs: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
     if options.inputs == "local" and ranks.n > 1:
-        refuse_eager_fallback()
+        torch_compat.refuse_eager_fallback()
         graph, inputs = capture_shards(gm, example_inputs, ranks.n, seq_dims)
     else:
         graph = capture(gm, example_inputs)
@@ -220,11 +225,14 @@ def global_view(
     _mark_inputs(graph, example_inputs)
     arguments = [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
     results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
-    names, result_names = _result_names(gm, results), ["" if node is None else node.name for node in results]
-    outputs, written = _result_options(names, result_names, options.outputs, fragment), tuple(_written_inputs(graph))
-    views, hidden = _omitted_views(graph, example_inputs, options.inputs, outputs)
-    names += [f"a tensor of which {names[one.number]} is a view" for one in hidden]
-    writes = _return_writes(graph, example_inputs)
+    names = _result_names(gm, results)
+    outputs = _output_options(names, results, options.outputs, fragment)
+    # The results of the captured graph: those of the program, hidden bases of views, and new values of inputs.
+    write_backs = _write_backs(graph)
+    written = [*write_backs]
+    views, hidden = _omit_views(graph, example_inputs, options.inputs, outputs)
+    names += [f"a tensor of which {names[view.number]} is a view" for view in hidden]
+    writes = _return_writes(graph, example_inputs, write_backs)
     names += [arguments[i] for i in writes]
     outputs += ["lazy"] * len(writes)
     return GlobalView(
@@ -233,20 +241,20 @@ def global_view(
 
 
 def _sharded_inputs(
-    graph: GraphModule, example_inputs: Sequence[Any], ranks: Ranks, balanced: bool
+    graph: GraphModule, example_inputs: Sequence[Any], ranks: Ranks, accept_balanced: bool
 ) -> tuple[dict[str, Placement], dict[int, Layout]]:
     """Return placements and layouts of inputs that an earlier graph sharded on these ranks.
 
     An input that is sharded along a part of a dim is gathered. If load-balanced rows are accepted, only load-balanced
-    inputs remain sharded; otherwise only the others do.
+    inputs remain sharded; otherwise only the others do. Records the fake shard of each as `local` of its node.
     """
     mode, _ = fake_inputs(())
     placements: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
     for i, (node, x) in enumerate(zip(graph.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
-        if not isinstance(x, Sharded) or not x.sharding.is_plain or x.sharding.is_balanced != balanced:
+        if not isinstance(x, Sharded) or (x.sharding.n, x.sharding.group) != (ranks.n, ranks.group):
             continue
-        if (x.sharding.n, x.sharding.group) != (ranks.n, ranks.group):
+        if not x.sharding.is_plain or x.sharding.is_balanced != accept_balanced:
             continue
         layout, value = replace(x.sharding, balanced=None), node.meta["val"]
         with mode, torch.no_grad():
@@ -257,21 +265,27 @@ def _sharded_inputs(
     return placements, layouts
 
 
-def _written_inputs(graph: GraphModule) -> Iterator[int]:
-    """Yield the indices of the inputs that a graph mutates."""
-    inputs = list(graph.graph.find_nodes(op="placeholder"))
-    for copy in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        if copy.args[0] in inputs:
-            yield inputs.index(copy.args[0])
+def _write_backs(graph: GraphModule) -> dict[int, Node]:
+    """Return the node that copies the new value of each mutated input to it, by index of the input."""
+    indices: dict[Any, int] = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return {indices[copy.args[0]]: copy for copy in copies if copy.args[0] in indices}
 
 
-def _omitted_views(
+def _omit_views(
     graph: GraphModule, example_inputs: Sequence[Any], inputs: str, outputs: list[str]
 ) -> tuple[tuple[ResultView, ...], list[ResultView]]:
-    """Omit results that are recreated as views of others after the run.
+    """Remove results from the graph that are recreated as views of others after the run.
 
-    The output option of a base applies to all its views. Results are not omitted with inputs='local' or
-    outputs='local', because the sizes of views are global.
+    Views remain results with inputs='local' (views of arguments) or outputs='local' (views of results), because the
+    sizes of views are global.
+
+    Args:
+        graph: Captured graph.
+        example_inputs: Inputs of the graph.
+        inputs: The option `inputs`.
+        outputs: Output option of each result. Modified: the option of a base is the strongest of its views, and those
+            of the hidden results are appended.
 
     Returns:
         The omitted views, and for each hidden result its first view.
@@ -282,9 +296,9 @@ def _omitted_views(
         of_results = []
     has_memory = [type(x) in (torch.Tensor, torch.nn.Parameter, Sharded) for x in example_inputs]
     of_inputs = [view for view in shared.views if view.of_argument and inputs != "local" and has_memory[view.base]]
-    own, hidden = len(outputs), list[ResultView]()
+    n_results, hidden = len(outputs), list[ResultView]()
     for view in of_results:
-        if view.base == own + len(hidden):
+        if view.base == n_results + len(hidden):  # the first view of the next hidden result
             hidden.append(view)
             outputs.append(outputs[view.number])
         options = outputs[view.base], outputs[view.number]
@@ -294,20 +308,19 @@ def _omitted_views(
     return views, hidden
 
 
-def _return_writes(graph: GraphModule, example_inputs: Sequence[Any]) -> dict[int, int]:
-    """Return new values of `Sharded` inputs as results, in place of copies; result index by input index."""
-    output, found = graph.graph.output_node(), dict[int, int]()
-    numbers = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
-    for copy in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        i = numbers.get(copy.args[0])
-        if i is not None and isinstance(example_inputs[i], Sharded):
-            results = output.args[0]
-            found[i] = len(results)
+def _return_writes(
+    graph: GraphModule, example_inputs: Sequence[Any], write_backs: Mapping[int, Node]
+) -> dict[int, int]:
+    """Replace the copies to `Sharded` inputs by results of the graph; return the result index by input index."""
+    output, result_indices = graph.graph.output_node(), dict[int, int]()
+    for i, copy in write_backs.items():
+        if isinstance(example_inputs[i], Sharded):
+            results: Any = output.args[0]
+            result_indices[i] = len(results)
             output.args = (type(results)([*results, copy.args[1]]),)
             graph.graph.erase_node(copy)
-    if found:
-        graph.recompile()
-    return found
+    graph.recompile()
+    return result_indices
 
 
 def local_inputs(
@@ -325,14 +338,18 @@ def local_inputs(
     Returns:
         One value for each input.
     """
-    others = Sharded, AsyncCollectiveTensor
-    settled = list(example_inputs) if graph is None else settle_inputs(example_inputs)  # Dynamo's graph has its symbols
-    if not any(isinstance(x, others) for x in example_inputs):
-        return settled
+    # The sizes of Dynamo's graph remain symbols; those of a captured graph may be constants.
+    inputs = list(example_inputs) if graph is None else specialize_inputs(example_inputs)
+    if not any(isinstance(x, Sharded | torch_compat.AsyncCollectiveTensor) for x in example_inputs):
+        return inputs
     _, fakes = fake_inputs(example_inputs)
     nodes = graph.graph.find_nodes(op="placeholder") if graph is not None else []
-    rows = {i: node_info(nodes[i]).local for i in layouts or ()}
-    return [rows.get(i, fakes[i]) if isinstance(x, others) else settled[i] for i, x in enumerate(example_inputs)]
+    for i, x in enumerate(example_inputs):
+        if i in (layouts or ()):
+            inputs[i] = node_info(nodes[i]).local
+        elif isinstance(x, Sharded | torch_compat.AsyncCollectiveTensor):
+            inputs[i] = fakes[i]
+    return inputs
 
 
 def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
@@ -341,45 +358,64 @@ def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
     This is the name in the returned structure, or the name on the line that computes it (Dynamo appends numbers, as in
     `hidden_states_15`) if it is unique, or the name of the node.
     """
-    returned = result_names(gm)
-    on_lines = [_base_name_of(node) for node in results]
-    unique = [name if on_lines.count(name) == 1 else "" for name in on_lines]
-    return ["" if node is None else returned.get(node.name, unique[i] or node.name) for i, node in enumerate(results)]
+    structure_names = torch_compat.result_names(gm)
+    line_names = [_name_on_line(node) for node in results]
+    names = list[str]()
+    for node, line_name in zip(results, line_names):
+        node_name = "" if node is None else node.name
+        is_unique = line_name != "" and line_names.count(line_name) == 1
+        names.append(structure_names.get(node_name) or (line_name if is_unique else node_name))
+    return names
 
 
-def _base_name_of(node: Node | None) -> str:
-    """Return the node's name without a number that its line does not contain."""
+def _name_on_line(node: Node | None) -> str:
+    """Return the node's name, without its number if the line that computes it contains only the name without it.
+
+    Return "" for an input or None.
+    """
     if node is None or node.op == "placeholder":
         return ""
-    name, line = re.sub(r"_\d+$", "", node.name), node_line(node)
-    return name if re.search(rf"\b{name}\b", line) and not re.search(rf"\b{node.name}\b", line) else node.name
+    name, line = _without_number(node.name), node_line(node)
+    is_on_line = re.search(rf"\b{name}\b", line) and not re.search(rf"\b{node.name}\b", line)
+    return name if is_on_line else node.name
 
 
-def _result_options(
-    names: Sequence[str], results: Sequence[str], outputs: str | Mapping[str | int, str], fragment: bool
+def _without_number(node_name: str) -> str:
+    """Return a node's name without the number that Dynamo appends to repeated names."""
+    return re.sub(r"_\d+$", "", node_name)
+
+
+def _output_options(
+    names: Sequence[str], results: Sequence[Node | None], outputs: str | Mapping[str | int, str], fragment: bool
 ) -> list[str]:
-    """Return the output option of each result, by its returned name or its name in the code.
+    """Return the output option of each result.
 
-    Names that a fragment of the model does not have are ignored.
+    Args:
+        names: Name of each result from `_result_names`.
+        results: Node of each result; None for a value that is not a tensor.
+        outputs: The option for all results, or by name in the returned structure, index, or name in the code.
+        fragment: True to ignore names that this fragment of a model does not have.
     """
     if isinstance(outputs, str):
         return [outputs] * len(names)
+    node_names = ["" if node is None else node.name for node in results]
     options = ["auto"] * len(names)
     for key, option in outputs.items():
-        found = [i for i, (name, one) in enumerate(zip(names, results)) if key == name != one]
-        found = found or [i for i, one in enumerate(results) if key in (i, one, re.sub(r"_\d+$", "", one))]
-        if not found and not fragment:
+        matches = [i for i, name in enumerate(names) if key == name != node_names[i]]
+        if not matches:
+            matches = [i for i, name in enumerate(node_names) if key in (i, name, _without_number(name))]
+        if not matches and not fragment:
             raise SpError("SP237", f"outputs: expected a result of {names}, got {key!r}.")
-        for i in found:
+        for i in matches:
             options[i] = option
     return options
 
 
 def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Record for each input whether it is a parameter, and whether it requires a gradient."""
+    """Record in the metadata of each tensor input if it is a parameter, and if it requires a gradient."""
     for node, example in zip(graph.graph.find_nodes(op="placeholder"), example_inputs):
         if isinstance(example, torch.Tensor):
-            parameter = isinstance(example, torch.nn.Parameter) or is_module_state(node)
+            parameter = isinstance(example, torch.nn.Parameter) or torch_compat.is_module_state(node)
             set_node_info(node, requires_grad=example.requires_grad, parameter=parameter)
 
 
@@ -389,15 +425,15 @@ def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int], fragment
     A fragment of the model may lack some of them; if it has none, None is returned, and the sequence is detected.
     """
     tensors = [n for n in graph.graph.find_nodes(op="placeholder") if node_info(n).parameter is False]
-    out = {}
+    arguments = [argument_name(n) for n in tensors]
+    dims = dict[str, int]()
     for key, dim in seq_dims.items():
-        found = [n for n in tensors if argument_name(n) == key]
+        matches = [node for node, argument in zip(tensors, arguments) if argument == key]
         if isinstance(key, int) and key < len(tensors):
-            found = [tensors[key]]
-        if not found and fragment:
+            matches = [tensors[key]]
+        if not matches and fragment:
             continue
-        if len(found) != 1:
-            known = [argument_name(n) for n in tensors]
-            raise SpError("SP236", f"seq_dims: expected a tensor input of {known}, got {key!r}.")
-        out[found[0].name] = dim
-    return out or None
+        if len(matches) != 1:
+            raise SpError("SP236", f"seq_dims: expected a tensor input of {arguments}, got {key!r}.")
+        dims[matches[0].name] = dim
+    return dims or None

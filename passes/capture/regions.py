@@ -1,5 +1,7 @@
 """Inline checkpoint, nested-compile, no_grad and autocast region ops.
 
+    tag_activation_checkpoint(body, x), body: sin(cos(x))   ->   cos(x), sin(...), both with meta["ac_graph_id"]
+
 A region op is a node `op(..., body, *operands)` that runs a sub-graph. Its body is copied into the outer graph, so that
 shardings can propagate through it. Its effect is preserved in other forms: checkpointing as `meta["recompute"]` and
 `meta["ac_graph_id"]`, which AOTAutograd's partitioner reads; grad mode and autocast as enter and exit nodes. Inference
@@ -19,24 +21,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
+from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, node_line
-from sp_compile.lowering.torch_compat import (
-    enter_autocast,
-    enter_inference_mode,
-    exit_autocast,
-    exit_inference_mode,
-    invoke_subgraph,
-    keep_calling_convention,
-    keep_source,
-    policy_of,
-    recompute_tags,
-    set_grad_enabled,
-    tag_activation_checkpoint,
-    wrap,
-    wrap_activation_checkpoint,
-    wrap_with_autocast,
-    wrap_with_set_grad_enabled,
-)
+from sp_compile.lowering.torch_compat import enter_inference_mode, exit_inference_mode, set_grad_enabled
 from sp_compile.passes.graph.edit import erase_dead
 
 log = logging.getLogger(__name__)
@@ -44,134 +31,142 @@ log = logging.getLogger(__name__)
 # Ids must increase: the partitioner saves values that a region passes to a region with a larger id.
 _region_ids = itertools.count()
 
-# Region op -> position of its body; the operands follow the body, or the name of the region.
-_BODY_AT = {
-    tag_activation_checkpoint: 0,
-    wrap_activation_checkpoint: 0,
-    wrap: 0,
-    invoke_subgraph: 0,
-    wrap_with_set_grad_enabled: 1,
-    wrap_with_autocast: 4,
+# Region op -> index of its body among the arguments; the operands follow the body, or the name of the region.
+_BODY_INDEX = {
+    torch_compat.tag_activation_checkpoint: 0,
+    torch_compat.wrap_activation_checkpoint: 0,
+    torch_compat.wrap: 0,
+    torch_compat.invoke_subgraph: 0,
+    torch_compat.wrap_with_set_grad_enabled: 1,
+    torch_compat.wrap_with_autocast: 4,
 }
-_REGION_CHECKPOINTS = (tag_activation_checkpoint, wrap_activation_checkpoint)
+# Region ops of checkpoints.
+_REGION_CHECKPOINTS = (torch_compat.tag_activation_checkpoint, torch_compat.wrap_activation_checkpoint)
 
 
 def inline_regions(gm: GraphModule) -> GraphModule:
     """Return a copy of `gm` with the same parameters and submodules, without inlinable region ops."""
-    copy = _RegionInliner(gm, Graph())
-    copy.graph.output(copy.body(gm, "", {}, {})).meta = dict(gm.graph.output_node().meta)
-    keep_calling_convention(copy.graph, gm.graph)
-    erase_dead(copy.graph, ("get_attr",))
-    flat = GraphModule(gm, copy.graph)
+    inliner = _RegionInliner(gm, Graph())
+    output = inliner.graph.output(inliner.inline_graph(gm, "", {}, {}))
+    output.meta = dict(gm.graph.output_node().meta)
+    torch_compat.keep_calling_convention(inliner.graph, gm.graph)
+    erase_dead(inliner.graph, ("get_attr",))
+    flat = GraphModule(gm, inliner.graph)
     flat.meta.update(gm.meta)
     return flat
 
 
 @dataclass
 class _RegionInliner:
-    root: GraphModule
-    graph: Graph
-    grad: list[bool] = field(default_factory=lambda: [torch.is_grad_enabled()])
+    """Copy of a graph and of the bodies of its region ops into one new graph.
 
-    def body(self, gm: GraphModule, path: str, env: dict[Node, Any], tags: dict[str, Any]) -> Any:
-        """Copy `gm`, at attribute `path` of the root, with its placeholders bound in `env`, and return its output."""
+    In all methods `path` is the attribute path from the root to the copied body, "" for the root. `copies` has the new
+    node (or value) of each node of the body, and is extended. `tags` is metadata for the new nodes: that of the
+    outermost checkpoint, else empty.
+    """
 
-        def bound(arg: Any) -> Any:
-            """Replace the nodes of an argument by their copies."""
-            return map_arg(arg, env.__getitem__)
+    root: GraphModule  # graph whose regions are inlined
+    graph: Graph  # new graph
+    # Grad mode at the current node; the outer elements are restored at the end of a region.
+    grad_modes: list[bool] = field(default_factory=lambda: [torch.is_grad_enabled()])
 
+    def inline_graph(self, gm: GraphModule, path: str, copies: dict[Node, Any], tags: dict[str, Any]) -> Any:
+        """Copy the nodes of `gm` except the placeholders in `copies`, and return its output."""
         for node in gm.graph.nodes:
             if node.op == "output":
-                return bound(node.args[0])
-            if node in env:
+                return map_arg(node.args[0], copies.__getitem__)
+            if node in copies:
                 continue
-            if node.op == "call_function" and node.target in _BODY_AT:
-                env[node] = self.region(gm, path, node, bound, tags)
+            if node.op == "call_function" and node.target in _BODY_INDEX:
+                copies[node] = self.inline_region(gm, path, node, copies, tags)
             elif node.op == "call_function" and node.target in (enter_inference_mode, exit_inference_mode):
-                env[node] = self.inference_mode(node)
-            elif node.target is operator.getitem and isinstance(env.get(node.args[0]), tuple | list):
-                env[node] = env[node.args[0]][node.args[1]]  # a result of a region
+                copies[node] = self.convert_inference_mode(node)
+            elif node.target is operator.getitem and isinstance(copies.get(node.args[0]), tuple | list):
+                copies[node] = copies[node.args[0]][node.args[1]]  # a result of a region
             else:
-                env[node] = self.copy(node, path, env, tags)
+                copies[node] = self.copy(node, path, copies, tags)
         raise AssertionError("a graph without an output node")
 
-    def copy(self, node: Node, path: str, env: dict[Node, Any], tags: dict[str, Any]) -> Node:
-        """Copy a node of a region, with the targets and metadata of its new graph."""
-        new = self.graph.node_copy(node, env.__getitem__)
+    def copy(self, node: Node, path: str, copies: dict[Node, Any], tags: dict[str, Any]) -> Node:
+        """Copy a node that is not a region op, with the attribute path and metadata of the new graph."""
+        new = self.graph.node_copy(node, copies.__getitem__)
         if node.op in ("get_attr", "call_module") and path:
             new.target = f"{path}.{node.target}"
         if node.op == "placeholder":
-            keep_source(new, node)
+            torch_compat.keep_source(new, node)
         if node.target is set_grad_enabled:
-            self.grad[-1] = bool(node.args[0])
+            self.grad_modes[-1] = bool(node.args[0])
         if tags and node.op in ("call_function", "call_method"):
             custom = {**new.meta.get("custom", {}), **tags.get("custom", {})}
             new.meta.update(tags, custom=custom)
         return new
 
-    def inference_mode(self, node: Node) -> Node:
-        """Record entering or exiting inference mode as a change of the grad mode."""
+    def convert_inference_mode(self, node: Node) -> Node:
+        """Emit a change of the grad mode in place of entering or exiting inference mode."""
         if node.target is enter_inference_mode:
-            self.grad.append(not node.args[0])
+            self.grad_modes.append(not node.args[0])
         else:
-            self.grad.pop()
-        return self.call(set_grad_enabled, (self.grad[-1],))
+            self.grad_modes.pop()
+        return self.emit_state_change(set_grad_enabled, (self.grad_modes[-1],))
 
-    def region(self, gm: GraphModule, path: str, node: Node, bound: Callable[[Any], Any], tags: dict[str, Any]) -> Any:
-        """Inline the body of a higher-order operator and return its results."""
-        index = _BODY_AT[node.target]
-        ref = node.args[index]
-        if not isinstance(ref, Node) or ref.op != "get_attr":
+    def inline_region(
+        self, gm: GraphModule, path: str, node: Node, copies: dict[Node, Any], tags: dict[str, Any]
+    ) -> Any:
+        """Copy the body of a region op of `gm`, and return its results."""
+        index = _BODY_INDEX[node.target]
+        attribute = node.args[index]
+        if not isinstance(attribute, Node) or attribute.op != "get_attr":
             raise CaptureError(
                 "SP216", f"{node.name}: the body of {node.target} at {node_line(node)} is not a sub-graph."
             )
-        body = gm.get_submodule(ref.target)
-        operands = bound(node.args[index + (2 if node.target is invoke_subgraph else 1) :])
-        holes = body.graph.find_nodes(op="placeholder")
-        if len(holes) != len(operands):
+        body = gm.get_submodule(attribute.target)
+        first_operand = index + (2 if node.target is torch_compat.invoke_subgraph else 1)
+        operands = map_arg(node.args[first_operand:], copies.__getitem__)
+        placeholders = body.graph.find_nodes(op="placeholder")
+        if len(placeholders) != len(operands):
             raise CaptureError(
                 "SP217",
                 f"{node.name}: {node.target} at {node_line(node)} passes {len(operands)} values to a body of "
-                f"{len(holes)} inputs.",
+                f"{len(placeholders)} inputs.",
             )
-        if (
-            node.target in _REGION_CHECKPOINTS and self.grad[-1]
-        ):  # else nothing is kept; torch refuses draws in an inference's
+        # Without gradients nothing is saved, and torch does not support random ops in a checkpoint of an inference.
+        if node.target in _REGION_CHECKPOINTS and self.grad_modes[-1]:
             tags = tags or _recompute_tags(node, body)
-        inner = f"{path}.{ref.target}" if path else ref.target
-        with self.state(node):
-            return self.body(body, inner, dict(zip(holes, operands, strict=True)), tags)
+        body_path = f"{path}.{attribute.target}" if path else attribute.target
+        with self.emit_region_state(node):
+            return self.inline_graph(body, body_path, dict(zip(placeholders, operands, strict=True)), tags)
 
     @contextmanager
-    def state(self, node: Node) -> Iterator[None]:
-        """Record the state change of a region, and its end."""
-        if node.target is wrap_with_set_grad_enabled:
-            self.call(set_grad_enabled, (node.args[0],))
-            self.grad.append(bool(node.args[0]))
+    def emit_region_state(self, node: Node) -> Iterator[None]:
+        """Emit the grad mode or autocast of a region op before the nodes of the block, and restore it after them."""
+        if node.target is torch_compat.wrap_with_set_grad_enabled:
+            self.emit_state_change(set_grad_enabled, (node.args[0],))
+            self.grad_modes.append(bool(node.args[0]))
             yield
-            self.grad.pop()
-            self.call(set_grad_enabled, (self.grad[-1],))
-        elif node.target is wrap_with_autocast:
-            token = self.call(enter_autocast, tuple(node.args[:4]))
+            self.grad_modes.pop()
+            self.emit_state_change(set_grad_enabled, (self.grad_modes[-1],))
+        elif node.target is torch_compat.wrap_with_autocast:
+            token = self.emit_state_change(torch_compat.enter_autocast, tuple(node.args[:4]))
             yield
-            self.call(exit_autocast, (token,))
+            self.emit_state_change(torch_compat.exit_autocast, (token,))
         else:
             yield
 
-    def call(self, target: Callable[..., Any], args: tuple[Any, ...]) -> Node:
-        """Emit a call without a value."""
+    def emit_state_change(self, target: Callable[..., Any], args: tuple[Any, ...]) -> Node:
+        """Emit a call without a value, which changes the grad mode or autocast."""
         node = self.graph.call_function(target, args)
         node.meta["val"] = None
         return node
 
 
 def _recompute_tags(node: Node, body: GraphModule) -> dict[str, Any]:
+    """Return the metadata of the nodes of a new checkpointed region; warn if its `context_fn` has no policy."""
     context_fn = body.meta.get("_checkpoint_context_fn")
-    policy = None if context_fn is None else policy_of(context_fn)
+    policy = None if context_fn is None else torch_compat.policy_of(context_fn)
     if context_fn is not None and policy is None:
         log.warning(
             "%s: context_fn was not created by create_selective_checkpoint_contexts and is ignored: the region is "
             "recomputed completely, with equal results",
             node_line(node),
         )
-    return recompute_tags(next(_region_ids), policy)
+    return torch_compat.recompute_tags(next(_region_ids), policy)

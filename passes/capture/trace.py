@@ -1,8 +1,9 @@
 """Trace a Dynamo graph on fake inputs to pre-dispatch ATen with composite ops.
 
-The graph runs node by node under make_fx(pre_dispatch=True). Region ops with their own backward (tensor hooks,
-autograd.Function) would lose it there, and values under vmap would become constants: these are handled here. Every
-other region op (cond, scan, flex_attention, ...) records itself.
+The graph runs node by node under make_fx(pre_dispatch=True), which records the ops that the nodes call before autograd
+runs. Region ops (nodes that run sub-graphs) with their own backward (tensor hooks, autograd.Function) would lose it
+there, and values under vmap would become constants: these are handled here. Every other region op (cond, scan,
+flex_attention, ...) records itself.
 """
 
 from __future__ import annotations
@@ -14,32 +15,12 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 
+from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, SpError, node_line
-from sp_compile.lowering.torch_compat import (
-    PYTHON_STATE_CALLS,
-    FakeTensorMode,
-    active_tracer,
-    autograd_function_apply,
-    enable_python_dispatcher,
-    get_data,
-    has_derivative,
-    make_fx,
-    preserve_thread_state,
-    proxy_of,
-    pytree,
-    register_hook_op,
-    rename_node,
-    set_grad_enabled,
-    set_proxy,
-    suspend_trace,
-    tensor_versions,
-    track_tensor_tree,
-)
+from sp_compile.lowering.torch_compat import FakeTensorMode, active_tracer, make_fx, pytree
 from sp_compile.passes.graph.edit import INHERITED_META
 
 from .regions import inline_regions
-
-_SYMBOL_NAME = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> GraphModule:
@@ -57,10 +38,10 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
         SpError: If the program cannot be recorded, with the node and the user's source line.
     """
     flat = inline_regions(gm)
-    with preserve_thread_state(), fake_mode, enable_python_dispatcher(), preserve_node_meta():
+    with torch_compat.preserve_thread_state(), fake_mode, torch_compat.enable_python_dispatcher(), preserve_node_meta():
         traced = make_fx(_TracingInterpreter(flat, fake_mode).run, pre_dispatch=True, tracing_mode="real")(*fakes)
     for new, old in zip(traced.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True):
-        rename_node(new, old.name)
+        torch_compat.rename_node(new, old.name)
         new.target = new.name
     return traced
 
@@ -73,8 +54,8 @@ class _TracingInterpreter(Interpreter):
         self.extra_traceback = False
         self.fake_mode = fake_mode
         self.functorch = _functorch_regions(gm.graph)
-        self.done: set[Node] = set()
-        self.state_nodes: dict[Any, Node] = {}
+        self.done: set[Node] = set()  # nodes of functorch regions that have run
+        self.state_nodes: dict[Any, Node] = {}  # result of a call that changes Python state -> its node in the trace
 
     def run_node(self, n: Node) -> Any:
         """Run a node; raise CaptureError with its source line if it fails."""
@@ -94,47 +75,54 @@ class _TracingInterpreter(Interpreter):
             ) from error
 
     def run_without_grad(self, n: Node) -> Any:
-        """Keep the gradient of operands that an op returns unchanged (`h.to(h.dtype)`), by restoring their proxies."""
+        """Run a node under no_grad, such that it does not detach its operands.
+
+        If an op returns its operand unchanged (`h.to(h.dtype)`), the trace would replace the operand by the node's
+        result, without gradient, in later nodes, too. Therefore restore the proxies of unmodified operands.
+        """
         operands = [x for x in pytree.tree_leaves(self.fetch_args_kwargs_from_env(n)) if isinstance(x, torch.Tensor)]
-        before, names = tensor_versions(operands), [proxy_of(x) for x in operands]
+        versions, proxies = torch_compat.tensor_versions(operands), [torch_compat.proxy_of(x) for x in operands]
         result = super().run_node(n)
-        for x, name, unwritten in zip(operands, names, tensor_versions(operands) == before):
-            if name is not None and unwritten:
-                set_proxy(x, name)
+        for x, proxy, is_unmodified in zip(operands, proxies, torch_compat.tensor_versions(operands) == versions):
+            if proxy is not None and is_unmodified:
+                torch_compat.set_proxy(x, proxy)
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call; record state changes, autograd functions and hooks as nodes."""
-        if target in PYTHON_STATE_CALLS:
+        if target in torch_compat.PYTHON_STATE_CALLS:
             return self.python_state(target, args, kwargs)
-        if target is get_data:
+        if target is torch_compat.get_data:
             return args[0].detach()
-        if target is autograd_function_apply:
+        if target is torch_compat.autograd_function_apply:
             return self.autograd_function(target, args, kwargs)
-        if target is register_hook_op:
+        if target is torch_compat.register_hook_op:
             return self.register_hook(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
     def python_state(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call for its effect on later nodes, and record it."""
+        """Run a call that changes Python state, for its effect on later nodes, and record it."""
         result = target(*args, **kwargs)
 
-        def recorded(x: Any) -> Any:
+        def to_node(x: Any) -> Any:
             """Return the node of a state object; other values unchanged."""
             return self.state_nodes.get(x, x) if getattr(x, "__hash__", None) else x
 
-        leaves = pytree.tree_map(recorded, tuple(args))
-        node = active_tracer().create_node("call_function", target, leaves, dict(kwargs))
+        node_args = pytree.tree_map(to_node, tuple(args))
+        node = active_tracer().create_node("call_function", target, node_args, dict(kwargs))
         node.meta["val"] = None
         if result is not None:
             self.state_nodes[result] = node
         return result
 
     def autograd_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace the forward and the backward of an autograd function, and record it as one node."""
+        """Trace the forward and the backward of an autograd function, and record it as one node.
+
+        The backward has the gradients of all results as inputs, followed by the values that the forward saves.
+        """
         forward, backward, *operands = args
         tags = {k: v for k, v in get_current_meta().items() if k in ("recompute", "ac_graph_id", "custom")}
-        with suspend_trace(self.fake_mode):
+        with torch_compat.suspend_trace(self.fake_mode):
             out = target(*args, **kwargs)
             leaves = _make_leaves(operands)
             lowered_forward = trace(forward, leaves, self.fake_mode)
@@ -149,11 +137,14 @@ class _TracingInterpreter(Interpreter):
         return _record_node(target, args, kwargs, {forward: lowered_forward, backward: lowered_backward}, out)
 
     def register_hook(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace the body of a tensor hook, and record it as one node."""
-        tensor, body, *free = args
-        with suspend_trace(self.fake_mode):
+        """Trace the body of a tensor hook, and record it as one node.
+
+        The body has the gradient as an input, followed by the closed-over values of the hook.
+        """
+        tensor, body, *closed_over = args
+        with torch_compat.suspend_trace(self.fake_mode):
             with torch.no_grad():
-                lowered = trace(body, [torch.empty_like(tensor), *_make_leaves(free)], self.fake_mode)
+                lowered = trace(body, [torch.empty_like(tensor), *_make_leaves(closed_over)], self.fake_mode)
             out = tensor.view_as(tensor)
         result = _record_node(target, args, kwargs, {body: lowered}, out)
         _hook_every_use(tensor, result)
@@ -165,39 +156,49 @@ class _TracingInterpreter(Interpreter):
         The replay is differentiable; the recording runs on detached inputs, with grad mode enabled because
         torch.func.grad needs it. A no_grad inside of the region is recorded, too, because it applies to outer
         differentiation.
+
+        Args:
+            nodes: Nodes of the region, in order.
+            first: The first of them.
+
+        Returns:
+            The value of the first node. Sets the values of all nodes that are read outside of the region.
         """
         inside = set(nodes)
-        ins = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))
-        outs = [n for n in nodes if any(u not in inside for u in n.users)]
-        values = {i: self.env[i] for i in ins}
-        free = [i for i, v in values.items() if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)]
+        inputs = dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in inside)
+        outputs = [n for n in nodes if not inside.issuperset(n.users)]
+        values = {x: self.env[x] for x in inputs}
+        # The inputs that the recorded graph has as arguments; it contains the other ones as constants.
+        variables = [x for x, v in values.items() if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)]
 
         def region(*args: Any) -> tuple[Any, ...]:
-            """Run the nodes of a region on other values of its free variables."""
-            sub = Interpreter(self.module, garbage_collect_values=False)
-            sub.env = {**values, **dict(zip(free, args, strict=True))}
+            """Run the nodes of the region on other values of its variables."""
+            interpreter = Interpreter(self.module, garbage_collect_values=False)
+            interpreter.env = {**values, **dict(zip(variables, args, strict=True))}
             for n in nodes:
-                sub.env[n] = sub.run_node(n)
-                if n.target is set_grad_enabled:
+                interpreter.env[n] = interpreter.run_node(n)
+                if n.target is torch_compat.set_grad_enabled:
                     active_tracer().create_node("call_function", n.target, n.args, n.kwargs)
-            return tuple(sub.env[o] for o in outs)
+            return tuple(interpreter.env[n] for n in outputs)
 
-        with suspend_trace(self.fake_mode), torch.enable_grad():
-            detached = [v.detach() if isinstance(v := values[i], torch.Tensor) else v for i in free]
+        # Record the region.
+        arguments = [values[x] for x in variables]
+        with torch_compat.suspend_trace(self.fake_mode), torch.enable_grad():
+            detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
             plain = make_fx(region, tracing_mode="real")(*detached)
         plain.graph.eliminate_dead_code()
-        lost = next((n for n in plain.graph.nodes if n.op == "call_function" and not has_derivative(n.target)), None)
-        if lost is not None and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values.values()):
-            raise CaptureError(
-                "SP214",
-                f"{lost.target} at {node_line(first)} has no derivative inside a transform of torch.func (vmap, grad, "
-                "jvp).",
-            )
-        keep = {k: first.meta[k] for k in INHERITED_META if k in first.meta}
+        needs_gradient = any(isinstance(x, torch.Tensor) and x.requires_grad for x in values.values())
         for n in plain.graph.nodes:
-            n.meta = dict(keep)
-        results = Interpreter(plain).run(*[values[i] for i in free])
-        self.env.update(zip(outs, results, strict=True))
+            if needs_gradient and n.op == "call_function" and not torch_compat.has_derivative(n.target):
+                raise CaptureError(
+                    "SP214",
+                    f"{n.target} at {node_line(first)} has no derivative inside a transform of torch.func (vmap, grad, "
+                    "jvp).",
+                )
+            n.meta = {key: first.meta[key] for key in INHERITED_META if key in first.meta}
+        # Replay it.
+        results = Interpreter(plain).run(*arguments)
+        self.env.update(zip(outputs, results, strict=True))
         self.done |= inside
         return self.env.get(first)
 
@@ -205,20 +206,29 @@ class _TracingInterpreter(Interpreter):
 def _record_node(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bodies: dict[GraphModule, GraphModule], out: Any
 ) -> Any:
-    """Record one node target(*args) with lowered bodies and the value `out`."""
+    """Record one node target(*args) with the value `out` in the active trace, and return the tracked value.
+
+    Args:
+        target: The region op.
+        args: Its arguments, among them the original bodies.
+        kwargs: Its keyword arguments.
+        bodies: Traced body that the node reads in place of each original body.
+        out: Value of the node.
+    """
     tracer = active_tracer()
 
-    def proxied(x: Any) -> Any:
-        """Return the proxy of a value, or of a traced body."""
+    def to_proxy(x: Any) -> Any:
+        """Return the proxy of a value or of a traced body; other values unchanged."""
         if isinstance(x, GraphModule):
             name = tracer.get_fresh_qualname("region_body")
             tracer.root.register_module(name, bodies[x])
             return tracer.create_proxy("get_attr", name, (), {})
-        return tracer.unwrap_proxy(x) if isinstance(x, (torch.Tensor, *_SYMBOL_NAME)) else x
+        is_traced_value = isinstance(x, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+        return tracer.unwrap_proxy(x) if is_traced_value else x
 
-    new_args, new_kwargs = pytree.tree_map(proxied, (tuple(args), dict(kwargs)))
+    new_args, new_kwargs = pytree.tree_map(to_proxy, (tuple(args), dict(kwargs)))
     proxy = tracer.create_proxy("call_function", target, new_args, new_kwargs)
-    return track_tensor_tree(out, proxy, constant=None, tracer=tracer)
+    return torch_compat.track_tensor_tree(out, proxy, constant=None, tracer=tracer)
 
 
 def _hook_every_use(tensor: Any, hooked: Any) -> None:
@@ -235,47 +245,50 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
     source, hook = (proxy.node for proxy in proxies)
     if len(source.users) == 1 and torch.is_grad_enabled():
         return
-    bodies = [node for node in hook.all_input_nodes if node.op == "get_attr"]
-    free = [node for node in hook.all_input_nodes if node is not source and node.op not in ("get_attr", "placeholder")]
-    late = [node for node in free if source < node]
+    inputs = hook.all_input_nodes
+    late = [node for node in inputs if node.op not in ("get_attr", "placeholder") and source < node]
     if late:
         raise CaptureError(
             "SP218",
             f"The hook registered at {node_line(hook)} reads {late[0].name}, which is computed after the first use of "
             f"the tensor whose gradient the hook changes.",
         )
-    inputs = list(source.graph.find_nodes(op="placeholder"))
-    (source if source.op != "placeholder" else inputs[-1]).append(hook)
-    for body in bodies:
+    # Move the hook and its body before the first use of the tensor.
+    place = source if source.op != "placeholder" else [*source.graph.find_nodes(op="placeholder")][-1]
+    place.append(hook)
+    for body in (node for node in inputs if node.op == "get_attr"):
         hook.prepend(body)
     source.replace_all_uses_with(hook, delete_user_cb=lambda user: user is not hook)
 
 
 def _make_leaves(args: Sequence[Any]) -> list[Any]:
-    """Return new autograd leaves with the same metadata, to trace a body separately."""
+    """Return values (also nested in containers) as new autograd leaves, to trace a body separately."""
 
-    def leaf(x: Any) -> Any:
-        """Return a tensor as a leaf; other values unchanged."""
-        return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+    def make_leaf(x: torch.Tensor) -> torch.Tensor:
+        """Return a leaf with the same metadata."""
+        return x.detach().requires_grad_(x.requires_grad)
 
-    return [pytree.tree_map(leaf, a) for a in args]
+    return [pytree.tree_map_only(torch.Tensor, make_leaf, x) for x in args]
 
 
 def _functorch_regions(graph: Graph) -> dict[Node, list[Node]]:
-    """Map the first node of each outermost vmap, grad or jvp nesting to all its nodes."""
+    """Map the first node of each outermost vmap, grad or jvp region to all its nodes.
+
+    In Dynamo's graphs a call that increments the nesting starts such a region, and one that decrements it ends it.
+    """
     regions: dict[Node, list[Node]] = {}
-    current: list[Node] = []
+    region: list[Node] = []
     depth = 0
     for n in graph.nodes:
         name = getattr(n.target, "__name__", "") if n.op == "call_function" else ""
         if name.endswith("increment_nesting") or name == "_enter_dual_level":
             if depth == 0:
-                current = regions[n] = []
+                region = regions[n] = []
             depth += 1
         if depth:
-            current.append(n)
+            region.append(n)
         if name.endswith("decrement_nesting") or name == "_exit_dual_level":
             depth -= 1
-        if name == "lazy_load_decompositions" and depth == 0:
+        if name == "lazy_load_decompositions" and depth == 0:  # prepares vmap
             regions[n] = [n]
     return regions

@@ -15,19 +15,22 @@ from sp_compile.lowering.torch_compat import RestartAnalysis, ShortenTraceback, 
 
 log = logging.getLogger(__name__)
 
-UNSPLIT_WARNING = (
+UNSPLIT_WARNING = (  # % (subject, reason)
     "%s runs unsplit on every rank, although it is compiled with backend='sp', which cannot split it: "
     "%s. fallback='error' raises an error instead"
 )
 
 NOT_TRACED_CAUSE = "torch cannot trace its forward or backward without the data"
 
-_warned_unsplit: set[tuple[str, str]] = set()
+_warned_unsplit: set[tuple[str, str]] = set()  # subject and reason of earlier warnings
 
 
 @contextmanager
 def wrap_failures() -> Iterator[None]:
-    """Convert failures of capture or of a pass to CaptureError, except SpError and Dynamo's own errors."""
+    """Convert exceptions inside the block to CaptureError, except SpError, Dynamo's own errors and MemoryError.
+
+    Torch's errors on which Dynamo falls back to eager are raised unchanged, too.
+    """
     try:
         yield
     except (SpError, RestartAnalysis, ShortenTraceback, MemoryError):
@@ -45,8 +48,13 @@ def unsplit_reason(error: Exception) -> str:
     return f"{NOT_TRACED_CAUSE} ({type(error).__name__}: {error})." if is_fallback_error(error) else ""
 
 
-def warn_unsplit(subject: str, why: str) -> None:
-    """Warn on rank 0, once for each program and reason."""
-    if process_rank() == 0 and (subject, why) not in _warned_unsplit:
-        _warned_unsplit.add((subject, why))
-        log.warning(UNSPLIT_WARNING, subject, why.rstrip(". "))
+def warn_unsplit(subject: str, reason: str) -> None:
+    """Warn on rank 0 that a program runs unsplit, once for each program and reason.
+
+    Args:
+        subject: The program, as the subject of a sentence.
+        reason: Result of `unsplit_reason`.
+    """
+    if process_rank() == 0 and (subject, reason) not in _warned_unsplit:
+        _warned_unsplit.add((subject, reason))
+        log.warning(UNSPLIT_WARNING, subject, reason.rstrip(". "))

@@ -27,31 +27,35 @@ def functionalize_collectives(gm: GraphModule) -> None:
         return
     editor = GraphEditor().edit(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.c10d.alltoall_base_.default):
-        holder = node.args[2]
-        group = dist.ProcessGroup.unbox(getattr(gm, holder.target))
-        shares = _rows_per_rank(editor, node, group.size())
-        if shares is not None and not node.users:
-            _emit_exchange(editor, node, (*shares, group.group_name))
-            if not holder.users:
-                gm.graph.erase_node(holder)
+        group_node = node.args[2]
+        group = dist.ProcessGroup.unbox(getattr(gm, group_node.target))
+        split_sizes = _split_sizes(editor, node, group.size())
+        if split_sizes is not None and not node.users:
+            _replace_exchange(editor, node, split_sizes, group.group_name)
+            if not group_node.users:
+                gm.graph.erase_node(group_node)
 
 
-def _rows_per_rank(editor: GraphEditor, node: Node, n: int) -> list[list[Any]] | None:
-    """Return the rows received from and sent to each rank, or None if they are unknown."""
-    out, x, _, *shares = node.args[:5]
+def _split_sizes(editor: GraphEditor, node: Node, n: int) -> list[list[Any]] | None:
+    """Return the numbers of rows received from and sent to each of n ranks, or None if they are unknown.
+
+    Empty arguments of the node mean equal numbers; symbolic ones are computed by nodes that are inserted before it.
+    """
+    out, x, _, *split_sizes = node.args[:5]
     shape = node_shape(x)
-    each = exact_quotient(shape[0], n)
-    if node_shape(out) != shape or (each is None and not all(shares)):
+    equal_size = exact_quotient(shape[0], n)
+    if node_shape(out) != shape or (equal_size is None and not all(split_sizes)):
         return None
     with editor.graph.inserting_before(node):
-        return [list(share) or editor.sizes.list([each] * n) for share in shares]
+        return [list(sizes) or editor.sizes.list([equal_size] * n) for sizes in split_sizes]
 
 
-def _emit_exchange(editor: GraphEditor, node: Node, how: tuple[Any, ...]) -> None:
+def _replace_exchange(editor: GraphEditor, node: Node, split_sizes: list[list[Any]], group_name: str) -> None:
+    """Replace an in-place all-to-all by the functional one, a wait and a copy to its output tensor."""
     functional = torch.ops._c10d_functional
     out, x = node.args[:2]
     with editor.graph.inserting_before(node):
-        sent = editor.compute(functional.all_to_all_single.default, (x, *how), node)
+        sent = editor.compute(functional.all_to_all_single.default, (x, *split_sizes, group_name), node)
         received = editor.compute(functional.wait_tensor.default, (sent,), node)
         editor.emit(aten.copy_.default, (out, received), out.meta["val"], node)
     editor.graph.erase_node(node)

@@ -1,9 +1,9 @@
-"""The program that torch.compile passes to the backend: a Dynamo graph and its example inputs."""
+"""Define the program that torch.compile passes to the backend, and a store of captured programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,13 +21,8 @@ from sp_compile.passes.sharding.axes import find_sequences, name_axes
 class UserProgram:
     """A Dynamo graph and its example inputs."""
 
-    graph: GraphModule
-    inputs: Sequence[Any]
-
-    @classmethod
-    def from_dynamo(cls, gm: GraphModule, example_inputs: Sequence[Any]) -> UserProgram:
-        """Return the program that Dynamo passes to a backend."""
-        return cls(gm, tuple(example_inputs))
+    graph: GraphModule  # as Dynamo traced it, not captured
+    inputs: Sequence[Any]  # one for each placeholder: fake or real tensors, SymInts
 
     @property
     def device(self) -> torch.device:
@@ -45,9 +40,9 @@ class UserProgram:
         return any(isinstance(x, Sharded) and x.sharding.is_balanced for x in self.inputs)
 
     def has_only_user_exchanges(self) -> bool:
-        """Return True if the graph has its own collectives and no sequence.
+        """Return True if the user's program has collectives and no sequence to shard.
 
-        The graph alone decides, without an exchange: all ranks with the same program find the same.
+        No rank communicates to decide this: all ranks with the same program have the same result.
         """
         if not has_user_exchanges(self.graph):
             return False
@@ -61,3 +56,21 @@ class UserProgram:
         except Exception:  # raised again by the caller that lowers the program
             return False
         return not axes.sequences
+
+
+@dataclass
+class CapturedGraphs:
+    """Graphs that Dynamo traced for a model with certain layers, for analyses with other options."""
+
+    # the only graph, its inputs and context; None for several graphs or symbolic lengths
+    graph: tuple[GraphModule, Sequence[Any], torch_compat.TracingContext] | None = None
+    graphs: int = 0  # number of graphs
+    captured: dict[GraphModule, GraphModule] = field(default_factory=dict)  # captured graph by Dynamo graph
+
+    def add(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
+        """Add a graph that is being compiled, which sets `graph` if it is the only one and complete."""
+        self.graphs += 1
+        context = torch_compat.TracingContext.try_get()
+        has_static_sizes = all(isinstance(x, torch.Tensor) for x in inputs)
+        is_complete = self.graphs == 1 and not torch_compat.is_fragment(gm)
+        self.graph = (gm, inputs, context) if is_complete and has_static_sizes and context is not None else None

@@ -1,7 +1,8 @@
 """Invert views: compute the new value of a view's base from the new value of the view.
 
-`y = x.transpose(0, 1); y.add_(1)` changes x as well. With y' the new y, x' = y'.transpose(0, 1): each view op has such
-an inverse. The inverse of a permutation or reshape is derived from its rule; the others are defined here.
+`y = x.transpose(0, 1); y.add_(1)` changes x as well. With y' the new y, the new x is y'.transpose(0, 1): each view op
+has such an inverse. The inverse of a permutation or reshape is derived from its rule; the others are defined here.
+In all functions `new` is the new value of the view, and `emit(target, *args, **kwargs)` appends a node to the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sp_compile.passes.sharding.matchers import keeps_order, match_piece, permut
 
 aten = torch.ops.aten
 
-Emit = Callable[..., Node]
+Emit = Callable[..., Node]  # emit(target, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,17 @@ def shape_in_graph(node: Node, emit: Emit) -> list[Any]:
 
 
 def _invert_reshape(view: ViewCall, new: Node, emit: Emit) -> Node:
+    """Reshape the new value to the shape of the base."""
     return emit(aten.reshape.default, new, shape_in_graph(view.base, emit))
 
 
 def _invert_by_scatter(op: Any) -> Callable[[ViewCall, Node, Emit], Node]:
+    """Return the inverse of a view of some elements: `op` writes the new value to these elements of the base."""
     return lambda view, new, emit: emit(op, view.base, new, *view.args)
 
 
 def _invert_narrow(view: ViewCall, new: Node, emit: Emit) -> Node:
+    """Write the new value to the rows of the base that `narrow(base, dim, start, length)` selects."""
     dim, start, length = view.args
     symbolic = isinstance(start, Node) or isinstance(length, Node)
     end = emit(operator.add, start, length) if symbolic else start + length
@@ -65,27 +69,30 @@ def _invert_narrow(view: ViewCall, new: Node, emit: Emit) -> Node:
 
 
 def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emit) -> Node:
-    """Invert a permutation; ops that copy only if necessary share storage only if they did not copy."""
-    back = inverse_permutation(order)
-    if is_identity(order):
+    """Permute the new value back, by the op of the view if it is its own inverse (transpose)."""
+    if is_identity(order):  # of an op that copies only if necessary, such as contiguous: it did not copy
         return new
-    inverse = back == [*order] and isinstance(view.base, Node)  # not for einsum, whose equation is its first argument
-    return emit(view.node.target, new, *view.args) if inverse else emit(aten.permute.default, new, back)
+    inverse = inverse_permutation(order)
+    is_einsum = not isinstance(view.base, Node)  # its equation is its first argument
+    if inverse == [*order] and not is_einsum:
+        return emit(view.node.target, new, *view.args)
+    return emit(aten.permute.default, new, inverse)
 
 
 def _invert_expand(view: ViewCall, new: Node, emit: Emit) -> Node | None:
+    """Return the new value if expand did not repeat any dim, else None."""
     return new if new.meta["val"].shape == view.base.meta["val"].shape else None
 
 
 def rejoin_split(split: ViewCall, piece: Node, new: Node, emit: Emit) -> Node | None:
-    """Return the base of a split after `piece`, one of its pieces, is replaced by `new`."""
-    found = match_piece(piece)
-    if found is None:
+    """Emit the base of a split (or chunk, unbind) after `piece`, one of its pieces, is replaced by `new`."""
+    match = match_piece(piece)
+    if match is None:
         return None
-    pieces = emit(split.node.target, split.base, *split.args)
-    n = len(pieces.meta["val"])
-    parts = [new if i == piece.args[1] % n else emit(operator.getitem, pieces, i) for i in range(n)]
-    return emit(aten.cat.default if found.keeps_dim else aten.stack.default, parts, found.dim)
+    split_node = emit(split.node.target, split.base, *split.args)
+    n = len(split_node.meta["val"])
+    pieces = [new if i == piece.args[1] % n else emit(operator.getitem, split_node, i) for i in range(n)]
+    return emit(aten.cat.default if match.keeps_dim else aten.stack.default, pieces, match.dim)
 
 
 _INVERSES: dict[Any, Callable[[ViewCall, Node, Emit], Node | None]] = {

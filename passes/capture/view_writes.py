@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -24,14 +25,13 @@ from sp_compile.lowering.torch_compat import evaluate_expr, pytree, schema_of, s
 from sp_compile.passes.graph.call import is_tensor, parse_overloads
 from sp_compile.passes.graph.edit import erase_dead
 from sp_compile.passes.graph.mutation import find_mutation, functional_form, is_mutation, is_view_change, to_positional
-from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_shape, is_same_size
+from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_shape
 
 from .aliases import Aliases, node_storages
 
 aten = torch.ops.aten
 
-VIEW_OPS = "sp_views"
-"""Key of `SharedResults` in the meta of a captured graph."""
+VIEW_OPS = "sp_views"  # key of `SharedResults` in the meta of a captured graph
 
 # Ops whose result may share memory, depending on strides.
 _RESHAPES = parse_overloads("reshape reshape_as view_as flatten.using_ints ravel contiguous")
@@ -49,23 +49,23 @@ class ViewStep:
     def bind(self, known: Mapping[sympy.Symbol, Any]) -> Callable[[Any], Any]:
         """Return the view as a function of a tensor, with the symbols replaced by `known`."""
 
-        def number(x: Any) -> Any:
+        def evaluate(x: Any) -> Any:
             """Evaluate a symbolic expression; return other values unchanged."""
             return evaluate_expr(x, known) if isinstance(x, sympy.Expr) else x
 
-        args, kwargs = pytree.tree_map(number, (self.args, dict(self.kwargs or {})))
+        args, kwargs = pytree.tree_map(evaluate, (self.args, dict(self.kwargs or {})))
         return lambda x: self.op(x, *args, **kwargs)
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
         """Return the symbols among the arguments."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs or {})))
-        return {one for x in leaves if isinstance(x, sympy.Expr) for one in x.free_symbols}
+        return {symbol for x in leaves if isinstance(x, sympy.Expr) for symbol in x.free_symbols}
 
 
 @dataclass(frozen=True)
 class ResultView:
-    """View that computes a result from another result or an argument."""
+    """Result that is recreated after the run, as a view of another result or of an argument."""
 
     number: int  # index of the result
     of_argument: bool  # True if the base is an argument
@@ -76,17 +76,17 @@ class ResultView:
     @cached_property
     def symbols(self) -> set[sympy.Symbol]:
         """Return the symbols of all steps."""
-        return {one for step in self.steps for one in step.symbols}
+        return {symbol for step in self.steps for symbol in step.symbols}
 
     def steps_at(self, base: Tensor, known: Mapping[sympy.Symbol, Any]) -> list[Callable[[Any], Any]]:
-        """Return the functions that compute the result from this base.
+        """Return the functions that compute the result from this base, applied one after the other.
 
         Args:
             base: Base tensor.
             known: Values of the symbols of the inputs.
         """
-        own = {symbol: extent for symbol, extent in zip(self.shape, base.shape) if isinstance(symbol, sympy.Symbol)}
-        return [step.bind({**own, **known}) for step in self.steps]
+        base_sizes = {size: extent for size, extent in zip(self.shape, base.shape) if isinstance(size, sympy.Symbol)}
+        return [step.bind({**base_sizes, **known}) for step in self.steps]
 
 
 @dataclass(frozen=True)
@@ -98,45 +98,46 @@ class SharedResults:
 
 
 def find_shared_results(gm: GraphModule) -> SharedResults:
-    """Find the results of a captured graph, before functionalization, that are views of others.
+    """Find the results of a captured graph, before functionalization, that are views of others or of inputs.
 
-    A common base of several results that is not a result itself is added to the results.
+    A common base of several results that is not a result itself is added to the results of the graph.
     """
-    results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-    inputs = gm.graph.find_nodes(op="placeholder")
-    memory = Counter(one for x in (*inputs, *results) if is_tensor(x) for one in node_storages(x))
-    if not any(memory[one] > 1 for x in results if is_tensor(x) for one in node_storages(x)):
+    output, inputs = gm.graph.output_node(), list(gm.graph.find_nodes(op="placeholder"))
+    results = list(output.args[0])  # type: ignore[arg-type]
+    tensors = {i: x for i, x in enumerate(results) if is_tensor(x)}
+    storage_uses = Counter(s for x in (*inputs, *tensors.values()) if is_tensor(x) for s in node_storages(x))
+    if not any(storage_uses[storage] > 1 for x in tensors.values() for storage in node_storages(x)):
         return SharedResults()
     aliases = _read_aliases(gm.graph)
-    names = {i: aliases.name(x) for i, x in enumerate(results) if is_tensor(x)}
-    known = {symbol for node in inputs for symbol in _step_symbols(node)}
-    groups: dict[Node, list[int]] = {}
-    for i, node in names.items():
-        groups.setdefault(aliases.root(node), []).append(i)
-    views, own = list[ResultView](), len(results)
-    for root, numbers in groups.items():
+    nodes = {i: aliases.resolve(x) for i, x in tensors.items()}  # result index -> its node at the end of the program
+    known = {symbol for node in inputs for symbol in _size_symbols(node)}
+    results_of_root: dict[Node, list[int]] = {}
+    for i, node in nodes.items():
+        results_of_root.setdefault(aliases.root(node), []).append(i)
+    views, n_results = list[ResultView](), len(results)
+    for root, indices in results_of_root.items():
         if root.op == "placeholder":
-            base = list(inputs).index(root)
-            found = [_result_view(aliases, i, names[i], root, True, base, known) for i in numbers]
-            views += [one for one in found if one is not None]
+            base_index = inputs.index(root)
+            candidates = [_result_view(aliases, i, nodes[i], root, True, base_index, known) for i in indices]
+            views += [view for view in candidates if view is not None]
         elif root.op != "get_attr":
-            for together in _overlapping_groups(aliases, {i: names[i] for i in numbers}):
-                node = _common_base(aliases, [names[i] for i in together]) or root
-                if aliases.name(node) is not node:  # its shape was changed in place
+            for group in _overlapping_groups(aliases, {i: nodes[i] for i in indices}):
+                base = _common_base(aliases, [nodes[i] for i in group]) or root
+                if aliases.resolve(base) is not base:  # its shape was changed in place
                     continue
-                at = next((i for i in together if names[i] is node), len(results))
-                found = [_result_view(aliases, i, names[i], node, False, at, known) for i in together if i != at]
-                if None not in found:
-                    views += [one for one in found if one is not None]
-                    results += [node] if at == len(results) else []
-    if len(results) > own:
-        output = gm.graph.output_node()
-        output.args = (type(output.args[0])(results),)
-    return SharedResults(tuple(views), len(results) - own)
+                base_index = next((i for i in group if nodes[i] is base), len(results))
+                members = [i for i in group if i != base_index]
+                candidates = [_result_view(aliases, i, nodes[i], base, False, base_index, known) for i in members]
+                group_views = [view for view in candidates if view is not None]
+                if len(group_views) == len(members):
+                    views += group_views
+                    results += [base] if base_index == len(results) else []
+    output.args = (type(output.args[0])(results),)
+    return SharedResults(tuple(views), len(results) - n_results)
 
 
 def omit_views(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> None:
-    """Replace these views by None in the results, and return only the first `hidden` of the added bases."""
+    """Replace these views by None in the results of a graph, and remove all but the first `hidden` added bases."""
     output, shared = gm.graph.output_node(), gm.meta[VIEW_OPS]
     results = list(output.args[0])  # type: ignore[arg-type]
     for view in views:
@@ -150,138 +151,159 @@ def _read_aliases(graph: Graph) -> Aliases:
     """Return the aliases at the end of a program with in-place ops."""
     aliases = Aliases(graph)
     for node in graph.nodes:
-        args, kwargs = aliases.calls[node] = map_arg((node.args, node.kwargs), aliases.name)
+        args, kwargs = aliases.calls[node] = map_arg((node.args, node.kwargs), aliases.resolve)
         if node.op == "output":
             break
         if node.target is set_grad_enabled:
-            aliases.grad = bool(node.args[0])
-        if is_view_change(node):
-            aliases.adopt(node)
-            aliases.rename(args[0], node)
-        elif is_mutation(node):
+            aliases.grad_enabled = bool(node.args[0])
+        if is_mutation(node) and not is_view_change(node):
             mutation = find_mutation(node, args, kwargs)
             if mutation.value is not None or mutation.returns_target:
-                aliases.rename(node, mutation.targets[0])
-            else:
-                aliases.adopt(node)
-        else:
-            aliases.adopt(node)
+                aliases.replace(node, mutation.targets[0])
+                continue
+        aliases.record(node)
+        if is_view_change(node):
+            aliases.replace(args[0], node)
     return aliases
 
 
 def _view_chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[Node]:
     """Return the views from a base (default: the root) to a node, in order."""
-    found = list[Node]()
+    views = list[Node]()
     while node is not base and node in aliases.parent:
-        found.append(node)
+        views.append(node)
         node = aliases.parent[node]
-    return found[::-1]
+    return views[::-1]
 
 
 def _common_base(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
     """Return the node of which all others are views, or None."""
-    for node in nodes:
-        if all(one is node or node in (_view_chain(aliases, one)) for one in nodes):
-            return node
+    for base in nodes:
+        if all(node is base or base in _view_chain(aliases, node) for node in nodes):
+            return base
     return None
 
 
-def _overlapping_groups(aliases: Aliases, names: Mapping[int, Node]) -> Iterator[list[int]]:
-    """Yield groups of results in which a write to one may change others; pieces of a split are separate."""
+def _overlapping_groups(aliases: Aliases, nodes: Mapping[int, Node]) -> Iterator[list[int]]:
+    """Yield groups, by index, of results in which a write to one may change others.
+
+    Pieces of a split are in separate groups.
+
+    Args:
+        aliases: Aliases at the end of the program.
+        nodes: Views of one root that are results, by index of the result.
+    """
     groups: list[list[int]] = []
-    for i, node in names.items():
-        touched = [g for g in groups if not all(_are_disjoint(aliases, node, names[k]) for k in g)]
-        groups = [g for g in groups if g not in touched]
-        groups.append([*(k for g in touched for k in g), i])
-    yield from (sorted(g) for g in groups if len(g) > 1)
+    for i, node in nodes.items():
+        touched = [group for group in groups if not all(_are_disjoint(aliases, node, nodes[k]) for k in group)]
+        groups = [group for group in groups if group not in touched]
+        groups.append([*chain.from_iterable(touched), i])
+    yield from (sorted(group) for group in groups if len(group) > 1)
 
 
 def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
-    """Return True if two views of one tensor provably have no element in common."""
+    """Return True if two views of one tensor provably have no element in common.
+
+    The first views in which their chains differ are compared: elements of one split, or slices along one dim.
+    """
     pairs = zip(_view_chain(aliases, a), _view_chain(aliases, b))
-    first, second = next(((x, y) for x, y in pairs if x is not y), (None, None))
-    if first is None or second is None:
+    view_a, view_b = next(((x, y) for x, y in pairs if x is not y), (None, None))
+    if view_a is None or view_b is None:  # one is a view of the other
         return False
-    if first.target is operator.getitem and second.target is operator.getitem:
-        return bool(first.args[0] is second.args[0] and first.args[1] != second.args[1])
-    one, other = _cut_range(aliases, first), _cut_range(aliases, second)
-    if one is None or other is None or one[0] != other[0]:
+    if view_a.target is operator.getitem and view_b.target is operator.getitem:
+        return bool(view_a.args[0] is view_b.args[0] and view_a.args[1] != view_b.args[1])
+    rows_a, rows_b = _selected_rows(aliases, view_a), _selected_rows(aliases, view_b)
+    if rows_a is None or rows_b is None or rows_a.dim != rows_b.dim:
         return False
-    return one[2] <= other[1] or other[2] <= one[1]
+    return rows_a.end <= rows_b.start or rows_b.end <= rows_a.start
 
 
-def _cut_range(aliases: Aliases, node: Node) -> tuple[int, int, int] | None:
-    """Return (dim, start, end) of a view that slices, with non-negative positions, or None if unknown."""
+class _SelectedRows(NamedTuple):
+    """Positions that a view selects from one dim of its base."""
+
+    dim: int  # non-negative
+    start: int  # first position, non-negative
+    end: int  # position after the last one
+
+
+def _selected_rows(aliases: Aliases, node: Node) -> _SelectedRows | None:
+    """Return the positions that a select, a narrow or a slice without step selects, or None if they are unknown."""
     if node.target not in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
         return None
-    base, *rest = to_positional(node.target, *aliases.calls[node])
-    dim, *cut = rest or [0]
+    base, *args = to_positional(node.target, *aliases.calls[node])
+    dim, *positions = args or [0]
     length = as_sizes(base.meta["val"].shape)[dim]
     if node.target is aten.slice.Tensor:
-        start, end, step = [*cut, *list[Any]([None, None, 1])[len(cut) :]]
+        defaults: list[Any] = [None, None, 1]
+        start, end, step = [*positions, *defaults[len(positions) :]]
         start, end = start or 0, length if end is None else end
     else:
-        start, step = cut[0], 1
-        end = None if isinstance(start, Node) else length if start == -1 else start + 1
-        if node.target is aten.narrow.default:
-            end = None if isinstance(start, Node) or isinstance(cut[1], Node) else start + cut[1]
-    ends = [x for x in (start, end, step) if isinstance(x, int)]
-    if isinstance(length, int) and len(ends) == 3:
-        start, end = (x + length if x < 0 else min(x, length) for x in ends[:2])
-    known = len(ends) == 3 and step == 1 and min(start, end) >= 0
-    return (dim % base.meta["val"].ndim, start, end) if known else None
+        start, step = positions[0], 1
+        n_rows = positions[1] if node.target is aten.narrow.default else 1
+        if isinstance(start, Node) or isinstance(n_rows, Node):
+            return None
+        end = (start + n_rows) or length  # 0 after a negative start
+    if not all(isinstance(x, int) for x in (start, end, step)) or step != 1:
+        return None
+    if isinstance(length, int):
+        start, end = (x + length if x < 0 else min(x, length) for x in (start, end))
+    return _SelectedRows(dim % base.meta["val"].ndim, start, end) if min(start, end) >= 0 else None
 
 
 def _result_view(
-    aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, at: int, known: Set[sympy.Symbol]
+    aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, base_index: int, known: Set[sympy.Symbol]
 ) -> ResultView | None:
-    """Return the view of a result, or None if it cannot be expressed by view ops."""
-    steps = list[ViewStep]()
-    chain = _view_chain(aliases, node, base)
-    detaches = any(one.target is aten.detach.default for one in chain)
-    if chain and aliases.detach_view(node) and not aliases.detach_view(base) and not detaches:  # created under no_grad
-        steps.append(ViewStep(aten.detach.default))
-    for one in chain:
-        step = _view_step(aliases, one)
-        if step is None:
-            return None
-        steps.append(step)
+    """Return a result as a view of a base, or None if it cannot be expressed by view ops.
+
+    Args:
+        aliases: Aliases at the end of the program.
+        number: Index of the result.
+        node: Node of the result.
+        base: Node of the base.
+        of_argument: True if the base is an argument, False if it is a result.
+        base_index: Index of the base.
+        known: Symbols whose values are known after the run: sizes of inputs.
+    """
+    view_nodes = _view_chain(aliases, node, base)
+    steps = [_view_step(aliases, view) for view in view_nodes]
+    is_detached = aliases.is_detached_view(node) and not aliases.is_detached_view(base)
+    if view_nodes and is_detached and not any(view.target is aten.detach.default for view in view_nodes):
+        steps.insert(0, ViewStep(aten.detach.default))  # the views were created under no_grad
     shape = as_sizes(base.meta["val"].shape)
-    if any(not step.symbols <= {*known, *shape} for step in steps):
+    known_steps = [step for step in steps if step is not None and step.symbols <= {*known, *shape}]
+    if len(known_steps) < len(steps):
         return None
-    return ResultView(number, of_argument, at, tuple(steps), shape)
+    return ResultView(number, of_argument, base_index, tuple(known_steps), shape)
 
 
 def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
+    """Return the view op that computes a view from its base, or None if there is none.
+
+    This is the op of the node, unless it copies depending on strides or reads other tensors: then `view` or
+    `as_strided` to the node's shape and strides.
+    """
     source, value = aliases.parent[node], node.meta["val"]
     base = source.meta["val"]
     op = functional_form(node.target) if is_view_change(node) else node.target
     if op is operator.getitem:
         return ViewStep(operator.getitem, (node.args[1],))
     args, kwargs = to_positional(op, *aliases.calls[node]), aliases.calls[node][1]
-    others = [x for x in pytree.tree_leaves((args[1:], kwargs)) if is_tensor(x)]
-    kwargs = {name: x for name, x in kwargs.items() if not _is_positional(op, name, len(args))}
-    is_view = bool(args) and args[0] is source and not others
-    if is_view and op not in _MAY_COPY and getattr(op, "is_view", False):
-        rest, kwargs = map_arg((args[1:], kwargs), as_size)
-        return ViewStep(op, rest, kwargs)
+    reads_other_tensor = any(map(is_tensor, pytree.tree_leaves((args[1:], kwargs))))
+    is_view_of_source = bool(args) and args[0] is source and not reads_other_tensor
+    if is_view_of_source and op not in _MAY_COPY and getattr(op, "is_view", False):
+        positional_names = [argument.name for argument in schema_of(op).arguments[: len(args)]]
+        kwargs = {name: x for name, x in kwargs.items() if name not in positional_names}
+        return ViewStep(op, *map_arg((args[1:], kwargs), as_size))
     if not isinstance(value, Tensor) or not isinstance(base, Tensor) or value.dtype != base.dtype:
         return None
     shape, strides = as_sizes(value.shape), as_sizes(value.stride())
-    starts = as_size(base.storage_offset()), as_size(value.storage_offset())
-    if (
-        is_same_shape(shape, as_sizes(base.shape))
-        and is_same_shape(strides, as_sizes(base.stride()))
-        and is_same_size(*starts)
-    ):
+    base_offset, offset = as_size(base.storage_offset()), as_size(value.storage_offset())
+    base_layout = as_sizes((*base.shape, *base.stride(), base.storage_offset()))
+    if is_same_shape((*shape, *strides, offset), base_layout):
         return ViewStep(aten.alias.default)
     if op in _RESHAPES:
         return ViewStep(aten.view.default, (list(shape),))
-    return ViewStep(_as_strided, (list(shape), list(strides), starts[1] - starts[0]))
-
-
-def _is_positional(op: Any, name: str, count: int) -> bool:
-    return name in [argument.name for argument in schema_of(op).arguments[:count]]
+    return ViewStep(_as_strided, (list(shape), list(strides), offset - base_offset))
 
 
 def _as_strided(x: Tensor, shape: Sequence[int], strides: Sequence[int], start: int) -> Tensor:
@@ -289,13 +311,8 @@ def _as_strided(x: Tensor, shape: Sequence[int], strides: Sequence[int], start: 
     return x.as_strided(shape, strides, int(x.storage_offset()) + start)
 
 
-def _step_symbols(node: Node) -> set[sympy.Symbol]:
+def _size_symbols(node: Node) -> set[sympy.Symbol]:
+    """Return the symbols that are the value of an input, or sizes of it."""
     value = node.meta.get("val")
-    found = (
-        as_sizes(value.shape)
-        if isinstance(value, Tensor)
-        else [as_size(value)]
-        if isinstance(value, torch.SymInt)
-        else []
-    )
-    return {one for one in found if isinstance(one, sympy.Symbol)}
+    sizes = value.shape if isinstance(value, Tensor) else [value] if isinstance(value, torch.SymInt) else []
+    return {size for size in as_sizes(sizes) if isinstance(size, sympy.Symbol)}

@@ -16,21 +16,21 @@ from sp_compile.passes.cost.group_names import is_collective
 
 
 class AnnotateBackwardSources(Pass):
-    """Pass that copies `from_node` to the collectives of the backward.
+    """Pass that sets meta["from_node"] of collectives in the backward to that of their forward node.
 
-    The source is the first forward node with the same autograd sequence number.
+    This is the first forward node with the same autograd sequence number.
     """
 
     provides = frozenset({"named sources"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        first: dict[Any, Any] = {}
-        named = 0
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
+        """Annotate the collectives in place, and return their number."""
+        sources: dict[Any, Any] = {}  # annotation of the first forward node by its sequence number
+        changes = 0
         for node in gm.graph.nodes:
             if "from_node" in node.meta and "seq_nr" in node.meta:
-                first.setdefault(node.meta["seq_nr"], node.meta["from_node"])
-            elif is_collective(node) and node.meta.get("seq_nr") in first:
-                node.meta["from_node"] = first[node.meta["seq_nr"]]
-                named += 1
-        return named
+                sources.setdefault(node.meta["seq_nr"], node.meta["from_node"])
+            elif is_collective(node) and node.meta.get("seq_nr") in sources:
+                node.meta["from_node"] = sources[node.meta["seq_nr"]]
+                changes += 1
+        return changes

@@ -1,7 +1,8 @@
 """Run the passes over AOTAutograd's joint graph of forward and backward.
 
 Passes that rewrite only collectives run here: the all_reduces of gradients and of DTensor are in the graph, autograd is
-complete, and the partitioner selects the saved values from the result.
+complete, and the partitioner selects the saved values from the result. The inputs of a joint graph are the primals (the
+inputs of the forward) and the tangents (the gradients of its results).
 """
 
 from __future__ import annotations
@@ -50,40 +51,41 @@ import_submodules("sp_compile.passes.collectives", collectives.__path__)
 
 
 class ScatterLayers(Passes):
-    """Pass that scatters the layers over the job's group."""
+    """Pass that scatters the rows of linear layers over one group, where all its ranks compute the same rows."""
 
     requires = frozenset({"captured"})
     provides = frozenset({"scattered layers"})
     steps = (SequenceParallelLinear,)
 
-    def apply(self, gm: GraphModule, job: JointContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        ranks, session, scatter = job.ranks, job.session, job.options.sequence_parallel_linear != "never"
-        local = copy_graph(gm)
-        facts = map_facts(local, session.facts[ranks.group], job.shapes)
-        why = REGROUPED_WHY if facts is None else "" if scatter else NEVER_RUNS
-        one: SequenceParallelLinear | None = None
-        sources = {} if facts is None else {name: _result_sources(nodes) for name, nodes in facts.tangents.items()}
-        if facts is not None and not why:
-            one = SequenceParallelLinear(ranks, facts)
-            one.run(local, PassContext(ranks, runs=job.runs))
-            local = one.gm if one.changes else gm
-        assumed, backward = one.assumed if one is not None else [], [n.name for n in graph_tangents(gm.graph)]
-        tangents = {name: sources.get(name) or "of this program" for name in assumed if name in backward}
-        refusal = Note(NoteKind.DECLINED, SequenceParallelLinear.name, why, where=f"group {ranks.group}")
-        self.notes = [refusal] if one is None else one.notes
-        job.notes += self.notes
-        if one is None:
+    def apply(self, gm: GraphModule, context: JointContext) -> int:
+        """Scatter the layers over `context.ranks` in place, and return the number of changes.
+
+        Adds to the context the layers, and the inputs and output gradients that the rewrite assumes to be equal on all
+        ranks of the group.
+        """
+        ranks, copied = context.ranks, copy_graph(gm)
+        facts = map_facts(copied, context.session.facts[ranks.group], context.shapes)
+        if facts is None or context.options.sequence_parallel_linear == "never":
+            reason = REGROUPED_REASON if facts is None else NEVER_RUNS
+            self.notes = [Note(NoteKind.DECLINED, SequenceParallelLinear.name, reason, where=f"group {ranks.group}")]
+            context.notes += self.notes
             return 0
-        job.layers += one.layers
-        if local is gm:
+        result_lines = {name: _result_lines(results) for name, results in facts.tangents.items()}
+        linear_pass = SequenceParallelLinear(ranks, facts)
+        self.notes = linear_pass.run(copied, PassContext(ranks, runs=context.runs))
+        context.notes += self.notes
+        context.layers += linear_pass.layers
+        if not linear_pass.changes:
             return 0
-        replace_nodes(gm, local)
+        replace_nodes(gm, linear_pass.gm)
+        tangents = {node.name for node in graph_tangents(gm.graph)}
+        equal_tangents = {x: result_lines.get(x) or "of this program" for x in linear_pass.assumed if x in tangents}
         tensors = [node.name for node in gm.graph.find_nodes(op="placeholder") if is_tensor(node)]
-        primals = {f"input_{tensors.index(name)}" for name in assumed if name in tensors and name not in backward}
-        job.common_inputs[ranks.group] = job.common_inputs.get(ranks.group, frozenset()) | primals
-        job.shared.append((ranks, tangents))
-        return one.changes
+        equal_primals = [x for x in linear_pass.assumed if x in tensors and x not in tangents]
+        group_inputs = context.common_inputs.get(ranks.group, frozenset())
+        context.common_inputs[ranks.group] = group_inputs | {f"input_{tensors.index(x)}" for x in equal_primals}
+        context.equal_tangents.append((ranks, equal_tangents))
+        return linear_pass.changes
 
 
 class LowerExchanges(Pass):
@@ -92,9 +94,9 @@ class LowerExchanges(Pass):
     requires = frozenset({"scattered layers"})
     provides = frozenset({"lowered collectives"})
 
-    def apply(self, gm: GraphModule, job: JointContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        return lower_exchanges(gm, torch_compat.inductor_decompositions() if job.options.uses_inductor else None)
+    def apply(self, gm: GraphModule, context: JointContext) -> int:
+        """Replace every exchange in place, and return their number."""
+        return lower_exchanges(gm, torch_compat.inductor_decompositions() if context.options.uses_inductor else None)
 
 
 class ScatterEachGroup(Passes):
@@ -102,13 +104,13 @@ class ScatterEachGroup(Passes):
 
     steps = (ScatterLayers, LowerExchanges)
 
-    def apply(self, gm: GraphModule, job: JointContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        job.shared, alone, changes = [], job.ranks, 0
-        for ranks in job.session.groups:
-            job.ranks = ranks
-            changes += super().apply(gm, job)
-        job.ranks = alone
+    def apply(self, gm: GraphModule, context: JointContext) -> int:
+        """Run the passes in place with each group as `context.ranks`, and return the number of changes."""
+        context.equal_tangents, ranks_before, changes = [], context.ranks, 0
+        for ranks in context.session.groups:
+            context.ranks = ranks
+            changes += super().apply(gm, context)
+        context.ranks = ranks_before
         return changes
 
 
@@ -125,25 +127,36 @@ class MergeExchanges(Passes):
 
 
 class AddGradientChecks(Pass):
-    """Pass that starts each backward with a check that shared gradients are equal on all ranks."""
+    """Pass that starts each backward with a check of the gradients that a rewrite assumes to be equal on all ranks.
+
+    Readers of a gradient t then read check[0] of `check = sp.shared([t], [line], n, group)`.
+    """
 
     requires = frozenset({"final collectives"})
 
-    def apply(self, gm: GraphModule, job: JointContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        shared = [(ranks, names) for ranks, names in job.shared if job.session.compares_gradients(ranks)]
-        return sum(self._compare(ranks, names) for ranks, names in shared)
+    def apply(self, gm: GraphModule, context: JointContext) -> int:
+        """Insert the checks in place, and return the number of checked gradients."""
+        checks = [
+            (ranks, lines) for ranks, lines in context.equal_tangents if context.session.compares_gradients(ranks)
+        ]
+        return sum(self._add_check(ranks, lines) for ranks, lines in checks)
 
-    def _compare(self, ranks: Ranks, tangents: Mapping[str, str]) -> int:
-        found = [node for node in self.graph.find_nodes(op="placeholder") if node.name in tangents and node.users]
-        if not found:
+    def _add_check(self, ranks: Ranks, lines: Mapping[str, str]) -> int:
+        """Make all readers of the tangents read the results of one check.
+
+        Args:
+            ranks: Ranks that compare the gradients.
+            lines: Source line, for the error message, by name of the tangent.
+        """
+        tangents = [node for node in self.graph.find_nodes(op="placeholder") if node.name in lines and node.users]
+        if not tangents:
             return 0
         with self.graph.inserting_before(next(n for n in self.graph.nodes if n.op != "placeholder")):
-            args = (found, [tangents[node.name] for node in found], ranks.n, ranks.group)
-            both = self.compute(torch.ops.sp.shared.default, args, found[0])
-            for i, node in enumerate(found):
-                self.insert_between(node, self.emit(operator.getitem, (both, i), both.meta["val"][i], node))
-        return len(found)
+            args = (tangents, [lines[node.name] for node in tangents], ranks.n, ranks.group)
+            check = self.compute(torch.ops.sp.shared.default, args, tangents[0])
+            for i, node in enumerate(tangents):
+                self.insert_between(node, self.emit(operator.getitem, (check, i), check.meta["val"][i], node))
+        return len(tangents)
 
 
 class OptimizeUserExchanges(Passes):
@@ -155,25 +168,25 @@ class OptimizeUserExchanges(Passes):
     steps = (ScatterEachGroup, MergeExchanges, AddGradientChecks)
 
     @classmethod
-    def of(cls, job: JointContext) -> Pass | None:
-        """Create the pass for a job, or return None if it does not apply."""
-        return cls() if job.session.groups else None
+    def of(cls, context: JointContext) -> Pass | None:
+        """Create the pass if the program has collectives over groups, else return None."""
+        return cls() if context.session.groups else None
 
-    def apply(self, gm: GraphModule, job: JointContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+    def apply(self, gm: GraphModule, context: JointContext) -> int:
+        """Optimize the collectives in place and return the number of changes; record the groups of the backward."""
         check_reductions(gm.graph)
-        same, changes = job.session.has_same_programs(gm), 0
-        if same:
-            changes = super().apply(gm, job)
+        changes = 0
+        if context.session.has_same_programs(gm):
+            changes = super().apply(gm, context)
         else:
-            job.notes.append(Note(NoteKind.DECLINED, SequenceParallelLinear.name, OTHER_PROGRAMS))
+            context.notes.append(Note(NoteKind.DECLINED, SequenceParallelLinear.name, OTHER_PROGRAMS))
         backward = reachable_set(graph_tangents(gm.graph), lambda node: node.users)
-        job.backward.update(*(named_groups(node) for node in backward if is_collective(node)))
+        context.backward.update(*(named_groups(node) for node in backward if is_collective(node)))
         return changes
 
 
+# Properties that rewrites require of graphs with a sequence, and that every joint graph has.
 JOINT_PROPERTIES = CAPTURED_PROPERTIES | {"canonical", "chosen attention", "checked"}
-"""Properties that rewrites require of graphs with a sequence, and that every joint graph has."""
 
 
 class JointPasses(Passes):
@@ -183,53 +196,56 @@ class JointPasses(Passes):
     steps = (AnnotateBackwardSources, SaveAttentionInCheckpoints, OptimizeUserExchanges, SeparateResultStorage)
     job: JointContext
 
-    def __init__(self, job: JointContext | None = None) -> None:
+    def __init__(self, context: JointContext | None = None) -> None:
         check_pass_order(iterate_passes(JointPasses), JOINT_PROPERTIES)
-        super().__init__(job or JointContext())
+        super().__init__(context or JointContext())
 
-    def apply(self, gm: GraphModule, job: JointContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+    def apply(self, gm: GraphModule, context: JointContext) -> int:
+        """Run all passes on the joint graph in place, and return the number of changes."""
         for node in gm.graph.find_nodes(op="placeholder"):
             set_node_info(node, requires_grad=False)  # the graph contains the gradients: no detach stops them
-        return super().apply(gm, job)
+        return super().apply(gm, context)
 
     @property
     def report(self) -> Report:
-        """Return the report of the passes."""
-        job = self.job
-        parallel = sorted({ranks.n for ranks in job.session.groups})
-        report = Report(1, passes=job.runs, layers=job.layers, parallel=parallel)
-        report.add(job.notes)
+        """Return the report of the passes that have run."""
+        group_sizes = sorted({ranks.n for ranks in self.job.session.groups})
+        report = Report(1, passes=self.job.runs, layers=self.job.layers, parallel=group_sizes)
+        report.add(self.job.notes)
         return report
 
     def key(self) -> str | None:
         """Return the key for caches of compiled code, or None if the passes exchange messages between ranks."""
-        job, version = self.job, sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
-        return None if job.session.groups else f"sp_compile joint {version}"
+        if self.job.session.groups:
+            return None
+        return f"sp_compile joint {sources_digest(*passes.__path__, str(Path(__file__).parents[2]))}"
 
 
+# Reasons of the report.
 NEVER_RUNS = "the option sequence_parallel_linear is 'never'"
-REGROUPED_WHY = "AOTAutograd has regrouped the inputs, so it is not known which of them are equal on all ranks"
+REGROUPED_REASON = "AOTAutograd has regrouped the inputs, so it is not known which of them are equal on all ranks"
 OTHER_PROGRAMS = "the programs of the ranks differ or their groups are not a grid, so the collectives are not changed"
 
 
-def _result_sources(results: Sequence[Node]) -> str:
+def _result_lines(results: Sequence[Node]) -> str:
+    """Return the source lines of results, any of which a gradient may belong to, for a message."""
     return " or ".join(dict.fromkeys(f"created at {node_line(result)}" for result in results))
 
 
-def replace_nodes(gm: GraphModule, local: GraphModule) -> None:
-    """Replace the nodes of `gm` by those of another graph over the same inputs; its Graph object stays."""
-    inputs = gm.graph.find_nodes(op="placeholder")
-    placeholders = local.graph.find_nodes(op="placeholder")
+def replace_nodes(gm: GraphModule, new_gm: GraphModule) -> None:
+    """Replace the nodes of `gm` by copies of those of a graph with the same inputs.
+
+    The Graph object of `gm` remains, as AOTAutograd's caller refers to it.
+    """
+    copies: dict[Node, Node] = dict(zip(*(x.graph.find_nodes(op="placeholder") for x in (new_gm, gm)), strict=True))
     for node in reversed(list(gm.graph.nodes)):
         if node.op != "placeholder":
             gm.graph.erase_node(node)
-    sources: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
-    for node in local.graph.nodes:
+    for node in new_gm.graph.nodes:
         if node.op != "placeholder":
-            sources[node] = gm.graph.node_copy(node, sources.__getitem__)
+            copies[node] = gm.graph.node_copy(node, copies.__getitem__)
         else:
-            sources[node].meta.update(node.meta)
+            copies[node].meta.update(node.meta)
     for node in gm.graph.nodes:
         clear_node_info(node)
     gm.graph.lint()

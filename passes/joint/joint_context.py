@@ -19,14 +19,14 @@ from sp_compile.passes.tensor_parallel.scatter_layers import LinearLayer
 class JointContext(CollectiveContext):
     """The context of passes over one joint graph, and their results for later passes."""
 
-    ranks: Ranks = SINGLE_RANK  # the current group
+    ranks: Ranks = SINGLE_RANK  # the group over which `ScatterLayers` scatters
     shapes: Sequence[tuple[Any, ...]] = ()  # of the function's tensor arguments, on this rank
-    layers: list[LinearLayer] = field(default_factory=list)  # of all groups
-    # For each group with scattered layers, the tensor arguments that must be equal on its ranks, named as in
+    layers: list[LinearLayer] = field(default_factory=list)  # scattered layers of all groups
+    # For each group with scattered layers, by name, the tensor arguments that must be equal on its ranks, named as in
     # `InputFacts`.
     common_inputs: dict[str, frozenset[str]] = field(default_factory=dict)
-    # For each of these groups, the output gradients that must be equal on its ranks: the source line by name.
-    shared: list[tuple[Ranks, Mapping[str, str]]] = field(default_factory=list)
+    # Each of these groups, and the output gradients that must be equal on its ranks: the source line by name.
+    equal_tangents: list[tuple[Ranks, Mapping[str, str]]] = field(default_factory=list)
     backward: set[str] = field(default_factory=set)  # groups of the backward's collectives
 
 
@@ -37,4 +37,4 @@ class PartitionContext(PassContext):
     input_bytes: int = 0  # bytes of a rank's inputs, without the parameters and buffers of the model
     backward: GraphModule | None = None  # None for inference
     results: int = 0  # number of the forward's outputs that are returned to its caller
-    on_host: list[HostValues] = field(default_factory=list)  # values on the host between the two, for each graph
+    on_host: list[HostValues] = field(default_factory=list)  # offloaded values of each graph

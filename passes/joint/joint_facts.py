@@ -1,4 +1,8 @@
-"""Map facts about a function's arguments to the inputs and gradients of its joint graph."""
+"""Map facts about a function's arguments to the inputs and gradients of its joint graph.
+
+A fact states, for example, that argument `input_0` has equal values on all ranks. In the joint graph that argument is
+the first tensor among the primals, such as `primals_3`.
+"""
 
 from __future__ import annotations
 
@@ -44,23 +48,22 @@ def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ..
     gradients: dict[str, Node] = {}
     tangents: dict[str, list[Node]] = {}
     if len(primals) < len(inputs) and isinstance(results, Sequence) and len(results) > len(primals):
-        created, ends = results[: -len(primals)], results[-len(primals) :]
-        gradients = {p.name: g for p, g in zip(primals, ends, strict=True) if isinstance(g, Node)}
+        forward_results, primal_gradients = results[: -len(primals)], results[-len(primals) :]
+        gradients = {p.name: g for p, g in zip(primals, primal_gradients, strict=True) if isinstance(g, Node)}
         for tangent in inputs[len(primals) :]:
-            tangents[tangent.name] = [r for r in created if is_tensor(r) and _can_be_gradient(r, tangent)]
-    differ = frozenset(names[name] for name in facts.differing)
-    blank = frozenset(names[name] for name in facts.constants)
-    equal = None if facts.equal is None else frozenset(names[name] for name in facts.equal)
-    return replace(facts, differing=differ, equal=equal, constants=blank, gradients=gradients, tangents=tangents)
+            tangents[tangent.name] = [x for x in forward_results if is_tensor(x) and _can_be_gradient(tangent, x)]
+    differing, constants = (frozenset(names[x] for x in fact) for fact in (facts.differing, facts.constants))
+    equal = None if facts.equal is None else frozenset(names[x] for x in facts.equal)
+    return replace(facts, differing=differing, equal=equal, constants=constants, gradients=gradients, tangents=tangents)
 
 
-def _can_be_gradient(result: Node, tangent: Node) -> bool:
-    """Return True if the shapes match. AOTAutograd does not record the output of a tangent."""
+def _can_be_gradient(tangent: Node, result: Node) -> bool:
+    """Return True if the shapes are equal. AOTAutograd does not record of which result a tangent is the gradient."""
     return is_tensor(tangent) and is_same_shape(*(as_sizes(node.meta["val"].shape) for node in (result, tangent)))
 
 
 def _matches_shape(node: Node, shape: tuple[Any, ...]) -> bool:
-    """Return True if the static sizes match; sizes that are symbols here were ints in the call."""
-    found = node.meta["val"].shape
-    pairs = [(a, b) for a, b in zip(found, shape) if isinstance(a, int)]
-    return len(found) == len(shape) and all(a == b for a, b in pairs)
+    """Return True if an input has this number of dims and its static sizes; symbolic sizes may have any value."""
+    node_shape = node.meta["val"].shape
+    is_same_size = [size == extent for size, extent in zip(node_shape, shape) if isinstance(size, int)]
+    return len(node_shape) == len(shape) and all(is_same_size)

@@ -3,6 +3,8 @@
     forward   x = ...; h = sp.offload(x); ... sp.offloaded(h, x); return (..., h)
     backward  y = sp.reload(h, device); ... sp.reloaded(y); ... reads of y
 
+`offload` and `reload` start a copy, `offloaded` and `reloaded` wait for it.
+
 Works on both partitions of a joint graph, where the saved values and the order of nodes are known. A copy starts when
 its value is computed, and its wait is placed where products and attention have taken as long as the copy; a copy back
 starts that long before the first use. Values with the largest product of bytes and unused time are offloaded first.
@@ -55,163 +57,171 @@ sp, aten = torch.ops.sp, torch.ops.aten
 class OffloadValues(Pass):
     """Pass that offloads saved values of one graph.
 
-    `offload` is a share of the saved bytes, or "auto": the smallest amount with which the step fits.
+    The option `offload` is a share of the saved bytes, or "auto": the smallest amount with which the step fits. Chosen
+    values are identified by the node that fills their storage.
     """
 
     requires = frozenset({"captured", "overlapped collectives"})
     machine: Machine
 
     @classmethod
-    def of(cls, job: PartitionContext) -> Pass | None:
-        """Create the pass for a job, or return None if it does not apply."""
-        return cls() if job.options.offload != "never" and job.backward is not None else None
+    def of(cls, context: PartitionContext) -> Pass | None:
+        """Create the pass if the option `offload` is set and the graph has a backward, else return None."""
+        return cls() if context.options.offload != "never" and context.backward is not None else None
 
-    def apply(self, gm: GraphModule, job: PartitionContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        forward, backward = gm, job.backward
+    def apply(self, gm: GraphModule, context: PartitionContext) -> int:
+        """Insert the copies in both partitions, and return the number of offloaded values.
+
+        Appends the offloaded bytes and their expected times to the context.
+        """
+        backward, options = context.backward, context.options
         assert backward is not None
-        self.machine = job.machine_of_nodes(gm.graph.nodes)
-        options, self.n = job.options, job.ranks.n
-        self.requested, self.fused = options.offload, options.uses_inductor
-        self.shards = job.memory[-1].state if job.memory and options.state == "sharded" else None
-        self.input_bytes = job.input_bytes
-        saved = _SavedValues.of(forward.graph, backward.graph, job.results)
-        at = _node_times(forward.graph, self.machine), _node_times(backward.graph, self.machine)
-        schedule = _OffloadSchedule(saved, *at, self.machine)
-        if self.requested == "auto":
-            chosen = self._take_fitting(schedule, self._over_limit(forward.graph, backward.graph))
+        self.machine = context.machine_of_nodes(gm.graph.nodes)
+        saved = _SavedValues.of(gm.graph, backward.graph, context.results)
+        schedule = _OffloadSchedule(saved, gm.graph, backward.graph, self.machine)
+        if options.offload == "auto":
+            chosen = self._choose_fitting(schedule, self._excess_bytes(gm.graph, backward.graph, context))
         else:
-            chosen = self._take_share(schedule, float(self.requested) * saved.nbytes)
-        total = sum(chosen.values())
-        waits = 0.0
+            chosen = self._choose_share(schedule, float(options.offload) * saved.nbytes)
+        total, wait_seconds = sum(chosen.values()), 0.0
         if chosen:
-            waits = self._copy_to_host(forward.graph, schedule, chosen)
-            waits += self._copy_from_host(backward.graph, schedule, chosen)
+            wait_seconds = self._copy_to_host(gm.graph, schedule, chosen)
+            wait_seconds += self._copy_from_host(backward.graph, schedule, chosen)
             backward.graph.lint()
             backward.recompile()
         seconds = copy_seconds(total, self.machine)
-        job.on_host.append(HostValues(len(chosen), total, saved.nbytes - total, seconds, waits))
+        context.on_host.append(HostValues(len(chosen), total, saved.nbytes - total, seconds, wait_seconds))
         return len(chosen)
 
-    def _over_limit(self, forward: Graph, backward: Graph) -> dict[Node, float]:
-        """Return the nodes of both partitions that exceed the device's memory, with the excess bytes."""
+    def _excess_bytes(self, forward: Graph, backward: Graph, context: PartitionContext) -> dict[Node, float]:
+        """Return the nodes of both partitions at which the device's memory is exceeded, with the excess bytes."""
         if math.isinf(self.machine.memory):
             return {}
-        graph = GraphStep.of(forward, backward, self.fused, self.input_bytes)
-        step = StepMemory(self.shards or ModelBytes(0, 0, 0, 0), graphs=[graph])
-        if self.shards is not None:
-            always = step.sharded_state(self.n)
+        is_sharded = bool(context.memory) and context.options.state == "sharded"
+        state = context.memory[-1].state if is_sharded else ModelBytes(0, 0, 0, 0)
+        graph_step = GraphStep.of(forward, backward, context.options.uses_inductor, context.input_bytes)
+        step, n = StepMemory(state, graphs=[graph_step]), context.ranks.n
+        if is_sharded:
+            constant_bytes = step.sharded_state(n)
         else:
-            always = sum(storage_bytes(forward.find_nodes(op="placeholder")).values())
-        halves = [{n.name: n for n in graph.nodes} for graph in (forward, backward)]
-        found = dict[Node, float]()
+            constant_bytes = sum(storage_bytes(forward.find_nodes(op="placeholder")).values())
+        nodes = [{node.name: node for node in graph.nodes} for graph in (forward, backward)]
+        excess = dict[Node, float]()
         for point in step.points():
-            live = point.nbytes if self.shards is None else step.sharded_bytes(point, self.n)
-            excess = always + live - self.machine.memory
-            if excess > 0:
-                found[halves[point.in_backward][point.moment.name]] = excess
-        return found
+            live_bytes = step.sharded_bytes(point, n) if is_sharded else point.nbytes
+            excess_bytes = constant_bytes + live_bytes - self.machine.memory
+            if excess_bytes > 0:
+                excess[nodes[point.in_backward][point.moment.name]] = excess_bytes
+        return excess
 
-    def _take_share(self, schedule: _OffloadSchedule, wanted: float) -> dict[Node, int]:
-        """Choose values of at most `wanted` bytes, those that free most first. Returns their bytes."""
-        chosen = dict[Node, int]()
-        for x in sorted(schedule.saved.free, key=schedule.freed_byte_seconds, reverse=True):
-            if sum(chosen.values()) + schedule.saved.free[x].nbytes <= wanted:
-                chosen[x] = schedule.saved.free[x].nbytes
+    def _choose_share(self, schedule: _OffloadSchedule, max_bytes: float) -> dict[Node, int]:
+        """Choose values of at most `max_bytes`, those that free most first. Returns their bytes."""
+        chosen, storages = dict[Node, int](), schedule.saved.storages
+        for x in sorted(storages, key=schedule.freed_byte_seconds, reverse=True):
+            if sum(chosen.values()) + storages[x].nbytes <= max_bytes:
+                chosen[x] = storages[x].nbytes
         return chosen
 
-    def _take_fitting(self, schedule: _OffloadSchedule, excess: Mapping[Node, float]) -> dict[Node, int]:
+    def _choose_fitting(self, schedule: _OffloadSchedule, excess: Mapping[Node, float]) -> dict[Node, int]:
         """Choose the smallest set of values that removes the excess bytes at all nodes. Returns their bytes.
 
         At the node with the largest excess, the smallest sufficient value is chosen, or else the one that frees most,
         until none remains. Values that later choices make unnecessary are dropped. Where all values together do not
         suffice, all of them are chosen.
         """
-        bytes_of = {x: piece.nbytes for x, piece in schedule.saved.free.items()}
-        most = sorted((schedule.order[n], more) for n, more in excess.items())
-        alone = {x: schedule.copies([x]).offloaded[x] for x in bytes_of}
-        chosen, rest, rejected, hopeless = dict[Node, int](), dict(most), set[tuple[int, Node]](), set[int]()
-        while (
-            worst := max((i for i in rest if rest[i] > 0 and i not in hopeless), key=rest.__getitem__, default=None)
-        ) is not None:
-            candidates = [x for x in bytes_of if x not in chosen and worst in alone[x] and (worst, x) not in rejected]
-            enough = [x for x in candidates if bytes_of[x] >= rest[worst]]
+        bytes_of = {x: storage.nbytes for x, storage in schedule.saved.storages.items()}
+        excess_at = sorted((schedule.order[node], nbytes) for node, nbytes in excess.items())
+        ranges = {x: schedule.copies([x]).offloaded[x] for x in bytes_of}  # nodes, by number, without x on the device
+        chosen, remaining = dict[Node, int](), dict(excess_at)
+        rejected, without_candidates = set[tuple[int, Node]](), set[int]()
+        while True:
+            exceeded = [i for i, nbytes in remaining.items() if nbytes > 0 and i not in without_candidates]
+            if not exceeded:
+                break
+            worst = max(exceeded, key=remaining.__getitem__)
+            candidates = [x for x in bytes_of if x not in chosen and worst in ranges[x] and (worst, x) not in rejected]
+            sufficient = [x for x in candidates if bytes_of[x] >= remaining[worst]]
             if not candidates:
-                hopeless.add(worst)
+                without_candidates.add(worst)
                 continue
-            x = (
-                min(enough, key=lambda x: (bytes_of[x], -schedule.freed_byte_seconds(x)))
-                if enough
-                else max(candidates, key=schedule.freed_byte_seconds)
-            )
-            after = schedule.remaining_bytes(most, {**chosen, x: bytes_of[x]})
-            if after[worst] < rest[worst]:
-                chosen[x], rest = bytes_of[x], after
-            else:  # queued with other copies, it is back by then
+            if sufficient:
+                x = min(sufficient, key=lambda x: (bytes_of[x], -schedule.freed_byte_seconds(x)))
+            else:
+                x = max(candidates, key=schedule.freed_byte_seconds)
+            remaining_with_x = schedule.remaining_bytes(excess_at, {**chosen, x: bytes_of[x]})
+            if remaining_with_x[worst] < remaining[worst]:
+                chosen[x], remaining = bytes_of[x], remaining_with_x
+            else:  # its copy follows other copies, so that it is on the device at that node
                 rejected.add((worst, x))
+        # Drop values without which no node exceeds more, the largest first.
         for x in sorted(chosen, key=chosen.__getitem__, reverse=True):
-            others = {one: nbytes for one, nbytes in chosen.items() if one is not x}
-            without = schedule.remaining_bytes(most, others)
-            if all(without[i] <= max(0.0, more) for i, more in rest.items()):
-                chosen, rest = others, without
+            others = {y: nbytes for y, nbytes in chosen.items() if y is not x}
+            remaining_without_x = schedule.remaining_bytes(excess_at, others)
+            if all(remaining_without_x[i] <= max(0.0, nbytes) for i, nbytes in remaining.items()):
+                chosen, remaining = others, remaining_without_x
         return chosen
 
     def _copy_to_host(self, graph: Graph, schedule: _OffloadSchedule, chosen: Mapping[Node, int]) -> float:
-        """Insert the copies to the host, and return the seconds of waiting for the last ones."""
+        """Insert the copies to the host in the forward, and return the seconds of waiting at its end.
+
+        The copies replace the values in the forward's output.
+        """
         self.edit(graph)
-        at, ends = schedule.forward, schedule.copies(chosen).ends
-        under_way, hosts = deque[tuple[float, Node, Node]](), dict[Node, Node]()
-        output = graph.output_node()
+        times, ends, output = schedule.forward, schedule.copies(chosen).ends, graph.output_node()
+        pending, host_copies = deque[Node](), dict[Node, Node]()
         for node in [n for n in graph.nodes if n.op != "placeholder"]:
-            while under_way and (node is output or under_way[0][0] <= at[node]):
-                _, host, x = under_way.popleft()
+            while pending and (node is output or ends[pending[0]] <= times[node]):
+                x = pending.popleft()
                 with graph.inserting_before(node):
-                    self.emit(sp.offloaded.default, (host, x), None, x)
+                    self.emit(sp.offloaded.default, (host_copies[x], x), None, x)
             if node in chosen:
                 with graph.inserting_after(node):
-                    hosts[node] = self.compute(sp.offload.default, (node,), node)
-                under_way.append((ends[node], hosts[node], node))
-        freed = {x: host for piece, host in hosts.items() for x in schedule.saved.free[piece].values}
-        output.args = (tuple(freed.get(x, x) for x in output.args[0]),)
-        return max(0.0, max(ends.values()) - max(at.values(), default=0.0))
+                    host_copies[node] = self.compute(sp.offload.default, (node,), node)
+                pending.append(node)
+        copy_of = {value: host for x, host in host_copies.items() for value in schedule.saved.storages[x].values}
+        output.args = (tuple(copy_of.get(x, x) for x in output.args[0]),)
+        return max(0.0, max(ends.values()) - max(times.values(), default=0.0))
 
     def _copy_from_host(self, graph: Graph, schedule: _OffloadSchedule, chosen: Iterable[Node]) -> float:
-        """Insert the copies back, and return the seconds of waiting for the first ones."""
+        """Insert the copies back in the backward, and return the seconds of waiting at its start."""
         self.edit(graph)
-        saved, at, order, begins = schedule.saved, schedule.backward, schedule.order, schedule.copies(chosen).begins
-        nodes = [n for n in graph.nodes if n.op != "placeholder"]
-        begun, waits = dict[Node, Node](), dict[Node, Node]()  # the first of each before a node
+        saved, times, order = schedule.saved, schedule.backward, schedule.order
+        begins, nodes = schedule.copies(chosen).begins, [n for n in graph.nodes if n.op != "placeholder"]
+        # The first copy and the first wait that are inserted before a node: earlier ones are inserted before these.
+        first_copies, first_waits = dict[Node, Node](), dict[Node, Node]()
         for x, begin in begins.items():
-            source, user = saved.inputs[saved.free[x].values[0]], schedule.first[x]
-            place = min(next(n for n in nodes if at[n] >= begin), user, key=order.__getitem__)
-            with graph.inserting_before(begun.get(place) or waits.get(place) or place):
-                args = (source, x.meta["val"].device)
-                fresh = begun[place] = self.emit(sp.reload.default, args, x.meta["val"], x)
-            with graph.inserting_before(waits.get(user) or user):
-                waits[user] = self.emit(sp.reloaded.default, (fresh,), None, x)
-            with graph.inserting_after(waits[user]):
-                self._rebuild_views(saved, x, fresh)
+            backward_input, reader = saved.inputs[saved.storages[x].values[0]], schedule.first_reader[x]
+            next_node = min(next(n for n in nodes if times[n] >= begin), reader, key=order.__getitem__)
+            with graph.inserting_before(first_copies.get(next_node) or first_waits.get(next_node) or next_node):
+                args = (backward_input, x.meta["val"].device)
+                device_copy = first_copies[next_node] = self.emit(sp.reload.default, args, x.meta["val"], x)
+            with graph.inserting_before(first_waits.get(reader) or reader):
+                first_waits[reader] = self.emit(sp.reloaded.default, (device_copy,), None, x)
+            with graph.inserting_after(first_waits[reader]):
+                self._rebuild_views(saved, x, device_copy)
+        # The inputs of the backward are on the host now.
         for x in chosen:
-            host = next(user for user in x.users if user.target is sp.offload.default)
-            for source in (saved.inputs[value] for value in saved.free[x].values):
-                source.meta = {**source.meta, "val": host.meta["val"]}
-                source.meta.pop("tensor_meta", None)
+            host_copy = next(user for user in x.users if user.target is sp.offload.default)
+            for value in saved.storages[x].values:
+                backward_input = saved.inputs[value]
+                backward_input.meta = {**backward_input.meta, "val": host_copy.meta["val"]}
+                backward_input.meta.pop("tensor_meta", None)
         return max(0.0, -min(begins.values(), default=0.0))
 
-    def _rebuild_views(self, saved: _SavedValues, x: Node, fresh: Node) -> None:
-        """Replace reads of all values in a storage by views of the reloaded storage."""
-        for value in saved.free[x].values:
-            view_node, view = fresh, value.meta["val"]
+    def _rebuild_views(self, saved: _SavedValues, x: Node, device_copy: Node) -> None:
+        """Replace reads of all values in the storage of x by views of its reloaded copy."""
+        for value in saved.storages[x].values:
+            view_node, view = device_copy, value.meta["val"]
             if not _is_same_view(view, x.meta["val"]):
-                offset, *numbers = self.sizes.list(_storage_layout(view))
-                args = (fresh, numbers[: view.dim()], numbers[view.dim() :], offset)
+                offset, *shape_and_strides = self.sizes.list(_storage_layout(view))
+                args = (device_copy, shape_and_strides[: view.dim()], shape_and_strides[view.dim() :], offset)
                 view_node = self.compute(aten.as_strided.default, args, value)
-            saved.inputs[value].replace_all_uses_with(view_node, lambda one: one is not fresh)
+            saved.inputs[value].replace_all_uses_with(view_node, lambda user: user is not device_copy)
 
 
 @dataclass(frozen=True)
-class _StorageGroup:
-    """A storage, identified by the value that fills it."""
+class _SavedStorage:
+    """A storage with saved values."""
 
     nbytes: int
     values: list[Node]  # saved values in this storage
@@ -223,37 +233,42 @@ class _SavedValues:
 
     inputs: dict[Node, Node]  # the backward's inputs, by the forward's values
     nbytes: int  # of all saved values
-    free: dict[Node, _StorageGroup]  # offloadable: without gaps, and not in the storage of an input or output
+    # The offloadable storages, by the node that fills each one: without gaps, and not of an input or output.
+    storages: dict[Node, _SavedStorage]
 
     @staticmethod
-    def of(forward: Graph, backward: Graph, results: int) -> _SavedValues:
-        """Collect the saved values of the partitions of one joint graph."""
+    def of(forward: Graph, backward: Graph, n_results: int) -> _SavedValues:
+        """Collect the saved values of the partitions of one joint graph.
+
+        Args:
+            forward: The forward graph. Its outputs are its results, then the saved values.
+            backward: The backward graph. Its inputs have the names of the saved values.
+            n_results: Number of the results.
+        """
         outputs: Sequence[Node] = forward.output_node().args[0]  # type: ignore[assignment]
         names = {n.name: n for n in backward.find_nodes(op="placeholder")}
-        inputs = {n: names[n.name] for n in outputs[results:] if n.name in names}
-        input_storages = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in node_tensors(n)}
+        inputs = {n: names[n.name] for n in outputs[n_results:] if n.name in names}
+        input_storages = _storages_of(forward.find_nodes(op="placeholder"))
         values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in input_storages]
         total = sum(storage_bytes(values).values())
-        input_storages |= {storage_of(x) for n in outputs[:results] if isinstance(n, Node) for x in node_tensors(n)}
-        known = {as_size(n.meta["val"]) for n in names.values() if isinstance(n.meta.get("val"), torch.SymInt)}
-        pieces = defaultdict[int, list[Node]](list)
+        values_of_storage = defaultdict[int, list[Node]](list)
         for n in values:
-            pieces[storage_of(n.meta["val"])].append(n)
-        free = dict[Node, _StorageGroup]()
+            values_of_storage[storage_of(n.meta["val"])].append(n)
+        for storage in _storages_of(n for n in outputs[:n_results] if isinstance(n, Node)):
+            values_of_storage.pop(storage, None)
+        known = {as_size(n.meta["val"]) for n in names.values() if isinstance(n.meta.get("val"), torch.SymInt)}
+        storages = dict[Node, _SavedStorage]()
         for node in filter(is_tensor, (*values, *forward.nodes)):
-            found = pieces.get(storage_of(node.meta["val"]), [])
-            fills_storage = found and storage_of(node.meta["val"]) not in input_storages and _can_offload(node)
-            if fills_storage and all(
-                _is_same_view(n.meta["val"], node.meta["val"]) or _is_view_of(n, node, known) for n in found
-            ):
-                free[node] = _StorageGroup(nbytes_of(node.meta["val"]), pieces.pop(storage_of(node.meta["val"])))
-        return _SavedValues(
-            inputs, total, {n: piece for n, piece in free.items() if piece.nbytes > MIN_OFFLOAD_BYTES * total}
-        )
+            storage = storage_of(node.meta["val"])
+            views = values_of_storage.get(storage, [])
+            if views and _can_offload(node) and all(_can_rebuild(view, node, known) for view in views):
+                storages[node] = _SavedStorage(nbytes_of(node.meta["val"]), values_of_storage.pop(storage))
+        large = {n: storage for n, storage in storages.items() if storage.nbytes > MIN_OFFLOAD_BYTES * total}
+        return _SavedValues(inputs, total, large)
 
     def readers(self, x: Node) -> list[Node]:
-        """Return the backward's readers of the values in a storage."""
-        return [user for value in self.free[x].values for user in self.inputs[value].users]
+        """Return the backward's readers of the values in the storage that x fills."""
+        return [user for value in self.storages[x].values for user in self.inputs[value].users]
 
 
 @dataclass(frozen=True)
@@ -266,64 +281,79 @@ class _CopySchedule:
 
 
 class _OffloadSchedule:
-    """The schedule of copies: when each node of both partitions runs, and how long a copy takes."""
+    """The schedule of copies: when each node of both partitions runs, and how long a copy takes.
 
-    def __init__(
-        self, saved: _SavedValues, forward: Mapping[Node, float], backward: Mapping[Node, float], machine: Machine
-    ) -> None:
-        self.saved, self.forward, self.backward, self.machine = saved, forward, backward, machine
-        self.times = list(forward.values()), list(backward.values())
-        self.order = {n: i for i, n in enumerate([*forward, *backward])}
-        self.first = {x: min(users, key=self.order.__getitem__) for x in saved.free if (users := saved.readers(x))}
-        read = {storage_of(x): self.order[n] for n in forward if n.op != "output" for x in _memory_of_node(n)}
-        self.last = {x: read[storage_of(x.meta["val"])] for x in saved.free}
+    Times are seconds of products and attentions since the start of the partition. The number of a node is its position
+    in the forward, or, after all of these, in the backward.
+    """
+
+    def __init__(self, saved: _SavedValues, forward: Graph, backward: Graph, machine: Machine) -> None:
+        self.saved, self.machine = saved, machine
+        self.forward, self.backward = _node_times(forward, machine), _node_times(backward, machine)
+        self.forward_times, self.backward_times = list(self.forward.values()), list(self.backward.values())
+        self.order = {n: i for i, n in enumerate([*self.forward, *self.backward])}  # numbers of nodes
+        # First reader in the backward of each storage that has readers.
+        readers = {x: saved.readers(x) for x in saved.storages}
+        self.first_reader = {x: min(users, key=self.order.__getitem__) for x, users in readers.items() if users}
+        # Number of the last node in the forward that reads or writes each storage.
+        last_of_storage = dict[int, int]()
+        for node in self.forward:
+            if node.op != "output":
+                last_of_storage |= dict.fromkeys(_storages_of([node, *node.all_input_nodes]), self.order[node])
+        self.last_use = {x: last_of_storage[storage_of(x.meta["val"])] for x in saved.storages}
 
     def freed_byte_seconds(self, x: Node) -> float:
-        """Return the bytes times the seconds for which they are not read."""
-        end = max(self.times[0], default=0.0)
-        begin = self.backward[self.first[x]] if x in self.first else 0.0
-        return self.saved.free[x].nbytes * (end - self.forward[x] + begin)
+        """Return the bytes of x times the seconds from its computation to its first read in the backward."""
+        forward_end = max(self.forward_times, default=0.0)
+        first_read = self.backward[self.first_reader[x]] if x in self.first_reader else 0.0
+        return self.saved.storages[x].nbytes * (forward_end - self.forward[x] + first_read)
 
     def copies(self, chosen: Iterable[Node]) -> _CopySchedule:
         """Schedule the copies.
 
-        Copies to the host follow each other. Copies back are scheduled from the last first use to the first: each ends
-        when the next one starts or when its value is read.
+        Copies to the host follow each other. Copies back are scheduled in reverse, starting with the value that is read
+        last: each ends when the next one starts or when its value is first read.
         """
-        ends, begins, absent = dict[Node, float](), dict[Node, float](), dict[Node, range]()
-        free, begin = 0.0, math.inf
-        for x in sorted(chosen, key=self.order.__getitem__):
-            free = ends[x] = max(self.forward[x], free) + self._seconds(x)
-        for x in sorted((x for x in ends if x in self.first), key=lambda x: -self.order[self.first[x]]):
-            begin = begins[x] = min(begin, self.backward[self.first[x]]) - self._seconds(x)
-        there, back = self.times
+        ends, begins, offloaded = dict[Node, float](), dict[Node, float](), dict[Node, range]()
+        seconds = {x: copy_seconds(self.saved.storages[x].nbytes, self.machine) for x in chosen}
+        last_end, next_begin = 0.0, math.inf
+        for x in sorted(seconds, key=self.order.__getitem__):
+            last_end = ends[x] = max(self.forward[x], last_end) + seconds[x]
+        read_values = [x for x in ends if x in self.first_reader]
+        for x in sorted(read_values, key=lambda x: -self.order[self.first_reader[x]]):
+            next_begin = begins[x] = min(next_begin, self.backward[self.first_reader[x]]) - seconds[x]
+        # Convert the times to numbers of nodes.
         for x, end in ends.items():
-            start, stop = max(self.last[x] + 1, bisect_left(there, end)), len(self.order)
-            if x in self.first:
-                stop = min(self.order[self.first[x]], len(there) + bisect_left(back, begins[x]))
-            absent[x] = range(start, stop)
-        return _CopySchedule(ends, begins, absent)
+            start, stop = max(self.last_use[x] + 1, bisect_left(self.forward_times, end)), len(self.order)
+            if x in self.first_reader:
+                reload_start = len(self.forward_times) + bisect_left(self.backward_times, begins[x])
+                stop = min(self.order[self.first_reader[x]], reload_start)
+            offloaded[x] = range(start, stop)
+        return _CopySchedule(ends, begins, offloaded)
 
     def remaining_bytes(self, excess: Sequence[tuple[int, float]], chosen: Mapping[Node, int]) -> dict[int, float]:
-        """Return the excess bytes at nodes, by number, without those offloaded at that node."""
-        change = defaultdict[int, int](int)
+        """Return the excess bytes at nodes that remain if the chosen values are offloaded.
+
+        Args:
+            excess: Number of the node and excess bytes, in order.
+            chosen: Bytes of the chosen values.
+        """
+        changes = defaultdict[int, int](int)  # change of the offloaded bytes at a node, by number
         for x, nodes in self.copies(chosen).offloaded.items():
-            change[nodes.start] += chosen[x] if nodes else 0
-            change[nodes.stop] -= chosen[x] if nodes else 0
-        found, steps, freed = dict[int, float](), deque(sorted(change.items())), 0
-        for i, more in excess:
-            while steps and steps[0][0] <= i:
-                freed += steps.popleft()[1]
-            found[i] = more - freed
-        return found
-
-    def _seconds(self, x: Node) -> float:
-        return copy_seconds(self.saved.free[x].nbytes, self.machine)
+            if nodes:
+                changes[nodes.start] += chosen[x]
+                changes[nodes.stop] -= chosen[x]
+        remaining, next_changes, offloaded_bytes = dict[int, float](), deque(sorted(changes.items())), 0
+        for i, nbytes in excess:
+            while next_changes and next_changes[0][0] <= i:
+                offloaded_bytes += next_changes.popleft()[1]
+            remaining[i] = nbytes - offloaded_bytes
+        return remaining
 
 
-def _memory_of_node(node: Node) -> list[Tensor]:
-    """Return the node's operands and results, which may share storage with other values."""
-    return [x for n in (node, *node.all_input_nodes) for x in node_tensors(n)]
+def _storages_of(nodes: Iterable[Node]) -> set[int]:
+    """Return the identities of the storages of all tensors in the values of the nodes."""
+    return {storage_of(x) for node in nodes for x in node_tensors(node)}
 
 
 def _is_same_view(x: Tensor, y: Tensor) -> bool:
@@ -332,17 +362,22 @@ def _is_same_view(x: Tensor, y: Tensor) -> bool:
 
 
 def _storage_layout(x: Tensor) -> tuple[Size, ...]:
-    """Return the offset, shape and strides."""
+    """Return the offset, shape and strides of a tensor, one after the other."""
     return tuple(map(nonempty_size, as_sizes((x.storage_offset(), *x.shape, *x.stride()))))
 
 
-def _is_view_of(node: Node, full: Node, known: Set[Size]) -> bool:
-    """Return True if the node can be rebuilt as a view of the value that fills its storage.
+def _can_rebuild(node: Node, full: Node, known: Set[Size]) -> bool:
+    """Return True if a saved value can be rebuilt in the backward as a view of the value that fills its storage.
 
-    known: the sizes that are inputs of the backward.
+    Args:
+        node: The saved value.
+        full: The value that fills its storage.
+        known: The sizes that are inputs of the backward.
     """
     x, y = node.meta["val"], full.meta["val"]
-    symbols = {one for n in _storage_layout(x) if isinstance(n, sympy.Expr) for one in n.free_symbols}
+    if _is_same_view(x, y):
+        return True
+    symbols = {symbol for size in _storage_layout(x) if isinstance(size, sympy.Expr) for symbol in size.free_symbols}
     return x.dtype == y.dtype and is_same_size(as_size(y.storage_offset()), 0) and symbols <= known
 
 

@@ -1,14 +1,17 @@
 """Overlap collectives with compute in the partitions of a joint graph by reordering nodes.
 
+A node that starts a collective is called an exchange here; the node `wait_tensor` waits for its result.
+
     before   dx = mm(g, w); dw = mm(x, g); y = wait(exchange(dx)); s = wait(all_reduce(dw)); attention_backward(y)
     after    dx = mm(g, w); t = exchange(dx); dw = mm(x, g); y = wait(t); u = all_reduce(dw); attention_backward(y)
              ... s = wait(u)
 
 The last product before an exchange that does not depend on it moves after the start of the exchange. One product
 takes longer than an exchange of its rows where either is slow. Moving more nodes would extend lifetimes, for example of
-values inside an MLP. Sums of gradients that only outputs read move there, too, since the exchange is awaited first
-and both share a communicator. Each wait is placed before the first read of its value. All ranks have the same graph
-and thus the same order of exchanges. DDP overlaps its buckets in the same way (Li et al. 2020, arXiv:2006.15704).
+values inside an MLP. Sums of gradients over the ranks that only outputs read move there, too, since the exchange is
+awaited first and both share a communicator. Each wait is placed before the first read of its value. All ranks have the
+same graph and thus the same order of exchanges. DDP overlaps its buckets in the same way (Li et al. 2020,
+arXiv:2006.15704).
 """
 
 from __future__ import annotations
@@ -32,24 +35,27 @@ class OverlapCollectives(Pass):
 
     provides = frozenset({"overlapped collectives"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
+        """Reorder the nodes in place, and return the number of moved nodes."""
         if not gm.graph.find_nodes(op="call_function", target=WAIT_OPS):
             return 0
         return _delay_waits(gm.graph) + _hoist_exchanges(gm.graph)
 
 
 def _delay_waits(graph: Graph) -> int:
-    """Move waits, and ops that read only waited values, before their first readers."""
-    moved = 0
+    """Move waits, and cheap ops on waited values, directly before their first readers; return the number of moves."""
+    moves = 0
     for node in reversed(list(graph.nodes)):
-        if node.users and _waited_exchange(node) and node.next is not (first := min(node.users)):
-            first.prepend(node)
-            moved += 1
-    return moved
+        if node.users and _is_waited_value(node):
+            first_reader = min(node.users)
+            if node.next is not first_reader:
+                first_reader.prepend(node)
+                moves += 1
+    return moves
 
 
-def _waited_exchange(node: Node) -> bool:
+def _is_waited_value(node: Node) -> bool:
+    """Return True if the node is a wait, or cheap ops on the result of one."""
     while _is_cheap(node):
         node = node.all_input_nodes[0]
     return node.target is WAIT_OPS
@@ -64,39 +70,44 @@ def _is_cheap(node: Node) -> bool:
 
 
 def _hoist_exchanges(graph: Graph) -> int:
-    """Move independent nodes before each exchange after its start: a product, sums and other starts.
+    """Move nodes on which an exchange does not depend from before it to directly after it; return the number of moves.
 
-    The search ends at the previous wait, since the nodes before it overlap with another exchange. Nodes that write or
-    draw are not moved.
+    The moved nodes are the last product and gradient sums, see `_movable_nodes`. They are searched back to the previous
+    wait, since the nodes before it overlap with another exchange. Nodes that mutate a value or draw random numbers end
+    the search, too.
     """
-    gap: list[Node] = []
-    count = 0
+    moves, candidates = 0, list[Node]()  # nodes since the last one that ends a search
     for node in list(graph.nodes):
         if is_pending_exchange(node) and not _is_gradient_sum(node):
-            late = _movable_nodes(gap, node)
-            count += len(late)
-            for place, moved in pairwise([node, *late]):
-                place.append(moved)
-            gap = [*(n for n in gap if n not in late), node, *late]
+            movable = _movable_nodes(candidates, node)
+            moves += len(movable)
+            for previous, moved in pairwise([node, *movable]):
+                previous.append(moved)
+            moved_nodes = set(movable)
+            candidates = [*(n for n in candidates if n not in moved_nodes), node, *movable]
         elif node.op == "placeholder" or is_pure(node) or is_pending_exchange(node) or _is_deterministic(node):
-            gap.append(node)
+            candidates.append(node)
         else:
-            gap = []
-    return count
+            candidates = []
+    return moves
 
 
-def _movable_nodes(gap: list[Node], exchange: Node) -> dict[Node, None]:
-    """Return the last independent product, all sums, and the readers of these, in order."""
-    inside = set(gap)
+def _movable_nodes(candidates: list[Node], exchange: Node) -> list[Node]:
+    """Return the last product, all gradient sums, and the readers of these, in order, without inputs of the exchange.
+
+    Args:
+        candidates: Nodes before the exchange, in order.
+        exchange: The start of a collective.
+    """
+    inside = set(candidates)
     needed = reachable_set([exchange], lambda n: (x for x in n.all_input_nodes if x in inside))
-    products = [n for n in gap if n not in needed and node_flops(n)]
-    late = dict.fromkeys(
-        [*products[-1:], *(n for n in gap if n not in needed and is_pending_exchange(n) and _is_gradient_sum(n))]
-    )
-    for node in gap:
-        if node not in needed and not late.keys().isdisjoint(node.all_input_nodes):
-            late[node] = None
-    return {node: None for node in gap if node in late}
+    independent = [n for n in candidates if n not in needed]
+    last_product = [n for n in independent if node_flops(n)][-1:]
+    movable = {*last_product, *(n for n in independent if is_pending_exchange(n) and _is_gradient_sum(n))}
+    for node in independent:
+        if not movable.isdisjoint(node.all_input_nodes):
+            movable.add(node)
+    return [node for node in candidates if node in movable]
 
 
 def _is_deterministic(node: Node) -> bool:
@@ -105,6 +116,6 @@ def _is_deterministic(node: Node) -> bool:
 
 
 def _is_gradient_sum(node: Node) -> bool:
-    """Return True if the result is only awaited, viewed or cast, and returned."""
-    seen = reachable_set([node], lambda n: (u for u in n.users if u.target is WAIT_OPS or _is_cheap(u)))
-    return all(u in seen or u.op == "output" for n in seen for u in n.users)
+    """Return True if the result of an exchange is only awaited, viewed or cast, and returned."""
+    values = reachable_set([node], lambda n: (u for u in n.users if u.target is WAIT_OPS or _is_cheap(u)))
+    return all(user in values or user.op == "output" for value in values for user in value.users)

@@ -1,4 +1,7 @@
-"""Run the passes over the partitions of a joint graph: overlap collectives, then offload saved values."""
+"""Run the passes over the partitions of a joint graph: overlap collectives, then offload saved values.
+
+The partitions are the forward and the backward into which AOTAutograd's partitioner splits the graph.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ class PartitionPasses(Passes):
     provides = frozenset({"overlapped collectives"})
     steps = (OverlapCollectives,)
 
-    def apply(self, gm: GraphModule, job: PartitionContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        changes = super().apply(gm, job)
-        if job.backward is not None:
-            self.gm = job.backward
-            changes += super().apply(job.backward, job)
+    def apply(self, gm: GraphModule, context: PartitionContext) -> int:
+        """Run the passes on the forward, then on the backward of the context; return the number of changes."""
+        changes = super().apply(gm, context)
+        if context.backward is not None:
+            self.gm = context.backward
+            changes += super().apply(context.backward, context)
             self.gm = gm
         return changes
 
@@ -38,9 +41,9 @@ class PartitionedPasses(Passes):
     steps = (PartitionPasses, OffloadValues)
     job: PartitionContext
 
-    def __init__(self, job: PartitionContext | None = None) -> None:
+    def __init__(self, context: PartitionContext | None = None) -> None:
         check_pass_order(iterate_passes(PartitionedPasses))
-        super().__init__(job or PartitionContext(SINGLE_RANK))
+        super().__init__(context or PartitionContext(SINGLE_RANK))
 
     @property
     def key(self) -> str:
@@ -68,8 +71,8 @@ class PartitionedPasses(Passes):
 
 
 def _mark_recomputed_draws(gm: GraphModule) -> None:
-    """Set the missing values of random ops that the backward of a checkpoint runs again."""
-    fake = next((n for n in gm.graph.nodes if isinstance(n.meta.get("val"), FakeTensor)), None)
+    """Set meta["val"] of random ops that the backward of a checkpoint runs again; the partitioner does not set it."""
+    node_with_fake = next((n for n in gm.graph.nodes if isinstance(n.meta.get("val"), FakeTensor)), None)
     for target in RECOMPUTES_DRAWS:
         for node in gm.graph.find_nodes(op="call_function", target=target):
-            node.meta.setdefault("val", infer_value(target, node.args, node.kwargs, like=fake))
+            node.meta.setdefault("val", infer_value(target, node.args, node.kwargs, like=node_with_fake))

@@ -1,4 +1,8 @@
-"""Save the results of attention in checkpointed regions, in the joint graph before it is partitioned."""
+"""Save the results of attention in checkpointed regions, in the joint graph before it is partitioned.
+
+A selective checkpoint policy may save attention, whose forward is expensive. Its backward reads the output and the
+log-sum-exp of the forward, possibly through views: these nodes are marked for the partitioner.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.sharding.matchers import move_source
 
 aten, sp = torch.ops.aten, torch.ops.sp
+# Attention backwards, and their arguments that the forward computes.
 BACKWARD_OPS = {
     sp.attend_backward.default: ("out", "lse"),
     aten._scaled_dot_product_flash_attention_backward.default: ("out", "logsumexp"),
@@ -24,14 +29,13 @@ BACKWARD_OPS = {
     aten._scaled_dot_product_efficient_attention_backward.default: ("out", "logsumexp"),
     aten._scaled_dot_product_cudnn_attention_backward.default: ("out", "logsumexp"),
 }
-"""Attention backwards, and their arguments that the forward computes."""
+# Ops that users name in policies, and that `sp::attend` replaces.
 FORWARD_OPS = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 )
-"""Ops that users name in policies, and that `sp::attend` replaces."""
 
 
 class SaveAttentionInCheckpoints(Pass):
@@ -39,12 +43,12 @@ class SaveAttentionInCheckpoints(Pass):
 
     provides = frozenset({"saved attention"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        stays = {saved for node in gm.graph.nodes for saved in _forward_nodes(node) if is_saved(saved)}
-        for saved in stays:
-            mark_must_save(saved)
-        return len(stays)
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
+        """Mark the forward nodes whose results a policy saves and a backward reads, and return their number."""
+        saved_nodes = {x for node in gm.graph.nodes for x in _forward_nodes(node) if is_saved(x)}
+        for node in saved_nodes:
+            mark_must_save(node)
+        return len(saved_nodes)
 
 
 def _forward_nodes(node: Node) -> Iterator[Node]:
@@ -52,13 +56,14 @@ def _forward_nodes(node: Node) -> Iterator[Node]:
     for name in BACKWARD_OPS.get(node.target, ()):
         value = OpCall(node)[name]
         if isinstance(value, Node):
-            while (source := _value_source(value)) is not None:
-                value = source
+            source = _copied_node(value)
+            while source is not None:
+                value, source = source, _copied_node(source)
             yield value.args[0] if value.target is operator.getitem else value
 
 
-def _value_source(node: Node) -> Node | None:
-    """Return the node of which this one is a copy or view, unless that has a wider dtype; else None."""
+def _copied_node(node: Node) -> Node | None:
+    """Return the node of which this one is a copy, cast or view, or None; also if that has a wider dtype."""
     source = node.args[0] if node.target is aten.detach.default else move_source(node)
     if not isinstance(source, Node):
         return None

@@ -6,7 +6,7 @@ A wait returns the storage of its operand, which its fake value does not show. T
 subexpressions skips nodes that share storage with an output. Without this pass it would merge the two exchanges, and a
 write to one output would change the other.
 
-    permute(wait)  ->  _unsafe_view(permute(wait))                  an output
+    permute(wait)  ->  _unsafe_view(permute(wait))              an output
 
 Autograd rejects in-place writes to a view that an `autograd.Function` creates, and AOTAutograd's program is one. It
 knows of views by the program's own ops, but not of those inside an exchange of this package.
@@ -28,30 +28,31 @@ class SeparateResultStorage(Pass):
 
     provides = frozenset({"separate storage"})
 
-    def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        nodes = [n for n in gm.graph.output_node().all_input_nodes if is_tensor(n) and _is_strided(n)]
-        returned = {storage_of(node.meta["val"]) for node in nodes}
+    def apply(self, gm: GraphModule, context: PassContext) -> int:
+        """Change the outputs of the graph in place, and return the number of changed waits and outputs."""
+        output = gm.graph.output_node()
+        results = [node for node in output.all_input_nodes if _is_strided(node)]
+        result_storages = {storage_of(node.meta["val"]) for node in results}
         waits = gm.graph.find_nodes(op="call_function", target=WAIT_OPS)
-        waits = [wait for wait in waits if storage_of(wait.meta["val"]) in returned]
+        waits = [wait for wait in waits if storage_of(wait.meta["val"]) in result_storages]
         for wait in waits:
             wait.args[0].meta["val"] = wait.meta["val"]
-        views = [node for node in nodes if _is_view(node)]
+        views = [node for node in results if node.op == "call_function" and _returns_input_storage(node)]
         for view in views:
             with gm.graph.inserting_after(view):
-                own = gm.graph.call_function(
-                    torch.ops.aten._unsafe_view.default, (view, self.sizes.list(node_shape(view)))
-                )
-            own.meta.update(view.meta)
-            gm.graph.output_node().replace_input_with(view, own)
+                args = (view, self.sizes.list(node_shape(view)))
+                unsafe_view = gm.graph.call_function(torch.ops.aten._unsafe_view.default, args)
+            unsafe_view.meta.update(view.meta)
+            output.replace_input_with(view, unsafe_view)
         return len(waits) + len(views)
 
 
 def _is_strided(node: Node) -> bool:
-    return bool(node.meta["val"].layout == torch.strided)
+    """Return True if the value of a node is a strided tensor, which has a storage."""
+    return is_tensor(node) and node.meta["val"].layout == torch.strided
 
 
-def _is_view(node: Node) -> bool:
-    """Return True if an op returns the storage of an operand."""
-    inputs = [n for n in node.all_input_nodes if is_tensor(n) and _is_strided(n)] if node.op == "call_function" else []
+def _returns_input_storage(node: Node) -> bool:
+    """Return True if the value of a node has the storage of an operand."""
+    inputs = filter(_is_strided, node.all_input_nodes)
     return any(storage_of(x.meta["val"]) == storage_of(node.meta["val"]) for x in inputs)

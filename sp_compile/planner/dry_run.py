@@ -33,8 +33,7 @@ from sp_compile.lowering.torch_compat import (
     skip_graph_printing,
 )
 from sp_compile.passes.capture.capture import cache_captures
-from sp_compile.passes.capture.is_traced import CapturedGraphs
-from sp_compile.passes.capture.user_program import UserProgram
+from sp_compile.passes.capture.user_program import CapturedGraphs, UserProgram
 from sp_compile.passes.context import Note, NoteKind
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.passes.cost.step_memory import StepMemory
@@ -156,7 +155,7 @@ class DryRun:
         """Lower the graph of an earlier dry run, without tracing the model again."""
         self._graphs.append(gm)
         with resume_trace(context):
-            for lowered in self._lower_all(UserProgram.from_dynamo(gm, inputs)):
+            for lowered in self._lower_all(UserProgram(gm, inputs)):
                 lowered.result.report.merge(lowered.program.report)
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -164,7 +163,7 @@ class DryRun:
         self._graphs.append(gm)
         if self.captured is not None:
             self.captured.add(gm, example_inputs)
-        all_lowered = self._lower_all(UserProgram.from_dynamo(gm, example_inputs))
+        all_lowered = self._lower_all(UserProgram(gm, tuple(example_inputs)))
         if not all_lowered:
             return gm.forward
 

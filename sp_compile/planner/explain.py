@@ -10,7 +10,7 @@ import torch
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.progress import show_progress
-from sp_compile.passes.capture.is_traced import CapturedGraphs
+from sp_compile.passes.capture.user_program import CapturedGraphs
 from sp_compile.passes.context import Note, NoteKind
 from sp_compile.passes.cost.decision import Decision
 from sp_compile.passes.cost.few_layers import FewLayers, LayerList

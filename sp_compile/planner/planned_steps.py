@@ -27,7 +27,7 @@ from torch import nn
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import CONTIGUOUS, LAYOUTS
-from sp_compile.passes.capture.is_traced import CapturedGraphs
+from sp_compile.passes.capture.user_program import CapturedGraphs
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.cost.attention_cost import (
     AttentionShape,

@@ -24,7 +24,7 @@ def lowered(gm: GraphModule, inputs: list[Any], n: int, **options: Any) -> Graph
     """Return the graph of one of n simulated ranks for Dynamo's graph."""
     session = CompileSession(gm, inputs, options, measures=False)
     session.ranks = Ranks(n, SIMULATED_GROUP)
-    return lower(UserProgram.from_dynamo(gm, inputs), options, session).graph
+    return lower(UserProgram(gm, tuple(inputs)), options, session).graph
 
 
 def simulating(n: int, graphs: list[GraphModule], **options: Any) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def compile_halves(model: nn.Module, args: Sequence[Any], n: int, **options: Any
         given = {"cost": {}, "compiler": "aot_eager", **options}
         session = CompileSession(gm, inputs, given, measures=False)
         session.split, session.ranks = True, Ranks(n, SIMULATED_GROUP)
-        compile_local(lower(UserProgram.from_dynamo(gm, inputs), given, session))
+        compile_local(lower(UserProgram(gm, tuple(inputs)), given, session))
         return gm.forward
 
     torch._dynamo.reset()

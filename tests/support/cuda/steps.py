@@ -182,7 +182,7 @@ def _compiled(
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         session = CompileSession(gm, example_inputs, options, measures=False)
-        lowered = lower(UserProgram.from_dynamo(gm, example_inputs), options, session)
+        lowered = lower(UserProgram(gm, tuple(example_inputs)), options, session)
         lowered.return_edges()
         found.mode = detect_fake_mode(lowered.inputs)
         with compiling(found.mode) as modules, apply_checkpoint_policies(lowered.graph):

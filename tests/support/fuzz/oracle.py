@@ -248,7 +248,7 @@ class _SimulatedRanks:
             session = CompileSession(gm, example_inputs, options, measures=False)
             session.ranks = Ranks(n, SIMULATED_GROUP)
             lowered, _ = lower_or_keep(
-                UserProgram.from_dynamo(gm, example_inputs), {"outputs": "gather", **options}, session, lambda _: None
+                UserProgram(gm, tuple(example_inputs)), {"outputs": "gather", **options}, session, lambda _: None
             )
         except SpError as error:
             self.refused = error

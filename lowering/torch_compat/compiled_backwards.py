@@ -1,0 +1,95 @@
+"""Run contexts around the compilation and around the calls of the backwards that AOTAutograd compiles."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+_late_backwards: dict[str, Callable[[], AbstractContextManager[Any]]] = {}  # context of a backward, by compile id
+_entered_backwards = contextlib.ExitStack()  # context of the backward that is compiled now
+
+
+def wrap_late_backward(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Compile the backward of the current graph inside `context()`, if torch compiles it lazily."""
+    from torch._dynamo.callback import callback_handler
+    from torch._guards import CompileContext
+
+    _late_backwards[str(CompileContext.current_compile_id())] = context
+    if _start_late_backward not in callback_handler.start_callbacks:  # a reset of Dynamo removes callbacks
+        callback_handler.register_start_callback(_start_late_backward)
+        callback_handler.register_end_callback(_finish_late_backward)
+
+
+@torch.compiler.disable  # torch has a lock here, and Dynamo would trace a call from a backward in eager code
+def _start_late_backward(event: Any) -> None:
+    """Enter the context of a backward, as torch's callback at the start of a compilation."""
+    if event.callback_trigger.name == "LAZY_BACKWARD" and event.compile_id in _late_backwards:
+        _entered_backwards.enter_context(_late_backwards.pop(event.compile_id)())
+
+
+@torch.compiler.disable
+def _finish_late_backward(event: Any) -> None:
+    """Exit the context of a backward, as torch's callback at the end of a compilation."""
+    _entered_backwards.close()
+
+
+def find_backward_nodes(
+    outputs: Sequence[Any], selected: Collection[int], context: Callable[[], AbstractContextManager[Any]]
+) -> list[tuple[Any, frozenset[int]]]:
+    """Return AOTAutograd's autograd nodes of outputs, and make their backwards run in `context()`.
+
+    The context covers the compiled backward, which torch 2.13 stores where no hook reaches it, and the unpacking of
+    saved tensors.
+
+    Args:
+        outputs: Outputs of a compiled function.
+        selected: Indices of selected outputs.
+        context: Returns the context of the backwards.
+
+    Returns:
+        Each node once, with the indices of its results that are, or compute, the selected outputs.
+    """
+    selected_results: dict[Any, set[int]] = {}  # indices of selected results, by autograd node
+    for i, x in enumerate(outputs):
+        node, result_index = _compiled_backward_of(x) if isinstance(x, torch.Tensor) else (None, 0)
+        if node is not None:
+            selected_results.setdefault(node, set()).update([result_index] if i in selected else [])
+    for node in selected_results:
+        function_class: Any = getattr(type(node), "_forward_cls", None)
+        if function_class is not None:
+            backward = function_class.backward
+            if isinstance(backward, _InContext):  # of an earlier call
+                backward = backward.function
+            function_class.backward = staticmethod(_InContext(backward, context))
+    return [(node, frozenset(indices)) for node, indices in selected_results.items()]
+
+
+def _compiled_backward_of(x: torch.Tensor) -> tuple[Any, int]:
+    """Return AOTAutograd's autograd node of a result and the result's index, or (None, 0) if it has none.
+
+    If x is a view that was created after the program had run, this is the program's result of which x is a view.
+    """
+    node, result_index = x.grad_fn, x.output_nr
+    for _ in range(8):  # the number of views; inputs have longer chains of nodes, from earlier ops
+        if node is None or type(node).__name__ == "CompiledFunctionBackward":
+            return node, result_index
+        if len(node.next_functions) != 1:
+            break
+        ((node, result_index),) = node.next_functions
+    return None, 0
+
+
+class _InContext:
+    """Function that runs inside a context."""
+
+    def __init__(self, function: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.function, self.context = function, context
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any) -> Any:
+        with self.context():
+            return self.function(*args)
