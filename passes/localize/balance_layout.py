@@ -184,7 +184,8 @@ class BalanceLayout(Pass):
         known = tuple(map(position_conditions, work.predicates))
         weights, numbers = (tuple(map(_current_size, sizes)) for sizes in (work.weights, work.numbers))
         chunks = balance_rows(known, weights, numbers, (), _current_size(length), n)
-        times = f"{chunks.imbalance:.2f} times the mean of query-key pairs, contiguous {chunks.contiguous_imbalance:.2f}"
+        contiguous = f"contiguous {chunks.contiguous_imbalance:.2f}"
+        times = f"{chunks.imbalance:.2f} times the mean of query-key pairs, {contiguous}"
         text = f"the busiest rank has {times}"
         if known != tuple(work.predicates):
             text = f"chunks are assigned at run time from the data of masks; without masked pairs, {text}"

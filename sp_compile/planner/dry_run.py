@@ -71,7 +71,8 @@ class DryRunResult:
     @property
     def options(self) -> SPConfig:
         """The options of the lowering; Inductor is replaced, because nothing is compiled."""
-        return replace(self.user_options, compiler="aot_eager") if self.user_options.has_joint_passes else self.user_options
+        options = self.user_options
+        return replace(options, compiler="aot_eager") if options.has_joint_passes else options
 
 
 class _Lowered(NamedTuple):
