@@ -2,8 +2,8 @@
 
     index_put(x, [mask], v)     ->  where(mask[..., None], v, x)
                                     v: one value for every position
-    index_put(x, [mask], rows)  ->  where(mask[..., None], cat([rows, 0])[at], x)
-                                    at = cumsum(mask) - 1, the index of a position among the written ones
+    index_put(x, [mask], rows)  ->  where(mask[..., None], cat([rows, 0])[index], x)
+                                    index = cumsum(mask) - 1, that of a position among the written ones
 
 With `accumulate` the value is added. So `x[mask] = features`, `x[~mask] = 0` and `x[mask] = parameter` run on shards,
 as for image features, padding and masked frames. If rows and positions differ in number, every rank raises an index
