@@ -85,8 +85,7 @@ class RewriteSortedRows(CanonicalPass):
             old.replace_all_uses_with(new)
         if uses.keys is not None:
             uses.keys.replace_all_uses_with(keys)
-        # A slice by a number that equals the number of rows at run time only.
-        for full_slice in (n for n in uses.rows if n.target is aten.slice.Tensor and is_copy(n)):
+        for full_slice in filter(_is_full_slice, uses.rows):
             full_slice.replace_all_uses_with(full_slice.args[0])
         self.drop(*replaced, *uses.inverse, *uses.expanded, uses.keys, uses.order, node)
         return True
@@ -321,6 +320,11 @@ def _find_uses(node: Node, call: OpCall) -> _SortUses:
         if is_use and not uses.accept(reader):
             uses.unsupported = uses.unsupported or reader
     return uses
+
+
+def _is_full_slice(node: Node) -> bool:
+    """Return True for a slice of all rows, by a number that equals the number of rows at run time only."""
+    return node.target is aten.slice.Tensor and is_copy(node)
 
 
 def _skip_exact_casts(node: Node) -> Node:
