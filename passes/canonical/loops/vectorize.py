@@ -36,11 +36,6 @@ MATMULS = (aten.matmul.default, aten.mm.default, aten.bmm.default)
 DIM_ARGUMENTS = {"dim", "dim0", "dim1", "dim2"}
 
 
-def _batch_view(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """Batch a view to an equal shape as the operand itself."""
-    return leaves[0] if is_copy(node) and isinstance(leaves[0], BatchedValue) else None
-
-
 @dataclass(frozen=True)
 class BatchedValue:
     """Value of every step as one node."""
@@ -259,6 +254,11 @@ def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Ba
         if len(dims) > len(result) or any(f not in ("", g) for f, g in zip(dims[::-1], result[::-1])):
             return None
     return ops.broadcast(node.target, _argument_spec(node), leaves, node)
+
+
+def _batch_view(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
+    """Batch a view to an equal shape as the operand itself."""
+    return leaves[0] if is_copy(node) and isinstance(leaves[0], BatchedValue) else None
 
 
 def _batch_matmul(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
