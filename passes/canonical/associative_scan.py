@@ -126,8 +126,8 @@ def scan_of_leaf(e: sympy.Expr | None, i: int, left: list[Any], right: list[Any]
         right: The symbols of the right leaves.
     """
     a, b = left[i], right[i]
-    known = {a + b: "sum", a * b: "prod", sympy.Max(a, b): "max", sympy.Min(a, b): "min", _logaddexp(a, b): "logsumexp"}
-    return CombineOp(known[e], (i,)) if e in known else None
+    ops = {a + b: "sum", a * b: "prod", sympy.Max(a, b): "max", sympy.Min(a, b): "min", _logaddexp(a, b): "logsumexp"}
+    return CombineOp(ops[e], (i,)) if e in ops else None
 
 
 def _match_recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -> CombineOp | None:

@@ -128,7 +128,7 @@ class _SortUses:
     ids: Node  # unsorted keys (R,)
     order: Node  # permutation that sorts (R,)
     keys: Node | None  # sorted keys (R,)
-    descending: bool
+    descending: bool  # True if the greatest key comes first
     rows: set[Node] = field(default_factory=set)  # values whose first dim is in the order of the keys
     tokens: dict[Node, Size] = field(default_factory=dict)  # order // k, to k; the order itself, to 1
     expanded: dict[Node, Node] = field(default_factory=dict)  # (R, columns), to the order or tokens it repeats

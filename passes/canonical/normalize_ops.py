@@ -44,8 +44,8 @@ class CallForm(NamedTuple):
     """Canonical call of a node."""
 
     target: Any  # op
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] | None = None
+    args: tuple[Any, ...]  # positional arguments
+    kwargs: dict[str, Any] | None = None  # keyword arguments, if any
 
 
 @register_pass

@@ -37,8 +37,8 @@ KNOWN_OPS = ("sum", "prod", "logsumexp")  # a tree of maxima has other gradients
 class _RowSlice(NamedTuple):
     """Rows start, start + step, ... of a value."""
 
-    start: int
-    step: int
+    start: int  # first row
+    step: int  # distance between rows
     length: int  # number of rows
 
 

@@ -65,11 +65,11 @@ class WeightChain:
 class EagerAttention:
     """An eager attention that may be replaced."""
 
-    scores: ScoreChain
+    scores: ScoreChain  # the input of the softmax
     values: ProductMatch  # the product of the probabilities with the values
     operands: list[ProductOperand]  # queries, keys, values
-    sinks: SinkValue | None
-    dropout: float
+    sinks: SinkValue | None  # sinks of the softmax, if any
+    dropout: float  # probability of the dropout of the weights
     last: Node  # the result
     chain: list[Node]  # all other nodes
 

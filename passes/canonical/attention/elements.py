@@ -200,15 +200,15 @@ def as_cases(value: Element) -> Cases:
     """Return a number as cases; bools become 1 and 0."""
     if isinstance(value, tuple):
         return value
-    both = ((value, sympy.Integer(1)), (Not(value), sympy.Integer(0)))
-    return tuple((c, v) for c, v in both if c != sympy.false)
+    cases = ((value, sympy.Integer(1)), (Not(value), sympy.Integer(0)))
+    return tuple((condition, v) for condition, v in cases if condition != sympy.false)
 
 
 def as_truth(value: Element) -> Boolean:
     """Return a bool; numbers are true unless they are 0."""
     if not isinstance(value, tuple):
         return value
-    return Or(*(And(c, Ne(v, 0)) for c, v in value))
+    return Or(*(And(condition, Ne(v, 0)) for condition, v in value))
 
 
 def cast_element(value: Element, dtype: torch.dtype) -> Element:
@@ -226,26 +226,28 @@ def cast_element(value: Element, dtype: torch.dtype) -> Element:
 
 
 def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:
-    """Apply a function to every combination of cases and merge equal results.
+    """Apply a function of numbers to every combination of cases and merge equal results.
 
     Raises:
         NotSymbolic: There are more than MAX_CASES results, or a result is NaN.
     """
-    out: dict[sympy.Expr, Boolean] = {}
-    for chosen in itertools.product(*map(as_cases, values)):
-        condition = And(*(c for c, _ in chosen))
+    conditions: dict[sympy.Expr, Boolean] = {}  # by result
+    for combination in itertools.product(*map(as_cases, values)):
+        condition = And(*(c for c, _ in combination))
         if condition == sympy.false:
             continue
-        result = sympy.expand(function(*(v for _, v in chosen))).subs(_pinned_indices(condition))
+        result = sympy.expand(function(*(v for _, v in combination))).subs(_fixed_indices(condition))
         if result is sympy.nan:
             raise NotSymbolic("contains NaN")
-        out[result] = Or(out.get(result, sympy.false), condition)
-    if len(out) > MAX_CASES:
-        raise NotSymbolic(f"has {len(out)} cases, more than {MAX_CASES}")
-    return ((sympy.true, next(iter(out))),) if len(out) == 1 else tuple((c, v) for v, c in out.items())
+        conditions[result] = Or(conditions.get(result, sympy.false), condition)
+    if len(conditions) > MAX_CASES:
+        raise NotSymbolic(f"has {len(conditions)} cases, more than {MAX_CASES}")
+    if len(conditions) == 1:
+        return ((sympy.true, next(iter(conditions))),)
+    return tuple((condition, result) for result, condition in conditions.items())
 
 
-def _pinned_indices(condition: Boolean) -> dict[sympy.Symbol, int]:
+def _fixed_indices(condition: Boolean) -> dict[sympy.Symbol, int]:
     """Return the indices that the condition fixes to one value, as q < 1 does."""
     return {i: 0 for i in INDICES if any(term == (i < 1) for term in And.make_args(condition))}
 

@@ -117,11 +117,10 @@ def _unrepeated_heads(node: Node) -> Node | None:
 
 
 def _is_tiled(node: Node) -> bool:
-    """Return True if a sequence of several heads is repeated (tiled)."""
+    """Return True for repeat(x) that repeats the list of several heads: h0, h1, h0, h1."""
     node = value_origin(node)
     if node.target is not aten.repeat.default or node.meta["val"].ndim != 4:
         return False
-    source = OpCall(node).operands[0]
-    before, after = node_shape(source), node_shape(node)
-    heads = before[HEADS_DIM] if len(before) == 4 else 1
-    return not is_same_size(heads, 1) and not is_same_size(heads, after[HEADS_DIM])
+    shape = node_shape(OpCall(node).operands[0])
+    heads = shape[HEADS_DIM] if len(shape) == 4 else 1
+    return not is_same_size(heads, 1) and not is_same_size(heads, node_shape(node)[HEADS_DIM])

@@ -33,7 +33,7 @@ class SinkAttention:
     """Attention with sinks that is computed from a result and a log-sum-exp."""
 
     result: Node  # the attention with sinks
-    sinks: SinkValue
+    sinks: SinkValue  # a number per head
     chain: tuple[Node, ...]  # nodes from the log-sum-exp to the result
 
 

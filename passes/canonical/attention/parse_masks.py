@@ -189,8 +189,9 @@ def _allowed_condition(value: Element, max_fill: float = MAX_FILL) -> tuple[Bool
 
 def has_key_per_query(mask: AttentionMask) -> bool:
     """Return True if every query provably attends to its own, the first or the last key."""
-    candidates = [sympy.Integer(0), mask.extent[KEY_INDEX] - 1]
-    if mask.box.is_nonnegative(mask.extent[KEY_INDEX] - sympy.sympify(mask.extent[QUERY_INDEX])):
+    queries, keys = (sympy.sympify(mask.extent[index]) for index in (QUERY_INDEX, KEY_INDEX))
+    candidates = [sympy.Integer(0), keys - 1]
+    if mask.box.is_nonnegative(keys - queries):  # every query has a key at its own position
         candidates.insert(0, QUERY_INDEX)
     return any(mask.box.simplify(mask.allowed.subs(KEY_INDEX, key)) == sympy.true for key in candidates)
 

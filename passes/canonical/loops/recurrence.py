@@ -246,6 +246,7 @@ def _has_same_type(node: Node, other: Node) -> bool:
 
 
 def _is_number(x: Value) -> bool:
+    """Return True for a Python number, but not for a bool."""
     return isinstance(x, int | float) and not isinstance(x, bool)
 
 
