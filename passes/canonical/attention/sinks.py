@@ -11,7 +11,6 @@ queries or batch entries, and sinks appended after the maximum of the scores was
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +33,7 @@ from sp_compile.passes.sharding.matchers import (
 )
 
 from .proofs import BATCH_INDEX, HEAD_INDEX, INDICES
-from .softmaxes import MAXIMA
+from .softmaxes import MAXIMA, match_difference, ops_between
 
 aten = torch.ops.aten
 
@@ -80,41 +79,19 @@ def match_readers(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource:
     if is_cast_op(x) or is_copy(x):
         inner = match_readers(move_source(x), keys_dim, x)
         return replace(inner, chain=(*inner.chain, x)) if inner.chain else no_ops
-    if x.target is aten.sub.Tensor and (maximum := _match_maximum(x, keys_dim)):
-        inner = match_readers(OpCall(x).operands[0], keys_dim, maximum[0], x)
-        return replace(inner, chain=(*inner.chain, *maximum, x))
-    parts = OpCall(x).operands
+    difference = match_difference(x, MAXIMA)  # row - maximum(row)
+    shift = ops_between(*difference, x) if difference is not None and difference[1] == keys_dim else None
+    if shift is not None:
+        inner = match_readers(shift.source, keys_dim, *shift.readers)
+        return replace(inner, chain=(*inner.chain, *shift.chain))
+    operands = OpCall(x).operands
     is_last_dim = keys_dim == x.meta["val"].ndim - 1
-    if x.target is aten.cat.default and len(parts) == 2 and is_last_dim and match_join(x) == (keys_dim, False):
-        is_single = [is_same_size(node_shape(part)[-1], 1) for part in parts]
+    if x.target is aten.cat.default and len(operands) == 2 and is_last_dim and match_join(x) == (keys_dim, False):
+        is_single = [is_same_size(node_shape(operand)[-1], 1) for operand in operands]
         if is_single[0] != is_single[1]:
-            sinks, scores = parts if is_single[0] else parts[::-1]
+            sinks, scores = operands if is_single[0] else operands[::-1]
             return SoftmaxSource(scores, (x,), (x,), sinks, first=is_single[0])
     return no_ops
-
-
-def _match_maximum(difference: Node, keys_dim: int) -> list[Node]:
-    """Return the nodes that compute the maximum in `row - maximum(row)`, or [] for another difference."""
-    call = OpCall(difference)
-    if len(call.operands) != 2 or call["alpha"] != 1:
-        return []
-    row, node = call.operands
-    chain: list[Node] = []  # getitem and detach after the maximum
-    while node.target in (operator.getitem, aten.detach.default):
-        if len(node.users) != 1 or node.args[1:] not in ((), (0,)):
-            return []
-        chain.insert(0, node)
-        node = node.args[0]
-    if node.target not in MAXIMA or node.args[0] is not row or not _reduces_dim(OpCall(node), keys_dim):
-        return []
-    unread = [user for user in node.users if user not in chain and not user.users]  # the indices of the maximum
-    return [node, *unread, *chain] if len(node.users) == 1 + len(unread) else []
-
-
-def _reduces_dim(call: OpCall, dim: int) -> bool:
-    """Return True if a reduction keeps its only dim, `dim`, at size 1."""
-    dims = call["dim"] if isinstance(call["dim"], (list, tuple)) else [call["dim"]]
-    return bool(call["keepdim"]) and [d % call.ndim() for d in dims] == [dim]
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,9 @@ def _match_exp_log_softmax(node: Node) -> SoftmaxMatch | None:
     logs = value_origin(node.args[0])
     if logs.target in LOG_SOFTMAX and _has_same_dtype(logs, node):
         call = OpCall(logs)
-        return _softmax_between(call.operands[0], call.dim(), node)
-    difference = _match_difference(logs, (aten.logsumexp.default,))
-    return _softmax_between(*difference, node) if difference is not None else None
+        return ops_between(call.operands[0], call.dim(), node)
+    difference = match_difference(logs, (aten.logsumexp.default,))
+    return ops_between(*difference, node) if difference is not None else None
 
 
 def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
@@ -81,13 +81,13 @@ def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
     if dim is None:
         return None
     scores = value_origin(exponentials.args[0])
-    difference = _match_difference(scores, MAXIMA)
+    difference = match_difference(scores, MAXIMA)
     if difference is None or difference[1] != dim:
         return SoftmaxMatch(scores, dim, (node,), OVERFLOWS)
-    return _softmax_between(*difference, node)
+    return ops_between(*difference, node)
 
 
-def _match_difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, int] | None:
+def match_difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, int] | None:
     """Return (s, dim) for s - f(s), where f is one of the reductions along `dim`."""
     if node.target is not aten.sub.Tensor or OpCall(node)["alpha"] != 1 or not all(map(is_tensor, node.args)):
         return None
@@ -120,8 +120,11 @@ def _has_same_dtype(a: Node, b: Node) -> bool:
     return bool(a.meta["val"].dtype == b.meta["val"].dtype)
 
 
-def _softmax_between(source: Node, dim: int, result: Node) -> SoftmaxMatch | None:
-    """Return the ops between the input of a softmax and its result; None if one of them has other readers."""
+def ops_between(source: Node, dim: int, result: Node) -> SoftmaxMatch | None:
+    """Return the ops between a row and a result that only they compute, or None if one of them has other readers.
+
+    The result need not be a softmax: `sinks.py` matches the difference of a row and its maximum.
+    """
     between = reachable_set([source], lambda n: () if n is result else n.users) - {source}
     unread = [n for n in between if not n.users and n.target is operator.getitem]  # the indices of the maximum
     is_isolated = all(n is result or n in unread or (n < result and n.users) for n in between)
