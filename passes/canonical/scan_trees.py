@@ -73,27 +73,27 @@ class MarkScanTrees(CanonicalPass):
 
 def outermost_trees(graph: Graph) -> list[tuple[Node, SlicePiece]]:
     """Return the result of each tree that is inside of no other one, and the first row of its leaf."""
-    joins = [match for node in graph.nodes if (match := match_interleaving(node)) is not None]
-    return [(node, first_row) for node, first_row in joins if not _is_inner(first_row, joins)]
+    first_rows = {node: row for node in graph.nodes if (row := match_interleaving(node)) is not None}
+    return [(node, row) for node, row in first_rows.items() if not _is_inner(row, first_rows.values())]
 
 
-def _is_inner(first_row: SlicePiece, joins: Iterable[tuple[Node, SlicePiece]]) -> bool:
+def _is_inner(first_row: SlicePiece, first_rows: Iterable[SlicePiece]) -> bool:
     """Return True if the rows that a level splits are combinations of every second row of another level."""
     leaf, dim = first_row.source, first_row.dim
     num_rows = node_shape(leaf)[dim]
     starts: list[Node] = []
-    for _, outer_row in joins:
+    for outer_row in first_rows:
         outer_leaf = outer_row.source
         if outer_row.dim == dim and outer_leaf is not leaf and is_same_size(node_shape(outer_leaf)[dim] // 2, num_rows):
             starts += [node for node in _leaf_slices(outer_leaf, dim) if _is_odd_rows(node)]
     return bool(starts) and leaf in _nodes_after(starts, until=leaf)
 
 
-def match_interleaving(node: Node) -> tuple[Node, SlicePiece] | None:
+def match_interleaving(node: Node) -> SlicePiece | None:
     """Match the last step of a level: rows of the inner scan, interleaved with combinations of them and the leaf.
 
     Returns:
-        The node and the slice of the leaf's first row, or None for another node.
+        The slice of the leaf's first row, or None for another node.
     """
     if node.target is not aten.flatten.using_ints or node.args[0].target is not aten.stack.default:
         return None
@@ -112,7 +112,7 @@ def match_interleaving(node: Node) -> tuple[Node, SlicePiece] | None:
     if not is_same_size(first_row.start, 0) or not is_same_size(first_row.length, 1):
         return None
     odd_rows = [cut for cut in _leaf_slices(first_row.source, dim) if _is_odd_rows(cut)]
-    return (node, first_row) if odd_rows and odd in _nodes_after(odd_rows, until=odd) else None
+    return first_row if odd_rows and odd in _nodes_after(odd_rows, until=odd) else None
 
 
 def _leaf_slices(leaf: Node, dim: int) -> Iterator[Node]:

@@ -116,10 +116,9 @@ class UnrolledScans(RewriteAssociativeScans):
 
 def _match_level(join: Node) -> _Level | None:
     """Return the level that ends in a node; None if its rows are not proven to be in order."""
-    interleaving = match_interleaving(join)
-    if interleaving is None:
+    first_row = match_interleaving(join)
+    if first_row is None:
         return None
-    _, first_row = interleaving
     leaf, dim = value_origin(first_row.source), first_row.dim
     rows = node_shape(leaf)[dim]
     even, odd = map(value_origin, OpCall(join.args[0]).operands)
