@@ -58,14 +58,15 @@ class FoldPaddings(CanonicalPass):
         pad = match_padding(node)
         if pad is None:
             return False
-        length, inner_pad = node_shape(node)[pad.dim], pad
+        # The same rows as a padding of the tensor that the padded value is a slice of, if there is one.
+        inner_pad = pad
         while (source_pad := pad_of_source(inner_pad)) is not None:
             inner_pad = source_pad
-        rows = node_shape(inner_pad.source)[inner_pad.dim]
-        # The padding is itself a shift: no longer than the sequence, by a cat or by a slice and a pad.
+        length, rows = node_shape(node)[pad.dim], node_shape(inner_pad.source)[inner_pad.dim]
+        # A cat of a constant and a slice, or a padded slice, that is no longer than the sequence is a shift itself.
         shift = _shift_call(inner_pad, 0, length)
-        is_shift = match_join(node) is not None or inner_pad is not pad
-        if is_shift and _is_within_sequence(length, inner_pad) and _is_static(shift, rows):
+        is_cut_and_padded = match_join(node) is not None or inner_pad is not pad
+        if is_cut_and_padded and _is_within_sequence(length, inner_pad) and _is_static(shift, rows):
             self._replace_by_window([node], inner_pad.source, shift, inner_pad.dim)
             return True
         readers = value_readers(node)
@@ -73,8 +74,8 @@ class FoldPaddings(CanonicalPass):
         static_calls = [call for call in calls if call is not None and _is_static(call, rows)]
         if len(static_calls) < len(calls):
             if any(call.op is not sp.shift.default for call in static_calls):
-                other = next(reader for reader, call in zip(readers, calls) if call not in static_calls)
-                self.note_refusal(other, f"it reads {node.name} with its padding; pass the padding to the window op")
+                refused = next(reader for reader, call in zip(readers, calls) if call not in static_calls)
+                self.note_refusal(refused, f"it reads {node.name} with its padding; pass the padding to the window op")
             return False
         for reader, call in zip(readers, static_calls):
             self._replace_by_window([reader], inner_pad.source, call, inner_pad.dim)
