@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -31,7 +31,7 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import node_shape, read_results
 from sp_compile.passes.graph.edit import GraphEditor
 from sp_compile.passes.graph.fakes import trace_function
-from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_size
+from sp_compile.passes.graph.sizes import Size, is_same_size
 from sp_compile.passes.sharding.attention_axes import fill_nodes
 from sp_compile.passes.sharding.matchers import constant_value
 
@@ -52,6 +52,30 @@ NO_MASK_BLOCK_SIZE = 1 << 30
 """Block size of the tables that torch builds without a BlockMask: one block."""
 
 
+class _FlexCall(NamedTuple):
+    """Arguments of torch's flex_attention op, `_FlexCall(*node.args)`."""
+
+    q: Node  # (B, H, Q, D)
+    k: Node  # (B, Hkv, K, D)
+    v: Node  # (B, Hkv, K, E)
+    score_mod: Node  # reference to the graph of the function
+    block_mask: tuple[Any, ...]  # (sizes and tables of blocks, block size, reference to the graph of the mask_mod)
+    scale: float  # factor of the scores
+    kernel_options: Any  # options of torch's kernels
+    score_captured: tuple[Any, ...]  # values that the score_mod captures
+    mask_captured: tuple[Any, ...]  # values that the mask_mod captures
+
+    @property
+    def score_body(self) -> GraphModule:
+        """Return the graph of the score_mod."""
+        return _graph_body(self.score_mod)
+
+    @property
+    def mask_body(self) -> GraphModule:
+        """Return the graph of the mask_mod."""
+        return _graph_body(self.block_mask[-1])
+
+
 @register_pass
 class RewriteFlexAttention(RewriteMasks):
     """Replacement of the calls of flex_attention in one graph."""
@@ -64,8 +88,9 @@ class RewriteFlexAttention(RewriteMasks):
         self.mask_nodes: list[Node] = []  # inlined masks, which are erased at the end
         self._nodes_with_fills: set[Node] | None = None  # nodes that may contain fills, if computed
         calls = self.graph.find_nodes(op="call_function", target=flex_attention_op)
-        for body in [_graph_body(ref) for node in calls for ref in (node.args[3], node.args[4][-1])]:
-            _inline_numbers(body)
+        for node in calls:
+            _inline_numbers(_FlexCall(*node.args).score_body)
+            _inline_numbers(_FlexCall(*node.args).mask_body)
         changes = sum(self._rewrite_call(node) for node in calls)
         self.drop(*self.mask_nodes)
         return changes
@@ -84,7 +109,7 @@ class RewriteFlexAttention(RewriteMasks):
 
     def _parse_conditions(self, node: Node) -> tuple[AttentionMask, list[GraphModule]]:
         """Return the predicates of the mask_mod, and the conditions without a predicate."""
-        body, masks, other_conditions = _graph_body(node.args[4][-1]), list[AttentionMask](), list[GraphModule]()
+        body, masks, other_conditions = _FlexCall(*node.args).mask_body, list[AttentionMask](), list[GraphModule]()
         try:
             return self._parse_mask_body(node, body), []
         except NotSymbolic:
@@ -100,8 +125,8 @@ class RewriteFlexAttention(RewriteMasks):
         """Return the score modification, -inf where a condition fails. Raises NotSymbolic or SpError."""
         # Sinks take their share of a row's weights; fills take none.
         is_fill = self._may_contain_fills if _match_sinks(node) is None else None
-        body = _graph_body(node.args[3])
-        return write_score(body, node.args[7], conditions, node.args[8], self, node, is_fill)
+        call = _FlexCall(*node.args)
+        return write_score(call.score_body, call.score_captured, conditions, call.mask_captured, self, node, is_fill)
 
     def _may_contain_fills(self, value: Node) -> bool:
         """Return True if a value that a score function reads may contain fills."""
@@ -114,7 +139,7 @@ class RewriteFlexAttention(RewriteMasks):
         q, k, v, *_ = node.args
         sink_attention, results = _match_sinks(node), read_results(node)
         query_heads, key_heads = (node_shape(x)[1] for x in (q, k))
-        options = {"scale": node.args[5], "enable_gqa": not is_same_size(query_heads, key_heads)}
+        options = {"scale": _FlexCall(*node.args).scale, "enable_gqa": not is_same_size(query_heads, key_heads)}
         with self.graph.inserting_before(node):
             score = self._write_score(node, conditions)
         # Emit attention without a mask, in one of three forms, and let the readers of the call's results read it.
@@ -151,7 +176,7 @@ class RewriteFlexAttention(RewriteMasks):
         torch's log-sum-exps are in base 2.
         """
         replacements: dict[Node, Node] = {}
-        width, dim = node_shape(node.args[2])[3], attention.meta["val"].ndim - 1
+        width, dim = node_shape(_FlexCall(*node.args).v)[3], attention.meta["val"].ndim - 1
         if 0 in results:
             out = self.compute(aten.slice.Tensor, (attention, dim, 0, self.sizes(width)), node)
             replacements[results[0]] = self.cast(out, results[0].meta["val"].dtype, node)
@@ -161,7 +186,7 @@ class RewriteFlexAttention(RewriteMasks):
 
     def _parse_mask_body(self, node: Node, body: GraphModule) -> AttentionMask:
         """Return the mask of a mask_mod, or of a part of one, for all indices. Raises NotSymbolic or SpError."""
-        shape, captured = _scores_shape(node), node.args[8]
+        shape, captured = _scores_shape(node), _FlexCall(*node.args).mask_captured
 
         def parse() -> AttentionMask:
             """Inline the mask function and parse its result."""
@@ -176,15 +201,15 @@ class RewriteFlexAttention(RewriteMasks):
 
     def _refusal(self, node: Node) -> str | None:
         """Return a reason against the rewrite that needs no analysis of the mask."""
-        q, k, v, _, block_mask, *_ = node.args
-        values = [x.meta["val"] for x in (q, k, v)]
-        shapes = [as_sizes(x.shape) for x in values]
+        call = _FlexCall(*node.args)
+        qkv = (call.q, call.k, call.v)
         if 2 in read_results(node):
             return "its maximum scores are read"
-        if len({x.dtype for x in values}) > 1 or not has_same_leading_dims(shapes, grouped=True):
+        dtypes = {x.meta["val"].dtype for x in qkv}
+        if len(dtypes) > 1 or not has_same_leading_dims([node_shape(x) for x in qkv], grouped=True):
             return "q, k and v have different dtypes or batch sizes"
-        mask_result = _graph_body(block_mask[-1]).graph.output_node().args[0]
-        if constant_value(mask_result) is not None and block_mask[-2] != NO_MASK_BLOCK_SIZE:
+        mask_result = call.mask_body.graph.output_node().args[0]
+        if constant_value(mask_result) is not None and call.block_mask[-2] != NO_MASK_BLOCK_SIZE:
             return "its BlockMask has tables in place of a mask_mod, which no predicate expresses"
         return None
 
