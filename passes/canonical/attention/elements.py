@@ -119,7 +119,8 @@ class ElementReader:
     def _computed_element(self, node: Node, coords: Coords) -> Element | None:
         """Return the element that an op computes from its operands, or None for an unknown op."""
         if node.target is operator.getitem:
-            return self._piece_element(piece, coords) if (piece := match_piece(node)) is not None else None
+            piece = match_piece(node)
+            return self._piece_element(piece, coords) if piece is not None else None
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             return None
         handler = HANDLERS.get(str(schema_of(node.target).name).removeprefix("aten::"))
@@ -253,9 +254,9 @@ def _fixed_indices(condition: Boolean) -> dict[sympy.Symbol, int]:
 
 
 def select_element(condition: Boolean, yes: Element, no: Element) -> Element:
-    """Return `yes` where the condition holds, else `no`."""
+    """Return `yes` where the condition holds, else `no`: a condition if both are, else cases."""
     if condition in (sympy.true, sympy.false):
         return yes if condition == sympy.true else no
     if not isinstance(yes, tuple) and not isinstance(no, tuple):
         return Or(And(condition, yes), And(Not(condition), no))
-    return apply_by_cases(lambda c, a, b: a if c == 1 else b, condition, yes, no)
+    return apply_by_cases(lambda holds, a, b: a if holds == 1 else b, condition, yes, no)

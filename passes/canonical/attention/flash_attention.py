@@ -154,8 +154,8 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
 def _function_bodies(node: Node) -> list[GraphModule]:
     """Return the forward and the backward of a Function; no bodies for an operator."""
     refs = node.args[:2] if node.target is autograd_function_apply else ()
-    named = [node.graph.owning_module.get_submodule(str(ref.target)) for ref in refs if isinstance(ref, Node)]
-    return [body for body in named if isinstance(body, GraphModule)]
+    modules = [node.graph.owning_module.get_submodule(str(ref.target)) for ref in refs if isinstance(ref, Node)]
+    return [module for module in modules if isinstance(module, GraphModule)]
 
 
 def _kernel_name(node: Node) -> str:

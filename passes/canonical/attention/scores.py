@@ -76,7 +76,7 @@ class ScoreOperand:
         return own_shape if is_identity(self.order) else tuple(full_shape[d] for d in self.order)
 
     def materialize(self, editor: GraphEditor, like: Node) -> Node:
-        """Emit a node that broadcasts to (leading dims, queries, keys)."""
+        """Emit the tensor with the dims (leading dims, queries, keys), of which it may lack the first ones."""
         x = editor.reshape(self.node, self.shape, like) if self.leading else self.node
         if is_identity(self.order):
             return x

@@ -114,13 +114,16 @@ class StackWrittenRows(CanonicalPass):
         return True
 
     def _is_loop(self, last: Node) -> bool:
-        """Return True if exactly a loop's rows of a dim are written: most of them, with no further write."""
-        if any(self.writes[u].base is last for u in value_readers(last) if u in self.writes):
+        """Return True if the chain that ends in `last` writes at least MIN_ROWS rows, and most rows of the dim.
+
+        Only such a chain is reported if it is not replaced. A chain that continues along another dim is none.
+        """
+        if any(self.writes[user].base is last for user in value_readers(last) if user in self.writes):
             return False
-        dim, count, node = self.writes[last].dim, 0, last
+        dim, num_writes, node = self.writes[last].dim, 0, last
         while node in self.writes and self.writes[node].dim == dim:
-            count, node = count + 1, self.writes[node].base
-        return count >= MIN_ROWS and 2 * count > last.meta["val"].shape[dim]
+            num_writes, node = num_writes + 1, self.writes[node].base
+        return num_writes >= MIN_ROWS and 2 * num_writes > last.meta["val"].shape[dim]
 
     def _initial_row(self, base: Node, write: RowWrite, index: int) -> Node:
         """Emit row `index` of the base, with the dim of the rows if the written rows have it."""

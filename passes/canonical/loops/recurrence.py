@@ -159,8 +159,10 @@ class _FoldingArithmetic:
 
     def divide(self, x: Value, y: Value) -> Value:
         """Return x / y."""
-        if _is_constant(x, 0) or (_is_number(x) and _is_number(y)):
-            return x / y if _is_number(y) else 0
+        if _is_number(x) and _is_number(y):
+            return x / y
+        if _is_constant(x, 0):
+            return 0
         if _is_number(x):
             return self.multiply(x, self.scans.pointwise(aten.reciprocal.default, y, like=self.like))
         return self.scans.pointwise(aten.div.Tensor, x, y, like=self.like)
@@ -169,8 +171,9 @@ class _FoldingArithmetic:
         """Return x where the condition is true, else y."""
         if _is_number(x) and _is_number(y) and x == y:
             return x
-        overload = {(0, 0): "self", (1, 0): "ScalarSelf", (0, 1): "ScalarOther", (1, 1): "Scalar"}
-        target = getattr(aten.where, overload[_is_number(x), _is_number(y)])
+        # Overload of `where` for each operand, tensor or number.
+        overloads = {(0, 0): "self", (1, 0): "ScalarSelf", (0, 1): "ScalarOther", (1, 1): "Scalar"}
+        target = getattr(aten.where, overloads[_is_number(x), _is_number(y)])
         return self.scans.pointwise(target, condition, x, y, like=self.like)
 
 

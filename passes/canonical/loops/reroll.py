@@ -293,13 +293,16 @@ def _stacked_values(stack: Node) -> list[Node]:
 
 
 def _is_chain(values: list[Node]) -> bool:
-    """Return True if the last value depends on the previous one through nodes made for the previous one."""
+    """Return True if the last of three values or more is computed from nodes between the two values before it.
+
+    These nodes belong to the previous step, so that the values look like the states of a loop.
+    """
     if len(values) < 3 or any(v.op != "call_function" for v in values):
         return False
-    first, before, last = sorted(values)[-3:]
-    node = before.next
-    while True:
-        if any(first < i <= before for i in node.all_input_nodes):
+    first, previous, last = sorted(values)[-3:]
+    node = previous.next
+    while True:  # over the nodes after the previous value up to the last one
+        if any(first < i <= previous for i in node.all_input_nodes):
             return True
         if node is last:
             return False

@@ -79,7 +79,7 @@ class BatchedOps(GraphEditor):
         return BatchedValue(node, time)
 
     def narrow(self, x: BatchedValue, start: int, length: int) -> BatchedValue:
-        """Return `length` steps from `start` on."""
+        """Return `length` steps from `start` on. Raises NotALoop if there are fewer."""
         extent = x.node.meta["val"].shape[x.time]
         if start < 0 or start + length > extent:
             raise NotALoop("steps out of range")
