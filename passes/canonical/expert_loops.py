@@ -158,8 +158,8 @@ class _SortUses:
         if (node.target is operator.getitem and node.args[0] in self.rows) or value_origin(node) in self.rows:
             self.rows.add(node)
             return True
-        matchers = (self._match_read, self._match_write, self._match_add, self._match_division, self._match_expand)
-        matchers += (self._match_counts, self._match_product, self._match_row_wise, self._match_view)
+        matchers = [self._match_read, self._match_write, self._match_add, self._match_division, self._match_expand]
+        matchers += [self._match_counts, self._match_product, self._match_row_wise, self._match_view]
         return any(match(node) for match in matchers)
 
     def _match_read(self, node: Node) -> bool:
@@ -279,7 +279,8 @@ class _SortUses:
         call, rule = lookup_rule(node) or (None, None)
         if call is None or rule is None or not is_pure(node) or self.rows.isdisjoint(call.operands):
             return False
-        row_factors, other_factors = set(), set()
+        row_factors: set[str] = set()  # of the first dims of rows
+        other_factors: set[str] = set()
         for x, dims in zip(call.operands, rule.operands):
             if x in self.rows:
                 row_factors.add(dims[0])

@@ -88,16 +88,16 @@ class BiasReader:
         """
         if not is_tensor(x):
             return BiasElement(_parse_number(x))
-        node, coords = value_origin(x), tuple(map(sympy.sympify, coords))
+        node, exact_coords = value_origin(x), tuple(map(sympy.sympify, coords))
         constant = constant_value(node)
         if constant is not None:
             return BiasElement(_parse_number(constant))
         try:
-            return self._position_element(node, coords)
+            return self._position_element(node, exact_coords)
         except NotSymbolic:
-            if self._has_number_per_head(node, coords):
+            if self._has_number_per_head(node, exact_coords):
                 return BiasElement(self._head_element(node))
-        return self._computed_element(node, coords)
+        return self._computed_element(node, exact_coords)
 
     def _position_element(self, node: Node, coords: Coords) -> BiasElement:
         """Return an integer that the positions determine, or zeros and fills."""
@@ -147,9 +147,8 @@ class BiasReader:
             if not is_tensor(x):
                 return self.at(x, ())
             shape = node_shape(x)
-            return self.at(
-                x, [0 if is_same_size(n, 1) else c for c, n in zip(coords[len(coords) - len(shape) :], shape)]
-            )
+            pairs = zip(coords[len(coords) - len(shape) :], shape)
+            return self.at(x, [0 if is_same_size(extent, 1) else coord for coord, extent in pairs])
 
         if op in (aten.add, aten.sub, aten.rsub):
             x, y = operand("self"), operand("other")
