@@ -106,7 +106,7 @@ class ElementReader:
             computed = self._computed_element(node, coords)
             if computed is not None:
                 return cast_element(computed, node.meta["val"].dtype)
-        except NotSymbolic as error:  # the result may still be a leaf, whatever it is computed from
+        except NotSymbolic as error:  # the result may still be a leaf
             op_error = error
         try:
             const = constant_value(node)

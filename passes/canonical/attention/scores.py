@@ -50,8 +50,8 @@ NEUTRAL_NUMBERS = {
     **dict.fromkeys(parse_overloads("add.Tensor sub.Tensor"), 0),
     **dict.fromkeys(parse_overloads("mul.Tensor div.Tensor"), 1),
 }
-SCALE_OPS = parse_overloads("mul.Tensor mul.Scalar div.Tensor div.Scalar")
-SCORE_OPS = [*SCALE_OPS, *parse_overloads("add.Tensor sub.Tensor tanh"), *MASK_OPS]
+SCORE_SCALE_OPS = parse_overloads("mul.Tensor mul.Scalar div.Tensor div.Scalar")
+SCORE_OPS = [*SCORE_SCALE_OPS, *parse_overloads("add.Tensor sub.Tensor tanh"), *MASK_OPS]
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
         inner = match_scores(OpCall(steps[0]).operands[0], keys_dim, steps[0])
     elif permutation_of(x) is not None or is_leading_reshape(x):
         inner = _match_permutation(x, keys_dim)
-    elif x.target in SCALE_OPS:
+    elif x.target in SCORE_SCALE_OPS:
         inner = _match_scale(call, x, keys_dim)
     elif x.target is aten.tanh.default:
         inner = _match_soft_cap(call, x, keys_dim)

@@ -58,7 +58,7 @@ class ScanBuilder(BatchedOps):
         """
         affine_leaves = [x for x in leaves if isinstance(x, AffineValue)]
         state = affine_leaves[0].state
-        if any(x.state is not state for x in affine_leaves) or not _has_same_type(node, state.node):
+        if any(x.state is not state for x in affine_leaves) or not _is_like_state(node, state.node):
             return None
         if is_copy(node):
             return affine_leaves[0]
@@ -242,9 +242,9 @@ _AFFINE_RULES: dict[Any, AffineRule] = {  # for every overload
 }
 
 
-def _has_same_type(node: Node, other: Node) -> bool:
-    """Return True if the node is a tensor of the same dtype and shape."""
-    x, y = node.meta["val"], other.meta["val"]
+def _is_like_state(node: Node, state: Node) -> bool:
+    """Return True if the node is a tensor of the dtype and shape of the state."""
+    x, y = node.meta["val"], state.meta["val"]
     return is_tensor(node) and x.dtype == y.dtype and as_sizes(x.shape) == as_sizes(y.shape)
 
 
