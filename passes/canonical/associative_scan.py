@@ -1,9 +1,12 @@
 """Replace torch.associative_scan by a scan, or by a tree of combinations.
 
+A call `associative_scan(f, leaves, dim)` folds the rows of a tuple of tensors, its leaves, by an associative combine
+function f(left leaves, right leaves):
+
     (l, r) -> l + r                              sp.scan(x, None, 0, "sum"), for each leaf; also *, maximum,
                                                  minimum, logaddexp
     (a, b), (a', b') -> a * a', a' * b + b'      sp.scan(a, None, 0, "prod"), sp.linear_scan(a, b, None, 0)
-    anything else                                the tree of `emit_scan/kernels/tree.py` with the function inlined
+    anything else                                the tree of `lowering/scan/kernels/tree.py` with the function inlined
 
 The combine function is read from its graph as an expression of its arguments, so neither its form nor the order of
 leaves matters. torch's own backward takes memory quadratic in the length, and is wrong where leaves mix (torch 2.13);
@@ -14,7 +17,7 @@ are gathered.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,40 +43,35 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @dataclass(frozen=True)
 class CombineOp:
-    """Scan of one leaf of the result."""
+    """Scan that computes one leaf of the result."""
 
     op: str  # operation of sp.scan, or "linear" for a recurrence
     leaves: tuple[int, ...]  # indices of the leaves: one, or the factors and the terms of a recurrence
 
 
-def recognize_combine(function: GraphModule, leaves: int) -> list[CombineOp] | None:
-    """Recognize a combine function.
+def recognize_combine(function: GraphModule, num_leaves: int) -> list[CombineOp] | None:
+    """Recognize the combine function of a scan over a tuple of tensors, its leaves.
 
     Args:
         function: Its graph, a function of the left leaves, the right leaves and captured values.
-        leaves: The number of leaves.
+        num_leaves: The number of leaves.
 
     Returns:
         One scan per leaf, or None if a leaf is no known scan.
     """
-    inputs = function.graph.find_nodes(op="placeholder")
-    symbols = [sympy.Symbol(f"x{i}") for i in range(len(inputs))]
-    try:
-        results = _evaluate_results(function, dict(zip(inputs, symbols)))
-    except _UnknownFunctionError:
-        return None
-    left, right = symbols[:leaves], symbols[leaves : 2 * leaves]
-    found = [
+    symbols = {node: sympy.Symbol(f"x{i}") for i, node in enumerate(function.graph.find_nodes(op="placeholder"))}
+    output = function.graph.output_node().args[0]
+    results = [expression_of(x, symbols.get) for x in (output if isinstance(output, (list, tuple)) else [output])]
+    inputs = list(symbols.values())
+    left, right = inputs[:num_leaves], inputs[num_leaves : 2 * num_leaves]
+    scans = [
         scan_of_leaf(e, i, left, right) or _match_recurrence(results, i, left, right) for i, e in enumerate(results)
     ]
-    return [one for one in found if one is not None] if all(found) else None
-
-
-class _UnknownFunctionError(Exception):
-    """Error for a function that no expression describes."""
+    return [scan for scan in scans if scan is not None] if all(scans) else None
 
 
 def _logaddexp(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    """Return a term that is equal for both orders of the operands."""
     return sympy.Function("logaddexp")(*sorted((a, b), key=str))
 
 
@@ -92,61 +90,50 @@ _COMBINE_OPS: dict[Any, Callable[..., sympy.Expr]] = {
 }
 
 
-def _evaluate_results(function: GraphModule, env: dict[Node, sympy.Expr]) -> list[sympy.Expr]:
-    for node in function.graph.nodes:
-        if node.op == "call_function":
-            found = env.get(value_origin(skip_widening_cast(node) or node)) or _evaluate_node(node, env)
-            env.update({node: found} if found is not None else {})
-        elif node.op not in ("placeholder", "output"):
-            raise _UnknownFunctionError
-    results = function.graph.output_node().args[0]
-    results = results if isinstance(results, (list, tuple)) else [results]
-    return [sympy.expand(_read_argument(r, env)) for r in results]
-
-
 def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) -> sympy.Expr | None:
-    """Return a value as an expression of the nodes with a symbol, or None if an operation is unknown."""
-    env: dict[Node, sympy.Expr] = {}
+    """Return a value as an expanded expression of the nodes with a symbol, or None if an operation is unknown.
+
+    Args:
+        value: The tensor.
+        symbol: Returns the symbol of a node, or None for a node that is computed from others.
+    """
+    expressions: dict[Node, sympy.Expr] = {}
     for node in sorted(nodes_before(value, lambda n: symbol(n) is not None)):
-        try:
-            found = symbol(node) or env.get(value_origin(node)) or _evaluate_node(node, env)
-        except _UnknownFunctionError:
-            found = None
-        if found is None:
-            return None
-        env[node] = found
-    return sympy.expand(env[value])
+        copied = value_origin(skip_widening_cast(node) or node)
+        expression = symbol(node) or expressions.get(copied) or _evaluate_node(node, expressions)
+        if expression is not None:
+            expressions[node] = expression
+    return sympy.expand(expressions[value]) if value in expressions else None
 
 
-def _evaluate_node(node: Node, env: dict[Node, sympy.Expr]) -> sympy.Expr | None:
-    """Return the value of an op. Raises for scaled sums, casts and ops that are not in the table."""
-    if node.target not in _COMBINE_OPS or any(v not in (1, None) for v in node.kwargs.values()):
+def _evaluate_node(node: Node, expressions: Mapping[Node, sympy.Expr]) -> sympy.Expr | None:
+    """Return the expression of a call; None for other ops than those of the table, scaled sums and mixed dtypes."""
+    combine = _COMBINE_OPS.get(node.target)
+    if combine is None or any(option not in (1, None) for option in node.kwargs.values()):
         return None
-    dtypes = {o.meta["val"].dtype for o in (node, *OpCall(node).operands)}
-    if len(dtypes) != 1:
-        return None
-    return _COMBINE_OPS[node.target](*(_read_argument(a, env) for a in node.args))
+    operands = [expressions.get(a) if isinstance(a, Node) else sympy.sympify(a) for a in node.args]
+    dtypes = {x.meta["val"].dtype for x in (node, *OpCall(node).operands)}
+    return combine(*operands) if len(dtypes) == 1 and all(isinstance(x, sympy.Expr) for x in operands) else None
 
 
-def _read_argument(value: Any, env: dict[Node, sympy.Expr]) -> sympy.Expr:
-    if value in env:
-        return env[value]
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return sympy.sympify(value)
-    raise _UnknownFunctionError
+def scan_of_leaf(e: sympy.Expr | None, i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
+    """Return the scan of leaf `i` whose combine function is the expression `e`, or None.
 
-
-def scan_of_leaf(e: sympy.Expr, i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
-    """Return the scan of leaf `i` whose combine function the expression is, or None."""
+    Args:
+        e: The result of the combine function for the leaf; None if it is unknown.
+        i: The index of the leaf.
+        left: The symbols of the left leaves.
+        right: The symbols of the right leaves.
+    """
     a, b = left[i], right[i]
-    known = {a + b: "sum", a * b: "prod", sympy.Max(a, b): "max", sympy.Min(a, b): "min", _logaddexp(a, b): "logsumexp"}
-    return CombineOp(known[e], (i,)) if e in known else None
+    ops = {a + b: "sum", a * b: "prod", sympy.Max(a, b): "max", sympy.Min(a, b): "min", _logaddexp(a, b): "logsumexp"}
+    return CombineOp(ops[e], (i,)) if e in ops else None
 
 
 def _match_recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
-    """Match b' + a' * b with a leaf a * a'."""
-    for j, e in enumerate(results):
-        if e == left[j] * right[j] and results[i] == sympy.expand(right[j] * left[i] + right[i]):
+    """Return a recurrence if result i is right[i] + right[j] * left[i], and result j left[j] * right[j]; else None."""
+    for j, factors in enumerate(results):
+        if factors == left[j] * right[j] and results[i] == sympy.expand(right[j] * left[i] + right[i]):
             return CombineOp("linear", (j, i))
     return None
 
@@ -158,12 +145,12 @@ OTHER_DTYPE = "its combine function is not supported for these dtypes: a sum of 
 
 @dataclass
 class _ScanOperands:
-    """Operands of a scan before torch's permutation and flip."""
+    """Leaves of a scan without the dim moves and flips that torch applied to all of them."""
 
     leaves: list[Node]  # values to scan
     dim: int = 0  # dim of the scan
     reverse: bool = False  # True for a scan from the last row to the first
-    # ops from the values to the operands of the call
+    # (op, arguments after the first) of the removed moves, from the operands of the call back to `leaves`
     moved_ops: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
 
 
@@ -175,73 +162,82 @@ class RewriteAssociativeScans(CanonicalPass):
     provides = frozenset({"canonical", "scans"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Replace each recognized associative_scan by one sp scan per leaf; record why others are gathered."""
         changes, calls = 0, _associative_scan_calls(self.gm)
         if calls:
             erase_dead(self.graph)
         for node in calls:
-            found = recognize_combine(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
-            if found is not None and all(self.fits(node.args[1], one) for one in found):
-                self._rewrite(node, found)
+            scans = recognize_combine(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
+            if scans is not None and all(self.supports_dtypes(node.args[1], scan) for scan in scans):
+                self._rewrite(node, scans)
                 changes += 1
             else:
-                set_node_info(node, no_rule=UNKNOWN_FUNCTION if found is None else OTHER_DTYPE)
+                set_node_info(node, no_rule=UNKNOWN_FUNCTION if scans is None else OTHER_DTYPE)
         return changes
 
-    def fits(self, leaves: Sequence[Node], one: CombineOp) -> bool:
+    def supports_dtypes(self, leaves: Sequence[Node], scan: CombineOp) -> bool:
         """Return False for a sum of bools, counted by sp.scan, and for unsupported dtypes of a recurrence."""
-        dtypes = [leaves[i].meta["val"].dtype for i in one.leaves]
-        if one.op == "linear":
+        dtypes = [leaves[i].meta["val"].dtype for i in scan.leaves]
+        if scan.op == "linear":
             return dtypes[0] == dtypes[1] and dtypes[0].is_floating_point
         return dtypes[0] != torch.bool and is_scannable(dtypes[0])
 
-    def _rewrite(self, node: Node, found: list[CombineOp]) -> None:
-        x = operands_of(list(node.args[1]))
-        read = {user.args[1] for user in node.users}
+    def _rewrite(self, node: Node, scans: list[CombineOp]) -> None:
+        """Replace the results of an associative_scan that are read; `scans` has one entry per result."""
+        operands = operands_of(list(node.args[1]))
+        read_indices = {user.args[1] for user in node.users}
         with self.graph.inserting_before(node):
-            fresh = {i: self.restore_dims(self.scan_field(found[i], x, node), x, node) for i in read}
-        self.replace(node, fresh)
+            self.replace(node, {i: self.emit_leaf_scan(scans[i], operands, node) for i in read_indices})
 
-    def scan_field(self, one: CombineOp, x: _ScanOperands, node: Node) -> Node:
-        """Emit the scan of one field of the state before a node, and return its node."""
-        rows = [x.leaves[i] for i in one.leaves]
-        value = rows[-1].meta["val"]
-        if one.op == "linear":
-            args = (*rows, None, x.dim, *([True] if x.reverse else []))
-            return self.emit(sp.linear_scan.default, args, value, node)
-        return emit_scan(self, rows[0], x.dim, one.op, value, node, reverse=x.reverse)
+    def emit_leaf_scan(self, scan: CombineOp, operands: _ScanOperands, like: Node) -> Node:
+        """Emit the scan of one leaf, and apply the moves that its operands no longer have.
 
-    def restore_dims(self, x: Node, given: _ScanOperands, node: Node) -> Node:
-        """Emit the inverse of the dim moves that were removed from the operands, and return its node."""
-        for target, args in reversed(given.moved_ops):
-            x = self.compute(target, (x, *args), node)
-        return x
+        Args:
+            scan: The scan and the indices of its leaves.
+            operands: The leaves before torch's moves.
+            like: The replaced node.
+
+        Returns:
+            The result in the layout of the replaced call.
+        """
+        leaves = [operands.leaves[i] for i in scan.leaves]
+        value, dim = leaves[-1].meta["val"], operands.dim
+        if scan.op == "linear":
+            args = (*leaves, None, dim, *([True] if operands.reverse else []))
+            out = self.emit(sp.linear_scan.default, args, value, like)
+        else:
+            out = emit_scan(self, leaves[0], dim, scan.op, value, like, reverse=operands.reverse)
+        for target, args in reversed(operands.moved_ops):
+            out = self.compute(target, (out, *args), like)
+        return out
 
 
 def _associative_scan_calls(gm: GraphModule) -> list[Node]:
     """Return every associative_scan whose results are read by index only."""
-    found = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is associative_scan_op]
-    return [n for n in found if all(u.target is operator.getitem for u in n.users)]
+    calls = gm.graph.find_nodes(op="call_function", target=associative_scan_op)
+    return [n for n in calls if all(user.target is operator.getitem for user in n.users)]
 
 
 def operands_of(leaves: list[Node], dim: int = 0) -> _ScanOperands:
     """Return the operands before torch moved the dim to the front and flipped it for a reverse scan."""
-    out = _ScanOperands([value_origin(x) for x in leaves], dim)
-    while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in out.leaves}) == 1:
-        first = out.leaves[0]
-        source_dim = _source_dim(first, out.dim)
+    operands = _ScanOperands([value_origin(x) for x in leaves], dim)
+    while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in operands.leaves}) == 1:  # one op on all leaves
+        moved = operands.leaves[0]
+        source_dim = _source_dim(moved, operands.dim)
         if source_dim is None:
             break
-        out.moved_ops.append((first.target, tuple(first.args[1:])))
-        out.reverse ^= first.target is aten.flip.default
-        out.leaves, out.dim = [value_origin(x.args[0]) for x in out.leaves], source_dim
-    return out
+        operands.moved_ops.append((moved.target, tuple(moved.args[1:])))
+        operands.reverse ^= moved.target is aten.flip.default
+        operands.leaves, operands.dim = [value_origin(x.args[0]) for x in operands.leaves], source_dim
+    return operands
 
 
 def _source_dim(node: Node, dim: int) -> int | None:
-    """Return the dim of the operand if the op permutes dims or flips only this dim, else None."""
+    """Return the operand's dim that is dim `dim` of the result if the op permutes dims or flips only this one."""
+    if flips_along(node, dim):
+        return dim
     order = permutation_of(node) if not node.kwargs else None
-    return dim if flips_along(node, dim) else None if order is None else order[dim]
+    return None if order is None else order[dim]
 
 
 class ExpandAssociativeScans(Pass):
@@ -254,26 +250,26 @@ class ExpandAssociativeScans(Pass):
     provides = frozenset({"local ops"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        found = _associative_scan_calls(self.gm)
-        for node in found:
+        """Replace every remaining associative_scan by the ops of a tree of combinations."""
+        calls = _associative_scan_calls(self.gm)
+        for node in calls:
             run = _build_tree(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
-            given = [*node.args[1], *node.args[2]]
+            operands = [*node.args[1], *node.args[2]]
             with self.graph.inserting_before(node):
-                self.replace(node, self.inline_function(run, given, node, pre_dispatch=True, gradients=True))
-        return len(found)
+                self.replace(node, self.inline_function(run, operands, node, pre_dispatch=True, gradients=True))
+        return len(calls)
 
 
-def _build_tree(combine: GraphModule, leaves: int) -> Callable[..., Any]:
-    """Return a function that computes the tree over the leaves, followed by captured values."""
+def _build_tree(combine: GraphModule, num_leaves: int) -> Callable[..., Any]:
+    """Return a function of the leaves and the captured values that scans the leaves along dim 0."""
 
-    def run(*xs: Any) -> Any:
-        """Scan the leaves with the combine function; the other inputs are its constants."""
+    def run(*inputs: Any) -> Any:
+        """Scan the first `num_leaves` inputs; the combine function also reads the other inputs."""
 
-        def both(left: Any, right: Any) -> Any:
-            """Combine two states."""
-            return list(Interpreter(combine).run(*left, *right, *xs[leaves:]))
+        def combine_states(left: Any, right: Any) -> Any:
+            """Return the leaves of the combined state."""
+            return list(Interpreter(combine).run(*left, *right, *inputs[num_leaves:]))
 
-        return tree.tree_inclusive(both, list(xs[:leaves]), 0)
+        return tree.tree_inclusive(combine_states, list(inputs[:num_leaves]), 0)
 
     return run

@@ -7,8 +7,11 @@
     y[inverse of order], out[order] = y  sp.from_sorted
     out.index_add(0, order // k, y)      out + the sum of the k unsorted rows of each token; scatter_add, too
 
-Mixtures of experts (torchtitan, transformers) have this form. The unsorted result does not depend on the order of the
-rows in between, so each rank may sort its own rows. Unchanged, with a note: sorts whose order of keys has another use.
+Mixtures of experts (torchtitan, transformers) have this form: `ids` are the experts of each token, R = tokens * k rows.
+The unsorted result does not depend on the order of the rows in between, so each rank may sort its own rows.
+
+Every node between the sort and the restored order must be of a known kind, which `_SortUses` records. Unchanged, with a
+note: sorts whose order of keys has another use.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from sp_compile.passes.sharding.matchers import (
 from sp_compile.passes.sharding.rule import lookup_rule
 
 aten, sp = torch.ops.aten, torch.ops.sp
-SORT_OPS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
+ARGSORT_OPS = (aten.argsort.default, aten.argsort.stable)
+SORT_OPS = (aten.sort.default, aten.sort.stable, *ARGSORT_OPS)
 SCATTER_OPS = (aten.index_put.default, aten._unsafe_index_put.default)
 FACTORIES_LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
 EXACT_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # of counts per group
@@ -55,7 +59,7 @@ class RewriteSortedRows(CanonicalPass):
     requires = frozenset({"normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Replace the sorts of vectors by keys and all uses of their order by sp ops."""
         sorts = [node for op in SORT_OPS for node in gm.graph.find_nodes(op="call_function", target=op)]
         return sum(self._rewrite(node) for node in sorts)
 
@@ -64,81 +68,88 @@ class RewriteSortedRows(CanonicalPass):
         call = OpCall(node)
         if not node.users or call.ndim() != 1:  # without users it was removed with another region
             return False
-        region = _sort_region(node, call)
-        if region.left is not None and region.taken:
-            self.note_refusal(region.left, "it reads rows that are sorted by a key and not restored")
-        if region.left is not None or not region.back:
+        uses = _find_uses(node, call)
+        if uses.unsupported is not None and uses.sorted_reads:
+            self.note_refusal(uses.unsupported, "it reads rows that are sorted by a key and not restored")
+        if uses.unsupported is not None or not uses.unsorted:
             return False
         with self.graph.inserting_before(node):
-            values = (call.operands[0].meta["val"], region.order.meta["val"])
-            args = (call.operands[0], bool(call.get("stable") or False), call["descending"])
-            created = self.emit(sp.sort_rows.default, args, values, node)
-            keys, order = (self.emit(operator.getitem, (created, i), values[i], node) for i in (0, 1))
-        created = {*region.taken, *region.products, *region.counts, *region.back}
-        for old in sorted(created, reverse=True):  # a node is replaced before its operands are
+            values = (uses.ids.meta["val"], uses.order.meta["val"])
+            args = (uses.ids, bool(call.get("stable") or False), call["descending"])
+            pair = self.emit(sp.sort_rows.default, args, values, node)
+            keys, order = (self.emit(operator.getitem, (pair, i), values[i], node) for i in (0, 1))
+        replaced = {*uses.sorted_reads, *uses.products, *uses.counts, *uses.unsorted}
+        for old in sorted(replaced, reverse=True):  # a node is replaced before its operands are
             with self.graph.inserting_before(old):
-                new = self._replacement(old, region, keys, order)
+                new = self._replacement(old, uses, keys, order)
             old.replace_all_uses_with(new)
-        if region.keys is not None:
-            region.keys.replace_all_uses_with(keys)
-        for cut in filter(
-            _is_full_slice, region.rows
-        ):  # by a number that is compared with the number of rows at run time only
-            cut.replace_all_uses_with(cut.args[0])
-        self.drop(*created, *region.inverse, *region.spread, region.keys, region.order, node)
+        if uses.keys is not None:
+            uses.keys.replace_all_uses_with(keys)
+        for full_slice in filter(_is_full_slice, uses.rows):
+            full_slice.replace_all_uses_with(full_slice.args[0])
+        self.drop(*replaced, *uses.inverse, *uses.expanded, uses.keys, uses.order, node)
         return True
 
-    def _replacement(self, old: Node, region: _SortUses, keys: Node, order: Node) -> Node:
-        """Return the replacement of one use of the sorted rows."""
+    def _replacement(self, old: Node, uses: _SortUses, keys: Node, order: Node) -> Node:
+        """Emit the replacement of one use of the sorted rows.
+
+        Args:
+            old: The use: a read of unsorted rows, a grouped product, a count, or an op that unsorts.
+            uses: The uses of the sort, by kind.
+            keys: The sorted keys, from `sp.sort_rows`.
+            order: The permutation that sorts, from `sp.sort_rows`.
+        """
         value = old.meta["val"]
-        if old in region.taken:
-            times = region.taken[old]
+        if old in uses.sorted_reads:
+            times = uses.sorted_reads[old]
             x = old.args[0] if is_same_size(times, 1) else self.repeat_each(old.args[0], 0, times, old)
             return self.emit(sp.to_sorted.default, (x, order), value, old)
-        if old in region.products:
-            return self.emit(sp.grouped_mm.default, (*old.args[:2], keys, region.products[old]), value, old)
-        if old in region.counts:
-            x = self.cast(region.ids, old.args[0].meta["val"].dtype, old)
+        if old in uses.products:
+            return self.emit(sp.grouped_mm.default, (*old.args[:2], keys, uses.products[old]), value, old)
+        if old in uses.counts:
+            x = self.cast(uses.ids, old.args[0].meta["val"].dtype, old)
             return self.emit(aten.histc.default, (x, *old.args[1:]), value, old, old.kwargs)
-        rows = region.back[old]
-        back = self.emit(sp.from_sorted.default, (rows, order), rows.meta["val"], old)
-        if old not in region.added:
-            return back
-        shape = (node_shape(old)[0], region.added[old], *node_shape(rows)[1:])
-        together = self.compute(aten.sum.dim_IntList, (self.reshape(back, shape, old), [1]), old)
-        return self.compute(aten.add.Tensor, (old.args[0], together), old)
+        rows = uses.unsorted[old]
+        unsorted = self.emit(sp.from_sorted.default, (rows, order), rows.meta["val"], old)
+        if old not in uses.summed:
+            return unsorted
+        shape = (node_shape(old)[0], uses.summed[old], *node_shape(rows)[1:])
+        token_sums = self.compute(aten.sum.dim_IntList, (self.reshape(unsorted, shape, old), [1]), old)
+        return self.compute(aten.add.Tensor, (old.args[0], token_sums), old)
 
 
 @dataclass
 class _SortUses:
-    """Uses of the result of a sort, by kind."""
+    """Uses of the result of a sort, by kind.
 
-    ids: Node  # unsorted keys
-    order: Node  # permutation that sorts
-    keys: Node | None  # sorted keys
-    descending: bool
+    The methods that match a node return True, and record the node in a field, if it is a use of their kind.
+    """
+
+    ids: Node  # unsorted keys (R,)
+    order: Node  # permutation that sorts (R,)
+    keys: Node | None  # sorted keys (R,)
+    descending: bool  # True if the greatest key comes first
     rows: set[Node] = field(default_factory=set)  # values whose first dim is in the order of the keys
-    tokens: dict[Node, Any] = field(default_factory=dict)  # order // k to k; the order itself to 1
-    spread: dict[Node, Node] = field(default_factory=dict)  # the order or tokens, repeated for each column
-    added: dict[Node, Any] = field(default_factory=dict)  # ops that unsort and sum k rows per token, to k
-    taken: dict[Node, Any] = field(default_factory=dict)  # reads of unsorted rows, to the number of reads per row
-    back: dict[Node, Node] = field(default_factory=dict)  # ops that unsort, to their rows
+    tokens: dict[Node, Size] = field(default_factory=dict)  # order // k, to k; the order itself, to 1
+    expanded: dict[Node, Node] = field(default_factory=dict)  # (R, columns), to the order or tokens it repeats
+    summed: dict[Node, Size] = field(default_factory=dict)  # ops that unsort and sum k rows per token, to k
+    sorted_reads: dict[Node, Size] = field(default_factory=dict)  # reads that sort rows, to the reads per row
+    unsorted: dict[Node, Node] = field(default_factory=dict)  # ops that unsort, to their rows
     counts: set[Node] = field(default_factory=set)  # counts of rows per key, independent of the order
     inverse: set[Node] = field(default_factory=set)  # inverse permutations
-    shapes: set[Node] = field(default_factory=set)  # tensors that the inverse is written into
+    buffers: set[Node] = field(default_factory=set)  # tensors that the inverse is written into
     views: set[Node] = field(default_factory=set)  # views of rows, which other views may undo
     products: dict[Node, str] = field(default_factory=dict)  # grouped products, to their names
-    left: Node | None = None  # first unsupported use
+    unsupported: Node | None = None  # first unsupported use
 
-    @property
-    def length(self) -> Size:
-        """Return the number of sorted rows."""
-        return node_shape(self.order)[0]
+    def has_length(self, num_rows: Size) -> bool:
+        """Return True for the number of sorted rows."""
+        return is_same_size(num_rows, node_shape(self.order)[0])
 
     def depends_on_order(self, node: Any) -> bool:
         """Return True if the value is in the order of the keys or computed from that order."""
-        sets = (self.rows, self.tokens, self.spread, self.inverse, self.shapes, self.views)
-        return isinstance(node, Node) and any(node in one for one in sets)
+        fields = (self.rows, self.tokens, self.expanded, self.inverse, self.buffers, self.views)
+        return isinstance(node, Node) and any(node in nodes for nodes in fields)
 
     def accept(self, node: Node) -> bool:
         """Record a reader of the region's values and return True if its use is supported."""
@@ -147,116 +158,106 @@ class _SortUses:
         if (node.target is operator.getitem and node.args[0] in self.rows) or value_origin(node) in self.rows:
             self.rows.add(node)
             return True
-        patterns = (
-            self._read,
-            self._match_put,
-            self._add,
-            self._match_division,
-            self._is_spread,
-            self._match_counts,
-            self._product,
-        )
-        return any(way(node) for way in (*patterns, self._row_wise, self._match_view))
+        matchers = [self._match_read, self._match_write, self._match_add, self._match_division, self._match_expand]
+        matchers += [self._match_counts, self._match_product, self._match_row_wise, self._match_view]
+        return any(match(node) for match in matchers)
 
-    def _read(self, node: Node) -> bool:
+    def _match_read(self, node: Node) -> bool:
         """Match an index or gather that sorts rows, or that unsorts them by the inverse permutation."""
         if node.target is aten.index.Tensor and len(node.args[1]) == 1:
-            x, (at,) = node.args
+            x, (index,) = node.args
         elif node.target is aten.gather.default and node.args[1] == 0:
-            x, at = node.args[0], self.spread.get(node.args[2])
+            x, index = node.args[0], self.expanded.get(node.args[2])
         else:
             return False
-        if at in self.inverse and x in self.rows:
-            self.back[node] = x
+        if index in self.inverse and x in self.rows:
+            self.unsorted[node] = x
             return True
-        times = self.tokens.get(at)
-        if times is None or self.depends_on_order(x) or not is_same_size(node_shape(x)[0] * times, self.length):
+        times = self.tokens.get(index)
+        if times is None or self.depends_on_order(x) or not self.has_length(node_shape(x)[0] * times):
             return False
-        self.taken[node] = times
+        self.sorted_reads[node] = times
         self.rows.add(node)
         return True
 
-    def _add(self, node: Node) -> bool:
-        """Match unsorted rows that are summed for each token."""
+    def _match_add(self, node: Node) -> bool:
+        """Match an index_add or scatter_add that unsorts rows and sums those of each token."""
         if node.target not in (aten.index_add.default, aten.scatter_add.default) or node.args[1] != 0:
             return False
-        into, _, at, rows = node.args[:4]
-        at = self.spread.get(at) if node.target is aten.scatter_add.default else at
-        times = self.tokens.get(at)
-        if times is None or self.depends_on_order(into) or rows not in self.rows or OpCall(node).get("alpha", 1) != 1:
+        out, _, index, rows = node.args[:4]
+        times = self.tokens.get(self.expanded.get(index) if node.target is aten.scatter_add.default else index)
+        if times is None or self.depends_on_order(out) or rows not in self.rows or OpCall(node).get("alpha", 1) != 1:
             return False
-        if not is_same_size(node_shape(into)[0] * times, self.length):
+        if not self.has_length(node_shape(out)[0] * times):
             return False
-        self.back[node], self.added[node] = rows, times
+        self.unsorted[node], self.summed[node] = rows, times
         return True
 
-    def _is_spread(self, node: Node) -> bool:
+    def _match_expand(self, node: Node) -> bool:
         """Match the order or tokens (R,) that are viewed as (R, 1) and expanded to (R, columns)."""
         source, shape = node.args[0], node_shape(node) if is_tensor(node) else ()
         if node.target is aten.expand.default:
-            at = self.spread.get(source)
+            vector = self.expanded.get(source)
         elif len(shape) == 2 and is_same_size(shape[1], 1) and keeps_order(node):
-            at = source if source in self.tokens else None
+            vector = source if source in self.tokens else None
         else:
             return False
-        if at is None or not is_same_size(shape[0], self.length):
+        if vector is None or not self.has_length(shape[0]):
             return False
-        self.spread[node] = at
+        self.expanded[node] = vector
         return True
 
-    def _match_put(self, node: Node) -> bool:
+    def _match_write(self, node: Node) -> bool:
         """Match a computation of the inverse permutation, or a write of all rows to the unsorted order."""
         if node.target in FACTORIES_LIKE and node.args[0] is self.order:
-            self.shapes.add(node)
+            self.buffers.add(node)
             return True
-        if node.target in SORT_OPS[2:] and node.args[0] is self.order and not OpCall(node)["descending"]:
+        if node.target in ARGSORT_OPS and node.args[0] is self.order and not OpCall(node)["descending"]:
             self.inverse.add(node)
             return True
         if node.target not in SCATTER_OPS or OpCall(node)["accumulate"] or node.args[1] != [self.order]:
             return False
-        into, _, values = node.args[:3]
-        if not is_same_size(node_shape(into)[0], self.length) or (
-            self.depends_on_order(into) and into not in self.shapes | self.rows
-        ):
+        out, _, values = node.args[:3]
+        is_own_buffer = out in self.buffers or out in self.rows  # every row of it is overwritten
+        if not self.has_length(node_shape(out)[0]) or (self.depends_on_order(out) and not is_own_buffer):
             return False
         if is_arange(values):
             self.inverse.add(node)
             return True
-        if values not in self.rows or not is_same_size(node_shape(values)[0], self.length):
+        if values not in self.rows or not self.has_length(node_shape(values)[0]):
             return False
-        self.back[node] = values
-        return into.meta["val"].dtype == values.meta["val"].dtype
+        self.unsorted[node] = values
+        return out.meta["val"].dtype == values.meta["val"].dtype
 
     def _match_division(self, node: Node) -> bool:
         """Match order // k, the token of each sorted row."""
-        by = node.args[1] if node.target is aten.floor_divide.default else None
-        if node.args[0] is not self.order or not isinstance(by, int | Node) or is_tensor(by):
+        k = node.args[1] if node.target is aten.floor_divide.default else None
+        if node.args[0] is not self.order or not isinstance(k, int | Node) or is_tensor(k):
             return False
-        self.tokens[node] = as_size(by)
+        self.tokens[node] = as_size(k)
         return True
 
     def _match_counts(self, node: Node) -> bool:
-        """Match counts of rows per key."""
+        """Match a histogram of the keys, sorted or not; only one of the sorted keys is replaced."""
         if node.target is not aten.histc.default:
             return False
-        x = _uncast_numbers(node.args[0])
+        x = _skip_exact_casts(node.args[0])
         if x is self.keys:
             self.counts.add(node)
         return x in (self.keys, self.ids)
 
-    def _is_group_ends(self, node: Node, groups: Any) -> bool:
-        """Return True if the node computes the end of each group of keys."""
+    def _is_group_ends(self, node: Node, num_groups: Size) -> bool:
+        """Return True if the node is the cumulative sum of the counts of the keys 0, ..., num_groups - 1."""
         if node.target is not aten.cumsum.default:
             return False
-        counts = _uncast_numbers(node.args[0])
+        counts = _skip_exact_casts(node.args[0])
         if not self._match_counts(counts):
             return False
         call = OpCall(counts)
-        return (
-            is_same_size(call["bins"], groups) and call["min"] == 0 and call["max"] in (call["bins"] - 1, call["bins"])
-        )
+        counts_each_key = call["min"] == 0 and call["max"] in (call["bins"] - 1, call["bins"])
+        return counts_each_key and is_same_size(call["bins"], num_groups)
 
-    def _product(self, node: Node) -> bool:
+    def _match_product(self, node: Node) -> bool:
         """Match a grouped product of rows in ascending order of integer keys."""
         name = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
         ascending = not self.descending and not self.ids.meta["val"].is_floating_point()
@@ -269,20 +270,32 @@ class _SortUses:
         self.rows.add(node)
         return True
 
-    def _row_wise(self, node: Node) -> bool:
-        """Return True if each row of the result depends on the same row of the operands only."""
+    def _match_row_wise(self, node: Node) -> bool:
+        """Match an op of which row r of the result depends on row r of the operands only.
+
+        In the op's rule, the rows must be one factor, the first dim of the results and of all operands that are rows,
+        and no other dim of an operand or result may contain it.
+        """
         call, rule = lookup_rule(node) or (None, None)
-        if call is None or rule is None or not is_pure(node):
+        if call is None or rule is None or not is_pure(node) or self.rows.isdisjoint(call.operands):
             return False
-        factors = {dims[0] for x, dims in zip(call.operands, rule.operands) if x in self.rows}
-        others = {f for x, dims in zip(call.operands, rule.operands) if x not in self.rows for f in flatten_dims(dims)}
-        if len(factors) != 1 or any(self.depends_on_order(x) and x not in self.rows for x in call.operands):
+        row_factors: set[str] = set()  # of the first dims of rows
+        other_factors: set[str] = set()
+        for x, dims in zip(call.operands, rule.operands):
+            if x in self.rows:
+                row_factors.add(dims[0])
+                other_factors.update(flatten_dims(dims[1:]))
+            elif self.depends_on_order(x):
+                return False
+            else:
+                other_factors.update(flatten_dims(dims))
+        for dims in rule.results:
+            row_factors.add(dims[0] if dims else "")
+            other_factors.update(flatten_dims(dims[1:]))
+        if len(row_factors) != 1:
             return False
-        (row,) = factors
-        inside = [f for dims in (*rule.operands, *rule.results) for f in flatten_dims(dims[1:])]
-        if not row or row[:1] == "(" or row in others or row in inside or rule.kind(row) != "pass":
-            return False
-        if any(not dims or dims[0] != row for dims in rule.results):
+        (row,) = row_factors
+        if not row or row.startswith("(") or row in other_factors or rule.kind(row) != "pass":
             return False
         self.rows.add(node)
         return True
@@ -294,32 +307,31 @@ class _SortUses:
         return node in self.views
 
 
-def _sort_region(node: Node, call: OpCall) -> _SortUses:
-    """Return the uses of a sort."""
+def _find_uses(node: Node, call: OpCall) -> _SortUses:
+    """Return the uses of a sort, in graph order up to values that do not depend on its order."""
     results = read_results(node)
     is_argsort = is_tensor(node)
     order, keys = (node, None) if is_argsort else (results.get(1, node), results.get(0))
-    region = _SortUses(call.operands[0], order, keys, call["descending"])
-    region.tokens[order] = 1
-    if region.keys is not None:
-        region.rows.add(region.keys)
-    following = dropwhile(lambda n: n is not node, node.graph.nodes)
-    for reader in following:
-        used = reader not in (node, *results.values()) and any(map(region.depends_on_order, reader.all_input_nodes))
-        if used and not region.accept(reader):
-            region.left = region.left or reader
-    return region
+    uses = _SortUses(call.operands[0], order, keys, call["descending"])
+    uses.tokens[order] = 1
+    if keys is not None:
+        uses.rows.add(keys)
+    for reader in dropwhile(lambda n: n is not node, node.graph.nodes):
+        is_use = reader not in (node, *results.values()) and any(map(uses.depends_on_order, reader.all_input_nodes))
+        if is_use and not uses.accept(reader):
+            uses.unsupported = uses.unsupported or reader
+    return uses
 
 
 def _is_full_slice(node: Node) -> bool:
-    """Return True for a slice of all rows."""
+    """Return True for a slice of all rows, by a number that equals the number of rows at run time only."""
     return node.target is aten.slice.Tensor and is_copy(node)
 
 
-def _uncast_numbers(node: Node) -> Node:
-    """Return the integers before a lossless cast; the device is unchanged."""
+def _skip_exact_casts(node: Node) -> Node:
+    """Return the integers before lossless casts on their device."""
     node = value_origin(node)
     source, value = move_source(node) if is_cast_op(node) else None, node.meta["val"]
     if source is None or value.dtype not in EXACT_DTYPES or source.meta["val"].device != value.device:
         return node
-    return _uncast_numbers(source)
+    return _skip_exact_casts(source)

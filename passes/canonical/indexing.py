@@ -28,21 +28,22 @@ class RewriteElementReads(CanonicalPass):
     requires = frozenset({"normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        found = [n for n in gm.graph.find_nodes(op="call_function", target=aten.index.Tensor) if _is_element_read(n)]
-        for node in found:
+        """Replace every read x[arange(N), y] of one element per row by a gather."""
+        reads = [n for n in gm.graph.find_nodes(op="call_function", target=aten.index.Tensor) if _is_element_read(n)]
+        for node in reads:
             self._rewrite(node)
-        return len(found)
+        return len(reads)
 
     def _rewrite(self, node: Node) -> None:
-        x, at = node.args[0], node.args[1][-1]
+        """Replace x[arange(N), y] by gather(x, -1, arange(V)[y][..., None])[..., 0]."""
+        x, y = node.args[0], node.args[1][-1]
         with self.graph.inserting_before(node):
-            options = {"device": at.meta["val"].device}
-            numbers = self.compute(aten.arange.default, (self.sizes(node_shape(x)[-1]),), node, options)
-            classes = self.compute(aten.index.Tensor, (numbers, [at]), node)
-            each = self.compute(aten.unsqueeze.default, (classes, -1), node)
-            picked = self.compute(aten.gather.default, (x, -1, each), node)
-            self.replace(node, self.compute(aten.squeeze.dim, (picked, -1), node))
+            options = {"device": y.meta["val"].device}
+            columns = self.compute(aten.arange.default, (self.sizes(node_shape(x)[-1]),), node, options)
+            nonnegative = self.compute(aten.index.Tensor, (columns, [y]), node)
+            index = self.compute(aten.unsqueeze.default, (nonnegative, -1), node)
+            elements = self.compute(aten.gather.default, (x, -1, index), node)
+            self.replace(node, self.compute(aten.squeeze.dim, (elements, -1), node))
 
 
 def _is_element_read(node: Node) -> bool:
@@ -51,19 +52,16 @@ def _is_element_read(node: Node) -> bool:
     rows = node_shape(x)[:-1]
     if not rows or len(indices) != len(rows) + 1 or any(index is None for index in indices):
         return False
-    at = indices[-1]
-    integers = at.meta["val"].dtype in (torch.int64, torch.int32)
-    same_shape = at.meta["val"].device == x.meta["val"].device and is_same_shape(node_shape(at), rows)
-    return integers and same_shape and all(_is_arange(index, rows, d) for d, index in enumerate(indices[:-1]))
+    y, value = indices[-1], indices[-1].meta["val"]
+    if value.dtype not in (torch.int64, torch.int32) or value.device != x.meta["val"].device:
+        return False
+    return is_same_shape(node_shape(y), rows) and all(_is_arange(i, rows, d) for d, i in enumerate(indices[:-1]))
 
 
 def _is_arange(index: Node, rows: tuple[Size, ...], dim: int) -> bool:
     """Return True if the index is 0, 1, 2, ... along this dim of the rows and constant along others."""
-    numbers, shape = skip_reshapes(index), node_shape(index)
-    if not is_arange(numbers):
+    numbers, num_missing = skip_reshapes(index), len(rows) - index.meta["val"].ndim
+    if not is_arange(numbers) or index.meta["val"].is_floating_point() or num_missing > dim:
         return False
-    ours = [extent if d == dim else 1 for d, extent in enumerate(rows)][len(rows) - len(shape) :]
-    fits = len(rows) - len(shape) <= dim and is_same_shape(shape, tuple(ours))
-    return (
-        fits and is_same_size(as_size(OpCall(numbers)["end"]), rows[dim]) and not index.meta["val"].is_floating_point()
-    )
+    shape = [extent if d == dim else 1 for d, extent in enumerate(rows)][num_missing:]
+    return is_same_shape(node_shape(index), shape) and is_same_size(as_size(OpCall(numbers)["end"]), rows[dim])

@@ -2,8 +2,8 @@
 
     index_put(x, [mask], v)     ->  where(mask[..., None], v, x)
                                     v: one value for every position
-    index_put(x, [mask], rows)  ->  where(mask[..., None], cat([rows, 0])[at], x)
-                                    at = cumsum(mask) - 1, the index of a position among the written ones
+    index_put(x, [mask], rows)  ->  where(mask[..., None], cat([rows, 0])[index], x)
+                                    index = cumsum(mask) - 1, that of a position among the written ones
 
 With `accumulate` the value is added. So `x[mask] = features`, `x[~mask] = 0` and `x[mask] = parameter` run on shards,
 as for image features, padding and masked frames. If rows and positions differ in number, every rank raises an index
@@ -20,7 +20,7 @@ from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.graph.sizes import Size, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, is_same_shape, is_same_size, size_product
 
 from .expert_loops import SCATTER_OPS
 
@@ -34,46 +34,52 @@ class ReplaceMaskedWrites(CanonicalPass):
     requires = frozenset({"normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        found = [
-            n for op in SCATTER_OPS for n in gm.graph.find_nodes(op="call_function", target=op) if _is_masked_write(n)
-        ]
-        for node in found:
+        """Replace every index_put at one boolean mask by where."""
+        writes = [n for op in SCATTER_OPS for n in gm.graph.find_nodes(op="call_function", target=op)]
+        writes = [n for n in writes if _is_masked_write(n)]
+        for node in writes:
             self._rewrite(node)
-        return len(found)
+        return len(writes)
 
     def _rewrite(self, node: Node) -> None:
+        """Replace index_put(x, [mask], values) by where(mask, values for every position, x)."""
         call = OpCall(node)
         x, mask, values = call["self"], call["indices"][0], call["values"]
-        rest = node_shape(x)[len(node_shape(mask)) :]
+        element_dims = node_shape(x)[len(node_shape(mask)) :]
         with self.graph.inserting_before(node):
-            rows = self._rows(values, mask, rest, node)
+            if _is_single_value(node_shape(values), element_dims):
+                shape = node_shape(values)
+                rows = self.reshape(values, shape[max(0, len(shape) - len(element_dims)) :], node)
+            else:
+                rows = self._rows_by_position(values, mask, node)
             if call["accumulate"]:
                 rows = self.compute(aten.add.Tensor, (x, rows), node)
-            here = self.reshape(mask, (*node_shape(mask), *[1] * len(rest)), node)
-            self.replace(node, self.compute(aten.where.self, (here, rows, x), node))
+            condition = self.reshape(mask, (*node_shape(mask), *[1] * len(element_dims)), node)
+            self.replace(node, self.compute(aten.where.self, (condition, rows, x), node))
 
-    def _rows(self, values: Node, mask: Node, rest: tuple[Size, ...], node: Node) -> Node:
-        """Return one value for every position, or the row of each written position and zeros elsewhere."""
-        shape = node_shape(values)
-        if _is_single_value(shape, rest):
-            return self.reshape(values, shape[max(0, len(shape) - len(rest)) :], node)
-        n, device = shape[0], {"device": mask.meta["val"].device}
-        zeros = self.compute(aten.new_zeros.default, (values, self.sizes.list((1, *node_shape(values)[1:]))), node)
-        table = self.compute(aten.cat.default, ([values, zeros], 0), node)
-        flat = self.reshape(mask, (size_product(node_shape(mask)),), node)
-        counted = self.compute(aten.cumsum.default, (self.cast(flat, torch.int64, node), 0), node)
+    def _rows_by_position(self, values: Node, mask: Node, like: Node) -> Node:
+        """Emit the row of each written position, and zeros elsewhere.
+
+        Row N of a table [values, zeros] of N + 1 rows is read where the mask is false. If the mask is true at another
+        number of positions than N, index N + 1 is read everywhere, which raises an index error.
+        """
+        num_rows = node_shape(values)[0]
+        zeros = self.compute(aten.new_zeros.default, (values, self.sizes.list((1, *node_shape(values)[1:]))), like)
+        table = self.compute(aten.cat.default, ([values, zeros], 0), like)
+        # The index of each position among the written ones.
+        flat_mask = self.reshape(mask, (size_product(node_shape(mask)),), like)
+        counted = self.compute(aten.cumsum.default, (self.cast(flat_mask, torch.int64, like), 0), like)
         set_node_info(counted, is_aside=True)
-        number = self.reshape(self.compute(aten.sub.Tensor, (counted, 1), node), node_shape(mask), node)
-        written = self.compute(aten.sum.default, (self.cast(mask, torch.int64, node),), node)
-        last, beyond = (
-            self.compute(aten.full.default, ([], self.sizes(size)), node, {**device, "dtype": torch.int64})
-            for size in (n, n + 1)
+        index = self.reshape(self.compute(aten.sub.Tensor, (counted, 1), like), node_shape(mask), like)
+        num_written = self.compute(aten.sum.default, (self.cast(mask, torch.int64, like),), like)
+        options = {"device": mask.meta["val"].device, "dtype": torch.int64}
+        zero_row, invalid_row = (
+            self.compute(aten.full.default, ([], self.sizes(n)), like, options) for n in (num_rows, num_rows + 1)
         )
-        at = self.compute(aten.where.self, (mask, number, last), node)
-        fits = self.compute(aten.eq.Tensor, (written, last), node)
-        at = self.compute(aten.where.self, (fits, at, beyond), node)
-        return self.compute(aten.index.Tensor, (table, [at]), node)
+        index = self.compute(aten.where.self, (mask, index, zero_row), like)
+        is_valid = self.compute(aten.eq.Tensor, (num_written, zero_row), like)
+        index = self.compute(aten.where.self, (is_valid, index, invalid_row), like)
+        return self.compute(aten.index.Tensor, (table, [index]), like)
 
 
 def _is_masked_write(node: Node) -> bool:
@@ -85,12 +91,11 @@ def _is_masked_write(node: Node) -> bool:
     mask, values = indices[0].meta["val"], call["values"].meta["val"]
     if mask.dtype is not torch.bool or mask.device != call["self"].meta["val"].device or not mask.ndim:
         return False
-    rest = node_shape(call["self"])[mask.ndim :]
-    shape = node_shape(call["values"])
-    fits = len(shape) == len(rest) + 1 and all(is_same_size(a, b) for a, b in zip(shape[1:], rest))
-    return _is_single_value(shape, rest) or (fits and values.device == mask.device)
+    element_dims, shape = node_shape(call["self"])[mask.ndim :], node_shape(call["values"])
+    is_row_per_position = len(shape) == len(element_dims) + 1 and is_same_shape(shape[1:], element_dims)
+    return _is_single_value(shape, element_dims) or (is_row_per_position and values.device == mask.device)
 
 
-def _is_single_value(shape: tuple[Size, ...], rest: tuple[Size, ...]) -> bool:
-    """Return True for one value that broadcasts over the dims of a position."""
-    return len(shape) <= len(rest) or all(is_same_size(s, 1) for s in shape[: len(shape) - len(rest)])
+def _is_single_value(shape: tuple[Size, ...], element_dims: tuple[Size, ...]) -> bool:
+    """Return True if a value of this shape is one value for all positions, whose elements have `element_dims`."""
+    return all(is_same_size(s, 1) for s in shape[: max(0, len(shape) - len(element_dims))])

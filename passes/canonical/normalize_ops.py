@@ -9,21 +9,23 @@
     multiply(x, y)       ->  mul(x, y)                         torch has two names for one op
     hstack([x, y])       ->  cat([x, y], 1)                    and other shorthands
 
-Part of canonicalize; every entry keeps the value exactly. Unchanged: ops that are not in the table.
+A normalizer is a function of a node that returns its canonical call, or None if it has that form; `_NORMALIZERS` maps
+ops to normalizers. Every entry keeps the value exactly.
 
-Repeated elements get a dim of their own, so that repeats of a shard are a shard of repeats.
+`NormalizeRepeats` runs later, after repeated heads of attention are matched. Repeated elements get a dim of their own,
+so that repeats of a shard are a shard of repeats:
 
     repeat_interleave(x, k, 1)     (B, S, E) -> (B, S * k, E)
         ->  reshape(expand(unsqueeze(x, 2), (B, S, k, E)), (B, S * k, E))
 
-Part of canonicalize, after repeated heads of attention are matched. Bytes moved: none. Unchanged: repeats given by a
-tensor, and repeats of the flattened operand.
+Bytes moved: none. Unchanged: repeats given by a tensor, and repeats of the flattened operand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -36,8 +38,14 @@ from sp_compile.passes.graph.sizes import as_size
 from sp_compile.passes.sharding.matchers import skip_widening_cast
 
 aten = torch.ops.aten
-SKIP_CALL = object()
-CallForm = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
+
+
+class CallForm(NamedTuple):
+    """Canonical call of a node."""
+
+    target: Any  # op
+    args: tuple[Any, ...]  # positional arguments
+    kwargs: dict[str, Any] | None = None  # keyword arguments, if any
 
 
 @register_pass
@@ -50,155 +58,146 @@ class NormalizeOps(CanonicalPass):
     provides = frozenset({"canonical", "normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Replace aliases, erase assertions on metadata, and apply the normalizers of the table."""
         changes = _unify_overloads(gm)
         for node in list(gm.graph.nodes):
-            form = _NORMALIZERS[node.target](node) if node.target in _NORMALIZERS else None
-            if form is SKIP_CALL:
+            if node.target is aten._assert_tensor_metadata.default:
                 gm.graph.erase_node(node)
-            elif form is not None:
-                before = node.all_input_nodes
-                node.target, node.args, node.kwargs = form
-                self.drop(*before)
-            changes += form is not None
+                changes += 1
+                continue
+            form = _NORMALIZERS[node.target](node) if node.target in _NORMALIZERS else None
+            if form is not None:
+                operands = node.all_input_nodes
+                node.target, node.args, node.kwargs = form.target, form.args, form.kwargs or {}
+                self.drop(*operands)
+                changes += 1
         return changes
 
 
 def _unify_overloads(gm: GraphModule) -> int:
     """Replace aliases in a graph and in the bodies of its regions; return the number of replaced nodes."""
-    found = [node for node in gm.graph.nodes if node.target in _CANONICAL_OVERLOADS]
-    for node in found:
+    aliases = [node for node in gm.graph.nodes if node.target in _CANONICAL_OVERLOADS]
+    for node in aliases:
         node.target = _CANONICAL_OVERLOADS[node.target]
-    if found:
+    if aliases:
         gm.recompile()
     bodies = [body for _, body in gm.named_children() if isinstance(body, GraphModule)]
-    return len(found) + sum(map(_unify_overloads, bodies))
+    return len(aliases) + sum(map(_unify_overloads, bodies))
 
 
-def _normalize_like(target: Any, fill: bool = False) -> Any:
-    def normalize(node: Node) -> CallForm:
-        """Return the canonical call of a node that creates a tensor."""
-        value, call = node.meta["val"], OpCall(node)
-        args = (call["size"], call["fill_value"]) if fill else (call["size"],)
-        return target, args, {"dtype": value.dtype, "device": value.device}
-
-    return normalize
+def _normalize_new(op: Any, node: Node) -> CallForm:
+    """Return x.new_*(size) as `op` with the dtype and device of the result, which no longer reads x."""
+    call, value = OpCall(node), node.meta["val"]
+    args = tuple(call[name] for name in ("size", "fill_value") if name in call.args)
+    return CallForm(op, args, {"dtype": value.dtype, "device": value.device})
 
 
 def _normalize_cast(node: Node) -> CallForm | None:
+    """Return type_as(x, y) and to(x, y) as a cast to y's dtype, unless x moves to another device."""
     value, source = node.meta["val"], OpCall(node).operands[0]
-    if value.device != source.meta["val"].device:
-        return None
-    return aten.to.dtype, (source, value.dtype), {}
+    return CallForm(aten.to.dtype, (source, value.dtype)) if value.device == source.meta["val"].device else None
+
+
+def _normalize_round_trip(node: Node) -> CallForm | None:
+    """Return a cast back from a wider dtype as a copy of the value before both casts."""
+    source = skip_widening_cast(node)
+    return CallForm(aten.clone.default, (source,)) if source is not None else None
 
 
 def _normalize_squeeze(node: Node) -> CallForm:
+    """Return squeeze(x) with explicit dims."""
     source = OpCall(node).operands[0]
-    ones = [d for d, s in enumerate(node_shape(source)) if s == 1]
-    return aten.squeeze.dims, (source, ones), {}
+    return CallForm(aten.squeeze.dims, (source, [d for d, s in enumerate(node_shape(source)) if s == 1]))
 
 
 def _normalize_cat(node: Node) -> CallForm | None:
-    parts = [p for p in OpCall(node).operands if node_shape(p) != (0,)]
+    """Return a cat of one tensor and empty vectors, which torch ignores, as a copy."""
+    parts = [x for x in OpCall(node).operands if node_shape(x) != (0,)]
     is_identity = len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype
-    return (aten.clone.default, (parts[0],), {}) if is_identity else None
+    return CallForm(aten.clone.default, (parts[0],)) if is_identity else None
 
 
-def _normalize_join(dim: int) -> Any:
-    """Concatenate operands that have the dim already; hstack concatenates vectors along their only dim."""
+def _normalize_join(dim: int, node: Node) -> CallForm | None:
+    """Return hstack, vstack, ... as cat along `dim`, or along the only dim of vectors.
 
-    def normalize(node: Node) -> CallForm | None:
-        """Return the node as a concatenation, or None if its operands have fewer dims than its result."""
-        ndim = node.meta["val"].ndim
-        if any(x.meta["val"].ndim != ndim for x in OpCall(node).operands):
-            return None
-        return aten.cat.default, (node.args[0], min(dim, ndim - 1)), {}
-
-    return normalize
+    None if the op adds dims to its operands.
+    """
+    ndim = node.meta["val"].ndim
+    if any(x.meta["val"].ndim != ndim for x in OpCall(node).operands):
+        return None
+    return CallForm(aten.cat.default, (node.args[0], min(dim, ndim - 1)))
 
 
-def _normalize_flip(dim: int) -> Any:
-    return lambda node: (aten.flip.default, (node.args[0], [dim]), {})
+def _normalize_flip(dim: int, node: Node) -> CallForm:
+    """Return fliplr or flipud as flip."""
+    return CallForm(aten.flip.default, (node.args[0], [dim]))
 
 
 def _normalize_tile(node: Node) -> CallForm:
+    """Return tile as repeat, which needs a number for every dim."""
     call = OpCall(node)
-    ones = [1] * (call.ndim() - len(call["dims"]))
-    return aten.repeat.default, (call.operands[0], [*ones, *call["dims"]]), {}
+    missing_dims = [1] * (call.ndim() - len(call["dims"]))
+    return CallForm(aten.repeat.default, (call.operands[0], [*missing_dims, *call["dims"]]))
 
 
 def _normalize_log_softmax(node: Node) -> CallForm:
+    """Return special_log_softmax, whose dtype is a keyword argument, as log_softmax."""
     call = OpCall(node)
-    return aten.log_softmax.int, (call.operands[0], call["dim"], call["dtype"]), {}
+    return CallForm(aten.log_softmax.int, (call.operands[0], call["dim"], call["dtype"]))
 
 
-_OP_ALIASES = {
-    "absolute": aten.abs,
-    "arctan2": aten.atan2,
-    "clip": aten.clamp,
-    "concat": aten.cat,
-    "concatenate": aten.cat,
-    "divide": aten.div,
-    "greater": aten.gt,
-    "greater_equal": aten.ge,
-    "less": aten.lt,
-    "less_equal": aten.le,
-    "moveaxis": aten.movedim,
-    "multiply": aten.mul,
-    "negative": aten.neg,
-    "not_equal": aten.ne,
-    "special_exp2": aten.exp2,
-    "special_expit": aten.sigmoid,
-    "special_expm1": aten.expm1,
-    "special_log1p": aten.log1p,
-    "special_logsumexp": aten.logsumexp,
-    "special_softmax": aten.softmax,
-    "subtract": aten.sub,
-    "swapaxes": aten.transpose,
-    "swapdims": aten.transpose,
-    "true_divide": aten.div,
-}
-"""Canonical overload of each alias."""
+_OP_ALIASES = dict(
+    names.split("=")
+    for names in (
+        "absolute=abs arctan2=atan2 clip=clamp concat=cat concatenate=cat divide=div greater=gt greater_equal=ge "
+        "less=lt less_equal=le moveaxis=movedim multiply=mul negative=neg not_equal=ne special_exp2=exp2 "
+        "special_expit=sigmoid special_expm1=expm1 special_log1p=log1p special_logsumexp=logsumexp "
+        "special_softmax=softmax subtract=sub swapaxes=transpose swapdims=transpose true_divide=div"
+    ).split()
+)
+"""Canonical name of each alias."""
 
 
 def _op_arguments(op: Any) -> list[tuple[str, bool]]:
+    """Return (type, True for a keyword-only argument) of each argument."""
     return [(str(argument.type), argument.kwarg_only) for argument in schema_of(op).arguments]
 
 
-def _packet_overloads(packet: Any) -> list[Any]:
+def _packet_overloads(name: str) -> list[Any]:
+    """Return all overloads of an aten op."""
+    packet = getattr(aten, name)
     return [getattr(packet, overload) for overload in packet.overloads()]
 
 
 def _find_aliases() -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of an overload and the overload of another name with the same arguments."""
-    for name, packet in _OP_ALIASES.items():
-        for alias in _packet_overloads(getattr(aten, name)):
-            same = [other for other in _packet_overloads(packet) if _op_arguments(other) == _op_arguments(alias)]
+    """Yield pairs of an overload of an alias and the canonical op's overload with the same arguments."""
+    for alias_name, name in _OP_ALIASES.items():
+        for alias in _packet_overloads(alias_name):
+            same = [op for op in _packet_overloads(name) if _op_arguments(op) == _op_arguments(alias)]
             if same and not schema_of(alias).is_mutable:
                 yield alias, same[0]
 
 
 _CANONICAL_OVERLOADS = dict(_find_aliases())
 
-_NORMALIZERS = {
-    aten._assert_tensor_metadata.default: lambda node: SKIP_CALL,
+_NORMALIZERS: dict[Any, Callable[[Node], CallForm | None]] = {
     aten.cat.default: _normalize_cat,
-    aten.dstack.default: _normalize_join(2),
-    aten.fliplr.default: _normalize_flip(1),
-    aten.flipud.default: _normalize_flip(0),
-    aten.hstack.default: _normalize_join(1),
-    aten.new_empty.default: _normalize_like(aten.empty.memory_format),
-    aten.new_full.default: _normalize_like(aten.full.default, fill=True),
-    aten.new_ones.default: _normalize_like(aten.ones.default),
-    aten.new_zeros.default: _normalize_like(aten.zeros.default),
-    aten.row_stack.default: _normalize_join(0),
+    aten.dstack.default: partial(_normalize_join, 2),
+    aten.fliplr.default: partial(_normalize_flip, 1),
+    aten.flipud.default: partial(_normalize_flip, 0),
+    aten.hstack.default: partial(_normalize_join, 1),
+    aten.new_empty.default: partial(_normalize_new, aten.empty.memory_format),
+    aten.new_full.default: partial(_normalize_new, aten.full.default),
+    aten.new_ones.default: partial(_normalize_new, aten.ones.default),
+    aten.new_zeros.default: partial(_normalize_new, aten.zeros.default),
+    aten.row_stack.default: partial(_normalize_join, 0),
     aten.special_log_softmax.default: _normalize_log_softmax,
     aten.squeeze.default: _normalize_squeeze,
     aten.tile.default: _normalize_tile,
-    aten.to.dtype: lambda node: (aten.clone.default, (x,), {}) if (x := skip_widening_cast(node)) is not None else None,
+    aten.to.dtype: _normalize_round_trip,
     aten.to.other: _normalize_cast,
     aten.type_as.default: _normalize_cast,
-    aten.vstack.default: _normalize_join(0),
+    aten.vstack.default: partial(_normalize_join, 0),
 }
 
 
@@ -209,16 +208,15 @@ class NormalizeRepeats(CanonicalPass):
     requires = frozenset({"grouped heads"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        nodes = self.graph.find_nodes(op="call_function", target=aten.repeat_interleave.self_int)
-        found = [n for n in nodes if OpCall(n)["dim"] is not None and OpCall(n).ndim()]
-        for node in nodes:
-            if OpCall(node)["dim"] is None and OpCall(node).ndim() > 1:
-                self.note_refusal(
-                    node, "without dim= it repeats the flattened tensor, which cannot be sharded; pass dim="
-                )
-        for node in found:
+        """Replace repeat_interleave by views; report those of a flattened tensor, which remain."""
+        changes = 0
+        for node in self.graph.find_nodes(op="call_function", target=aten.repeat_interleave.self_int):
             call = OpCall(node)
-            with self.graph.inserting_before(node):
-                self.replace(node, self.repeat_each(call.operands[0], call.dim(), as_size(call["repeats"]), node))
-        return len(found)
+            if call["dim"] is not None and call.ndim():
+                with self.graph.inserting_before(node):
+                    self.replace(node, self.repeat_each(call.operands[0], call.dim(), as_size(call["repeats"]), node))
+                changes += 1
+            elif call.ndim() > 1:
+                reason = "without dim= it repeats the flattened tensor, which cannot be sharded; pass dim="
+                self.note_refusal(node, reason)
+        return changes

@@ -5,8 +5,10 @@
     conv1d(x, w, padding=k)[..., :S]                 ->   sp.conv1d(x, w, None, k, 0)
     cat([zeros of k rows, x[:-k]])                   ->   sp.shift(x, dim, k, -k, 0)
 
-Part of canonicalize, after scan idioms, which use the same ops. Bytes moved: none. Unchanged: padding of several dims,
-padding and convolutions with other readers, and lengths that are not provably those of the sequence.
+A `PadMatch` is a padding (or cut, by negative numbers of rows) of a source; a `WindowCall` is the call of a window op,
+whose `sliding.before` is its padding. Runs after scan idioms, which use the same ops. Bytes moved: none. Unchanged:
+padding of several dims, padding and convolutions with other readers, and lengths that are not provably those of the
+sequence.
 """
 
 from __future__ import annotations
@@ -43,132 +45,136 @@ class FoldPaddings(CanonicalPass):
     requires = frozenset({"scan idioms"})  # these use the same ops
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Fold paddings into their readers, then replace results that are padded and sliced back."""
         changes = 0
-        for rewrite in (self._fold_readers, self._drop_cut):  # a reader of padding may itself be sliced
+        for rewrite in (self._fold_into_readers, self._fold_slices):  # a reader of padding may itself be sliced
             for node in list(self.graph.nodes):
                 if node.op == "call_function" and node.users:
                     changes += rewrite(node)
         return changes
 
-    def _fold_readers(self, node: Node) -> bool:
+    def _fold_into_readers(self, node: Node) -> bool:
         """Fold a padding into all of its readers, or leave it unchanged."""
         pad = match_padding(node)
         if pad is None:
             return False
-        length, padded = node_shape(node)[pad.dim], pad
-        while (wider := pad_of_source(padded)) is not None:
-            padded = wider
-        rows = node_shape(padded.source)[padded.dim]
-        shifted = _shift_rows(padded, 0, length)
-        shifts = _is_within_sequence(length, padded) and (match_join(node) is not None or padded is not pad)
-        if shifts and _is_static(shifted, rows):
-            self._merge_slides([node], padded.source, padded.dim, shifted)
+        # The same rows as a padding of the tensor that the padded value is a slice of, if there is one.
+        inner_pad = pad
+        while (source_pad := pad_of_source(inner_pad)) is not None:
+            inner_pad = source_pad
+        length, rows = node_shape(node)[pad.dim], node_shape(inner_pad.source)[inner_pad.dim]
+        # A cat of a constant and a slice, or a padded slice, that is no longer than the sequence is a shift itself.
+        shift = _shift_call(inner_pad, 0, length)
+        is_cut_and_padded = match_join(node) is not None or inner_pad is not pad
+        if is_cut_and_padded and _is_within_sequence(length, inner_pad) and _is_static(shift, rows):
+            self._replace_by_window([node], inner_pad.source, shift, inner_pad.dim)
             return True
-        users = value_readers(node)
-        found = [_padding_reader(user, node, padded) for user in users]
-        known = [one for one in found if one is not None and _is_static(one, rows)]
-        if len(known) < len(found):
-            if any(one.op is not sp.shift.default for one in known):
-                other = next(user for user, one in zip(users, found) if one not in known)
-                self.note_refusal(other, f"it reads {node.name} with its padding; pass the padding to the window op")
+        readers = value_readers(node)
+        calls = [_padding_reader(reader, node, inner_pad) for reader in readers]
+        static_calls = [call for call in calls if call is not None and _is_static(call, rows)]
+        if len(static_calls) < len(calls):
+            if any(call.op is not sp.shift.default for call in static_calls):
+                refused = next(reader for reader, call in zip(readers, calls) if call not in static_calls)
+                self.note_refusal(refused, f"it reads {node.name} with its padding; pass the padding to the window op")
             return False
-        for user, one in zip(users, known):
-            self._merge_slides([user], padded.source, padded.dim, one)
+        for reader, call in zip(readers, static_calls):
+            self._replace_by_window([reader], inner_pad.source, call, inner_pad.dim)
         return True
 
-    def _drop_cut(self, node: Node) -> bool:
-        """Replace a result that is longer than its sequence and sliced back by the sliced result."""
-        call = OpCall(node) if isinstance(node.target, OpOverload) else None
-        for dim, slides in sliding_calls(call).items() if call is not None else ():
-            assert call is not None
-            users, rows = value_readers(node), call.shape()[dim]
-            cuts = [_slice_span(user, node, dim) for user in users]
-            if slides.first is not None or slides.sliding.is_within(rows) or cuts[0] is None or len(set(cuts)) > 1:
+    def _fold_slices(self, node: Node) -> bool:
+        """Replace a window op whose result is longer than its sequence, and equal slices of it, by one window op."""
+        if not isinstance(node.target, OpOverload):
+            return False
+        op_call = OpCall(node)
+        for dim, call in sliding_calls(op_call).items():
+            slices, rows, sliding = value_readers(node), op_call.shape()[dim], call.sliding
+            spans = {_slice_span(user, node, dim) for user in slices}
+            span = spans.pop() if len(spans) == 1 else None
+            if call.first is not None or sliding.is_within(rows) or span is None:
                 continue
-            (start, length), sliding = cuts[0], slides.sliding
+            start, length = span
             before = simplify_size(sliding.before - start * sliding.stride)
-            one = replace(slides, sliding=replace(sliding, before=before, length=length))
-            if _is_static(one, rows):
-                self._merge_slides(users, call.operands[0], dim, one, before=node)
+            sliced_call = replace(call, sliding=replace(sliding, before=before, length=length))
+            if _is_static(sliced_call, rows):
+                self._replace_by_window(slices, op_call.operands[0], sliced_call, dim, before=node)
                 return True
         return False
 
-    def _merge_slides(
-        self, nodes: list[Node], x: Node, dim: int, slides: WindowCall, before: Node | None = None
+    def _replace_by_window(
+        self, nodes: list[Node], x: Node, call: WindowCall, dim: int, before: Node | None = None
     ) -> None:
-        """Emit one call in place of equal nodes."""
+        """Replace equal nodes by one window op on `x`, before `before` or the first node."""
         with self.graph.inserting_before(before or nodes[0]):
-            args = (x, *slides.args(node_shape(x)[dim]))
-            new = self.emit(slides.op, args, nodes[0].meta["val"], nodes[0])
+            new = self.emit(call.op, (x, *call.args(node_shape(x)[dim])), nodes[0].meta["val"], nodes[0])
         for node in nodes:
             self.replace(node, new)
 
 
-def _shift_rows(padded: PadMatch, start: Size, length: Size) -> WindowCall:
+def _shift_call(pad: PadMatch, start: Size, length: Size) -> WindowCall:
     """Return the call for `length` rows of a padded value from `start` on."""
-    sliding = SlidingRows(length, simplify_size(padded.before - start))
-    return WindowCall(sliding, sp.shift.default, (padded.dim,), (padded.fill,))
+    return WindowCall(SlidingRows(length, simplify_size(pad.before - start)), sp.shift.default, (pad.dim,), (pad.fill,))
 
 
-def _is_static(slides: WindowCall, rows: Size) -> bool:
-    """Return True if all numbers of the call are known."""
-    return isinstance(slides.sliding.before, int) and isinstance(slides.sliding.num_after(rows), int)
+def _is_static(call: WindowCall, rows: Size) -> bool:
+    """Return True if the padding of an operand of `rows` rows is known."""
+    return isinstance(call.sliding.before, int) and isinstance(call.sliding.num_after(rows), int)
 
 
 def pad_of_source(pad: PadMatch) -> PadMatch | None:
-    """Return the rows as a padding of a slice's source, or None if other rows would be visible."""
+    """Return a padding of a slice as a padding of the slice's source, or None if other rows would be visible."""
     piece = match_slice(pad.source)
     if piece is None or piece.dim != pad.dim:
         return None
     source = value_origin(piece.source)
     cut_after = simplify_size(node_shape(source)[pad.dim] - piece.start - piece.length)
-    if not _hides_slice(pad.before, piece.start) or not _hides_slice(pad.after, cut_after):
+    if not _hides_cut(pad.before, piece.start) or not _hides_cut(pad.after, cut_after):
         return None
-    return replace(
-        pad, source=source, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - cut_after)
-    )
+    before, after = simplify_size(pad.before - piece.start), simplify_size(pad.after - cut_after)
+    return replace(pad, source=source, before=before, after=after)
 
 
-def _hides_slice(pad: Size, left_out: Size) -> bool:
-    """Return True if no row outside a slice is visible at an end with this padding."""
-    return is_same_size(left_out, 0) or (isinstance(pad, int) and pad <= 0)
+def _hides_cut(pad: Size, cut: Size) -> bool:
+    """Return True if no row of a cut is visible at an end with this padding: nothing is cut, or nothing is padded."""
+    return is_same_size(cut, 0) or (isinstance(pad, int) and pad <= 0)
 
 
-def _is_within_sequence(length: Size, padded: PadMatch) -> bool:
+def _is_within_sequence(length: Size, pad: PadMatch) -> bool:
     """Return True if the result is no longer than the sequence that the source is a slice of."""
-    source = padded.source
+    source = pad.source
     while (piece := match_slice(source)) is not None:
         source = value_origin(piece.source)
-    return SlidingRows(length).is_within(node_shape(source)[padded.dim])
+    return SlidingRows(length).is_within(node_shape(source)[pad.dim])
 
 
 def match_padding(node: Node) -> PadMatch | None:
     """Return the pad of one dim by a constant, or the cat of constants and one other value; else None."""
-    along, is_new = match_join(node) or (None, True)
-    if along is not None and not is_new:
-        return _match_padding_cat(node, along)
+    dim, is_new_dim = match_join(node) or (None, True)
+    if dim is not None and not is_new_dim:
+        return _match_padding_cat(node, dim)
     pad = match_pad(node)
     return replace(pad, source=value_origin(pad.source)) if pad is not None else None
 
 
 def _match_padding_cat(node: Node, dim: int) -> PadMatch | None:
+    """Return cat([constants, x, constants]) along `dim` as a pad of x if all constants are equal."""
     call, dtype = OpCall(node), node.meta["val"].dtype
-    fills = [_padding_constant(x, dtype) for x in call.operands]
-    others = [i for i, fill in enumerate(fills) if fill is None]
-    known = {fill for fill in fills if fill is not None}
-    if len(others) != 1 or len(known) != 1 or call.operands[others[0]].meta["val"].dtype != dtype:
-        return None
-    if len({call.ndim(i) for i in range(len(fills))}) > 1:
+    if len({x.meta["val"].ndim for x in call.operands}) > 1:
         return None  # cat accepts empty one-dimensional operands, too
-    (at,) = others
-    extents = [call.shape(i)[dim] for i in range(len(fills))]
-    before, after = (simplify_size(sum(rows, start=0)) for rows in (extents[:at], extents[at + 1 :]))
-    return PadMatch(value_origin(call.operands[at]), dim, before, after, known.pop())
+    fills = [_padding_constant(x, dtype) for x in call.operands]
+    constants = {fill for fill in fills if fill is not None}
+    if fills.count(None) != 1 or len(constants) != 1:
+        return None
+    index = fills.index(None)
+    x = call.operands[index]
+    if x.meta["val"].dtype != dtype:
+        return None
+    extents = [node_shape(operand)[dim] for operand in call.operands]
+    before, after = (simplify_size(sum(rows, start=0)) for rows in (extents[:index], extents[index + 1 :]))
+    return PadMatch(value_origin(x), dim, before, after, constants.pop())
 
 
 def _padding_constant(x: Node, dtype: torch.dtype) -> Any:
-    """Return the constant that an operand adds to a cat of the dtype, if it is exact there."""
+    """Return the constant that an operand adds to a cat of the dtype, if it is exact there; else None."""
     fill = constant_value(x)
     return fill if x.meta["val"].dtype == dtype or fill in (0, 1) else None
 
@@ -176,34 +182,40 @@ def _padding_constant(x: Node, dtype: torch.dtype) -> Any:
 def _slice_span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
     """Return (start, length) if the user is a slice of the node along the dim."""
     piece = match_slice(user)
-    of = piece is not None and piece.dim == dim and value_origin(piece.source) is value_origin(node)
-    return (piece.start, piece.length) if piece is not None and of else None
+    if piece is None or piece.dim != dim or value_origin(piece.source) is not value_origin(node):
+        return None
+    return piece.start, piece.length
 
 
-def _padding_reader(user: Node, node: Node, padded: PadMatch) -> WindowCall | None:
-    """Return the reader of a padding as a window on the unpadded value; its own constants must be equal."""
-    span = _slice_span(user, node, padded.dim)
+def _padding_reader(reader: Node, node: Node, pad: PadMatch) -> WindowCall | None:
+    """Return the reader of a padded value as a window op on the unpadded value, or None if there is none.
+
+    Args:
+        reader: A reader of the padded value.
+        node: The padded value.
+        pad: The padding.
+    """
+    span = _slice_span(reader, node, pad.dim)
     if span is not None:
-        return _shift_rows(padded, *span)
-    if not isinstance(user.target, OpOverload) or value_origin(user.all_input_nodes[0]) is not value_origin(node):
+        return _shift_call(pad, *span)
+    if not isinstance(reader.target, OpOverload) or value_origin(reader.all_input_nodes[0]) is not value_origin(node):
         return None
-    call = OpCall(user)
-    slides = sliding_calls(call).get(padded.dim)
-    reads = [value_origin(x) for x in call.operands].count(value_origin(node))
-    if slides is None or slides.op in (sp.roll.default, sp.shift.default) or reads > 1:
+    op_call = OpCall(reader)
+    call = sliding_calls(op_call).get(pad.dim)
+    num_reads = [value_origin(x) for x in op_call.operands].count(value_origin(node))
+    if call is None or call.op in (sp.roll.default, sp.shift.default) or num_reads > 1:
         return None
+    # The op's own padding and the folded one must have the same constant: 0, or the first of the trailing arguments.
     fill: Any = 0
-    if slides.op in FILL_READERS:
-        if not _padded_blocks(slides.sliding, call.shape()[padded.dim]):
-            slides = replace(slides, tail=(padded.fill, *slides.tail[1:]))
-        fill = slides.tail[0]
-    before = simplify_size(slides.sliding.before + padded.before)
-    return replace(slides, sliding=replace(slides.sliding, before=before)) if fill == padded.fill else None
+    if call.op in (sp.max_pool1d.default, sp.unfold.default):
+        if not _has_padding(call.sliding, op_call.shape()[pad.dim]):
+            call = replace(call, tail=(pad.fill, *call.tail[1:]))
+        fill = call.tail[0]
+    before = simplify_size(call.sliding.before + pad.before)
+    return replace(call, sliding=replace(call.sliding, before=before)) if fill == pad.fill else None
 
 
-FILL_READERS = (sp.max_pool1d.default, sp.unfold.default)
-
-
-def _padded_blocks(sliding: SlidingRows, rows: Size) -> bool:
+def _has_padding(sliding: SlidingRows, rows: Size) -> bool:
+    """Return True unless a window op provably adds no padding to an operand of `rows` rows."""
     after = sliding.num_after(rows)
     return not (is_same_size(sliding.before, 0) and isinstance(after, int) and after <= 0)

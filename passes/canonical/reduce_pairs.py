@@ -29,51 +29,51 @@ class ReplaceReducePairs(CanonicalPass):
     """Replacement of every autograd.Function that only reduces."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        found = gm.graph.find_nodes(op="call_function", target=autograd_function_apply)
-        return sum(self._rewrite(node) for node in found)
+        """Replace Functions whose forward and backward are all_reduces of one tensor by sp::reduce_pair."""
+        functions = gm.graph.find_nodes(op="call_function", target=autograd_function_apply)
+        return sum(self._rewrite(node) for node in functions)
 
     def _rewrite(self, node: Node) -> bool:
-        functions = [a for a in node.args[:2] if isinstance(a, Node)]
-        named = [getattr(self.gm, str(a.target), None) for a in functions]
-        bodies = [body for body in named if isinstance(body, GraphModule)]
+        """Replace one Function; return False, and report why if it reduces, for any other one."""
+        modules = [getattr(self.gm, str(a.target), None) for a in node.args[:2] if isinstance(a, Node)]
+        bodies = [module for module in modules if isinstance(module, GraphModule)]
         operands = [a for a in node.args[2:] if is_tensor(a)]
-        read = {u.args[1] if u.target is operator.getitem else node for u in node.users}
-        index = read.pop() if len(read) == 1 else None
+        read_indices = {user.args[1] if user.target is operator.getitem else user for user in node.users}
+        index = read_indices.pop() if len(read_indices) == 1 else None
         if len(bodies) != 2 or len(operands) != 1 or not isinstance(index, int):
             return False
         # torch 2.11 returns every value of the body, the result last, too
         (output, _), gradients = (body.graph.output_node().args[0] for body in bodies)
         results = output if isinstance(output, tuple | list) else (output,)
-        there, back = _match_reductions(bodies[0], [results[index]]), _match_reductions(bodies[1], gradients)
-        if there is None or back is None:
-            direction = "forward" if there is None else "backward"
-            if any(map(_is_reduce_pair, bodies)):
+        forward, backward = _match_reductions(bodies[0], results[index]), _match_reductions(bodies[1], gradients)
+        if forward is None or backward is None:
+            direction = "forward" if forward is None else "backward"
+            if any(body.graph.find_nodes(op="call_function", target=c10d.all_reduce.default) for body in bodies):
                 self.note_refusal(node, f"its operand is gathered: its {direction} does more than reduce one tensor")
             return False
         with self.graph.inserting_before(node):
-            new = self.emit(sp.reduce_pair.default, (operands[0], there, back), node.meta["val"][index], node)
-        self.replace(node, {index: new})
+            args = (operands[0], forward, backward)
+            self.replace(node, {index: self.emit(sp.reduce_pair.default, args, node.meta["val"][index], node)})
         return True
 
 
-def _is_reduce_pair(body: GraphModule) -> bool:
-    return bool(body.graph.find_nodes(op="call_function", target=c10d.all_reduce.default))
-
-
 def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:
-    """Return the all_reduces from the tensor input of a body to its result, or None for any other body."""
+    """Return the all_reduces from the only tensor input of a body to its only tensor result, in order.
+
+    Each is written as its op and its group, "sum g". The list is empty for an identity, None for any other body.
+    """
     tensors = [leaf for leaf in pytree.tree_leaves(results) if is_tensor(leaf)]
     if len(tensors) != 1:
         return None
     value = tensors[0]
-    chain: list[Node] = []
+    chain: list[Node] = []  # all_reduces, waits and copies from `value` to the result
     while (source := skip_widening_cast(value) or value_origin(value)) is not value or value.target in PASSTHROUGH_OPS:
         chain[:0] = steps_between(value, source) or [value]
         value = source if source is not value else value.args[0]
     inputs = [n for n in body.graph.find_nodes(op="placeholder") if is_tensor(n) and n.users]
-    work = [n for n in body.graph.nodes if n.op == "call_function" and n.target is not set_grad_enabled]
+    calls = [n for n in body.graph.nodes if n.op == "call_function" and n.target is not set_grad_enabled]
     reductions = [n.args for n in chain if n.target is c10d.all_reduce.default]
-    if inputs != [value] or len(work) != len(chain) or any(args[1] not in ("sum", "avg") for args in reductions):
+    has_other_work = inputs != [value] or len(calls) != len(chain)
+    if has_other_work or any(op not in ("sum", "avg") for _, op, _ in reductions):
         return None
     return [f"{op} {group}" for _, op, group in reductions]

@@ -1,4 +1,10 @@
-"""Replace torch's scans by sp::scan and sp::extremes without a frame, which return the same values."""
+"""Replace torch's scans by sp::scan and sp::extremes without a frame, which return the same values.
+
+    cumsum(x, 1)      ->  sp.scan(x, None, 1, "sum")
+    cummax(x, 1)      ->  sp.extremes(x, 1, "max"), or sp.scan(x, None, 1, "max") if its indices have no reader
+
+A frame is the position of a shard in the sequence; a call without one is of the global view.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +39,16 @@ def to_sp_scan(editor: GraphEditor, node: Node) -> Node:
     """
     if node.target in SP_SCANS:
         return node
-    call, value = OpCall(node), node.meta["val"]
-    x, op = call.operands[0], TORCH_SCANS[node.target]
+    call, value, op = OpCall(node), node.meta["val"], TORCH_SCANS[node.target]
+    x, dim = call.operands[0], call.dim()
+    has_pair, reads_indices = node.target in EXTREME_OPS, has_index_reader(node)
     with editor.graph.inserting_before(node):
-        if node.target in CUMULATIVE_OPS:
-            fresh = emit_scan(editor, x, call.dim(), op, value, node)
-        elif has_index_reader(node):
-            fresh = editor.emit(sp.extremes.default, (x, call.dim(), op), value, node)
+        if has_pair and reads_indices:
+            scan = editor.emit(sp.extremes.default, (x, dim, op), value, node)
         else:
-            fresh = emit_scan(editor, x, call.dim(), op, value[0], node)
-            editor.replace(node, (fresh, fresh))
-            return fresh
-    editor.replace(node, fresh)
-    return fresh
+            scan = emit_scan(editor, x, dim, op, value[0] if has_pair else value, node)
+    editor.replace(node, (scan, scan) if has_pair and not reads_indices else scan)
+    return scan
 
 
 def emit_scan(
@@ -75,7 +78,7 @@ def emit_scan(
     """
     dtype = None if result_dtype(op, x.meta["val"].dtype) == value.dtype else value.dtype
     flags: tuple[Any, ...] = (exclusive, reverse, dtype)
-    while flags and not flags[-1]:
+    while flags and not flags[-1]:  # trailing defaults are omitted
         flags = flags[:-1]
     return editor.emit(sp.scan.default, (x, None, dim, op, *flags), value, like)
 
@@ -97,5 +100,5 @@ def is_scannable_call(call: OpCall) -> bool:
 
 def has_index_reader(node: Node) -> bool:
     """Return True if the indices of torch's running maximum or minimum have a reader."""
-    pieces = [u for u in node.users if u.target is operator.getitem]
-    return len(pieces) < len(node.users) or any(u.args[1] != 0 and u.users for u in pieces)
+    results = [user for user in node.users if user.target is operator.getitem]
+    return len(results) < len(node.users) or any(user.args[1] != 0 and user.users for user in results)

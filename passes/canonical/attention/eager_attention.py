@@ -55,21 +55,21 @@ aten, sp = torch.ops.aten, torch.ops.sp
 class WeightChain:
     """Ops between the softmax and the product with the values."""
 
-    chain: list[Node] = field(default_factory=list)
-    dropout: float = 0.0
-    product: ProductMatch | None = None
-    last: Node | None = None
+    chain: list[Node] = field(default_factory=list)  # the ops, in graph order
+    dropout: float = 0.0  # probability of the dropout among them
+    product: ProductMatch | None = None  # product with the values; None if there is none
+    last: Node | None = None  # node of that product, or of another product that reads the probabilities
 
 
 @dataclass
 class EagerAttention:
     """An eager attention that may be replaced."""
 
-    scores: ScoreChain
+    scores: ScoreChain  # the input of the softmax
     values: ProductMatch  # the product of the probabilities with the values
     operands: list[ProductOperand]  # queries, keys, values
-    sinks: SinkValue | None
-    dropout: float
+    sinks: SinkValue | None  # sinks of the softmax, if any
+    dropout: float  # probability of the dropout of the weights
     last: Node  # the result
     chain: list[Node]  # all other nodes
 
@@ -82,59 +82,64 @@ class FuseEagerAttention(CanonicalPass):
     provides = frozenset({"canonical", "fused attention"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        self._filling = fill_nodes(gm)
-        found = [node for node in self.graph.nodes if match_softmax(node) is not None]
-        refusals = {node: self._rewrite(softmax) for node in found if (softmax := match_softmax(node)) is not None}
-        for node, why in refusals.items():
-            if why is not None and is_between_products(node):
-                self.note_refusal(node, why)
-        return sum(why is None for why in refusals.values())
+        """Replace every eager attention, and report why each other softmax between two products remains."""
+        self._may_contain_fills = fill_nodes(gm)
+        reasons: dict[Node, str | None] = {}  # why a softmax remains, None for a replaced one
+        for node in [node for node in self.graph.nodes if match_softmax(node) is not None]:
+            softmax = match_softmax(node)  # again, since the replacement of another attention may change its operands
+            if softmax is not None:
+                reasons[node] = self._rewrite(softmax)
+        for node, reason in reasons.items():
+            if reason is not None and is_between_products(node):
+                self.note_refusal(node, reason)
+        return list(reasons.values()).count(None)
 
     def _rewrite(self, softmax: SoftmaxMatch) -> str | None:
         """Replace one attention and return None, or return the reason why it is not replaced."""
-        found = _softmax_refusal(softmax) or _match_attention(softmax)
-        if isinstance(found, str):
-            return found
-        with self.graph.inserting_before(found.last), restore_autocast(found.last):
-            out = self._attention(found)
+        attention = _softmax_refusal(softmax) or _match_attention(softmax)
+        if isinstance(attention, str):
+            return attention
+        with self.graph.inserting_before(attention.last), restore_autocast(attention.last):
+            out = self._emit_attention(attention)
         if out is None:
-            if found.scores.gate is not None:
+            if attention.scores.gate is not None:
                 return "it is multiplied by a value that is no mask, or not filled: use masked_fill(mask, -inf)"
             return "a mask of finite fills under which a query may attend to nothing, or a bias that may contain fills"
-        found.last.replace_all_uses_with(out)
-        self.erase([*found.chain, found.last])
+        attention.last.replace_all_uses_with(out)
+        self.erase([*attention.chain, attention.last])
         return None
 
-    def _attention(self, found: EagerAttention) -> Node | None:
-        """Return the result of the fused attention, or None if its mask is not equivalent."""
-        scores, sinks, last, operands = found.scores, found.sinks, found.last, found.operands
-        front, order = operands[2].shape[:-2], found.values.order
-        lead = scores.masked[:-2] if scores.masked is not None else front
-        lead = lead if sinks is None else sinks.batch_and_heads
-        shape = (*lead, operands[0].shape[-2], operands[1].shape[-2])
-        settled = sinks is not None and sinks.value not in self._filling
-        mask, fits = self._mask(scores, shape, operands[0].node.meta["val"].dtype, settled, last)
-        if not fits:
+    def _emit_attention(self, attention: EagerAttention) -> Node | None:
+        """Emit the fused attention and return its result, or None if its mask is not equivalent."""
+        scores, sinks, last, operands = attention.scores, attention.sinks, attention.last, attention.operands
+        # q, k and v have the leading dims (batch, heads) of the masks or sinks, if they are grouped differently.
+        value_leading, order = operands[2].shape[:-2], attention.values.order
+        leading = value_leading if scores.masked is None else scores.masked[:-2]
+        leading = leading if sinks is None else sinks.batch_and_heads
+        shape = (*leading, operands[0].shape[-2], operands[1].shape[-2])
+        # Sinks without fills keep some weight in every row, so that fills remove all weight of their keys.
+        absorbs_fills = sinks is not None and sinks.value not in self._may_contain_fills
+        mask, is_equivalent = self._emit_mask(scores, shape, operands[0].node.meta["val"].dtype, absorbs_fills, last)
+        if not is_equivalent:
             self.drop(mask)
             return None
-        q, k, v = (self.reshape(f.materialize(self, last), (*lead, *f.shape[-2:]), last) for f in operands)
-        for factor, dividing in scores.factors:
-            q = self.compute(
-                aten.div.Tensor if dividing else aten.mul.Tensor, (q, factor.materialize(self, last)), last
-            )
-        out = self._op(found, (q, k, v), mask)
-        out = self.reshape(out, (*front, *node_shape(out)[-2:]), last)
-        return (
-            out if is_identity(order) else self.compute(aten.permute.default, (out, inverse_permutation(order)), last)
-        )
+        q, k, v = (self.reshape(x.materialize(self, last), (*leading, *x.shape[-2:]), last) for x in operands)
+        for factor, divides in scores.factors:
+            target = aten.div.Tensor if divides else aten.mul.Tensor
+            q = self.compute(target, (q, factor.materialize(self, last)), last)
+        out = self._emit_op(attention, (q, k, v), mask)
+        out = self.reshape(out, (*value_leading, *node_shape(out)[-2:]), last)
+        if is_identity(order):
+            return out
+        return self.compute(aten.permute.default, (out, inverse_permutation(order)), last)
 
-    def _op(self, found: EagerAttention, qkv: Sequence[Node], mask: Node | None) -> Node:
-        scores, sinks, dropout, like = found.scores, found.sinks, found.dropout, found.last
+    def _emit_op(self, attention: EagerAttention, qkv: Sequence[Node], mask: Node | None) -> Node:
+        """Emit torch's op, or sp.masked_attention if there are sinks or a score function."""
+        scores, sinks, like = attention.scores, attention.sinks, attention.last
         if sinks is None and scores.score == SCORE:
-            args: tuple[Any, ...] = (*qkv, mask, dropout)
+            args: tuple[Any, ...] = (*qkv, mask, attention.dropout)
             return self.compute(aten.scaled_dot_product_attention.default, args, like, {"scale": scores.scale})
-        args = (*qkv, [], [], [], "", dropout, scores.scale, False)
+        args = (*qkv, [], [], [], "", attention.dropout, scores.scale, False)
         kwargs: dict[str, Any] = {"attn_mask": mask}
         if scores.score != SCORE:
             kwargs |= {"score": register_expression(scores.score), "heads": []}
@@ -142,134 +147,159 @@ class FuseEagerAttention(CanonicalPass):
             kwargs["sinks"] = sinks.vector(self, like)
         return self.compute(sp.masked_attention.default, args, like, kwargs)
 
-    def _mask(
-        self, scores: ScoreChain, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool, like: Node
+    def _emit_mask(
+        self, scores: ScoreChain, shape: tuple[Size, ...], dtype: torch.dtype, absorbs_fills: bool, like: Node
     ) -> tuple[Node | None, bool]:
-        """Return the mask of biases and fills, and whether it is equivalent to them.
+        """Emit the mask of biases and fills.
 
-        `settled`: fills remove all weight even if all keys are filled, since sinks are not filled.
+        Args:
+            scores: The scores.
+            shape: The shape of the scores, (leading dims, queries, keys).
+            dtype: The dtype of q.
+            absorbs_fills: True if fills remove all weight even if all keys are filled, since sinks are not filled.
+            like: The node whose metadata new nodes copy.
+
+        Returns:
+            The mask (None without biases and fills), and whether it is equivalent to the biases and fills.
         """
-        bias, allowed, fits = None, None, True
         if scores.gate is not None:
-            return self._gated_mask(scores, scores.gate.materialize(self, like), shape, like)
-        for each, times in scores.biases:
-            node = each.materialize(self, like)
-            if each.dtype != dtype:  # a bias of zeros and fills needs no cast
-                fits = fits and times > 0 and try_parse_mask(node, shape, settled) is not None
+            return self._emit_gated_mask(scores, scores.gate.materialize(self, like), shape, like)
+        bias, allowed, is_equivalent = None, None, True
+        for operand, factor in scores.biases:
+            node = operand.materialize(self, like)
+            if operand.dtype != dtype:  # a bias of zeros and fills needs no cast
+                is_equivalent &= factor > 0 and try_parse_mask(node, shape, absorbs_fills) is not None
                 allowed = self._intersect(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
                 continue
-            term = self._combine_factors(node, times, like)
-            fits = fits and (settled or each.node not in self._filling or _has_known_fills(term, shape, dtype))
+            term = self._scale(node, factor, like)
+            has_no_fills = absorbs_fills or operand.node not in self._may_contain_fills
+            is_equivalent = is_equivalent and (has_no_fills or _has_known_fills(term, shape, dtype))
             bias = term if bias is None else self.compute(aten.add.Tensor, (bias, term), like)
         for condition, filled, _ in scores.fills:
-            allowed = self._intersect(allowed, self._allows(condition.materialize(self, like), filled, like), like)
-        if not settled and allowed is not None and any(math.isfinite(number) for *_, number in scores.fills):
-            known = try_parse_mask(allowed, shape)
-            fits = fits and known is not None and has_key_per_query(known)
+            node = condition.materialize(self, like)
+            if condition.dtype != torch.bool:
+                node = self.compute(aten.ne.Scalar, (node, 0), like)
+            if filled:
+                node = self.compute(aten.logical_not.default, (node,), like)
+            allowed = self._intersect(allowed, node, like)
+        if not absorbs_fills and allowed is not None and any(math.isfinite(fill) for *_, fill in scores.fills):
+            mask_form = try_parse_mask(allowed, shape)
+            is_equivalent = is_equivalent and mask_form is not None and has_key_per_query(mask_form)
         mask = bias if allowed is None else allowed
         if bias is not None and allowed is not None:
             mask = self.compute(aten.where.ScalarOther, (allowed, bias, -math.inf), like)
         while mask is not None and mask.meta["val"].ndim < 2:
             mask = self.compute(aten.unsqueeze.default, (mask, 0), like)
-        return mask, fits
+        return mask, is_equivalent
 
-    def _gated_mask(self, scores: ScoreChain, gate: Node, shape: tuple[Size, ...], like: Node) -> tuple[Node, bool]:
-        """Return the mask of scores that are multiplied with 0 or 1 and filled where they are 0; see `_mask`."""
+    def _emit_gated_mask(
+        self, scores: ScoreChain, gate: Node, shape: tuple[Size, ...], like: Node
+    ) -> tuple[Node, bool]:
+        """Emit the mask of scores * gate + fill, and return whether it is equivalent; see `_emit_mask`.
+
+        The gate must provably be 0 or 1, and the only bias must be 0 where the gate is 1 and a fill elsewhere.
+        """
         allowed = self.compute(aten.ne.Scalar, (gate, 0), like)
         if len(scores.biases) != 1 or scores.fills:
             return allowed, False
-        ((each, times),) = scores.biases
-        fill = self._combine_factors(each.materialize(self, like), times, like)
-        is_one = self.compute(aten.eq.Scalar, (gate, 1), like)
-        either = self.compute(aten.logical_or.default, (self.compute(aten.eq.Scalar, (gate, 0), like), is_one), like)
-        mask, filled, binary = (try_parse_mask(x, shape) for x in (allowed, fill, either))
-        self.drop(either, fill)
-        if mask is None or filled is None or binary is None or binary.allowed != sympy.true:
+        ((operand, factor),) = scores.biases
+        bias = self._scale(operand.materialize(self, like), factor, like)
+        is_one, is_zero = (self.compute(aten.eq.Scalar, (gate, number), like) for number in (1, 0))
+        is_binary = self.compute(aten.logical_or.default, (is_zero, is_one), like)
+        gate_form, bias_form, binary_form = (try_parse_mask(x, shape) for x in (allowed, bias, is_binary))
+        self.drop(is_binary, bias)
+        if gate_form is None or bias_form is None or binary_form is None or binary_form.allowed != sympy.true:
             return allowed, False
-        return allowed, mask.allowed == filled.allowed and has_key_per_query(mask)
+        return allowed, gate_form.allowed == bias_form.allowed and has_key_per_query(gate_form)
 
-    def _combine_factors(self, x: Node, times: float, like: Node) -> Node:
-        if times in (1, -1):
-            return x if times == 1 else self.compute(aten.neg.default, (x,), like)
-        return self.compute(aten.mul.Tensor, (x, times), like)
+    def _scale(self, x: Node, factor: float, like: Node) -> Node:
+        """Return x * factor; no op is emitted for a factor of 1."""
+        if factor == 1:
+            return x
+        if factor == -1:
+            return self.compute(aten.neg.default, (x,), like)
+        return self.compute(aten.mul.Tensor, (x, factor), like)
 
     def _intersect(self, a: Node | None, b: Node, like: Node) -> Node:
+        """Return the conjunction of two conditions, of which the first may be missing."""
         return b if a is None else self.compute(aten.logical_and.default, (a, b), like)
 
-    def _allows(self, condition: Node, filled: bool, like: Node) -> Node:
-        if condition.meta["val"].dtype != torch.bool:
-            condition = self.compute(aten.ne.Scalar, (condition, 0), like)
-        return self.compute(aten.logical_not.default, (condition,), like) if filled else condition
 
-
-def _softmax_refusal(found: SoftmaxMatch) -> str | None:
+def _softmax_refusal(softmax: SoftmaxMatch) -> str | None:
     """Return the reason why a softmax is not one of an attention, or None."""
-    ndim = found.source.meta["val"].ndim
-    if found.refusal is not None:
-        return found.refusal
+    ndim = softmax.source.meta["val"].ndim
+    if softmax.refusal is not None:
+        return softmax.refusal
     if ndim < 3:
         return f"a softmax of {ndim} dims"
-    return None if len(found.result.users) == 1 else "another op reads the probabilities"
+    return None if len(softmax.result.users) == 1 else "another op reads the probabilities"
 
 
-def _match_attention(found: SoftmaxMatch) -> EagerAttention | str:
+def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
     """Return the attention around a softmax, or the reason why it is not replaced."""
-    x, keys = found.source, found.dim
-    lse = _match_lse(x, found.result) if keys == x.meta["val"].ndim - 1 else None
-    reading = match_readers(x, keys, *([lse] if lse is not None else []), *found.readers)
-    scores = match_scores(reading.scores, keys, *reading.readers)
+    # Backward from the softmax: its log-sum-exp, sinks, then the scores down to the product of queries and keys.
+    x, keys_dim = softmax.source, softmax.dim
+    lse = _match_lse(x, softmax.result) if keys_dim == x.meta["val"].ndim - 1 else None
+    source = match_readers(x, keys_dim, *([lse] if lse is not None else []), *softmax.readers)
+    scores = match_scores(source.scores, keys_dim, *source.readers)
     if scores is None:
-        return scores_refusal(reading.scores)
-    if (reading.sinks is not None or lse is not None) and not is_identity(scores.order):
+        return scores_refusal(source.scores)
+    if (source.sinks is not None or lse is not None) and not is_identity(scores.order):
         return "sinks are concatenated to scores whose last dims are not queries and keys"
-    weights = _match_weights(found.result, reading, scores.order)
+    # Forward from the softmax: the product with the values, and sinks that are applied to the result.
+    weights = _match_weights(softmax.result, source, scores.order)
     if weights.product is None or weights.last is None:
         return _values_refusal(weights.last, scores.order[-1])
-    sinks, last = reading.head_sinks(), weights.last
-    chain = [*scores.chain, *reading.chain, *found.chain, *weights.chain]
+    sinks, last = source.head_sinks(), weights.last
+    chain = [*scores.chain, *source.chain, *softmax.chain, *weights.chain]
     if lse is not None:
-        sunk = match_lse_sinks(last, lse) if not reading.chain else None
-        if sunk is None:
+        sink_attention = match_lse_sinks(last, lse) if not source.chain else None
+        if sink_attention is None:
             return f"its log-sum-exp ({lse.name}) is read, and not only as out * sigmoid(lse - sinks)"
-        chain, sinks, last = sorted({*chain, last, *sunk.chain} - {sunk.result}), sunk.sinks, sunk.result
+        chain = sorted({*chain, last, *sink_attention.chain} - {sink_attention.result})
+        sinks, last = sink_attention.sinks, sink_attention.result
     operands = _attention_operands(scores.product, weights.product, chain)
     if operands is None:
         return "softmax in less precision than the values, or operands that broadcast"
-    if not _has_sink_per_head(sinks, reading, scores):
+    if not _has_sink_per_head(sinks, source, scores):
         return "its sinks are not one number per head"
-    if not _can_scale_query(scores, operands[0]):
+    dtype = operands[0].node.meta["val"].dtype
+    if any(node_shape(factor.node) and factor.dtype != dtype for factor, _ in scores.factors):
         return "the scores are scaled in another dtype"
-    if operands[0].node.meta["val"].dtype not in HALF and not has_same_autocast([*chain, last]):
+    if dtype not in HALF and not has_same_autocast([*chain, last]):
         return "its parts are in different autocast regions"
     return EagerAttention(scores, weights.product, operands, sinks, weights.dropout, last, chain)
 
 
-def _match_weights(softmax: Node, reading: SoftmaxSource, order: tuple[int, ...]) -> WeightChain:
+def _match_weights(softmax: Node, source: SoftmaxSource, order: tuple[int, ...]) -> WeightChain:
     """Match the ops from the softmax to the product with the values.
 
-    `order`: the dims of the probabilities as (leading dims, queries, keys).
+    Args:
+        softmax: The probabilities.
+        source: The scores and the sinks of the softmax.
+        order: The dims of the probabilities as (leading dims, queries, keys).
     """
-    found, node, sinks = WeightChain(), softmax, reading.sinks
+    weights, node, sinks = WeightChain(), softmax, source.sinks
     while len(node.users) == 1:
         (user,) = node.users
         if user.op != "call_function" or not isinstance(user.target, OpOverload):
             break
         product = match_product(user)
         if product is not None:
-            found.product, found.last = _match_values_product(product, node, order) if sinks is None else None, user
+            weights.product, weights.last = _match_values_product(product, node, order) if sinks is None else None, user
             break
-        steps, turned = steps_from(node), order_before(user, order)
-        if sinks is not None and is_identity(order) and reading.drops_sinks(user):
-            sinks, steps = None, [user]
-        elif user.target is aten.dropout.default and not found.dropout:
-            found.dropout = user.args[1] if user.args[2] else 0.0
-        elif not steps and not is_cast_op(user) and not _keeps_weights(user, node):
-            if turned is None:
+        canceling_ops, permuted_order = steps_from(node), order_before(user, order)
+        if sinks is not None and is_identity(order) and source.drops_sinks(user):
+            sinks, canceling_ops = None, [user]
+        elif user.target is aten.dropout.default and not weights.dropout:
+            weights.dropout = user.args[1] if user.args[2] else 0.0
+        elif not canceling_ops and not is_cast_op(user) and not _keeps_weights(user, node):
+            if permuted_order is None:
                 break
-            order = turned
-        found.chain.extend(steps or [user])
-        node = found.chain[-1]
-    return found
+            order = permuted_order
+        weights.chain.extend(canceling_ops or [user])
+        node = weights.chain[-1]
+    return weights
 
 
 def _keeps_weights(user: Node, weights: Node) -> bool:
@@ -281,43 +311,45 @@ def _keeps_weights(user: Node, weights: Node) -> bool:
 
 def _match_values_product(product: ProductMatch, weights: Node, order: tuple[int, ...]) -> ProductMatch | None:
     """Return the product if the weights are its left operand, in order and only once."""
-    for one in (product, transpose_product(product)):
-        if one.left.node is weights and one.left.order == order and one.right.node is not weights:
-            return one if one.scale == 1 else None
+    for candidate in (product, transpose_product(product)):
+        left, right = candidate.left, candidate.right
+        if left.node is weights and left.order == order and right.node is not weights:
+            return candidate if candidate.scale == 1 else None
     return None
 
 
-def _values_refusal(last: Node | None, keys: int) -> str:
-    """Return the reason why `last`, the reader of the probabilities, is not a product with values."""
+def _values_refusal(last: Node | None, keys_dim: int) -> str:
+    """Return the reason why `last`, the reader of the probabilities, is not a product with values.
+
+    `keys_dim` is the dim of the probabilities along which they sum to 1.
+    """
     product = match_product(last) if last is not None else None
-    along = {f.order[-1] for f in (product.left, product.right) if _is_softmax(f.node)} if product is not None else ()
-    if along and keys not in along:
-        return f"the softmax is along dim {keys}, and the product with the probabilities along another"
+    if product is not None:
+        operands = (product.left, product.right)
+        summed_dims = {x.order[-1] for x in operands if match_softmax(value_origin(x.node)) is not None}
+        if summed_dims and keys_dim not in summed_dims:
+            return f"the softmax is along dim {keys_dim}, and the product with the probabilities along another"
     return "an operand other than the values is multiplied by the probabilities, or another op reads them"
-
-
-def _is_softmax(node: Node) -> bool:
-    return match_softmax(value_origin(node)) is not None
 
 
 def _attention_operands(scores: ProductMatch, values: ProductMatch, chain: list[Node]) -> list[ProductOperand] | None:
     """Return q, k (..., n, d) and v (..., n, e) of one dtype, or None if SDPA would be more precise."""
     dtype = values.right.node.meta["val"].dtype
-    between = {n.meta["val"].dtype for n in chain if is_tensor(n) and n.meta["val"].is_floating_point()}
-    if not between <= ({dtype, torch.float32} if dtype in HALF else {dtype}):
+    chain_dtypes = {n.meta["val"].dtype for n in chain if is_tensor(n) and n.meta["val"].is_floating_point()}
+    if not chain_dtypes <= ({dtype, torch.float32} if dtype in HALF else {dtype}):
         return None
-    query, key = (_uncast_factor(f.simplify(), dtype) for f in (scores.left, scores.right))
+    query, key = (_uncast_operand(x.simplify(), dtype) for x in (scores.left, scores.right))
     value = values.right.transpose().simplify()
     if query is None or key is None or not is_same_size(key.shape[-2], value.shape[-2]):
         return None
-    batches = (size_product(f.shape[:-2]) for f in (key, value))  # possibly grouped differently, but in the same order
+    batches = (size_product(x.shape[:-2]) for x in (key, value))  # possibly grouped differently, but in the same order
     return [query, key, value] if is_same_size(*batches) else None
 
 
-def _has_sink_per_head(sinks: SinkValue | None, reading: SoftmaxSource, scores: ScoreChain) -> bool:
+def _has_sink_per_head(sinks: SinkValue | None, source: SoftmaxSource, scores: ScoreChain) -> bool:
     """Return True if there are no sinks or they belong to the heads of the scores."""
     if sinks is None:
-        return reading.sinks is None
+        return source.sinks is None
     masks = [mask for mask, _ in scores.biases] + [condition for condition, *_ in scores.fills]
     masks += [scores.gate] if scores.gate is not None else []
     if sinks.groups and any(not is_same_size(size_product(mask.shape[:-2]), 1) for mask in masks):
@@ -327,32 +359,24 @@ def _has_sink_per_head(sinks: SinkValue | None, reading: SoftmaxSource, scores: 
 
 def _has_known_fills(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) -> bool:
     """Return True if the fills of a bias are known and every query attends to some key."""
-    return (
-        keeps_a_key(bias, shape)
-        or try_parse_mask(bias, shape) is not None
-        or parse_bias(bias, shape, dtype) is not None
-    )
+    if keeps_a_key(bias, shape) or try_parse_mask(bias, shape) is not None:
+        return True
+    return parse_bias(bias, shape, dtype) is not None
 
 
 def _match_lse(scores: Any, softmax: Node) -> Node | None:
-    """Return the log-sum-exp of the softmax input if nothing else reads that input."""
-    found = [n for n in scores.users if n is not softmax] if is_tensor(scores) else []
-    if len(found) != 1 or found[0].target is not aten.logsumexp.default:
+    """Return the log-sum-exp of the softmax input along its last dim if nothing else reads that input."""
+    readers = [n for n in scores.users if n is not softmax] if is_tensor(scores) else []
+    if len(readers) != 1 or readers[0].target is not aten.logsumexp.default:
         return None
     ndim = scores.meta["val"].ndim
-    return found[0] if [d % ndim for d in OpCall(found[0])["dim"]] == [ndim - 1] else None
+    return readers[0] if [d % ndim for d in OpCall(readers[0])["dim"]] == [ndim - 1] else None
 
 
-def _can_scale_query(scores: ScoreChain, query: ProductOperand) -> bool:
-    """Return True if the factors can scale the query without a change of its dtype."""
-    dtype = query.node.meta["val"].dtype
-    return all(not node_shape(f.node) or f.dtype == dtype for f, _ in scores.factors)
-
-
-def _uncast_factor(factor: ProductOperand, dtype: torch.dtype) -> ProductOperand | None:
-    """Return the factor in the dtype, without its cast to a wider one."""
-    node = factor.node
-    if node.meta["val"].dtype == dtype:
-        return factor
-    source = move_source(value_origin(node)) if dtype in HALF and is_cast_op(value_origin(node)) else None
-    return ProductOperand(source, factor.order) if source is not None and source.meta["val"].dtype == dtype else None
+def _uncast_operand(operand: ProductOperand, dtype: torch.dtype) -> ProductOperand | None:
+    """Return the operand in the dtype, without its cast to a wider one; None if it has another dtype."""
+    if operand.node.meta["val"].dtype == dtype:
+        return operand
+    cast = value_origin(operand.node)
+    source = move_source(cast) if dtype in HALF and is_cast_op(cast) else None
+    return ProductOperand(source, operand.order) if source is not None and source.meta["val"].dtype == dtype else None

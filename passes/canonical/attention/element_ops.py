@@ -1,10 +1,12 @@
 """Define the elements of ATen ops (see elements.py): creation, movement, arithmetic, selection.
 
+A handler is a function (reader, call, coords) that returns the element of the call's result at the coordinates.
 Omitted: ops that round, draw random numbers, sort or reduce. Their results become leaves or remain data.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,157 +30,180 @@ from .elements import (
     element_handler,
     select_element,
 )
+from .proofs import IndexBox
 
 # Creation.
 
 
 @element_handler("arange")
-def _arange_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
-    start, step = (p.integer(as_number(call.get(name, default))) for name, default in (("start", 0), ("step", 1)))
-    return ((sympy.true, sympy.expand(start + step * at[0])),)
+def _arange_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return start + step * i."""
+    start, step = (reader.integer(as_number(call.get(name, value))) for name, value in (("start", 0), ("step", 1)))
+    return ((sympy.true, sympy.expand(start + step * coords[0])),)
 
 
 @element_handler("full", "new_full", "full_like", "scalar_tensor")
-def _full_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
+def _full_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return the fill value, which is independent of the coordinates."""
     return as_number(call["fill_value"] if "fill_value" in call.args else call["s"])
 
 
 @element_handler("eye")
-def _eye_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
-    return p.box.equals_zero(at[0] - at[1])
+def _eye_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return the condition that row and column are equal."""
+    return reader.box.equals_zero(coords[0] - coords[1])
 
 
 # Movement.
 
 
 @element_handler("slice", "narrow")
-def _slice_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
+def _slice_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return the element of the operand at start + step * coordinate."""
     dim, step = call.dim(), call.get("step", 1)
-    start = _normalize_index(p, call["start"] if call["start"] is not None else 0, call.shape()[dim])
-    return p.at(call.operands[0], (*at[:dim], start + step * at[dim], *at[dim + 1 :]))
+    start = _normalize_index(reader, call["start"] if call["start"] is not None else 0, call.shape()[dim])
+    return reader.at(call.operands[0], (*coords[:dim], start + step * coords[dim], *coords[dim + 1 :]))
 
 
 @element_handler("select")
-def _select_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
+def _select_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return the element of the operand at the selected index."""
     dim = call.dim()
-    return p.at(call.operands[0], (*at[:dim], _normalize_index(p, call["index"], call.shape()[dim]), *at[dim:]))
+    index = _normalize_index(reader, call["index"], call.shape()[dim])
+    return reader.at(call.operands[0], (*coords[:dim], index, *coords[dim:]))
 
 
 @element_handler("flip")
-def _flip_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
-    dims = {d % len(at) for d in call["dims"]}
-    return p.at(
-        call.operands[0], tuple(s - 1 - c if d in dims else c for d, (s, c) in enumerate(zip(call.shape(), at)))
-    )
+def _flip_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return the element of the operand at the mirrored coordinates."""
+    dims = {d % len(coords) for d in call["dims"]}
+    mirrored = [n - 1 - c if d in dims else c for d, (n, c) in enumerate(zip(call.shape(), coords))]
+    return reader.at(call.operands[0], mirrored)
 
 
-def _normalize_index(p: ElementReader, index: Any, extent: Size) -> sympy.Expr:
-    at = p.integer(as_number(index))
-    if p.box.is_nonnegative(-at - 1):
-        at = at + extent
-    if not p.box.is_nonnegative(at) or not p.box.is_nonnegative(extent - at):  # torch would clamp it
-        raise NotSymbolic(f"cuts at {at}, which may be out of range for its {extent} rows")
-    return at
+def _normalize_index(reader: ElementReader, index: Any, extent: Size) -> sympy.Expr:
+    """Return a non-negative index or bound of a dim; raise NotSymbolic if it may be out of range."""
+    position = reader.integer(as_number(index))
+    if reader.box.is_nonnegative(-position - 1):
+        position = position + extent
+    if not reader.box.is_nonnegative(position) or not reader.box.is_nonnegative(extent - position):  # torch clamps it
+        raise NotSymbolic(f"cuts at {position}, which may be out of range for its {extent} rows")
+    return position
 
 
 @element_handler("cat")
-def _cat_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
-    return _piecewise_element(p, call.operands, at, int(call["dim"]) % len(at))
+def _cat_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return the element of the operand that contains the coordinate."""
+    return _joined_element(reader, call.operands, coords, int(call["dim"]) % len(coords))
 
 
 @element_handler("stack")
-def _stack_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
-    dim = int(call["dim"]) % len(at)
-    pieces = [p.at(x, (*at[:dim], *at[dim + 1 :])) for x in call.operands]
-    return _first_match([(p.box.at_least_zero(i - at[dim]), piece) for i, piece in enumerate(pieces)])
+def _stack_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return the element of the operand that the coordinate counts."""
+    dim = int(call["dim"]) % len(coords)
+    pieces = [reader.at(x, (*coords[:dim], *coords[dim + 1 :])) for x in call.operands]
+    return _first_match([(reader.box.at_least_zero(i - coords[dim]), piece) for i, piece in enumerate(pieces)])
 
 
-def _piecewise_element(p: ElementReader, parts: list[Any], at: Coords, dim: int) -> Element:
-    """Concatenate elements along `dim`; skip pieces that the coordinate cannot reach."""
+def _joined_element(reader: ElementReader, parts: list[Any], coords: Coords, dim: int) -> Element:
+    """Return the element of tensors joined along `dim`; parts that the coordinate cannot reach are not read."""
     start: Size = 0
-    found: list[tuple[Any, Element]] = []
+    pieces: list[tuple[Any, Element]] = []
     for part in parts:
         extent = node_shape(part)[dim]
-        before_end = p.box.at_least_zero(start + extent - 1 - at[dim])
-        after_start = p.box.at_least_zero(at[dim] - start)
+        before_end = reader.box.at_least_zero(start + extent - 1 - coords[dim])
+        after_start = reader.box.at_least_zero(coords[dim] - start)
         if And(before_end, after_start) != sympy.false:
-            offset = 0 if is_same_size(extent, 1) else at[dim] - start
-            found.append((before_end, p.at(part, (*at[:dim], offset, *at[dim + 1 :]))))
+            offset = 0 if is_same_size(extent, 1) else coords[dim] - start
+            pieces.append((before_end, reader.at(part, (*coords[:dim], offset, *coords[dim + 1 :]))))
         start = start + extent
-    return _first_match(found)
+    return _first_match(pieces)
 
 
-def _first_match(found: list[tuple[Any, Element]]) -> Element:
-    """Return the value of the first condition that holds; the last value is the default."""
-    if not found:
+def _first_match(pieces: list[tuple[Any, Element]]) -> Element:
+    """Return the element of the first condition that holds, for pairs (condition, element); the last is the default."""
+    if not pieces:
         raise NotSymbolic("is read after its last piece")
-    value = found[-1][1]
-    for condition, piece in reversed(found[:-1]):
+    value = pieces[-1][1]
+    for condition, piece in reversed(pieces[:-1]):
         value = select_element(condition, piece, value)
     return value
 
 
 @element_handler("index")
-def _index_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
+def _index_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
     """Return an element of x[i, j, ...] for index tensors that broadcast together; None keeps a dim."""
     indices = list(call["indices"]) + [None] * (call.ndim("self") - len(call["indices"]))
-    indexed_dims = [d for d, i in enumerate(indices) if i is not None]
-    depth = len(at) - (len(indices) - len(indexed_dims))
     if any(not is_tensor(i) or i.meta["val"].dtype == torch.bool for i in indices if i is not None):
         raise NotSymbolic("is indexed by a bool mask")
-    together = indexed_dims == list(range(indexed_dims[0], indexed_dims[-1] + 1))
-    first = indexed_dims[0] if together else 0
-    chosen, remaining = at[first : first + depth], iter((*at[:first], *at[first + depth :]))
-    coords = []
+    # The dims of the broadcast index are in place of the indexed dims if these are adjacent, else they come first.
+    indexed_dims = [d for d, i in enumerate(indices) if i is not None]
+    index_ndim = len(coords) - (len(indices) - len(indexed_dims))
+    is_adjacent = indexed_dims == list(range(indexed_dims[0], indexed_dims[-1] + 1))
+    first = indexed_dims[0] if is_adjacent else 0
+    index_coords = coords[first : first + index_ndim]
+    other_coords = iter((*coords[:first], *coords[first + index_ndim :]))
+    x_coords: list[sympy.Expr] = []
     for index, extent in zip(indices, call.shape("self")):
-        coords.append(next(remaining) if index is None else p.integer(p.operand(index, chosen)))
-        if index is not None and not p.box.is_within(coords[-1], extent):
-            raise NotSymbolic(f"is indexed by {coords[-1]}, which may be out of range for its {extent} rows")
-    return p.at(call["self"], coords)
+        if index is None:
+            x_coords.append(next(other_coords))
+            continue
+        x_coords.append(reader.integer(reader.operand(index, index_coords)))
+        if not reader.box.is_within(x_coords[-1], extent):
+            raise NotSymbolic(f"is indexed by {x_coords[-1]}, which may be out of range for its {extent} rows")
+    return reader.at(call["self"], x_coords)
 
 
 @element_handler("tril", "triu")
-def _triangle_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
-    below = at[-2] + p.integer(as_number(call["diagonal"])) - at[-1]
-    lower = "tril" in schema_of(call.node.target).name
-    return select_element(p.box.at_least_zero(below if lower else -below), p.at(call.operands[0], at), as_number(0))
+def _triangle_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return the operand's element on one side of a diagonal, else 0."""
+    below = coords[-2] + reader.integer(as_number(call["diagonal"])) - coords[-1]
+    side = below if "tril" in schema_of(call.node.target).name else -below
+    return select_element(reader.box.at_least_zero(side), reader.at(call.operands[0], coords), as_number(0))
 
 
 @element_handler("diff")
-def _diff_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
+def _diff_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return x[i + 1] - x[i], of the operand joined with its prepended and appended rows."""
     dim = call.dim()
     if call["n"] != 1 or (call["append"] is not None and call["prepend"] is None):
         raise NotSymbolic("computes differences of differences, or only with appended rows")
     parts = [x for x in (call["prepend"], call["self"], call["append"]) if x is not None]
-    here, there = ((*at[:dim], at[dim] + i, *at[dim + 1 :]) for i in (0, 1))
-    return apply_by_cases(
-        lambda a, b: b - a, _piecewise_element(p, parts, here, dim), _piecewise_element(p, parts, there, dim)
+    row, next_row = (
+        _joined_element(reader, parts, (*coords[:dim], coords[dim] + i, *coords[dim + 1 :]), dim) for i in (0, 1)
     )
+    return apply_by_cases(lambda a, b: b - a, row, next_row)
 
 
 @element_handler("cumsum")
-def _cumsum_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
+def _cumsum_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
     """Return an element of the cumulative sum of a constant."""
-    dim = call.dim()
-    each = as_cases(p.at(call.operands[0], at))
-    if len(each) != 1 or not each[0][1].is_number:
+    cases = as_cases(reader.at(call.operands[0], coords))
+    if len(cases) != 1 or not cases[0][1].is_number:
         raise NotSymbolic("sums a value that is not constant")
-    return ((sympy.true, sympy.expand(each[0][1] * (at[dim] + 1))),)
+    return ((sympy.true, sympy.expand(cases[0][1] * (coords[call.dim()] + 1))),)
+
+
+def _operands(reader: ElementReader, call: OpCall, coords: Coords) -> list[Element]:
+    """Return the elements of the operands of a unary or binary pointwise op."""
+    return [reader.operand(call[name], coords) for name in ("self", "other") if name in call.args]
 
 
 def _pointwise_element(function: Callable[..., Any], *names: str) -> None:
-    def handler(p: ElementReader, call: OpCall, at: Coords) -> Element:
+    """Register a handler of pointwise ops that applies `function` to the numbers of the operands."""
+
+    def handler(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
         """Return one element of a pointwise operation."""
-        return apply_by_cases(function, *(p.operand(call[n], at) for n in ("self", "other") if n in call.args))
+        return apply_by_cases(function, *_operands(reader, call, coords))
 
     element_handler(*names)(handler)
 
 
 @element_handler("add", "sub", "rsub")
-def _add_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
-    a, b = p.operand(call["self"], at), p.operand(call["other"], at)
-    alpha = p.integer(as_number(call["alpha"]))
-    name = schema_of(call.node.target).name
+def _add_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return a + alpha * b or a - alpha * b; rsub subtracts its first operand."""
+    a, b = _operands(reader, call, coords)
+    alpha, name = reader.integer(as_number(call["alpha"])), schema_of(call.node.target).name
     if "rsub" in name:
         return apply_by_cases(lambda x, y: y - alpha * x, a, b)
     return apply_by_cases(lambda x, y: x + (-alpha if "sub" in name else alpha) * y, a, b)
@@ -192,53 +217,62 @@ _pointwise_element(sympy.Min, "minimum")
 
 
 @element_handler("floor_divide", "div", "remainder")
-def _divide_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
-    a, b = p.operand(call["self"], at), p.operand(call["other"], at)
-    name = schema_of(call.node.target).name
-    rounds = call.get("rounding_mode") == "floor" or "div" not in name or "floor" in name
+def _divide_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return the floor of a quotient of integers, or its remainder, for positive constant divisors."""
+    a, b = _operands(reader, call, coords)
+    name, rounding = schema_of(call.node.target).name, call.get("rounding_mode")
     if call.node.meta["val"].dtype.is_floating_point or not all(v.is_Integer and v > 0 for _, v in as_cases(b)):
         raise NotSymbolic("divides floats, or by a value that is not a positive constant")
-    truncates = call.get("rounding_mode") == "trunc" and all(p.box.is_nonnegative(v) for _, v in as_cases(a))
-    if not rounds and not truncates:
+    is_floor = rounding == "floor" or "div" not in name or "floor" in name
+    if not is_floor and not (rounding == "trunc" and all(reader.box.is_nonnegative(v) for _, v in as_cases(a))):
         raise NotSymbolic("truncates a value that may be negative")
     return apply_by_cases(lambda x, y: sympy.Mod(x, y) if "rem" in name else sympy.floor(x / y), a, b)
 
 
-Compare = Callable[[Any, sympy.Expr, sympy.Expr], Any]
+Compare = Callable[[IndexBox, sympy.Expr], Any]
 
 
-def _compare_element(relation: Compare, *names: str) -> None:
-    def handler(p: ElementReader, call: OpCall, at: Coords) -> Element:
+def _compare_element(compare: Compare, *names: str) -> None:
+    """Register a handler of comparisons; `compare` returns the condition on the difference x - y."""
+
+    def handler(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
         """Return one element of a comparison, as a condition."""
-        a, b = p.operand(call["self"], at), p.operand(call["other"], at)
-        pairs = [(And(c, d), x, y) for c, x in as_cases(a) for d, y in as_cases(b)]
-        return Or(*(And(c, _relate(p, relation, x, y)) for c, x, y in pairs if c != sympy.false))
+        conditions = []
+        a, b = map(as_cases, _operands(reader, call, coords))
+        for (x_condition, x), (y_condition, y) in itertools.product(a, b):
+            if And(x_condition, y_condition) != sympy.false:
+                conditions.append(And(x_condition, y_condition, compare(reader.box, _difference(x, y))))
+        return Or(*conditions)
 
     element_handler(*names)(handler)
 
 
-def _relate(p: ElementReader, relation: Compare, x: sympy.Expr, y: sympy.Expr) -> Any:
-    if x.is_infinite or y.is_infinite:
-        sign = 0 if x == y else 1 if x == sympy.oo or y == -sympy.oo else -1
-        x, y = sympy.Integer(sign), sympy.Integer(0)
-    return relation(p.box, x, y)
+def _difference(x: sympy.Expr, y: sympy.Expr) -> sympy.Expr:
+    """Return x - y, or its sign if a number is infinite."""
+    if not x.is_infinite and not y.is_infinite:
+        return x - y
+    if x == y:
+        return sympy.Integer(0)
+    return sympy.Integer(1 if x == sympy.oo or y == -sympy.oo else -1)
 
 
-_compare_element(lambda box, x, y: box.equals_zero(x - y), "eq")
-_compare_element(lambda box, x, y: Not(box.equals_zero(x - y)), "ne")
-_compare_element(lambda box, x, y: box.at_least_zero(y - x), "le")
-_compare_element(lambda box, x, y: box.at_least_zero(y - x - 1), "lt")
-_compare_element(lambda box, x, y: box.at_least_zero(x - y), "ge")
-_compare_element(lambda box, x, y: box.at_least_zero(x - y - 1), "gt")
+_compare_element(lambda box, d: box.equals_zero(d), "eq")
+_compare_element(lambda box, d: Not(box.equals_zero(d)), "ne")
+_compare_element(lambda box, d: box.at_least_zero(-d), "le")
+_compare_element(lambda box, d: box.at_least_zero(-d - 1), "lt")
+_compare_element(lambda box, d: box.at_least_zero(d), "ge")
+_compare_element(lambda box, d: box.at_least_zero(d - 1), "gt")
 
 
 def _logical_element(function: Callable[..., Any], *names: str) -> None:
-    def handler(p: ElementReader, call: OpCall, at: Coords) -> Element:
+    """Register a handler of logical ops that applies `function` to the conditions of the operands."""
+
+    def handler(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
         """Return one element of a logical operation, as a condition."""
-        bitwise = not schema_of(call.node.target).name.startswith("aten::logical")
-        if bitwise and call.node.meta["val"].dtype != torch.bool:
+        is_bitwise = not schema_of(call.node.target).name.startswith("aten::logical")
+        if is_bitwise and call.node.meta["val"].dtype != torch.bool:
             raise NotSymbolic("is a bitwise op on integers")
-        return function(*(as_truth(p.operand(call[n], at)) for n in ("self", "other") if n in call.args))
+        return function(*map(as_truth, _operands(reader, call, coords)))
 
     element_handler(*names)(handler)
 
@@ -250,14 +284,16 @@ _logical_element(Not, "bitwise_not", "logical_not")
 
 
 @element_handler("where")
-def _where_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
+def _where_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return the element of one operand where the condition holds, else that of the other."""
     if "self" not in call.args:
         raise NotSymbolic("returns the indices of a condition")
-    yes, no = (p.operand(call[name], at) for name in ("self", "other"))
-    return select_element(as_truth(p.operand(call["condition"], at)), yes, no)
+    yes, no = _operands(reader, call, coords)
+    return select_element(as_truth(reader.operand(call["condition"], coords)), yes, no)
 
 
 @element_handler("masked_fill")
-def _masked_fill_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
-    fill = p.operand(call["value"], ())
-    return select_element(as_truth(p.operand(call["mask"], at)), fill, p.operand(call["self"], at))
+def _masked_fill_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
+    """Return the fill where the mask holds, else the operand's element."""
+    fill = reader.operand(call["value"], ())
+    return select_element(as_truth(reader.operand(call["mask"], coords)), fill, reader.operand(call["self"], coords))

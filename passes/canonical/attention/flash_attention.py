@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.torch_compat import autograd_function_apply, schema_of, set_grad_enabled
+from sp_compile.lowering.torch_compat import autograd_function_apply, set_grad_enabled
 from sp_compile.passes.base import register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_packet, node_shape, read_results
@@ -69,89 +69,93 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
     provides = frozenset({"canonical", "mask predicates"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        found = [n for n in gm.graph.nodes if n.target is autograd_function_apply or _kernel_name(n) in FLASH_KERNELS]
-        return sum(self._rewrite_call(node) for node in found)
+        """Replace every Function around flash kernels and every bare kernel, or report why it remains."""
+        calls = [n for n in gm.graph.nodes if n.target is autograd_function_apply or _kernel_name(n) in FLASH_KERNELS]
+        return sum(self._rewrite_call(node) for node in calls)
 
     def _rewrite_call(self, node: Node) -> bool:
+        """Replace a Function or a bare kernel; return False for other Functions, and for unsupported ones."""
         bodies = _function_bodies(node)
         if not bodies:
-            kernel, why = node, _result_refusal(node)
-        elif kernels := [n for n in bodies[0].graph.nodes if _kernel_name(n) in FLASH_KERNELS]:
-            kernel, why = kernels[0], _function_refusal(kernels, bodies, read_results(node))
+            kernel, reason = node, None if set(read_results(node)) == {0} else "its log-sum-exp is read"
         else:
-            return False
-        why = why or _kernel_refusal(kernel)
-        if why is not None:
-            self.note_refusal(node, f"its operands are gathered: {why}")
+            kernels = [n for n in bodies[0].graph.nodes if _kernel_name(n) in FLASH_KERNELS]
+            if not kernels:
+                return False
+            kernel, reason = kernels[0], _function_refusal(kernels, bodies, read_results(node))
+        reason = reason or _kernel_refusal(kernel)
+        if reason is not None:
+            self.note_refusal(node, f"its operands are gathered: {reason}")
             return False
         (index,) = read_results(node)
         with self.graph.inserting_before(node):
             if kernel is node:
-                fresh = self._attention(node, lambda x: x, node)
+                out = self._emit_kernel(node, lambda x: x, node)
             else:
-                fresh = self._inline_forward(bodies[0], node.args[2:], kernel, index, node)
-        self.replace(node, {index: fresh})
+                out = self._inline_forward(bodies[0], node.args[2:], kernel, index, node)
+        self.replace(node, {index: out})
         return True
 
     def _inline_forward(self, body: GraphModule, operands: Sequence[Any], kernel: Node, index: int, like: Node) -> Node:
         """Inline the forward of a Function and return its result with this index."""
-        wanted = _ancestors(_result_at(body.graph.output_node().args[0], index))
+        needed = _ancestors(_result_at(body.graph.output_node().args[0], index))
 
-        def place(node: Node, placed: Mapping[Node, Any]) -> Any:
+        def inline_node(node: Node, values: Mapping[Node, Any]) -> Any:
             """Copy a node of the body, with attention in place of the kernel; None if the result does not need it."""
-            if node not in wanted or node is kernel:
+            if node not in needed or node is kernel:
                 return None
             if node.target is operator.getitem and node.args[0] is kernel:
-                return self._attention(kernel, placed.__getitem__, like)
-            return placed[node.args[0]] if node.target in NON_DIFFERENTIABLE else self.copy_call(node, placed, like)
+                return self._emit_kernel(kernel, values.__getitem__, like)
+            return values[node.args[0]] if node.target in NON_DIFFERENTIABLE else self.copy_call(node, values, like)
 
-        return _result_at(interpret_graph(body, operands, place), index)
+        return _result_at(interpret_graph(body, operands, inline_node), index)
 
-    def _attention(self, kernel: Node, placed: Callable[[Node], Any], like: Node) -> Node:
-        """Return attention with the kernel's arguments and the kernel's layout of the result."""
+    def _emit_kernel(self, kernel: Node, value_of: Callable[[Node], Any], like: Node) -> Node:
+        """Emit attention with the arguments and the layout of a kernel.
+
+        Args:
+            kernel: The call of the kernel, in this graph or in the body of a Function.
+            value_of: Returns the node of this graph for an operand of the kernel.
+            like: The node whose metadata new nodes copy.
+        """
         arguments = _kernel_arguments(kernel)
-        q, k, v = (placed(arguments[name]) for name in "qkv")
+        q, k, v = (value_of(arguments[name]) for name in "qkv")
         left, right = (arguments.get(f"window_size_{side}", -1) for side in ("left", "right"))
         window = left, 0 if arguments.get("causal") else right
-        scale, dropout_p, cap = (
-            arguments["softmax_scale"],
-            arguments.get("dropout_p", 0.0),
-            arguments.get("softcap", 0.0),
-        )
-        score = cap * sympy.tanh(SCORE / cap) if cap else SCORE
-        more: dict[str, Any] = {}
-        if arguments.get("alibi_slopes") is not None:
-            score -= head_symbol(0) * sympy.Abs(QUERY_INDEX - KEY_INDEX)
-            more["heads"] = [placed(arguments["alibi_slopes"])]
-        if score != SCORE:
-            more["score"] = register_expression(score)
+        scale, dropout_p = arguments["softmax_scale"], arguments.get("dropout_p", 0.0)
+        options = self._score_options(arguments, value_of)
         if _document_ends(arguments)[0] is not None:
-            ends = placed(arguments["cu_seqlens_q"]), placed(arguments["cu_seqlens_k"])
-            return self.emit_attention((q, k, v), ends, window, scale, like, dropout_p, **more)
+            ends = value_of(arguments["cu_seqlens_q"]), value_of(arguments["cu_seqlens_k"])
+            return self.emit_attention((q, k, v), ends, window, scale, like, dropout_p, **options)
+        # Windows are aligned to the last query and the last key, n0 = keys - queries.
         queries, keys = node_shape(q)[1], node_shape(k)[1]
-        place, sizes = ("q", []) if is_same_size(queries, keys) else ("(n0 + q)", [self.sizes(keys - queries)])
-        predicate, grouped = (
-            " & ".join(window_predicate(place, *window)),
-            not is_same_size(node_shape(q)[2], node_shape(k)[2]),
-        )
+        position, sizes = ("q", []) if is_same_size(queries, keys) else ("(n0 + q)", [self.sizes(keys - queries)])
+        predicate = " & ".join(window_predicate(position, *window))
+        enable_gqa = not is_same_size(node_shape(q)[2], node_shape(k)[2])
         heads_first = [self.compute(aten.transpose.int, (x, 1, 2), like) for x in (q, k, v)]
-        if not more and (not predicate or (predicate == "(k <= q)")):
-            args = (*heads_first, None, dropout_p, bool(predicate))
-            out = self.compute(
-                aten.scaled_dot_product_attention.default, args, like, {"scale": scale, "enable_gqa": grouped}
-            )
+        if not options and predicate in ("", "(k <= q)"):
+            target = aten.scaled_dot_product_attention.default
+            args, options = (*heads_first, None, dropout_p, bool(predicate)), {"scale": scale, "enable_gqa": enable_gqa}
         else:
-            args = (*heads_first, [], [], sizes if predicate else [], predicate, dropout_p, scale, grouped)
-            out = self.compute(sp.masked_attention.default, args, like, more)
-        return self.compute(aten.transpose.int, (out, 1, 2), like)
+            target = sp.masked_attention.default
+            args = (*heads_first, [], [], sizes if predicate else [], predicate, dropout_p, scale, enable_gqa)
+        return self.compute(aten.transpose.int, (self.compute(target, args, like, options), 1, 2), like)
+
+    def _score_options(self, arguments: Mapping[str, Any], value_of: Callable[[Node], Any]) -> dict[str, Any]:
+        """Return the arguments of `sp.masked_attention` for the soft cap and the ALiBi slopes of a kernel."""
+        cap, slopes, options = arguments.get("softcap", 0.0), arguments.get("alibi_slopes"), dict[str, Any]()
+        score = cap * sympy.tanh(SCORE / cap) if cap else SCORE
+        if slopes is not None:
+            score -= head_symbol(0) * sympy.Abs(QUERY_INDEX - KEY_INDEX)
+            options["heads"] = [value_of(slopes)]
+        return options if score == SCORE else {**options, "score": register_expression(score)}
 
 
 def _function_bodies(node: Node) -> list[GraphModule]:
     """Return the forward and the backward of a Function; no bodies for an operator."""
     refs = node.args[:2] if node.target is autograd_function_apply else ()
-    named = [node.graph.owning_module.get_submodule(str(ref.target)) for ref in refs if isinstance(ref, Node)]
-    return [body for body in named if isinstance(body, GraphModule)]
+    modules = [node.graph.owning_module.get_submodule(str(ref.target)) for ref in refs if isinstance(ref, Node)]
+    return [module for module in modules if isinstance(module, GraphModule)]
 
 
 def _kernel_name(node: Node) -> str:
@@ -160,8 +164,8 @@ def _kernel_name(node: Node) -> str:
 
 
 def _kernel_arguments(kernel: Node) -> Mapping[str, Any]:
-    call = OpCall(kernel)
-    return {a.name: call.get(a.name) for a in schema_of(kernel.target).arguments}
+    """Return all arguments of a kernel by name."""
+    return OpCall(kernel).args
 
 
 def _document_ends(args: Mapping[str, Any]) -> list[Any]:
@@ -172,61 +176,64 @@ def _document_ends(args: Mapping[str, Any]) -> list[Any]:
 def _kernel_refusal(kernel: Node) -> str | None:
     """Return the reason why the kernel is not supported, or None."""
     args = _kernel_arguments(kernel)
-    if _document_ends(args).count(None) == 1:
+    q_ends, k_ends = _document_ends(args)
+    if (q_ends is None) != (k_ends is None):
         return "only one of queries and keys has documents"
-    unsupported = [
-        name for name, x in args.items() if name not in READ_ARGUMENTS | IGNORED_ARGUMENTS and x not in NEUTRAL_VALUES
-    ]
+    other_args = [name for name in args if name not in READ_ARGUMENTS | IGNORED_ARGUMENTS]
+    unsupported = [name for name in other_args if args[name] not in NEUTRAL_VALUES]
     if unsupported:
         return f"its kernel has the arguments {', '.join(unsupported)}"
-    slopes, ends = args.get("alibi_slopes"), _document_ends(args)
+    slopes = args.get("alibi_slopes")
     if slopes is not None:
-        q, k = (node_shape(args[name])[1] for name in "qk")
-        same_length = ends[0] is ends[1] if ends[0] is not None else is_same_size(q, k)
-        if len(node_shape(slopes)) != 1 or not same_length:
+        queries, keys = (node_shape(args[name])[1] for name in "qk")
+        has_equal_lengths = q_ends is k_ends if q_ends is not None else is_same_size(queries, keys)
+        if len(node_shape(slopes)) != 1 or not has_equal_lengths:
             return "its slopes differ between batch entries, or the numbers of keys and queries differ"
     return None
 
 
-def _result_refusal(kernel: Node) -> str | None:
-    """Return a reason if anything but the first result of the kernel is read."""
-    return None if set(read_results(kernel)) == {0} else "its log-sum-exp is read"
-
-
 def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], read: Collection[int]) -> str | None:
-    """Return a reason if a Function is more than one kernel and its derivative."""
+    """Return a reason if a Function is more than one kernel and its derivative.
+
+    Args:
+        kernels: The forward kernels.
+        bodies: The forward and the backward of the Function.
+        read: The indices of the results that are read.
+    """
     forward, backward = bodies
-    back = [n for n in backward.graph.nodes if _kernel_name(n) in FLASH_KERNELS.values()]
-    if len(kernels) != 1 or [_kernel_name(n) for n in back] != [FLASH_KERNELS[_kernel_name(n)] for n in kernels]:
+    # One forward kernel and the backward kernel of the same name, with the same options.
+    backward_kernels = [n for n in backward.graph.nodes if _kernel_name(n) in FLASH_KERNELS.values()]
+    names = [FLASH_KERNELS[_kernel_name(n)] for n in kernels]
+    if len(kernels) != 1 or [_kernel_name(n) for n in backward_kernels] != names:
         return "it is not one forward kernel and one backward kernel"
-    args, back_args = _kernel_arguments(kernels[0]), _kernel_arguments(back[0])
-    other = [name for name in FLASH_OPTIONS & args.keys() & back_args.keys() if args[name] != back_args[name]]
-    if other:
-        return f"its backward has a different {', '.join(sorted(other))}"
-    for body, kernel in ((forward, kernels[0]), (backward, back[0])):
-        for node in body.graph.nodes:
-            known = (
-                node is kernel
-                or node.target in (operator.getitem, set_grad_enabled)
-                or node_packet(node) in MOVE_TARGETS
-            )
-            if node.op == "call_function" and not known:
-                return f"it contains another op ({node.target})"
+    (kernel,), (backward_kernel,) = kernels, backward_kernels
+    args, backward_args = _kernel_arguments(kernel), _kernel_arguments(backward_kernel)
+    common_options = FLASH_OPTIONS & args.keys() & backward_args.keys()
+    different = sorted(name for name in common_options if args[name] != backward_args[name])
+    if different:
+        return f"its backward has a different {', '.join(different)}"
+    # Other ops only move values.
+    for node in (*forward.graph.nodes, *backward.graph.nodes):
+        is_kernel_part = node in (kernel, backward_kernel) or node.target in (operator.getitem, set_grad_enabled)
+        if node.op == "call_function" and not is_kernel_part and node_packet(node) not in MOVE_TARGETS:
+            return f"it contains another op ({node.target})"
+    # Only the first result of the kernel is read, and all inputs that it is computed from have a gradient.
     results = [_result_at(forward.graph.output_node().args[0], index) for index in read]
-    if len(results) != 1 or any(n.args[1] != 0 for n in _ancestors(results[0]) & set(kernels[0].users)):
+    if len(results) != 1 or any(n.args[1] != 0 for n in _ancestors(results[0]) & set(kernel.users)):
         return "its log-sum-exp is read"
     gradients = zip(forward.graph.find_nodes(op="placeholder"), backward.graph.output_node().args[0])
-    moved = _ancestors(args["q"]) | _ancestors(args["k"]) | _ancestors(args["v"])
-    if any(x in moved and gradient is None for x, gradient in gradients):
+    attention_inputs = _ancestors(args["q"]) | _ancestors(args["k"]) | _ancestors(args["v"])
+    if any(x in attention_inputs and gradient is None for x, gradient in gradients):
         return "one of them has no gradient"
     return None
 
 
 def _result_at(output: Any, index: int) -> Any:
-    output = output[0]  # torch 2.11 returns all values of the body, the results last
-    return output[index] if isinstance(output, tuple | list) else output
+    """Return a result of the forward of a Function; torch 2.11 returns all values of the body, the results last."""
+    results = output[0]
+    return results[index] if isinstance(results, tuple | list) else results
 
 
 def _ancestors(node: Node) -> set[Node]:
     """Return the node and everything that it is computed from."""
-    return reachable_set([node], lambda one: one.all_input_nodes)
+    return reachable_set([node], lambda n: n.all_input_nodes)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -31,7 +31,7 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import node_shape, read_results
 from sp_compile.passes.graph.edit import GraphEditor
 from sp_compile.passes.graph.fakes import trace_function
-from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_size
+from sp_compile.passes.graph.sizes import Size, is_same_size
 from sp_compile.passes.sharding.attention_axes import fill_nodes
 from sp_compile.passes.sharding.matchers import constant_value
 
@@ -48,8 +48,32 @@ from .parse_masks import (
 from .score_functions import ScoreOperands, split_conditions, write_score
 
 aten = torch.ops.aten
-WHOLE_BLOCK = 1 << 30
+NO_MASK_BLOCK_SIZE = 1 << 30
 """Block size of the tables that torch builds without a BlockMask: one block."""
+
+
+class _FlexCall(NamedTuple):
+    """Arguments of torch's flex_attention op, `_FlexCall(*node.args)`."""
+
+    q: Node  # (B, H, Q, D)
+    k: Node  # (B, Hkv, K, D)
+    v: Node  # (B, Hkv, K, E)
+    score_mod: Node  # reference to the graph of the function
+    block_mask: tuple[Any, ...]  # (sizes and tables of blocks, block size, reference to the graph of the mask_mod)
+    scale: float  # factor of the scores
+    kernel_options: Any  # options of torch's kernels
+    score_captured: tuple[Any, ...]  # values that the score_mod captures
+    mask_captured: tuple[Any, ...]  # values that the mask_mod captures
+
+    @property
+    def score_body(self) -> GraphModule:
+        """Return the graph of the score_mod."""
+        return _graph_body(self.score_mod)
+
+    @property
+    def mask_body(self) -> GraphModule:
+        """Return the graph of the mask_mod."""
+        return _graph_body(self.block_mask[-1])
 
 
 @register_pass
@@ -60,150 +84,157 @@ class RewriteFlexAttention(RewriteMasks):
     provides = frozenset({"canonical", "fused attention"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        self.written: list[Node] = []
-        self._filling: set[Node] | None = None
-        found = self.graph.find_nodes(op="call_function", target=flex_attention_op)
-        for body in [_graph_body(ref) for node in found for ref in (node.args[3], node.args[4][-1])]:
-            _inline_numbers(body)
-        changes = sum(self._rewrite_call(n) for n in found)
-        self.drop(*self.written)
+        """Replace every call of flex_attention whose mask_mod and score_mod are functions of single pairs."""
+        self.mask_nodes: list[Node] = []  # inlined masks, which are erased at the end
+        self._nodes_with_fills: set[Node] | None = None  # nodes that may contain fills, if computed
+        calls = self.graph.find_nodes(op="call_function", target=flex_attention_op)
+        for node in calls:
+            _inline_numbers(_FlexCall(*node.args).score_body)
+            _inline_numbers(_FlexCall(*node.args).mask_body)
+        changes = sum(self._rewrite_call(node) for node in calls)
+        self.drop(*self.mask_nodes)
         return changes
 
     def _rewrite_call(self, node: Node) -> bool:
+        """Replace one call; return False, and report the reason, if it remains."""
         try:
-            why = self._refusal(node)
-            if why is None:
-                self._attention(node, *self._conditions(node))
+            reason = self._refusal(node)
+            if reason is None:
+                self._replace_call(node, *self._parse_conditions(node))
         except (NotSymbolic, SpError) as error:
-            why = error.cause
-        if why is not None:
-            self.note_refusal(node, f"it runs on gathered q, k and v: {why}")
-        return why is None
+            reason = error.cause
+        if reason is not None:
+            self.note_refusal(node, f"it runs on gathered q, k and v: {reason}")
+        return reason is None
+
+    def _parse_conditions(self, node: Node) -> tuple[AttentionMask, list[GraphModule]]:
+        """Return the predicates of the mask_mod, and the conditions without a predicate."""
+        body, masks, other_conditions = _FlexCall(*node.args).mask_body, list[AttentionMask](), list[GraphModule]()
+        try:
+            return self._parse_mask_body(node, body), []
+        except NotSymbolic:
+            pass
+        for condition in split_conditions(body):
+            try:
+                masks.append(self._parse_mask_body(node, condition))
+            except NotSymbolic:
+                other_conditions.append(condition)
+        return intersect_masks(masks, _scores_shape(node)), other_conditions
+
+    def _write_score(self, node: Node, conditions: list[GraphModule]) -> ScoreOperands:
+        """Return the score modification, -inf where a condition fails. Raises NotSymbolic or SpError."""
+        # Sinks take their share of a row's weights; fills take none.
+        is_fill = self._may_contain_fills if _match_sinks(node) is None else None
+        call = _FlexCall(*node.args)
+        return write_score(call.score_body, call.score_captured, conditions, call.mask_captured, self, node, is_fill)
+
+    def _may_contain_fills(self, value: Node) -> bool:
+        """Return True if a value that a score function reads may contain fills."""
+        if self._nodes_with_fills is None:
+            self._nodes_with_fills = fill_nodes(self.graph.owning_module)
+        return value.meta["val"].is_floating_point() and value in self._nodes_with_fills
+
+    def _replace_call(self, node: Node, mask: AttentionMask, conditions: list[GraphModule]) -> None:
+        """Replace the call. Raises NotSymbolic or SpError and leaves the graph unchanged."""
+        q, k, v, *_ = node.args
+        sink_attention, results = _match_sinks(node), read_results(node)
+        query_heads, key_heads = (node_shape(x)[1] for x in (q, k))
+        options = {"scale": _FlexCall(*node.args).scale, "enable_gqa": not is_same_size(query_heads, key_heads)}
+        with self.graph.inserting_before(node):
+            score = self._write_score(node, conditions)
+        # Emit attention without a mask, in one of three forms, and let the readers of the call's results read it.
+        masked_call = torch.ops.sp.masked_attention.default, (q, k, v, [], [], [], "", 0.0, *options.values())
+        with self.graph.inserting_before(node if sink_attention is None else sink_attention.result):
+            if sink_attention is not None:
+                sinks = sink_attention.sinks.vector(self, node)
+                attention = self.compute(*masked_call, node, {"sinks": sinks})
+                replacements = {sink_attention.result: attention}
+            elif 1 in results:
+                attention = self.compute(*masked_call, node, {"lse": True})
+                replacements = self._split_lse(attention, results, node)
+            else:
+                attention = self.compute(aten.scaled_dot_product_attention.default, (q, k, v, None), node, options)
+                replacements = {results[0]: attention}
+        for result, fresh in replacements.items():
+            fresh.meta["val"] = result.meta["val"]
+            result.replace_all_uses_with(fresh)
+        # Set its mask, or restore the graph if no predicate describes it.
+        try:
+            self.set_mask(attention, mask, score)
+        except (NotSymbolic, SpError):
+            for result, fresh in replacements.items():
+                fresh.replace_all_uses_with(result)
+            self.drop(*(x for x in replacements.values() if x is not attention))
+            self.erase([attention])
+            self.drop(*score.heads, *score.tables)
+            raise
+        self.erase([node, *results.values(), *([] if sink_attention is None else sink_attention.chain[1:])])
+
+    def _split_lse(self, attention: Node, results: dict[int, Node], node: Node) -> dict[Node, Node]:
+        """Map each result that is read to its part of attention with lse=True, (B, H, Q, E + 1).
+
+        torch's log-sum-exps are in base 2.
+        """
+        replacements: dict[Node, Node] = {}
+        width, dim = node_shape(_FlexCall(*node.args).v)[3], attention.meta["val"].ndim - 1
+        if 0 in results:
+            out = self.compute(aten.slice.Tensor, (attention, dim, 0, self.sizes(width)), node)
+            replacements[results[0]] = self.cast(out, results[0].meta["val"].dtype, node)
+        lse = self.compute(aten.select.int, (attention, dim, self.sizes(width)), node)
+        replacements[results[1]] = self.compute(aten.mul.Tensor, (lse, 1 / math.log(2)), node)
+        return replacements
+
+    def _parse_mask_body(self, node: Node, body: GraphModule) -> AttentionMask:
+        """Return the mask of a mask_mod, or of a part of one, for all indices. Raises NotSymbolic or SpError."""
+        shape, captured = _scores_shape(node), _FlexCall(*node.args).mask_captured
+
+        def parse() -> AttentionMask:
+            """Inline the mask function and parse its result."""
+            options = {"dtype": torch.int64, "device": node.args[0].meta["val"].device}
+            with self.graph.inserting_before(node):
+                indices = [self.compute(aten.arange.default, (self.sizes(n),), node, options) for n in shape]
+                allowed = self._inline_body(body, [*indices, *captured], node)
+            self.mask_nodes += [allowed, *indices]
+            return require_all_heads(parse_mask(allowed, shape))
+
+        return self.share_mask((body.code, *captured, shape), parse)
 
     def _refusal(self, node: Node) -> str | None:
         """Return a reason against the rewrite that needs no analysis of the mask."""
-        q, k, v, _, block_mask, *_ = node.args
-        values = [x.meta["val"] for x in (q, k, v)]
-        shapes = [as_sizes(x.shape) for x in values]
+        call = _FlexCall(*node.args)
+        qkv = (call.q, call.k, call.v)
         if 2 in read_results(node):
             return "its maximum scores are read"
-        if len({x.dtype for x in values}) > 1 or not has_same_leading_dims(shapes, grouped=True):
+        dtypes = {x.meta["val"].dtype for x in qkv}
+        if len(dtypes) > 1 or not has_same_leading_dims([node_shape(x) for x in qkv], grouped=True):
             return "q, k and v have different dtypes or batch sizes"
-        if constant_value(_body_result(_graph_body(block_mask[-1]))) is not None and block_mask[-2] != WHOLE_BLOCK:
+        mask_result = call.mask_body.graph.output_node().args[0]
+        if constant_value(mask_result) is not None and call.block_mask[-2] != NO_MASK_BLOCK_SIZE:
             return "its BlockMask has tables in place of a mask_mod, which no predicate expresses"
         return None
-
-    def _conditions(self, node: Node) -> tuple[AttentionMask, list[GraphModule]]:
-        """Return the predicates of the mask_mod, and the conditions without a predicate."""
-        body, found, others = _graph_body(node.args[4][-1]), list[AttentionMask](), list[GraphModule]()
-        try:
-            return self._mask(node, body), []
-        except NotSymbolic:
-            pass
-        for one in split_conditions(body):
-            try:
-                found.append(self._mask(node, one))
-            except NotSymbolic:
-                others.append(one)
-        return intersect_masks(found, _scores_shape(node)), others
-
-    def _score(self, node: Node, conditions: list[GraphModule]) -> ScoreOperands:
-        """Return the score modification, -inf where a condition fails. Raises NotSymbolic or SpError."""
-        # Sinks take their share of a row's weights; fills take none.
-        is_fill = self._may_hold_fills if _match_sinks(node) is None else None
-        body = _graph_body(node.args[3])
-        return write_score(body, node.args[7], conditions, node.args[8], self, node, is_fill)
-
-    def _may_hold_fills(self, value: Node) -> bool:
-        """Return True if a value that a score function reads may contain fills."""
-        if self._filling is None:
-            self._filling = fill_nodes(self.graph.owning_module)
-        return value.meta["val"].is_floating_point() and value in self._filling
-
-    def _attention(self, node: Node, mask: AttentionMask, conditions: list[GraphModule]) -> None:
-        """Replace the call. Raises NotSymbolic or SpError and leaves the graph unchanged."""
-        q, k, v, *_ = node.args
-        sunk, results = _match_sinks(node), read_results(node)
-        queries, keys = (node_shape(x)[1] for x in (q, k))
-        options = {"scale": node.args[5], "enable_gqa": not is_same_size(queries, keys)}
-        with self.graph.inserting_before(node):
-            score = self._score(node, conditions)
-        masked = torch.ops.sp.masked_attention.default, (q, k, v, [], [], [], "", 0.0, *options.values())
-        with self.graph.inserting_before(node if sunk is None else sunk.result):
-            if sunk is not None:
-                fresh = self.compute(*masked, node, {"sinks": sunk.sinks.vector(self, node)})
-                read = {sunk.result: fresh}
-            elif 1 in results:
-                fresh = self.compute(*masked, node, {"lse": True})
-                read = self._with_lse(fresh, results, node)
-            else:
-                fresh = self.compute(aten.scaled_dot_product_attention.default, (q, k, v, None), node, options)
-                read = {results[0]: fresh}
-        for out, found in read.items():
-            found.meta["val"] = out.meta["val"]
-            out.replace_all_uses_with(found)
-        try:
-            self.set_mask(fresh, mask, score)
-        except (NotSymbolic, SpError):
-            for out, found in read.items():
-                found.replace_all_uses_with(out)
-            self.drop(*(x for x in read.values() if x is not fresh))
-            self.erase([fresh])
-            self.drop(*score.heads, *score.tables)
-            raise
-        self.erase([node, *results.values(), *([] if sunk is None else sunk.chain[1:])])
-
-    def _with_lse(self, both: Node, results: dict[int, Node], node: Node) -> dict[Node, Node]:
-        """Map each result that is read to its replacement. torch's log-sum-exps are in base 2."""
-        found: dict[Node, Node] = {}
-        width, dim = node_shape(node.args[2])[3], both.meta["val"].ndim - 1
-        if 0 in results:
-            out = self.compute(aten.slice.Tensor, (both, dim, 0, self.sizes(width)), node)
-            found[results[0]] = self.cast(out, results[0].meta["val"].dtype, node)
-        lse = self.compute(aten.select.int, (both, dim, self.sizes(width)), node)
-        found[results[1]] = self.compute(aten.mul.Tensor, (lse, 1 / math.log(2)), node)
-        return found
-
-    def _mask(self, node: Node, body: GraphModule) -> AttentionMask:
-        """Return the mask of a mask_mod, or of a part of one, for all indices. Raises NotSymbolic or SpError."""
-        shape, reads = _scores_shape(node), node.args[8]
-
-        def read() -> AttentionMask:
-            """Inline the mask function and parse its result."""
-            with self.graph.inserting_before(node):
-                indices = [self._indices(length, node) for length in shape]
-                allowed = self._inline_body(body, [*indices, *reads], node)
-            self.written += [allowed, *indices]
-            return require_all_heads(parse_mask(allowed, shape))
-
-        return self.share_form((body.code, *reads, shape), read)
-
-    def _indices(self, length: Size, like: Node) -> Node:
-        kind = {"dtype": torch.int64, "device": like.args[0].meta["val"].device}
-        return self.compute(aten.arange.default, (self.sizes(length),), like, kind)
 
     def _inline_body(self, body: GraphModule, operands: list[Any], like: Node) -> Node:
         """Inline the body of b, h, q, k and captured values for all indices: a tensor of four dims."""
         function: Any = body
         for dim in reversed(range(4)):
-            dims = [0 if i == dim else None for i in range(len(operands))]
-            function = torch.vmap(function, in_dims=tuple(dims))
+            function = torch.vmap(function, in_dims=tuple(0 if i == dim else None for i in range(len(operands))))
         values = [x.meta["val"] if isinstance(x, Node) else x for x in operands]
-        spread = trace_function(function, values)
-        if spread.graph.find_nodes(op="get_attr"):
+        batched_body = trace_function(function, values)
+        if batched_body.graph.find_nodes(op="get_attr"):
             raise NotSymbolic("its mask_mod creates a tensor")
-        return self.inline(spread, operands, like)
+        return self.inline(batched_body, operands, like)
 
 
 def _match_sinks(node: Node) -> SinkAttention | None:
     """Return the attention with sinks if only sinks read the log-sum-exp (base 2 in torch's op)."""
     results = read_results(node)
-    (natural,) = results[1].users if set(results) == {0, 1} and len(results[1].users) == 1 else (None,)
-    if natural is None or natural.target is not aten.mul.Tensor or natural.args != (results[1], math.log(2)):
+    (natural_lse,) = results[1].users if set(results) == {0, 1} and len(results[1].users) == 1 else (None,)
+    if natural_lse is None or natural_lse.target is not aten.mul.Tensor:
         return None
-    found = match_lse_sinks(results[0], natural)
-    return None if found is None else replace(found, chain=(results[1], *found.chain))
+    if natural_lse.args != (results[1], math.log(2)):
+        return None
+    attention = match_lse_sinks(results[0], natural_lse)
+    return None if attention is None else replace(attention, chain=(results[1], *attention.chain))
 
 
 def _scores_shape(node: Node) -> tuple[Size, ...]:
@@ -213,24 +244,21 @@ def _scores_shape(node: Node) -> tuple[Size, ...]:
 
 
 def _graph_body(ref: Node) -> GraphModule:
+    """Return the module of a get_attr node: the body of a mask_mod or a score_mod."""
     module = ref.graph.owning_module.get_submodule(ref.target)
-    assert isinstance(module, GraphModule)
+    assert isinstance(module, GraphModule), ref
     return module
 
 
 def _inline_numbers(body: GraphModule) -> None:
-    """Replace tensors that a trace created for numbers by numbers: documents[0] looks up row tensor(0)."""
+    """Replace tensors that a trace created for numbers by numbers, in place: documents[0] looks up row tensor(0)."""
     for node in body.graph.find_nodes(op="get_attr"):
         constant = operator.attrgetter(node.target)(body)
         if isinstance(constant, torch.Tensor) and not constant.ndim and not isinstance(constant, FakeTensor):
             editor = GraphEditor().edit(body.graph)
+            options = {"dtype": constant.dtype, "device": constant.device}
             with body.graph.inserting_before(node):
-                kind = {"dtype": constant.dtype, "device": constant.device}
-                written = editor.emit(aten.full.default, ([], constant.item()), node.meta.get("val"), node, kind)
-            node.replace_all_uses_with(written)
+                full = editor.emit(aten.full.default, ([], constant.item()), node.meta.get("val"), node, options)
+            node.replace_all_uses_with(full)
             body.graph.erase_node(node)
     body.recompile()
-
-
-def _body_result(body: GraphModule) -> Any:
-    return body.graph.output_node().args[0]

@@ -11,8 +11,6 @@ repeated differently, and tilings (`repeat`), which pair other heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -20,14 +18,12 @@ from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.graph.sizes import Size, exact_quotient, is_same_shape, is_same_size, size_product
+from sp_compile.passes.graph.sizes import exact_quotient, is_same_shape, is_same_size, size_product
 from sp_compile.passes.sharding.attention_axes import attention_nodes
 from sp_compile.passes.sharding.matchers import keeps_order, move_source, skip_reshapes, value_origin
 
 aten = torch.ops.aten
-
-
-HEADS_DIM = -3
+HEADS_DIM = -3  # of (B, H, S, D)
 
 
 @register_pass
@@ -38,24 +34,25 @@ class GroupKeyHeads(CanonicalPass):
     provides = frozenset({"canonical", "grouped heads"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Replace repeated keys and values of every attention, and report repetitions that remain."""
         changes = 0
         for node in attention_nodes(gm):
-            before = node.all_input_nodes
+            operands = node.all_input_nodes
             if self._group(node):
                 changes += 1
-                self.drop(*before)
+                self.drop(*operands)
         return changes
 
     def _group(self, node: Node) -> bool:
+        """Set enable_gqa and the heads before the repetition in an attention; return False if there is none."""
         call = OpCall(node)
         if call["enable_gqa"] or call.ndim() != 4:
             return False
         key, value = (_unrepeated_heads(operand) or self._undo_repeat(operand) for operand in call.operands[1:3])
         tiled = [x for x in call.operands[1:3] if _is_tiled(x)]
         if tiled:
-            why = "it repeats the list of heads, and grouped heads need repeat_interleave"
-            self.note_refusal(tiled[0], f"keys or values are sent with every copy of a head: {why}")
+            reason = "it repeats the list of heads, and grouped heads need repeat_interleave"
+            self.note_refusal(tiled[0], f"keys or values are sent with every copy of a head: {reason}")
         elif (key is None) != (value is None):
             self.note_refusal(node, "keys or values are sent with every copy of a head: only one of them is repeated")
         if key is None or value is None or not is_same_size(node_shape(key)[HEADS_DIM], node_shape(value)[HEADS_DIM]):
@@ -67,27 +64,33 @@ class GroupKeyHeads(CanonicalPass):
         return True
 
     def _undo_repeat(self, node: Node) -> Node | None:
-        """Return x if the node is x with its heads repeated in place, in any order of dims."""
-        moved = skip_reshapes(node)
-        expanded = value_origin(moved.args[0]) if moved.target is aten.permute.default else None
+        """Emit the heads of one sequence before each of them was repeated, from any order of dims.
+
+        The node is reshape(permute(expand(x))): x has a dim of size 1 that is expanded and moved after the heads. The
+        result is (1, heads, S, D), or None for any other node.
+        """
+        permuted = skip_reshapes(node)
+        expanded = value_origin(permuted.args[0]) if permuted.target is aten.permute.default else None
         if expanded is None or expanded.target is not aten.expand.default:
             return None
-        single, order = expanded.args[0], OpCall(moved)["dims"]
-        before, after = (node_shape(n) for n in (single, expanded))
-        grown = [
-            d for d, extent in enumerate(after) if len(before) != len(after) or not is_same_size(before[d], extent)
-        ]
+        x, order = expanded.args[0], OpCall(permuted)["dims"]
+        before, after = node_shape(x), node_shape(expanded)
+        if len(before) != len(after):
+            return None
+        repeated_dims = [d for d, (a, b) in enumerate(zip(before, after)) if not is_same_size(a, b)]
         batch, heads, length, width = node_shape(node)
-        shape = node_shape(moved)
-        at = order.index(grown[0]) if len(grown) == 1 else len(shape)
-        fewer = size_product(shape[:at])
-        if not is_same_shape(shape[at + 1 :], (length, width)) or not is_same_size(fewer * shape[at], batch * heads):
+        if len(repeated_dims) != 1 or not is_same_size(batch, 1):
             return None
-        if not is_same_size(batch, 1):
+        # Permuted: (heads of x, times, S, D)
+        shape, times_dim = node_shape(permuted), order.index(repeated_dims[0])
+        num_heads = size_product(shape[:times_dim])
+        if not is_same_shape(shape[times_dim + 1 :], (length, width)):
             return None
-        with self.graph.inserting_before(moved):
-            turned = self.compute(aten.permute.default, (single, list(order)), moved)
-            return self.reshape(turned, (1, fewer, length, width), moved)
+        if not is_same_size(num_heads * shape[times_dim], heads):
+            return None
+        with self.graph.inserting_before(permuted):
+            unrepeated = self.compute(aten.permute.default, (x, list(order)), permuted)
+            return self.reshape(unrepeated, (1, num_heads, length, width), permuted)
 
 
 def _unrepeated_heads(node: Node) -> Node | None:
@@ -100,11 +103,13 @@ def _unrepeated_heads(node: Node) -> Node | None:
     if expanded.target is not aten.expand.default or expanded.meta["val"].ndim != 5:
         return None
     batch, heads, repeats, length, width = node_shape(expanded)
-    single = (batch, heads, 1, length, width)
-    if not _has_shape(expanded.args[0], single) or not _has_shape(node, (batch, heads * repeats, length, width)):
+    source = expanded.args[0]
+    if not is_same_shape(node_shape(source), (batch, heads, 1, length, width)):
         return None
-    source = value_origin(expanded.args[0])
-    while not _has_shape(source, (batch, heads, length, width)):
+    if not is_same_shape(node_shape(node), (batch, heads * repeats, length, width)):
+        return None
+    source = value_origin(source)
+    while not is_same_shape(node_shape(source), (batch, heads, length, width)):
         if not keeps_order(source):
             return None
         source = value_origin(move_source(source))
@@ -112,15 +117,10 @@ def _unrepeated_heads(node: Node) -> Node | None:
 
 
 def _is_tiled(node: Node) -> bool:
-    """Return True if a sequence of several heads is repeated (tiled)."""
+    """Return True for repeat(x) that repeats the list of several heads: h0, h1, h0, h1."""
     node = value_origin(node)
     if node.target is not aten.repeat.default or node.meta["val"].ndim != 4:
         return False
-    source = OpCall(node).operands[0]
-    before, after = node_shape(source), node_shape(node)
-    heads = before[HEADS_DIM] if len(before) == 4 else 1
-    return not is_same_size(heads, 1) and not is_same_size(heads, after[HEADS_DIM])
-
-
-def _has_shape(node: Node, wanted: Sequence[Size]) -> bool:
-    return is_same_shape(node_shape(node), wanted)
+    shape = node_shape(OpCall(node).operands[0])
+    heads = shape[HEADS_DIM] if len(shape) == 4 else 1
+    return not is_same_size(heads, 1) and not is_same_size(heads, node_shape(node)[HEADS_DIM])

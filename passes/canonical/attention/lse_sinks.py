@@ -1,18 +1,18 @@
-"""Match sinks that are applied to the result and the log-sum-exp of an attention.
+"""Match sinks that are applied to the result and the log-sum-exp (lse) of an attention.
 
     out * sigmoid(lse - sinks.view(1, H, 1)).unsqueeze(-1)                         torchtitan, IBM's Granite
     lse = lse.unsqueeze(-1)
     out * exp(lse - logsumexp(cat([lse, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], -1), -1, keepdim=True))
                                                                                     transformers, with flex_attention
 
-Unchanged: log-sum-exps with other readers, and log-sum-exps that are normalized with more than one sink or over
-queries. The caller reports these.
+The factor of `out` is the share of a row's weights that its keys have; the sink has the other share. Unchanged:
+log-sum-exps with other readers, and log-sum-exps that are normalized with more than one sink or over queries. The
+caller reports these.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -33,7 +33,7 @@ class SinkAttention:
     """Attention with sinks that is computed from a result and a log-sum-exp."""
 
     result: Node  # the attention with sinks
-    sinks: SinkValue
+    sinks: SinkValue  # a number per head
     chain: tuple[Node, ...]  # nodes from the log-sum-exp to the result
 
 
@@ -52,10 +52,9 @@ def match_lse_sinks(out: Node, lse: Node) -> SinkAttention | None:
         return None
     share = next((x for x in OpCall(result).operands if x is not out), None)
     rows = node_shape(out)[:-1]
-    if share is None or not is_same_shape(node_shape(share), (*rows, 1)):
+    if share is None or len(rows) != 3 or not is_same_shape(node_shape(share), (*rows, 1)):
         return None
-    found = _match_share_sinks(_strip_moves(share), lse, rows)
-    sinks = sink_index(*found, rows[:2]) if found is not None and len(rows) == 3 else None
+    sinks = _match_share_sinks(_strip_moves(share), lse, rows)
     chain = sorted(reachable_set([lse], lambda n: n.users if n < result else ()))
     return SinkAttention(result, sinks, tuple(chain)) if sinks is not None else None
 
@@ -65,31 +64,36 @@ def _strip_moves(x: Node) -> Node:
     return skip_ops(x, lambda n: is_cast_op(n) or is_copy(n) or keeps_order(n))
 
 
-def _match_share_sinks(share: Node, lse: Node, rows: tuple[Size, ...]) -> tuple[Node, tuple[Any, ...]] | None:
-    """Return the sinks and the element that row (b, h, q) reads."""
+def _match_share_sinks(share: Node, lse: Node, rows: tuple[Size, ...]) -> SinkValue | None:
+    """Return the sinks s in a share sigmoid(lse - s), or exp(lse - logsumexp([lse, s])), of rows (B, H, Q)."""
     difference = _strip_moves(share.args[0]) if share.target in (aten.sigmoid.default, aten.exp.default) else None
     if difference is None or difference.target is not aten.sub.Tensor or OpCall(difference)["alpha"] != 1:
         return None
-    ours, other = OpCall(difference)["self"], OpCall(difference)["other"]
-    if _strip_moves(ours) is not lse or not is_tensor(other) or not _reads_each_row(ours, rows):
+    row_lse, sinks = OpCall(difference)["self"], OpCall(difference)["other"]
+    if _strip_moves(row_lse) is not lse or not is_tensor(sinks):
         return None
-    at: tuple[Any, ...] = (BATCH_INDEX, HEAD_INDEX, QUERY_INDEX, 0)[: ours.meta["val"].ndim]
+    shape = node_shape(row_lse)
+    if not is_same_shape(shape, rows) and not is_same_shape(shape, (*rows, 1)):  # regrouping may mix dims
+        return None
     if share.target is aten.exp.default:
-        if other.target is not aten.logsumexp.default or not OpCall(other)["keepdim"]:
+        sinks = _match_joined_sinks(sinks, lse, len(shape))
+        if sinks is None:
             return None
-        joined = OpCall(other).operands[0]
-        both = OpCall(joined).operands if joined.target is aten.cat.default else []
-        last = joined.meta["val"].ndim - 1
-        if len(both) != 2 or [d % (last + 1) for d in OpCall(other)["dim"]] != [last] or OpCall(joined).dim() != last:
-            return None
-        other = next((x for x in both if _strip_moves(x) is not lse), None)
-        if other is None or last != len(at) - 1 or not all(is_same_size(node_shape(x)[-1], 1) for x in both):
-            return None
-    at = at[len(at) - other.meta["val"].ndim :]
-    return other, at
+    coords = (BATCH_INDEX, HEAD_INDEX, QUERY_INDEX, 0)[: len(shape)]
+    return sink_index(sinks, coords[len(shape) - sinks.meta["val"].ndim :], rows[:2])
 
 
-def _reads_each_row(ours: Node, rows: tuple[Size, ...]) -> bool:
-    """Return True if the lse is read at (b, h, q) or (b, h, q, 0); regrouping may mix dims."""
-    shape = node_shape(ours)
-    return is_same_shape(shape, rows) or is_same_shape(shape, (*rows, 1))
+def _match_joined_sinks(total: Node, lse: Node, ndim: int) -> Node | None:
+    """Return s if the total is logsumexp(cat([lse, s], -1), -1, keepdim=True) of two columns with `ndim` dims."""
+    if total.target is not aten.logsumexp.default or not OpCall(total)["keepdim"]:
+        return None
+    joined = OpCall(total).operands[0]
+    last_dim = joined.meta["val"].ndim - 1
+    if joined.target is not aten.cat.default or OpCall(joined).dim() != last_dim or last_dim != ndim - 1:
+        return None
+    parts = OpCall(joined).operands
+    if len(parts) != 2 or [d % ndim for d in OpCall(total)["dim"]] != [last_dim]:
+        return None
+    if not all(is_same_size(node_shape(x)[-1], 1) for x in parts):
+        return None
+    return next((x for x in parts if _strip_moves(x) is not lse), None)

@@ -6,10 +6,12 @@
     bias = slopes * (j - i)                  sdpa(q, k, v, bias)  ->  sp.masked_attention(q, k, v, ...,
         score=s + head0*(k - q), heads=[slopes])
 
-Part of canonicalize. Vectors have shape (B or 1, Q) and (B or 1, K). Bytes moved: none. Unchanged (masks remain data):
-biases other than those of `biases.py`, masks that differ between heads, and masks with data for pairs of query and key.
-Finite fills like finfo.min are unchanged too, unless sinks absorb filled rows or every query provably attends to some
-key: a row of fills attends to all keys equally.
+A mask is parsed to a condition over the indices of batch entry, head, query and key (`elements.py`). Its *leaves* are
+tensors of data, such as `padding`, which become vectors of shape (B or 1, Q) or (B or 1, K). Bytes moved: none.
+
+Unchanged (masks remain data): biases other than those of `biases.py`, masks that differ between heads, and masks with
+data for pairs of query and key. Finite fills like finfo.min are unchanged too, unless sinks absorb filled rows or every
+query provably attends to some key: a row of fills attends to all keys equally.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes import base
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape
-from sp_compile.passes.graph.sizes import Size, is_same_shape, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, as_size, is_same_shape, is_same_size, size_product
 from sp_compile.passes.sharding.attention_axes import attention_nodes, masks_all_weight
 
 from . import element_ops  # noqa: F401  (registers the handlers of element ops)
@@ -39,7 +41,7 @@ from .score_functions import SCORE, ScoreOperands, register_expression
 
 aten, sp = torch.ops.aten, torch.ops.sp
 MAX_FILL = -1e9  # fills up to this value remove all of a key's weight, unless all keys are filled
-CAUSAL_TEXT = sympy.Le(KEY_INDEX, QUERY_INDEX)
+CAUSAL_CONDITION = sympy.Le(KEY_INDEX, QUERY_INDEX)
 
 
 @dataclass
@@ -52,21 +54,21 @@ class AttentionMask:
     extent: dict[sympy.Symbol, Size]  # size of the scores along each index
 
 
-def try_parse_mask(node: Node, shape: tuple[Size, ...], settled: bool = False) -> AttentionMask | None:
+def try_parse_mask(node: Node, shape: tuple[Size, ...], absorbs_fills: bool = False) -> AttentionMask | None:
     """Parse a mask, or return None if it has no predicate. See `parse_mask`."""
     try:
-        return parse_mask(node, shape, settled)
+        return parse_mask(node, shape, absorbs_fills)
     except NotSymbolic:
         return None
 
 
-def parse_mask(node: Node, shape: tuple[Size, ...], settled: bool = False) -> AttentionMask:
+def parse_mask(node: Node, shape: tuple[Size, ...], absorbs_fills: bool = False) -> AttentionMask:
     """Parse a mask into a condition over its indices.
 
     Args:
         node: The mask, broadcastable to `shape`; bool, or floats that are added to the scores.
         shape: The shape of the scores, (B, H, Q, K) or (B, Q, K).
-        settled: True if finite fills remove all weight even from rows of fills; see `masks_all_weight`.
+        absorbs_fills: True if finite fills remove all weight even from rows of fills; see `masks_all_weight`.
 
     Returns:
         The mask.
@@ -75,11 +77,12 @@ def parse_mask(node: Node, shape: tuple[Size, ...], settled: bool = False) -> At
         NotSymbolic: The mask has no predicate, with the reason.
     """
     positions, coords = _mask_coordinates(node, shape)
-    return _checked_mask(positions, *_allowed_condition(positions.at(node, coords)), settled)
+    allowed, has_finite_fills = _allowed_condition(positions.at(node, coords))
+    return _checked_mask(positions, allowed, has_finite_fills and not absorbs_fills)
 
 
 def parse_bias(
-    node: Node, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool = False
+    node: Node, shape: tuple[Size, ...], dtype: torch.dtype, absorbs_fills: bool = False
 ) -> tuple[AttentionMask, ScoreOperands] | None:
     """Parse a bias of queries and keys, or return None if no score function describes it.
 
@@ -87,7 +90,7 @@ def parse_bias(
         node: The bias, broadcastable to `shape`.
         shape: The shape of the scores, (B, H, Q, K).
         dtype: The dtype of q.
-        settled: As in `parse_mask`.
+        absorbs_fills: As in `parse_mask`.
 
     Returns:
         The mask, and the score function with its per-head vectors; or None.
@@ -97,25 +100,32 @@ def parse_bias(
     try:
         positions, coords = _mask_coordinates(node, shape)
         biases = BiasReader(positions, dtype, MAX_FILL)
-        found = biases.at(node, coords)
-        mask = _checked_mask(positions, found.allowed, found.finite, settled)
-        return mask, ScoreOperands(register_expression(SCORE + found.value), biases.heads)
+        element = biases.at(node, coords)
+        mask = _checked_mask(positions, element.allowed, element.finite and not absorbs_fills)
+        return mask, ScoreOperands(register_expression(SCORE + element.value), biases.heads)
     except (NotSymbolic, SpError):
         return None
 
 
 def _mask_coordinates(node: Node, shape: tuple[Size, ...]) -> tuple[ElementReader, list[Any]]:
     """Return a reader, and the coordinates of the mask for a query and a key."""
-    own = node_shape(node)
-    if len(shape) not in (3, 4) or len(own) > len(shape):
-        raise NotSymbolic(f"scores of {len(shape)} dims, a mask of {len(own)}")
+    mask_shape = node_shape(node)
+    if len(shape) not in (3, 4) or len(mask_shape) > len(shape):
+        raise NotSymbolic(f"scores of {len(shape)} dims, a mask of {len(mask_shape)}")
     indices = [i for i in INDICES if i != HEAD_INDEX or len(shape) == 4]
     extent: dict[sympy.Symbol, Size] = {**dict.fromkeys(INDICES, 1), **dict(zip(indices, shape))}
-    coords = [0 if s == 1 else i for s, i in zip(own, indices[len(shape) - len(own) :])]
+    coords = [0 if s == 1 else i for s, i in zip(mask_shape, indices[len(shape) - len(mask_shape) :])]
     return ElementReader(IndexBox(extent), extent), coords
 
 
-def _checked_mask(positions: ElementReader, allowed: Boolean, finite: bool, settled: bool) -> AttentionMask:
+def _checked_mask(positions: ElementReader, allowed: Boolean, needs_key_per_query: bool) -> AttentionMask:
+    """Return a simplified condition as a mask. Raises NotSymbolic.
+
+    Args:
+        positions: The reader of the condition's leaves.
+        allowed: The condition.
+        needs_key_per_query: True if every query must provably attend to some key, since fills are finite.
+    """
     allowed = positions.box.simplify(sympy.to_nnf(allowed, simplify=False))
     mask = AttentionMask(allowed, positions.box, positions.leaves, positions.sizes)
     if allowed == sympy.false:
@@ -123,49 +133,65 @@ def _checked_mask(positions: ElementReader, allowed: Boolean, finite: bool, sett
     without_leaves = allowed.xreplace({leaf: sympy.Integer(0) for leaf in allowed.atoms(AppliedUndef)})
     if without_leaves.free_symbols & {BATCH_INDEX, HEAD_INDEX}:
         raise NotSymbolic("it differs between heads or batches")
-    if finite and not settled and not has_key_per_query(mask):
+    if needs_key_per_query and not has_key_per_query(mask):
         raise NotSymbolic("its fills are finite, and no query provably attends to some key")
     return mask
 
 
 def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> AttentionMask:
     """Return the intersection of masks of scores (B, H, Q, K); without masks, all pairs are allowed."""
-    positions = ElementReader(IndexBox(extent := dict(zip(INDICES, shape))), extent)
+    extent = dict(zip(INDICES, shape))
+    positions = ElementReader(IndexBox(extent), extent)
     positions.leaves = {name: leaf for mask in masks for name, leaf in mask.leaves.items()}
-    return _checked_mask(positions, And(*(mask.allowed for mask in masks)), False, False)
+    return _checked_mask(positions, And(*(mask.allowed for mask in masks)), needs_key_per_query=False)
 
 
 def require_all_heads(mask: AttentionMask) -> AttentionMask:
     """Return the mask. Raises NotSymbolic if its predicate needs the index of a head or a batch entry."""
-    if MaskPrinter().to_text(mask.allowed).free_symbols & {BATCH_INDEX, HEAD_INDEX}:
-        raise NotSymbolic("its condition on data differs between heads or batches")
+    _print_predicate(MaskPrinter(), mask)
     return mask
+
+
+def _print_predicate(printer: MaskPrinter, mask: AttentionMask) -> Boolean:
+    """Return the mask's condition in the symbols of a printer, to which its leaves and sizes are added.
+
+    Raises NotSymbolic if it needs the index of a head or a batch entry.
+    """
+    predicate = printer.to_text(mask.allowed)
+    if predicate.free_symbols & {BATCH_INDEX, HEAD_INDEX}:
+        raise NotSymbolic("its condition on data differs between heads or batches")
+    return predicate
 
 
 def keeps_a_key(node: Node, shape: tuple[Size, ...]) -> bool:
     """Return True if a bias provably adds 0 to some key of every query and at most 0 to the others."""
     try:
         positions, coords = _mask_coordinates(node, shape)
-        _checked_mask(positions, _allowed_condition(positions.at(node, coords), 0)[0], True, False)
+        allowed, _ = _allowed_condition(positions.at(node, coords), max_fill=0)
+        _checked_mask(positions, allowed, needs_key_per_query=True)
         return True
     except NotSymbolic:
         return False
 
 
-def _allowed_condition(value: Element, least: float = MAX_FILL) -> tuple[Boolean, bool]:
-    """Return where a query may attend, and whether the other scores get a finite fill."""
+def _allowed_condition(value: Element, max_fill: float = MAX_FILL) -> tuple[Boolean, bool]:
+    """Return where a query may attend, and whether the other scores get a finite fill.
+
+    Raises NotSymbolic for other numbers than 0 and fills, which are at most `max_fill`.
+    """
     if not isinstance(value, tuple):
         return value, False
-    if not all(v == 0 or (v.is_number and v <= least) for _, v in value):
+    if not all(v == 0 or (v.is_number and v <= max_fill) for _, v in value):
         raise NotSymbolic(f"a bias of other numbers than 0 and fills from {MAX_FILL:g} down, such as -inf")
-    zero = [c for c, v in value if v == 0]
-    return (zero[0] if zero else sympy.false), any(v.is_finite for _, v in value if v != 0)
+    allowed = next((condition for condition, v in value if v == 0), sympy.false)
+    return allowed, any(v.is_finite for _, v in value if v != 0)
 
 
 def has_key_per_query(mask: AttentionMask) -> bool:
     """Return True if every query provably attends to its own, the first or the last key."""
-    candidates = [sympy.Integer(0), mask.extent[KEY_INDEX] - 1]
-    if mask.box.is_nonnegative(mask.extent[KEY_INDEX] - sympy.sympify(mask.extent[QUERY_INDEX])):
+    queries, keys = (sympy.sympify(mask.extent[index]) for index in (QUERY_INDEX, KEY_INDEX))
+    candidates = [sympy.Integer(0), keys - 1]
+    if mask.box.is_nonnegative(keys - queries):  # every query has a key at its own position
         candidates.insert(0, QUERY_INDEX)
     return any(mask.box.simplify(mask.allowed.subs(KEY_INDEX, key)) == sympy.true for key in candidates)
 
@@ -181,21 +207,23 @@ class MaskPrinter:
     def to_text(self, e: Any) -> Any:
         """Return the expression with row, col and n symbols for leaves and sizes."""
         if isinstance(e, AppliedUndef):
-            vectors, name = (self.rows, "row") if e.has(QUERY_INDEX) else (self.cols, "col")
-            return self._symbol(vectors, e, name)
+            leaves, prefix = (self.rows, "row") if e.has(QUERY_INDEX) else (self.cols, "col")
+            return self._symbol(leaves, e, prefix)
         if e in INDICES or not (e.args or e.is_Symbol):
             return e
-        fixed = [a for a in sympy.Add.make_args(e) if not a.is_number and not a.has(*INDICES, AppliedUndef)]
-        if isinstance(e, sympy.Expr) and fixed:
-            rest = [a for a in sympy.Add.make_args(e) if a not in fixed and not a.is_number]
-            size = sympy.Add(*(a for a in sympy.Add.make_args(e) if a not in rest))
-            return self._symbol(self.sizes, size, "n") + (self.to_text(sympy.Add(*rest)) if rest else 0)
+        # The terms without an index or a leaf, if they are not only a number, become one size: S + 3 -> n0.
+        terms = sympy.Add.make_args(e) if isinstance(e, sympy.Expr) else ()
+        size_terms = [term for term in terms if not term.has(*INDICES, AppliedUndef)]
+        if any(not term.is_number for term in size_terms):
+            index_terms = sympy.Add(*(term for term in terms if term not in size_terms))
+            return self._symbol(self.sizes, sympy.Add(*size_terms), "n") + self.to_text(index_terms)
         return e.func(*(self.to_text(a) for a in e.args))
 
-    def _symbol(self, known: list[Any], e: Any, name: str) -> sympy.Symbol:
-        if e not in known:
-            known.append(e)
-        return sympy.Symbol(f"{name}{known.index(e)}", integer=True)
+    def _symbol(self, values: list[Any], e: Any, prefix: str) -> sympy.Symbol:
+        """Return the symbol of an entry of `values`, which is added if it is new."""
+        if e not in values:
+            values.append(e)
+        return sympy.Symbol(f"{prefix}{values.index(e)}", integer=True)
 
 
 @base.register_pass
@@ -206,57 +234,59 @@ class RewriteMasks(base.CanonicalPass):
     provides = frozenset({"canonical", "mask predicates"})
 
     def edit(self, graph: Graph) -> Self:
-        """Start to edit a graph with empty caches."""
-        self.vectors: dict[tuple[Any, ...], Node] = {}
-        self.masks: dict[tuple[Any, ...], AttentionMask | str] = {}  # per form: the mask, or why there is none
+        """Start to edit a graph with empty caches, since the layers of a model have equal masks."""
+        self.vectors: dict[tuple[Any, ...], Node] = {}  # of leaves, by (leaf, index, length)
+        self.masks: dict[tuple[Any, ...], AttentionMask | str] = {}  # by key: the mask, or why there is none
         self.biases: dict[tuple[Any, ...], tuple[AttentionMask, ScoreOperands] | None] = {}
         return super().edit(graph)
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        found = [n for n in attention_nodes(gm) if OpCall(n)["attn_mask"] is not None]
-        return sum(self._rewrite(n) for n in found if not OpCall(n).get("predicate"))
+        """Replace the mask tensors of attention by predicates and score functions."""
+        calls = {node: OpCall(node) for node in attention_nodes(gm)}
+        masked = [n for n, call in calls.items() if call["attn_mask"] is not None and not call.get("predicate")]
+        return sum(self._rewrite(node) for node in masked)
 
     def _rewrite(self, node: Node) -> bool:
         """Replace the mask if possible; report the reason against it for computed masks."""
-        call = OpCall(node)
-        data = call["attn_mask"]
+        data = OpCall(node)["attn_mask"]
         try:
-            self._drop_mask(data, node, call)
-        except (NotSymbolic, SpError) as why:  # SpError: a size that the graph cannot compute from its inputs
+            self._replace_mask(data, node)
+        except (NotSymbolic, SpError) as error:  # SpError: a size that the graph cannot compute from its inputs
             if data.op == "call_function":
-                self.note_refusal(data, f"the mask remains a tensor: {why.cause}")
+                self.note_refusal(data, f"the mask remains a tensor: {error.cause}")
             return False
         return True
 
-    def _drop_mask(self, data: Node, node: Node, call: OpCall) -> None:
-        """Replace the mask by a predicate. Raises NotSymbolic or SpError if the mask remains."""
+    def _replace_mask(self, data: Node, node: Node) -> None:
+        """Replace the mask tensor `data` of an attention. Raises NotSymbolic or SpError if the mask remains."""
+        call = OpCall(node)
         shapes = [call.shape(i) for i in range(3)]
         if call.get("is_causal") or not has_same_leading_dims(shapes, call["enable_gqa"]):
             raise NotSymbolic("q, k and v have different batch sizes or heads, or is_causal is also set")
-        shape, settled = (*shapes[0][:-1], shapes[1][-2]), masks_all_weight(call)
+        shape, absorbs_fills = (*shapes[0][:-1], shapes[1][-2]), masks_all_weight(call)
+        key = (data, shape, absorbs_fills)
         try:
-            self.set_mask(node, self.share_form((data, shape, settled), lambda: parse_mask(data, shape, settled)))
-        except NotSymbolic as why:
-            if not self._rewrite_bias(data, shape, settled, node, call):
-                raise why from None
+            self.set_mask(node, self.share_mask(key, lambda: parse_mask(*key)))
+        except NotSymbolic as error:
+            if not self._replace_bias(data, shape, absorbs_fills, node):
+                raise error from None
 
-    def _rewrite_bias(self, data: Node, shape: tuple[Size, ...], settled: bool, node: Node, call: OpCall) -> bool:
+    def _replace_bias(self, data: Node, shape: tuple[Size, ...], absorbs_fills: bool, node: Node) -> bool:
         """Replace a bias of positions and heads by a score function, and return True if that is possible."""
-        dtype, key = node.meta["val"].dtype, (data, shape, settled)
+        dtype, key = node.meta["val"].dtype, (data, shape, absorbs_fills)
         if key not in self.biases:
-            self.biases[key] = parse_bias(data, shape, dtype, settled)
-        found = self.biases[key]
-        if found is None or call.get("score"):
+            self.biases[key] = parse_bias(data, shape, dtype, absorbs_fills)
+        bias = self.biases[key]
+        if bias is None or OpCall(node).get("score"):
             return False
-        mask, score = found
+        mask, score = bias
         with self.graph.inserting_before(node):
             heads = [self._per_head_vector(self.cast(x, dtype, node), shape[1], node) for x in score.heads]
         self.set_mask(node, mask, replace(score, heads=heads))
         return True
 
     def _per_head_vector(self, x: Node, count: Size, like: Node) -> Node:
-        """Return the number of each head, (count,)."""
+        """Return the number of each head, (count,), from one number per head or for all heads."""
         flat = self.reshape(x, (size_product(node_shape(x)),), like)
         if is_same_shape(node_shape(flat), (count,)):
             return flat
@@ -277,86 +307,91 @@ class RewriteMasks(base.CanonicalPass):
         call = OpCall(node)
         if score is None:
             score = ScoreOperands(call.get("score") or "", call.get("heads") or [], call.get("tables") or [])
-        scores: dict[str, Any] = {"score": score.name, "heads": list(score.heads)} if score.name else {}
+        options: dict[str, Any] = {"score": score.name, "heads": list(score.heads)} if score.name else {}
         if score.tables:
-            scores["tables"] = list(score.tables)
+            options["tables"] = list(score.tables)
         if call.get("sinks") is not None:
-            scores["sinks"] = call["sinks"]
+            options["sinks"] = call["sinks"]
         if call.get("lse"):
-            scores["lse"] = True
+            options["lse"] = True
         # torch's causal kernel returns NaN unless the scale is positive.
-        kernel = mask.allowed == CAUSAL_TEXT and (call["scale"] is None or call["scale"] > 0)
-        if (mask.allowed == sympy.true or kernel) and not scores:
-            causal = {"is_causal": True} if kernel else {}
-            node.args, node.kwargs = call.with_operands(call.operands[:3] + [None], **causal)
-            self.drop(call["attn_mask"])
-        else:
-            self._predicate(node, call, mask, scores)
+        is_causal = mask.allowed == CAUSAL_CONDITION and (call["scale"] is None or call["scale"] > 0)
+        if options or not (is_causal or mask.allowed == sympy.true):
+            self._replace_by_predicate(node, call, mask, options)
+            return
+        causal = {"is_causal": True} if is_causal else {}
+        node.args, node.kwargs = call.with_operands(call.operands[:3] + [None], **causal)
+        self.drop(call["attn_mask"])
 
-    def share_form(self, key: tuple[Any, ...], read: Callable[[], AttentionMask]) -> AttentionMask:
+    def share_mask(self, key: tuple[Any, ...], parse: Callable[[], AttentionMask]) -> AttentionMask:
         """Return the mask with this key, parsed once for all layers. Raises NotSymbolic if parsing failed."""
         if key not in self.masks:
             try:
-                self.masks[key] = read()
-            except (NotSymbolic, SpError) as why:
-                self.masks[key] = why.cause  # the exception itself would keep every frame alive
+                self.masks[key] = parse()
+            except (NotSymbolic, SpError) as error:
+                self.masks[key] = error.cause  # the exception itself would keep every frame alive
         mask = self.masks[key]
         if isinstance(mask, str):
             raise NotSymbolic(mask)
         return mask
 
-    def _predicate(self, node: Node, call: OpCall, mask: AttentionMask, scores: dict[str, Any]) -> None:
+    def _replace_by_predicate(self, node: Node, call: OpCall, mask: AttentionMask, options: dict[str, Any]) -> None:
+        """Replace an attention by sp.masked_attention with the mask as text and its leaves as vectors."""
         printer = MaskPrinter()
-        predicate = printer.to_text(mask.allowed)
-        if predicate.free_symbols & {BATCH_INDEX, HEAD_INDEX}:
-            raise NotSymbolic("its condition on data differs between heads or batches")
-        rows = [self._vector(mask, leaf, QUERY_INDEX, node) for leaf in printer.rows]
-        cols = [self._vector(mask, leaf, KEY_INDEX, node) for leaf in printer.cols]
-        extents = self.sizes.list(_print_size(e) for e in printer.sizes)
+        predicate = _print_predicate(printer, mask)
+        rows = [self._leaf_vector(mask, leaf, QUERY_INDEX, node) for leaf in printer.rows]
+        cols = [self._leaf_vector(mask, leaf, KEY_INDEX, node) for leaf in printer.cols]
+        sizes = self.sizes.list(as_size(e) for e in printer.sizes)
+        text = "" if predicate == sympy.true else str(predicate)
+        args = (*call.operands[:3], rows, cols, sizes, text, call["dropout_p"], call["scale"], call["enable_gqa"])
         with self.graph.inserting_before(node):
-            options = [call[name] for name in ("dropout_p", "scale", "enable_gqa")]
-            text = "" if predicate == sympy.true else str(predicate)
-            args = (*call.operands[:3], rows, cols, extents, text, *options)
-            fresh = self.emit(sp.masked_attention.default, args, node.meta["val"], node, scores)
-        self.replace(node, fresh)
+            self.replace(node, self.emit(sp.masked_attention.default, args, node.meta["val"], node, options))
 
-    def _vector(self, mask: AttentionMask, leaf: AppliedUndef, index: sympy.Symbol, like: Node) -> Node:
+    def _leaf_vector(self, mask: AttentionMask, leaf: AppliedUndef, index: sympy.Symbol, like: Node) -> Node:
         """Return the values of a leaf at every index (and batch entry), as (B or 1, Q) or (B or 1, K)."""
-        length = mask.extent[index]
-        key = (leaf, index, length)
+        key = (leaf, index, mask.extent[index])
         if key not in self.vectors:
             source = mask.leaves[leaf.func.__name__]
             with self.insert_after(source):
-                self.vectors[key] = self._slice_vector(source, leaf.args, index, length, like)
+                self.vectors[key] = self._slice_vector(source, leaf.args, index, mask.extent[index], like)
         return self.vectors[key]
 
     def _slice_vector(self, source: Node, coords: Any, index: sympy.Symbol, length: Size, like: Node) -> Node:
+        """Emit the elements of a tensor at coordinates for every value of an index.
+
+        Args:
+            source: The tensor.
+            coords: A coordinate per dim: `index + number`, the index of a batch entry, or a number.
+            index: The index.
+            length: The number of its values.
+            like: The node whose metadata new nodes copy.
+
+        Returns:
+            (B or 1, length).
+        """
         x = source
         for dim, (coord, extent) in reversed(list(enumerate(zip(coords, node_shape(source))))):
-            start = _print_size(coord - index) if coord.has(index) else None
-            if start is not None and not is_same_size(length, extent):
-                span = self.sizes.list((start, _print_size(start + length)))
-                x = self.compute(aten.slice.Tensor, (x, dim, *span), like)
-            elif start is None and coord != BATCH_INDEX:
-                x = self.compute(aten.select.int, (x, dim, self.sizes(_print_size(coord))), like)
-        indexed = [BATCH_INDEX if c == BATCH_INDEX else index for c in coords if c.has(BATCH_INDEX, index)]
-        if indexed == [index, BATCH_INDEX]:
+            if coord.has(index):
+                if not is_same_size(length, extent):
+                    start = as_size(coord - index)
+                    x = self.compute(
+                        aten.slice.Tensor, (x, dim, *self.sizes.list((start, as_size(start + length)))), like
+                    )
+            elif coord != BATCH_INDEX:
+                x = self.compute(aten.select.int, (x, dim, self.sizes(as_size(coord))), like)
+        dims = [BATCH_INDEX if c == BATCH_INDEX else index for c in coords if c.has(BATCH_INDEX, index)]
+        if dims == [index, BATCH_INDEX]:
             return self.compute(aten.transpose.int, (x, 0, 1), like)
-        if index not in indexed:
+        if index not in dims:
             shape = [self.sizes(extent) for extent in node_shape(x)] or [1]
             x = self.compute(aten.reshape.default, (x, [*shape, 1]), like)
             return self.compute(aten.expand.default, (x, [*shape, self.sizes(length)]), like)
-        return x if len(indexed) == 2 else self.compute(aten.unsqueeze.default, (x, 0), like)
+        return x if len(dims) == 2 else self.compute(aten.unsqueeze.default, (x, 0), like)
 
 
 def has_same_leading_dims(shapes: Sequence[tuple[Size, ...]], grouped: bool) -> bool:
     """Return True if q, k and v have equal leading dims, except for grouped heads."""
-    fronts = [s[:-2] for s in shapes]
-    ranks = {len(s) for s in shapes}
-    heads = fronts[1][-1:] == fronts[2][-1:] and (grouped or fronts[0][-1:] == fronts[1][-1:])
-    return len(ranks) == 1 and ranks <= {3, 4} and heads and len({f[:-1] for f in fronts}) == 1
-
-
-def _print_size(e: Any) -> Size:
-    e = sympy.sympify(e)
-    return int(e) if e.is_Integer else e
+    if len({len(s) for s in shapes}) != 1 or len(shapes[0]) not in (3, 4):
+        return False
+    q, k, v = (s[:-2] for s in shapes)
+    return k == v and (q[:-1] == k[:-1] if grouped else q == k)

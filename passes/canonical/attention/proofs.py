@@ -1,7 +1,10 @@
 """Prove integer relations between indices, over 0 <= q < Q, 0 <= k < K, ... for every size.
 
+    IndexBox({q: S, k: S}).at_least_zero(S - k)              true
+    IndexBox({q: S, k: S}).at_least_zero(q - k)              k <= q
+
 Sizes may be symbols (at least 1). A relation without a proof is kept in one normal form, `k <= q` or `-k + q < 4`, so
-that equal predicates have equal text.
+that equal predicates have equal text. In what follows, a *term* is a product of a number and one symbol or leaf.
 """
 
 from __future__ import annotations
@@ -21,22 +24,22 @@ Boolean: TypeAlias = sympy.logic.boolalg.Boolean
 
 
 class IndexBox:
-    """Extents of the indices: each index is at least 0 and less than its size."""
+    """Extents of the indices: each index is at least 0 and less than its size, and at most its entry of `last`."""
 
     def __init__(self, sizes: Mapping[sympy.Symbol, Size]) -> None:
         self.last = {index: sympy.sympify(size) - 1 for index, size in sizes.items()}
 
     def is_nonnegative(self, e: sympy.Expr) -> bool:
         """Return True if e >= 0 provably for all indices and sizes."""
-        least = sympy.Integer(0)
+        minimum = sympy.Integer(0)
         for term, factor in sympy.expand(e).as_coefficients_dict().items():
-            if term in self.last:
-                least += factor * self.last[term] if factor < 0 else 0
+            if term in self.last:  # an index: its least value is 0, its greatest one `last`
+                minimum += factor * self.last[term] if factor < 0 else 0
             elif term.has(*self.last, AppliedUndef):
                 return False
             else:
-                least += factor * term
-        return _is_nonnegative_size(least)
+                minimum += factor * term
+        return _is_nonnegative_size(minimum)
 
     def is_within(self, e: sympy.Expr, extent: Size) -> bool:
         """Return True if 0 <= e < extent provably for all indices and sizes."""
@@ -52,39 +55,41 @@ class IndexBox:
     def equals_zero(self, e: sympy.Expr) -> Boolean:
         """Return e == 0 as true, false, or an equation."""
         e = sympy.expand(e)
-        if e == 0 or self.is_nonnegative(e - 1) or self.is_nonnegative(-e - 1):
-            return sympy.true if e == 0 else sympy.false
-        more, less, rest = _split_terms(e)
-        return Eq(less - rest, more) if less != 0 else Eq(more, -rest)
+        if e == 0:
+            return sympy.true
+        if self.is_nonnegative(e - 1) or self.is_nonnegative(-e - 1):
+            return sympy.false
+        added, subtracted, number = _split_terms(e)
+        return Eq(subtracted - number, added) if subtracted != 0 else Eq(added, -number)
 
     def simplify(self, p: Boolean) -> Boolean:
         """Return the predicate with its relations decided or normalized and implied terms removed."""
+        if isinstance(p, (Eq, Ne)):
+            is_equal = self.equals_zero(p.lhs - p.rhs)
+            return is_equal if isinstance(p, Eq) else Not(is_equal)
         if isinstance(p, Relational):
-            return self._relation(p)
+            return self.at_least_zero(_margin(p))
         if isinstance(p, Not):
             return Not(self.simplify(p.args[0]))
         if not isinstance(p, (And, Or)):
             return p
-        terms = [self.simplify(a) for a in p.args]
-        needed = self._drop_implied(terms, conjunction=isinstance(p, And))
-        return p.func(*needed)
+        conditions = [self.simplify(a) for a in p.args]
+        return p.func(*self._drop_implied(conditions, conjunction=isinstance(p, And)))
 
-    def _relation(self, p: Relational) -> Boolean:
-        if isinstance(p, (Eq, Ne)):
-            equal = self.equals_zero(p.lhs - p.rhs)
-            return equal if isinstance(p, Eq) else Not(equal)
-        return self.at_least_zero(_margin(p))
-
-    def _drop_implied(self, terms: list[Boolean], conjunction: bool) -> list[Boolean]:
-        """Drop terms of a conjunction that others imply, or terms of a disjunction that imply others."""
-        needed = list(dict.fromkeys(terms))
-        for term in list(needed):
-            others = [o for o in needed if o is not term]
-            if any(self._implies(*((o, term) if conjunction else (term, o))) for o in others):
-                needed = others
+    def _drop_implied(self, conditions: list[Boolean], conjunction: bool) -> list[Boolean]:
+        """Drop conditions of a conjunction that others imply, or conditions of a disjunction that imply others."""
+        needed = list(dict.fromkeys(conditions))
+        for condition in list(needed):
+            others = [p for p in needed if p is not condition]
+            if conjunction:
+                is_redundant = any(self._implies(p, condition) for p in others)
+            else:
+                is_redundant = any(self._implies(condition, p) for p in others)
+            needed = others if is_redundant else needed
         return needed
 
     def _implies(self, a: Boolean, b: Boolean) -> bool:
+        """Return True if inequality `a` provably implies inequality `b`."""
         if not all(isinstance(p, Relational) and not isinstance(p, (Eq, Ne)) for p in (a, b)):
             return False
         return self.is_nonnegative(_margin(b) - _margin(a))
@@ -98,28 +103,31 @@ def _is_nonnegative_size(e: sympy.Expr) -> bool:
 
 def _margin(p: Relational) -> sympy.Expr:
     """Return e such that an inequality of integers is equivalent to e >= 0."""
-    more, less = (p.lhs, p.rhs) if p.rel_op in (">", ">=") else (p.rhs, p.lhs)
-    return sympy.expand(more - less - (0 if p.rel_op in (">=", "<=") else 1))
+    greater, smaller = (p.lhs, p.rhs) if p.rel_op in (">", ">=") else (p.rhs, p.lhs)
+    return sympy.expand(greater - smaller - (0 if p.rel_op in (">=", "<=") else 1))
 
 
 def _split_terms(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
-    """Return (added, subtracted, rest) with e = added - subtracted + rest; `rest` has no indices."""
-    added, subtracted, rest = [sympy.Integer(0)] * 3
+    """Return (added, subtracted, number) with e = added - subtracted + number.
+
+    `added` and `subtracted` are terms of indices and leaves with positive factors; `number` is an expression of sizes.
+    """
+    added, subtracted, number = [sympy.Integer(0)] * 3
     for term, factor in e.as_coefficients_dict().items():
         if not term.has(*INDICES, AppliedUndef):
-            rest += factor * term
+            number += factor * term
         elif factor > 0:
             added += factor * term
         else:
             subtracted -= factor * term
-    return added, subtracted, rest
+    return added, subtracted, number
 
 
 def _normalize_inequality(e: sympy.Expr) -> Boolean:
     """Return e >= 0 with indices on the left and numbers on the right, or an index on each side."""
-    added, subtracted, rest = _split_terms(e)
-    if added != 0 and subtracted != 0 and rest in (0, -1):
-        return (Le if rest == 0 else Lt)(subtracted, added)
-    if subtracted == 0 or (rest.is_number and rest < 0):
-        return Ge(added - subtracted, -rest)
-    return Lt(subtracted - added, rest + 1)
+    added, subtracted, number = _split_terms(e)
+    if added != 0 and subtracted != 0 and number in (0, -1):
+        return Le(subtracted, added) if number == 0 else Lt(subtracted, added)
+    if subtracted == 0 or (number.is_number and number < 0):
+        return Ge(added - subtracted, -number)
+    return Lt(subtracted - added, number + 1)

@@ -4,10 +4,13 @@
     score + slopes[h] * (k - q)             add(s, mul(head0, sub(k, q))), and the slopes
     (h % 2 == 0) | (q - k < 4), a mask      where(.., s, -inf)
 
-Values that depend on neither a pair nor its score are computed once, outside the function. The index of a head is read
-from a vector of heads, so that ranks with a share of the heads get the right ones. Unchanged, with a note: functions of
-more than one pair, except lookups by all dims of a tensor; random numbers; Python floats that may change between calls,
-except captured ones.
+A score function is a graph of elementwise ops on one pair: its inputs are the score s, the indices b, q and k, the
+elements head0, head1, ... of per-head vectors at the pair's head, and tables. The *outer graph* is the user's, which
+contains the attention. Values that depend on neither a pair nor its score are computed there, once. The index of a head
+is read from a vector of heads, so that ranks with a share of the heads get the right ones.
+
+Unchanged, with a note: functions of more than one pair, except lookups by all dims of a tensor; random numbers; Python
+floats that may change between calls, except captured ones.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering.base.dtypes import MIN_FILL, accumulation_dtype
 from sp_compile.lowering.masks.score import register_score
-from sp_compile.lowering.torch_compat import OpOverload, schema_of
+from sp_compile.lowering.torch_compat import OpOverload, pytree, schema_of
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_packet, node_shape
 from sp_compile.passes.graph.edit import GraphEditor, interpret_graph
 from sp_compile.passes.graph.sizes import as_size, is_same_size
@@ -57,7 +60,7 @@ _EXPRESSION_OPS: dict[Any, Any] = {
 
 
 def head_symbol(index: int) -> sympy.Symbol:
-    """Return the value of a vector at the query head, in an expression."""
+    """Return the value of per-head vector `index` at the query head, in an expression."""
     return sympy.Symbol(f"head{index}", real=True)
 
 
@@ -82,13 +85,13 @@ def register_expression(expr: sympy.Expr) -> str:
             raise NotSymbolic(f"no score function has {e.func}")
         args = []
         for x in sorted(e.args, key=lambda x: bool(x.is_number)):  # a number cannot be the first operand
-            args.append(write(x))
-            if isinstance(args[-1], Node) and not e.is_integer and (x.is_integer or x in heads):
-                args[-1] = graph.call_function(aten.type_as.default, (args[-1], inputs[SCORE]))
-        first, *others = args
-        if not others:
-            return graph.call_function(op, (first,))
-        return reduce(lambda a, b: graph.call_function(op, (a, b)), others, first)
+            arg = write(x)
+            if isinstance(arg, Node) and not e.is_integer and (x.is_integer or x in heads):
+                arg = graph.call_function(aten.type_as.default, (arg, inputs[SCORE]))
+            args.append(arg)
+        if len(args) == 1:
+            return graph.call_function(op, (args[0],))
+        return reduce(lambda a, b: graph.call_function(op, (a, b)), args)
 
     graph.output(write(expr))
     return register_score(graph)
@@ -104,16 +107,16 @@ class ScoreOperands:
 
 
 def write_score(
-    body: GraphModule, reads: Sequence[Any], masks: Sequence[GraphModule], mask_reads: Sequence[Any],
+    body: GraphModule, captured: Sequence[Any], masks: Sequence[GraphModule], mask_captured: Sequence[Any],
     editor: GraphEditor, like: Node, is_fill: Callable[[Node], bool] | None = None,
 ) -> ScoreOperands:  # fmt: skip
     """Register the score function of a score_mod and of conditions.
 
     Args:
         body: The score_mod, a function of the score, b, h, q, k and captured values.
-        reads: The captured values of `body`.
+        captured: The captured values of `body`.
         masks: Conditions, functions of b, h, q, k and captured values; the score is -inf where one fails.
-        mask_reads: The captured values of the conditions.
+        mask_captured: The captured values of the conditions.
         editor: The editor of the outer graph, at the insertion point of values that do not depend on a pair.
         like: The attention, for metadata of new nodes.
         is_fill: Function that returns True if a value of the outer graph may contain fills; None if fills are exact.
@@ -125,23 +128,27 @@ def write_score(
         NotSymbolic: A function has no score function.
     """
     writer = _ScoreWriter(editor, like)
+    score = writer.read_input("s")
     try:
-        found = writer.inline(body, [writer.element("s"), *writer.indices, *reads])
+        result = writer.inline(body, [score, *writer.indices, *captured])
         for mask in masks:
-            allowed = writer.inline(mask, [*writer.indices, *mask_reads])
-            found = writer.line(aten.where.ScalarOther, [allowed, found, -torch.inf], {})
+            allowed = writer.inline(mask, [*writer.indices, *mask_captured])
+            result = writer.call(aten.where.ScalarOther, [allowed, result, -torch.inf], {})
     except NotSymbolic:
-        editor.drop(*writer.made)
+        editor.drop(*writer.outer_nodes)
         raise
-    if found is writer.element("s"):
+    if result is score:
         return ScoreOperands("")
-    writer.graph.output(found)
-    fills = (
-        is_fill is not None
-        and any(node_packet(n) not in _ARITHMETIC for n in writer.graph.nodes if n.op == "call_function")
-        and (_adds_fills(writer.graph) or any(map(is_fill, [*writer.heads, *writer.tables])))
-    )
-    return ScoreOperands(register_score(writer.graph, fills), writer.heads, writer.tables)
+    writer.graph.output(result)
+    has_fills = False
+    if is_fill is not None and not all(_is_arithmetic(n) for n in writer.graph.nodes):
+        has_fills = _adds_fills(writer.graph) or any(map(is_fill, [*writer.heads, *writer.tables]))
+    return ScoreOperands(register_score(writer.graph, has_fills), writer.heads, writer.tables)
+
+
+def _is_arithmetic(node: Node) -> bool:
+    """Return True for an input, the output, and an op that selects nothing, so that it cannot add a fill."""
+    return node.op != "call_function" or node_packet(node) in _ARITHMETIC
 
 
 @dataclass(frozen=True)
@@ -153,189 +160,196 @@ class _TableElement:
 
 
 class _ScoreWriter:
-    """Writer of a score function; values are its nodes, numbers, outer nodes and their elements."""
+    """Writer of a score function.
+
+    Values are nodes of the score function, numbers, nodes of the outer graph and their elements (`_TableElement`). Its
+    methods raise NotSymbolic for what a score function cannot express.
+    """
 
     def __init__(self, editor: GraphEditor, like: Node) -> None:
         self.editor, self.like, self.graph = editor, like, Graph()
-        self.lines: dict[str, Node] = {}
-        self.made: list[Node] = []
-        self.heads: list[Node] = []
-        self.tables: list[Node] = []
-        self.numbers: Node | None = None
-        self.indices = [self.element("b"), _HEAD, self.element("q"), self.element("k")]
+        self.q = like.args[0].meta["val"]  # (B, H, Q, D)
+        self.known: dict[str, Node] = {}  # inputs and calls of the score function by their text, each written once
+        self.outer_nodes: list[Node] = []  # emitted nodes of the outer graph
+        self.heads: list[Node] = []  # per-head vectors that it reads, inputs head0, head1, ...
+        self.tables: list[Node] = []  # other tensors that it reads, inputs table0, table1, ...
+        self.head_numbers: Node | None = None  # the vector 0, 1, ..., H - 1, if it is read
+        self.indices = [self.read_input("b"), _HEAD, self.read_input("q"), self.read_input("k")]
 
-    def element(self, name: str) -> Node:
-        """Return an input of the score function."""
-        return self._write(name, lambda: self.graph.placeholder(name))
+    def read_input(self, name: str) -> Node:
+        """Return an input of the score function, which is added if it is new."""
+        if name not in self.known:
+            self.known[name] = self.graph.placeholder(name)
+        return self.known[name]
 
-    def line(self, op: Any, args: list[Any], kwargs: dict[str, Any]) -> Node:
-        """Append a call on elements and return its value."""
-        return self._write(f"{op}{args}{kwargs}", lambda: self.graph.call_function(op, (*args,), kwargs))
-
-    def _write(self, key: str, make: Callable[[], Node]) -> Node:
-        if key not in self.lines:
-            self.lines[key] = make()
-        return self.lines[key]
+    def call(self, op: Any, args: list[Any], kwargs: dict[str, Any]) -> Node:
+        """Return a call in the score function, which is appended if it is new."""
+        key = f"{op}{args}{kwargs}"
+        if key not in self.known:
+            self.known[key] = self.graph.call_function(op, (*args,), kwargs)
+        return self.known[key]
 
     def inline(self, body: GraphModule, operands: Sequence[Any]) -> Any:
         """Inline a body and return its value. Raises NotSymbolic."""
-        return self._value(interpret_graph(body, operands, self._write_computed))
+        return self._argument(interpret_graph(body, operands, self._inline_node))
 
-    def _write_computed(self, node: Node, env: Mapping[Node, Any]) -> Any:
-        held = constant_value(node)
-        if held is not None:
-            return self._constant(held, node.meta["val"].dtype)
+    def _inline_node(self, node: Node, values: Mapping[Node, Any]) -> Any:
+        """Return the value of a node of a body, given those of the nodes before it."""
+        constant = constant_value(node)
+        if constant is not None:
+            return self._constant(constant, node.meta["val"].dtype)
         if node.op == "get_attr":
             raise NotSymbolic(f"it creates a tensor, {node.name}")
-        given = [env[x] for x in node.all_input_nodes]
-        if given and all(map(self._is_outer, given)):
+        operands = [values[x] for x in node.all_input_nodes]
+        if operands and all(map(self._is_outer, operands)):
             if node.target is aten.item.default:  # of a Python float that may change between calls
-                return self._cast_number(given[0])
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            return self._outer_op(node.target, args, kwargs)
+                return self._cast_number(operands[0])
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            return self._emit_outer(node.target, args, kwargs)
         if node.target in (aten.index.Tensor, aten.select.int):
-            return self._write_lookup(node, env)
+            return self._look_up(node, values)
         if not _is_element_op(node.target) or node.meta["val"].ndim:
             raise NotSymbolic(f"it calls {node.target}, which is not elementwise over pairs")
-        args, kwargs = (self._write_arguments(x, env) for x in (list(node.args), dict(node.kwargs)))
+        args, kwargs = pytree.tree_map(
+            lambda x: self._argument(values[x] if isinstance(x, Node) else x), (list(node.args), dict(node.kwargs))
+        )
         # A size that other calls may change was a number when the body was traced, and is a tensor here.
-        sized = any(isinstance(x, Node) and x.op == "placeholder" and x.name.startswith("table") for x in args)
+        has_table = any(isinstance(x, Node) and x.op == "placeholder" and x.name.startswith("table") for x in args)
         kwargs = {k: v for k, v in kwargs.items() if v is not None and k != "pin_memory"}
-        return self.line(node.target.overloadpacket if sized else node.target, args, kwargs)
+        return self.call(node.target.overloadpacket if has_table else node.target, args, kwargs)
 
     def _is_outer(self, x: Any) -> bool:
+        """Return True for a node of the outer graph."""
         return isinstance(x, Node) and x.graph is not self.graph
 
     def _constant(self, value: Any, dtype: torch.dtype) -> Node:
-        return self.line(aten.full.default, [[], value], {"dtype": dtype})
+        """Return a 0-dim tensor of the score function."""
+        return self.call(aten.full.default, [[], value], {"dtype": dtype})
 
     def _cast_number(self, x: Node) -> Node:
         """Return a float of the outer graph in the dtype of scores, as which a Python float would be promoted."""
-        cast = self.editor.cast(x, accumulation_dtype(self.like.args[0].meta["val"].dtype), self.like)
-        self.made += [cast] if cast is not x else []
+        cast = self.editor.cast(x, accumulation_dtype(self.q.dtype), self.like)
+        self.outer_nodes += [cast] if cast is not x else []
         return cast
 
-    def _write_arguments(self, x: Any, env: Mapping[Node, Any]) -> Any:
-        if isinstance(x, dict):
-            return {k: self._write_arguments(v, env) for k, v in x.items()}
-        if isinstance(x, list | tuple):
-            return [self._write_arguments(y, env) for y in x]
-        return self._value(env[x] if isinstance(x, Node) else x)
-
-    def _value(self, found: Any) -> Any:
-        """Return a value as an argument of a call. Raises NotSymbolic."""
-        if found is _HEAD:
+    def _argument(self, value: Any) -> Any:
+        """Return a value as an argument of a call: a number, or a node of the score function. Raises NotSymbolic."""
+        if value is _HEAD:
             return self._head_number()
-        if isinstance(found, _TableElement):
-            if None in found.indices:
-                raise NotSymbolic(f"it indexes only some dims of {found.table.name}")
-            if self._is_head_vector(found):
-                return self._head(found.table)
-            return self.line(aten.index.Tensor, [self._table(found.table), [*map(self._value, found.indices)]], {})
-        if self._is_outer(found):
-            if is_tensor(found) and found.meta["val"].ndim:
-                raise NotSymbolic(f"it reads {found.name} without an index")
-            return self._table(found)
-        if not isinstance(found, Node | bool | int | float | torch.dtype | None):
-            raise NotSymbolic(f"it has the operand {found!r}")
-        return found
+        if isinstance(value, _TableElement):
+            if None in value.indices:
+                raise NotSymbolic(f"it indexes only some dims of {value.table.name}")
+            if self._is_head_vector(value):
+                return self._head(value.table)
+            return self.call(aten.index.Tensor, [self._table(value.table), [*map(self._argument, value.indices)]], {})
+        if self._is_outer(value):
+            if is_tensor(value) and value.meta["val"].ndim:
+                raise NotSymbolic(f"it reads {value.name} without an index")
+            return self._table(value)
+        if not isinstance(value, Node | bool | int | float | torch.dtype | None):
+            raise NotSymbolic(f"it has the operand {value!r}")
+        return value
 
-    def _write_lookup(self, node: Node, env: Mapping[Node, Any]) -> _TableElement:
+    def _look_up(self, node: Node, values: Mapping[Node, Any]) -> _TableElement:
+        """Return the element of a table that an index or select reads, which may have open dims."""
         call = OpCall(node)
-        of = env[call.operands[0]]
-        if self._is_outer(of):
-            of = _TableElement(of, (None,) * len(node_shape(of)))
-        if not isinstance(of, _TableElement):
+        source = values[call.operands[0]]
+        if self._is_outer(source):
+            source = _TableElement(source, (None,) * len(node_shape(source)))
+        if not isinstance(source, _TableElement):
             raise NotSymbolic(f"it indexes {call.operands[0].name}, which it computes for each pair")
-        open_dims = [d for d, index in enumerate(of.indices) if index is None]
         if node.target is aten.select.int:
-            given: list[Any] = [None] * call.dim() + [self._constant(call["index"], torch.int64)]
+            new_indices: list[Any] = [None] * call.dim() + [self._constant(call["index"], torch.int64)]
         else:
-            given = [None if x is None else env[x] for x in call["indices"]]
-        indices = list(of.indices)
-        for dim, index in zip(open_dims, given):
+            new_indices = [None if x is None else values[x] for x in call["indices"]]
+        open_dims = [d for d, index in enumerate(source.indices) if index is None]
+        indices = list(source.indices)
+        for dim, index in zip(open_dims, new_indices):
             indices[dim] = index
-        return _TableElement(of.table, tuple(indices))
+        return _TableElement(source.table, tuple(indices))
 
     def _is_head_vector(self, x: _TableElement) -> bool:
         """Return True if each rank may read the vector's values of its heads only."""
-        return (
-            x.indices == (_HEAD,)
-            and is_same_size(node_shape(x.table)[0], node_shape(self.like.args[0])[1])
-            and not carries_gradient(x.table)
-        )
+        if x.indices != (_HEAD,) or carries_gradient(x.table):
+            return False
+        return is_same_size(node_shape(x.table)[0], as_size(self.q.shape[1]))
 
     def _head(self, x: Node) -> Node:
+        """Return the input with the element of a per-head vector of the outer graph."""
         if x not in self.heads:
             self.heads.append(x)
-        return self.element(f"head{self.heads.index(x)}")
+        return self.read_input(f"head{self.heads.index(x)}")
 
     def _table(self, x: Node) -> Node:
+        """Return the input with a tensor or a size of the outer graph."""
         if not is_tensor(x):
             value = x.meta["val"]
             if not isinstance(value, int | torch.SymInt):
                 raise NotSymbolic(f"it reads {x.name}, a number that may change between calls")
-            kind = {"dtype": torch.int64, "device": self.like.args[0].meta["val"].device}
-            x = self._outer_op(aten.full.default, ([], self.editor.sizes(as_size(value))), kind)
+            options = {"dtype": torch.int64, "device": self.q.device}
+            x = self._emit_outer(aten.full.default, ([], self.editor.sizes(as_size(value))), options)
         if x not in self.tables:
             self.tables.append(x)
-        return self.element(f"table{self.tables.index(x)}")
+        return self.read_input(f"table{self.tables.index(x)}")
 
     def _head_number(self) -> Node:
-        """Return the index of the query head."""
-        if self.numbers is None:
-            q = self.like.args[0]
-            kind = {"dtype": torch.int64, "device": q.meta["val"].device}
-            self.numbers = self._outer_op(aten.arange.default, (self.editor.sizes(node_shape(q)[1]),), kind)
-        return self._head(self.numbers)
+        """Return the index of the query head, read from a vector of all indices."""
+        if self.head_numbers is None:
+            options = {"dtype": torch.int64, "device": self.q.device}
+            num_heads = self.editor.sizes(as_size(self.q.shape[1]))
+            self.head_numbers = self._emit_outer(aten.arange.default, (num_heads,), options)
+        return self._head(self.head_numbers)
 
-    def _outer_op(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    def _emit_outer(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """Emit an op in the outer graph."""
-        self.made.append(self.editor.compute(target, args, self.like, kwargs))
-        return self.made[-1]
+        self.outer_nodes.append(self.editor.compute(target, args, self.like, kwargs))
+        return self.outer_nodes[-1]
 
 
 def _is_element_op(op: Any) -> bool:
-    """Return True if a score function may call the op."""
+    """Return True if a score function may call the op: pointwise, deterministic and functional."""
     if not isinstance(op, OpOverload):
         return False
-    draws = torch.Tag.nondeterministic_seeded in op.tags
-    return op in _ELEMENT_OPS or (torch.Tag.pointwise in op.tags and not draws and not schema_of(op).is_mutable)
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    return op in _ELEMENT_OPS or (torch.Tag.pointwise in op.tags and not is_random and not schema_of(op).is_mutable)
 
 
 def _adds_fills(graph: Graph) -> bool:
     """Return True if constants of the graph may be fills, except constants in indices or conditions."""
-    wanted = {graph.output_node().args[0]}
+    reaches_result = {graph.output_node().args[0]}
     for node in reversed(graph.nodes):
         packet = node_packet(node)
-        if node not in wanted or packet in _COMPARISONS:
+        if node not in reaches_result or packet in _COMPARISONS:
             continue
         args = [*node.args, *node.kwargs.values()]
-        given = args[:1] if packet is aten.index else args[1:] if packet is aten.where else args
-        if any(isinstance(x, int | float) and MIN_FILL <= abs(x) < float("inf") for x in given):
+        if packet is aten.index:
+            args = args[:1]  # without the indices
+        elif packet is aten.where:
+            args = args[1:]  # without the condition
+        if any(isinstance(x, int | float) and MIN_FILL <= abs(x) < float("inf") for x in args):
             return True
-        wanted |= {x for x in given if isinstance(x, Node)}
+        reaches_result |= {x for x in args if isinstance(x, Node)}
     return False
 
 
 def split_conditions(body: GraphModule) -> list[GraphModule]:
     """Split a boolean body into the bodies of conditions whose conjunction it is."""
-    found: list[GraphModule] = []
+    conditions: list[GraphModule] = []
     waiting = [body.graph.output_node().args[0]]
     while waiting:
-        node = waiting.pop()
-        if isinstance(node, Node) and node.target in _AND_OPS and node.meta["val"].dtype == torch.bool:
-            waiting += reversed(node.args)
+        result = waiting.pop()
+        if isinstance(result, Node) and result.target in _AND_OPS and result.meta["val"].dtype == torch.bool:
+            waiting += reversed(result.args)
             continue
         graph = torch.fx.Graph()
-        env: dict[Node, Node] = {}
-        result = graph.graph_copy(body.graph, env)
-        graph.output(env[node] if isinstance(node, Node) else result)
-        for fresh in reversed(list(graph.nodes)):
-            if fresh.op in ("call_function", "get_attr") and not fresh.users:
-                graph.erase_node(fresh)
-        found.append(GraphModule(body, graph))
-    return found
+        copies: dict[Node, Node] = {}
+        body_result = graph.graph_copy(body.graph, copies)
+        graph.output(copies[result] if isinstance(result, Node) else body_result)
+        for node in reversed(list(graph.nodes)):
+            if node.op in ("call_function", "get_attr") and not node.users:
+                graph.erase_node(node)
+        conditions.append(GraphModule(body, graph))
+    return conditions
 
 
 _AND_OPS = {aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default}

@@ -1,6 +1,10 @@
 """Match eager attention scores, backward from the softmax: product, scale, soft cap, biases, fills.
 
-Queries and keys may be any dims: an `order` lists the dims of a value as (leading dims, queries, keys).
+    softmax((q @ k.mT * 0.125 + bias).masked_fill(~mask, -inf))
+        ->  ScoreChain(q @ k.mT, scale=0.125, biases=(bias,), fills=(mask,))
+
+Queries and keys may be any dims: an `order` lists the dims of a value as (leading dims, queries, keys), so that the
+identity order is (B, H, Q, K).
 
 The report names an op between a product and a softmax that is neither a scale nor a bias nor a fill:
 
@@ -43,9 +47,11 @@ aten = torch.ops.aten
 MASK_OPS = parse_overloads("masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.self")
 MAX_STEPS = 12  # between a product and the softmax; attention has half of these
 NEUTRAL_NUMBERS = {
-    op: n for n, text in enumerate(("add.Tensor sub.Tensor", "mul.Tensor div.Tensor")) for op in parse_overloads(text)
+    **dict.fromkeys(parse_overloads("add.Tensor sub.Tensor"), 0),
+    **dict.fromkeys(parse_overloads("mul.Tensor div.Tensor"), 1),
 }
-SCORE_OPS = [*parse_overloads("mul.Tensor mul.Scalar div.Tensor div.Scalar add.Tensor sub.Tensor tanh"), *MASK_OPS]
+SCORE_SCALE_OPS = parse_overloads("mul.Tensor mul.Scalar div.Tensor div.Scalar")
+SCORE_OPS = [*SCORE_SCALE_OPS, *parse_overloads("add.Tensor sub.Tensor tanh"), *MASK_OPS]
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,13 @@ class ScoreOperand:
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """Return the shape of the tensor itself; valid only for the identity order."""
-        own = (*(self.leading or node_shape(self.node)[:-2]), *node_shape(self.node)[-2:])
-        every = (*[1] * (len(self.order) - len(own)), *own)
-        return own if is_identity(self.order) else tuple(every[d] for d in self.order)
+        """Return the shape after `materialize`; without dims that it lacks, in the identity order."""
+        own_shape = (*(self.leading or node_shape(self.node)[:-2]), *node_shape(self.node)[-2:])
+        full_shape = (*[1] * (len(self.order) - len(own_shape)), *own_shape)
+        return own_shape if is_identity(self.order) else tuple(full_shape[d] for d in self.order)
 
     def materialize(self, editor: GraphEditor, like: Node) -> Node:
-        """Emit a node that broadcasts to (leading dims, queries, keys)."""
+        """Emit the tensor with the dims (leading dims, queries, keys), of which it may lack the first ones."""
         x = editor.reshape(self.node, self.shape, like) if self.leading else self.node
         if is_identity(self.order):
             return x
@@ -79,34 +85,38 @@ class ScoreOperand:
         return editor.compute(aten.permute.default, (x, list(self.order)), like)
 
     def regroup(self, before: tuple[Size, ...], after: tuple[Size, ...]) -> ScoreOperand | None:
-        """Return the operand for scores with regrouped leading dims, or None if it lacks some of them."""
-        own, order = self.shape, tuple(range(len(after) + 2))
-        lead = (*[1] * (len(before) + 2 - len(own)), *own)[:-2]
+        """Return the operand for scores whose leading dims `before` are regrouped to `after`: (B * H,) to (B, H).
+
+        Returns:
+            The operand; None if it has only some of the leading dims, or another order.
+        """
+        own_shape, order = self.shape, tuple(range(len(after) + 2))
+        leading = (*[1] * (len(before) + 2 - len(own_shape)), *own_shape)[:-2]
         if not is_identity(self.order):
             return None
-        if all(is_same_size(extent, 1) for extent in lead):
-            return ScoreOperand(self.node, order, (1,) * len(after) if len(own) > len(order) else ())
-        if not is_same_shape(lead, before):
+        if all(is_same_size(extent, 1) for extent in leading):
+            return ScoreOperand(self.node, order, (1,) * len(after) if len(own_shape) > len(order) else ())
+        if not is_same_shape(leading, before):
             return None
         source = _undo_batch_repeat(self.node, after)
         return ScoreOperand(source, order) if source is not None else ScoreOperand(self.node, order, after)
 
 
-def _undo_batch_repeat(x: Node, lead: tuple[Size, ...]) -> Node | None:
-    """Return x before its repetition per batch entry or regrouping from the leading dims `lead`, or None."""
+def _undo_batch_repeat(x: Node, leading: tuple[Size, ...]) -> Node | None:
+    """Return the tensor that x repeats for each batch entry, or regroups from these leading dims; else None."""
     node = value_origin(x)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     if keeps_order(node) and (source := move_source(node)) is not None:
-        return source if is_same_shape(node_shape(source), (*lead, *node_shape(x)[-2:])) else None
+        return source if is_same_shape(node_shape(source), (*leading, *node_shape(x)[-2:])) else None
     if node.target is not aten.repeat.default:
         return None
-    (times, *others), source = OpCall(node)["repeats"], OpCall(node).operands[0]
-    once = len(others) + 1 == len(node_shape(source)) == 3 and all(is_same_size(t, 1) for t in others)
-    heads = is_same_size(node_shape(source)[0], lead[-1]) and is_same_size(
-        as_sizes([times])[0], size_product(lead[:-1])
-    )
-    return source if once and heads else None
+    # x = source.repeat(B, 1, 1) of a source (H, Q, K), for leading dims (B, H)
+    repeats, source = as_sizes(OpCall(node)["repeats"]), OpCall(node).operands[0]
+    shape = node_shape(source)
+    if len(shape) != 3 or not is_same_shape(repeats, (size_product(leading[:-1]), 1, 1)):
+        return None
+    return source if is_same_size(shape[0], leading[-1]) else None
 
 
 @dataclass(frozen=True)
@@ -119,18 +129,18 @@ class ScoreChain:
     order: tuple[int, ...]  # dims of the scores as (leading dims, queries, keys)
     factors: tuple[tuple[ScoreOperand, bool], ...] = ()  # (tensor, True to divide)
     biases: tuple[tuple[ScoreOperand, float], ...] = ()  # (bias, its factor)
-    fills: tuple[tuple[ScoreOperand, bool, float], ...] = ()  # (condition, filled value, fill)
-    gate: ScoreOperand | None = None  # factor that is not per head
+    fills: tuple[tuple[ScoreOperand, bool, float], ...] = ()  # (condition, its value where scores are filled, fill)
+    gate: ScoreOperand | None = None  # tensor by which scores are multiplied and which is no factor of a head
     masked: tuple[Size, ...] | None = None  # shape, in order, at which scores were masked
     score: sympy.Expr = SCORE  # function of the scaled product before biases and fills
 
 
-def match_scores(x: Any, keys: int, *users: Node) -> ScoreChain | None:
+def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
     """Match the scores that end in `x`.
 
     Args:
         x: The input of the softmax, or the scores in it.
-        keys: The dim of `x` along which the softmax reduces.
+        keys_dim: The dim of `x` along which the softmax reduces.
         users: The only allowed readers of `x` and of the chain.
 
     Returns:
@@ -138,53 +148,57 @@ def match_scores(x: Any, keys: int, *users: Node) -> ScoreChain | None:
     """
     if not is_tensor(x) or set(x.users) != set(users) or x.op != "call_function":
         return None
-    if keys >= len(node_shape(x)):  # it broadcasts to its reader
+    if keys_dim >= len(node_shape(x)):  # it broadcasts to its reader
         return None
     call = OpCall(x) if isinstance(x.target, OpOverload) else None
     product = match_product(x, with_addend=True)
-    if call is None or product is not None:
-        seen = [p for p in (product, transpose_product(product)) if p.order[-1] == keys] if product is not None else []
-        return _single_rank_models(seen[0], x) if seen else None
-    inner, steps = None, steps_between(x, value_origin(x)) or [x]
+    if product is not None:
+        candidates = (product, transpose_product(product))
+        product = next((candidate for candidate in candidates if candidate.order[-1] == keys_dim), None)
+        return _match_score_product(product, x) if product is not None else None
+    if call is None:
+        return None
+    inner, steps = None, steps_between(x, value_origin(x)) or [x]  # x, or several ops that cancel
     if any(set(a.users) != {b} for a, b in pairwise(steps)):
         return None
     if steps != [x] or is_cast_op(x) or is_neutral_op(x):
-        inner = match_scores(OpCall(steps[0]).operands[0], keys, steps[0])
+        inner = match_scores(OpCall(steps[0]).operands[0], keys_dim, steps[0])
     elif permutation_of(x) is not None or is_leading_reshape(x):
-        inner = _match_permutation(x, keys)
-    elif x.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-        inner = _match_scale(call, x, keys)
+        inner = _match_permutation(x, keys_dim)
+    elif x.target in SCORE_SCALE_OPS:
+        inner = _match_scale(call, x, keys_dim)
     elif x.target is aten.tanh.default:
-        inner = _match_soft_cap(call, x, keys)
+        inner = _match_soft_cap(call, x, keys_dim)
     elif x.target in (aten.add.Tensor, aten.sub.Tensor):
-        inner = _match_bias(call, x, keys)
+        inner = _match_bias(call, x, keys_dim)
     elif x.target in MASK_OPS:
-        inner = _match_fill(call, x, keys)
+        inner = _match_fill(call, x, keys_dim)
     return replace(inner, chain=(*inner.chain, *steps)) if inner is not None else None
 
 
-def _single_rank_models(product: ProductMatch, x: Node) -> ScoreChain | None:
+def _match_score_product(product: ProductMatch, x: Node) -> ScoreChain | None:
     """Match a product, with the term that it adds itself (baddbmm)."""
-    found, added = ScoreChain(product, product.scale, (x,), product.order), product_addend(x)
-    if added is None:
-        return found
-    bias, times = added
+    scores, addend = ScoreChain(product, product.scale, (x,), product.order), product_addend(x)
+    if addend is None:
+        return scores
+    bias, factor = addend
     if bias.meta["val"].dtype != x.meta["val"].dtype:
         return None
-    return _add_mask(found, x, bias, biases=((ScoreOperand(bias, found.order), times),))
+    return _add_operand(scores, x, bias, biases=((ScoreOperand(bias, scores.order), factor),))
 
 
-def _match_permutation(x: Node, keys: int) -> ScoreChain | None:
+def _match_permutation(x: Node, keys_dim: int) -> ScoreChain | None:
     """Match scores before a permutation, or before a regrouping of the leading dims."""
     source, permuted = OpCall(x).operands[0], permutation_of(x)
-    inside = permuted[keys] if permuted is not None else keys - len(node_shape(x)) + len(node_shape(source))
-    inner = match_scores(source, inside, x) if inside >= 0 else None
+    added_dims = len(node_shape(x)) - len(node_shape(source))
+    source_dim = permuted[keys_dim] if permuted is not None else keys_dim - added_dims
+    inner = match_scores(source, source_dim, x) if source_dim >= 0 else None
     order = order_before(x, inner.order) if inner is not None else None
     return replace(inner, order=order) if inner is not None and order is not None else None
 
 
 def order_before(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the order of the operand of `x`, or None if `x` mixes leading dims, queries and keys."""
+    """Return the order of `x` for an operand with this order, or None if `x` mixes leading dims, queries and keys."""
     permuted = permutation_of(x)
     if permuted is not None:
         return tuple(permuted.index(d) for d in order)
@@ -199,8 +213,9 @@ def is_neutral_op(x: Node) -> bool:
     number = NEUTRAL_NUMBERS.get(x.target)
     if number is None or not is_tensor(x.args[0]):
         return False
-    mine, its = x.meta["val"], OpCall(x).operands[0].meta["val"]
-    return mine.dtype == its.dtype and mine.ndim == its.ndim and scalar_value(OpCall(x)["other"], mine.dtype) == number
+    value, operand = x.meta["val"], OpCall(x).operands[0].meta["val"]
+    has_same_type = value.dtype == operand.dtype and value.ndim == operand.ndim
+    return has_same_type and scalar_value(OpCall(x)["other"], value.dtype) == number
 
 
 def is_leading_reshape(x: Node) -> bool:
@@ -209,131 +224,141 @@ def is_leading_reshape(x: Node) -> bool:
     if source is None:
         return False
     before, after = (node_shape(n) for n in (source, x))
-    return min(len(before), len(after)) >= 3 and all(is_same_size(a, b) for a, b in zip(before[-2:], after[-2:]))
+    return min(len(before), len(after)) >= 3 and is_same_shape(before[-2:], after[-2:])
 
 
-def _match_scale(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
+def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
     """Match a scale by a positive number, or by a tensor constant over the keys (and queries) of a head."""
-    dividing, dtype = x.target in (aten.div.Tensor, aten.div.Scalar), x.meta["val"].dtype
-    for scores, factor in [(call["self"], call["other"]), (call["other"], call["self"])][: 1 if dividing else 2]:
-        inner = match_scores(scores, keys, x) if is_tensor(scores) else None
-        if inner is None or inner.biases or any(math.isfinite(number) for *_, number in inner.fills):
+    divides, dtype = x.target in (aten.div.Tensor, aten.div.Scalar), x.meta["val"].dtype
+    pairs = [(call["self"], call["other"]), (call["other"], call["self"])]
+    for scores, factor in pairs[:1] if divides else pairs:
+        inner = match_scores(scores, keys_dim, x) if is_tensor(scores) else None
+        if inner is None or inner.biases or any(math.isfinite(fill) for *_, fill in inner.fills):
             continue
         number = scalar_value(factor, dtype)
         if number and inner.score != SCORE and not inner.fills:
-            times = sympy.Rational(repr(float(number)))
-            return replace(inner, score=inner.score / times if dividing else inner.score * times)
+            exact_number = sympy.Rational(repr(float(number)))
+            return replace(inner, score=inner.score / exact_number if divides else inner.score * exact_number)
         if inner.score == SCORE and number is not None and number > 0:
-            return replace(inner, scale=inner.scale / number if dividing else inner.scale * number)
+            return replace(inner, scale=inner.scale / number if divides else inner.scale * number)
         if not is_tensor(factor) or inner.fills:
             continue
-        other = ScoreOperand(factor, inner.order)
-        if inner.score == SCORE and set(other.shape[-2:]) <= {1}:
-            return _add_mask(inner, x, factor, factors=((other, dividing),))
-        if inner.gate is None and not dividing:
-            return _add_mask(inner, x, factor, gate=other)
+        operand = ScoreOperand(factor, inner.order)
+        if inner.score == SCORE and set(operand.shape[-2:]) <= {1}:
+            return _add_operand(inner, x, factor, factors=((operand, divides),))
+        if inner.gate is None and not divides:
+            return _add_operand(inner, x, factor, gate=operand)
     return None
 
 
-def _match_soft_cap(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
-    """Match a soft cap before any mask: c * tanh(score / c)."""
-    inner = match_scores(call["self"], keys, x)
+def _match_soft_cap(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
+    """Match the tanh of a soft cap c * tanh(score / c), before any mask; `_match_scale` matches c."""
+    inner = match_scores(call["self"], keys_dim, x)
     if inner is None or inner.biases or inner.fills:
         return None
     return replace(inner, score=sympy.tanh(inner.score))
 
 
-def _match_bias(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
+def _match_bias(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
+    """Match a sum of scores and a bias in any order, or a difference scores - bias."""
     if len(call.operands) != 2 or call["alpha"] != 1:
         return None
     a, b = call.operands
-    negative = x.target is aten.sub.Tensor
-    for scores, bias in [(a, b)] if negative else [(a, b), (b, a)]:
-        inner = match_scores(scores, keys, x)
+    factor = -1.0 if x.target is aten.sub.Tensor else 1.0
+    for scores, bias in [(a, b)] if factor < 0 else [(a, b), (b, a)]:
+        inner = match_scores(scores, keys_dim, x)
         if inner is not None and bias.meta["val"].dtype == x.meta["val"].dtype:
-            times = -1.0 if negative else 1.0
-            return _add_mask(inner, x, bias, biases=((ScoreOperand(bias, inner.order), times),))
+            return _add_operand(inner, x, bias, biases=((ScoreOperand(bias, inner.order), factor),))
     return None
 
 
-def _match_fill(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
+def _match_fill(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
     """Match masked_fill(scores, condition, number), and where with the number on either side."""
+    dtype = x.meta["val"].dtype
     if "mask" in call.args:
         scores, condition, number, filled = call["self"], call["mask"], call["value"], True
     else:
-        condition = call["condition"]
-        swapped = scalar_value(call["self"], x.meta["val"].dtype) is not None
-        scores, number = (call["other"], call["self"]) if swapped else (call["self"], call["other"])
-        filled = swapped
-    number = scalar_value(number, x.meta["val"].dtype)
-    if number is None or MAX_FILL < number != torch.finfo(x.meta["val"].dtype).min:
+        condition, filled = call["condition"], scalar_value(call["self"], dtype) is not None
+        scores, number = (call["other"], call["self"]) if filled else (call["self"], call["other"])
+    fill = scalar_value(number, dtype)
+    if fill is None or (fill > MAX_FILL and fill != torch.finfo(dtype).min):
         return None
-    inner = match_scores(scores, keys, x)
+    inner = match_scores(scores, keys_dim, x)
     if inner is None:
         return None
-    return _add_mask(inner, x, condition, fills=((ScoreOperand(condition, inner.order), filled, number),))
+    return _add_operand(inner, x, condition, fills=((ScoreOperand(condition, inner.order), filled, fill),))
 
 
-def _add_mask(
-    inner: ScoreChain, x: Node, mask: Node, gate: ScoreOperand | None = None, **more: Any
+def _add_operand(
+    inner: ScoreChain, x: Node, operand: Node, gate: ScoreOperand | None = None, **new_entries: Any
 ) -> ScoreChain | None:
-    """Append a tensor that broadcasts to the scores; `more` names its field.
+    """Return the chain with a tensor that an op applies to the scores, or None if these broadcast to it.
 
     All operands are regrouped to the leading dims at which the last one is applied.
+
+    Args:
+        inner: The scores before the op.
+        x: The op.
+        operand: The tensor.
+        gate: The tensor as the chain's gate.
+        new_entries: The tensor as an entry of the field `factors`, `biases` or `fills`.
     """
-    shape, own = node_shape(x), node_shape(mask)
-    before = as_sizes(inner.chain[-1].meta["val"].shape)
+    shape = node_shape(x)
+    if node_shape(inner.chain[-1]) != shape or operand.meta["val"].ndim > len(shape):
+        return None
     masked = tuple(shape[d] for d in inner.order)
-    if before != shape or len(own) > len(shape):
+    regrouped = inner if inner.masked in (None, masked) else _regroup_chain(inner, masked)
+    if regrouped is None:
         return None
-    known = inner if inner.masked in (None, masked) else _regroup_chain(inner, masked)
-    if known is None:
-        return None
-    added: dict[str, Any] = {role: (*getattr(known, role), *new) for role, new in more.items()}
-    return replace(known, masked=masked, gate=gate or known.gate, **added)
+    fields: dict[str, Any] = {name: (*getattr(regrouped, name), *entries) for name, entries in new_entries.items()}
+    return replace(regrouped, masked=masked, gate=gate or regrouped.gate, **fields)
 
 
 def _regroup_chain(inner: ScoreChain, masked: tuple[Size, ...]) -> ScoreChain | None:
+    """Return the chain with operands for scores of shape `masked`, or None if one cannot be regrouped."""
     assert inner.masked is not None
-    roles: dict[str, Any] = {}
-    for role in ("factors", "biases", "fills"):
-        turned = [(x.regroup(inner.masked[:-2], masked[:-2]), *rest) for x, *rest in getattr(inner, role)]
-        if any(x is None for x, *_ in turned):
+    if inner.gate is not None:
+        return None
+    fields: dict[str, Any] = {}
+    for name in ("factors", "biases", "fills"):
+        entries = [(x.regroup(inner.masked[:-2], masked[:-2]), *others) for x, *others in getattr(inner, name)]
+        if any(x is None for x, *_ in entries):
             return None
-        roles[role] = tuple(turned)
-    return replace(inner, **roles) if inner.gate is None else None
+        fields[name] = tuple(entries)
+    return replace(inner, **fields)
 
 
 def is_between_products(softmax: Node) -> bool:
     """Return True if the softmax is computed from a product and a product is computed from it."""
-    return _can_reach(softmax, lambda n: n.all_input_nodes) and _can_reach(softmax, lambda n: list(n.users))
+    return _reaches_product(softmax, lambda n: n.all_input_nodes) and _reaches_product(softmax, lambda n: list(n.users))
 
 
-def _can_reach(start: Node, following: Callable[[Node], Sequence[Node]]) -> bool:
-    def onwards(node: Node) -> Iterable[Node]:
-        """Return the next nodes that compute tensors."""
-        return [n for n in following(node) if is_tensor(n) and n.op == "call_function"]
+def _reaches_product(start: Node, neighbors: Callable[[Node], Sequence[Node]]) -> bool:
+    """Return True if one of the next MAX_STEPS nodes in the direction of `neighbors` is a product."""
 
-    near = islice(iterate_reachable([start], onwards), 1, MAX_STEPS + 1)
-    return any(match_product(node, with_addend=True) is not None for node in near)
+    def tensor_neighbors(node: Node) -> Iterable[Node]:
+        """Return the neighbors that compute tensors."""
+        return [n for n in neighbors(node) if is_tensor(n) and n.op == "call_function"]
+
+    next_nodes = islice(iterate_reachable([start], tensor_neighbors), 1, MAX_STEPS + 1)
+    return any(_is_product(node) for node in next_nodes)
+
+
+def _is_product(node: Node) -> bool:
+    """Return True for a matrix product, possibly with a term that it adds."""
+    return match_product(node, with_addend=True) is not None
 
 
 def scores_refusal(x: Node) -> str:
     """Return the reason why `match_scores` rejected the input of a softmax that follows a product."""
     node = x
-    while match_product(node, with_addend=True) is None:
+    while not _is_product(node):
         if len(node.users) > 1:
             return f"another op reads the scores ({node.name})"
-        inner = [i for i in node.all_input_nodes if is_tensor(i) and i.op == "call_function" and _match_node(i)]
-        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and move_source(node) is None
-        if not inner or (node.target not in SCORE_OPS and pointwise):
-            break
+        tensors = [i for i in node.all_input_nodes if is_tensor(i) and i.op == "call_function"]
+        inner = [i for i in tensors if _is_product(i) or _reaches_product(i, lambda n: n.all_input_nodes)]
+        is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and move_source(node) is None
+        if not inner or (is_pointwise and node.target not in SCORE_OPS):
+            return f"{node.name} ({node.target}) is between the product and the softmax"
         node = inner[0]
-    if match_product(node, with_addend=True) is not None:
-        read = len(node.users) > 1
-        return f"another op reads the scores ({node.name})" if read else "an unsupported scale, bias or fill"
-    return f"{node.name} ({node.target}) is between the product and the softmax"
-
-
-def _match_node(node: Node) -> bool:
-    return match_product(node, with_addend=True) is not None or _can_reach(node, lambda n: n.all_input_nodes)
+    return f"another op reads the scores ({node.name})" if len(node.users) > 1 else "an unsupported scale, bias or fill"

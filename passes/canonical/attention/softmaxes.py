@@ -65,64 +65,66 @@ def match_softmax(node: Node) -> SoftmaxMatch | None:
 def _match_exp_log_softmax(node: Node) -> SoftmaxMatch | None:
     """Match exp(log_softmax(s)) and exp(s - logsumexp(s))."""
     logs = value_origin(node.args[0])
-    if logs.target in LOG_SOFTMAX and not _has_other_dtype(logs, node):
+    if logs.target in LOG_SOFTMAX and _has_same_dtype(logs, node):
         call = OpCall(logs)
-        return _region_between(call.operands[0], call.dim(), node)
-    found = _match_difference(logs, (aten.logsumexp.default,))
-    return _region_between(*found, node) if found is not None else None
+        return ops_between(call.operands[0], call.dim(), node)
+    difference = match_difference(logs, (aten.logsumexp.default,))
+    return ops_between(*difference, node) if difference is not None else None
 
 
 def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
-    """Match e / e.sum(dim, keepdim=True) with e = exp(s - max(s))."""
-    each, total = value_origin(node.args[0]), node.args[1]
-    if not is_tensor(total) or each.target is not aten.exp.default or _has_other_dtype(each, node):
+    """Match e / e.sum(dim, keepdim=True) with e = exp(s - max(s)); exp(s) is a refusal."""
+    exponentials, total = value_origin(node.args[0]), node.args[1]
+    if not is_tensor(total) or exponentials.target is not aten.exp.default or not _has_same_dtype(exponentials, node):
         return None
-    dim = _match_reduction(total, each, (aten.sum.dim_IntList,))
+    dim = _match_reduction(total, exponentials, (aten.sum.dim_IntList,))
     if dim is None:
         return None
-    scores = value_origin(each.args[0])
-    found = _match_difference(scores, MAXIMA)
-    return (
-        _region_between(*found, node)
-        if found is not None and found[1] == dim
-        else SoftmaxMatch(scores, dim, (node,), OVERFLOWS)
-    )
+    scores = value_origin(exponentials.args[0])
+    difference = match_difference(scores, MAXIMA)
+    if difference is None or difference[1] != dim:
+        return SoftmaxMatch(scores, dim, (node,), OVERFLOWS)
+    return ops_between(*difference, node)
 
 
-def _match_difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, int] | None:
+def match_difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, int] | None:
     """Return (s, dim) for s - f(s), where f is one of the reductions along `dim`."""
     if node.target is not aten.sub.Tensor or OpCall(node)["alpha"] != 1 or not all(map(is_tensor, node.args)):
         return None
     row = value_origin(node.args[0])
-    dim = _match_reduction(node.args[1], row, reductions) if not _has_other_dtype(row, node) else None
+    dim = _match_reduction(node.args[1], row, reductions) if _has_same_dtype(row, node) else None
     return (row, dim) if dim is not None else None
 
 
 def _match_reduction(x: Node, row: Node, reductions: tuple[Any, ...]) -> int | None:
-    """Return the dim along which x reduces the row and broadcasts to its elements, else None."""
-    detached = reductions is MAXIMA  # the gradient of the maximum has no effect
-    sums = value_origin(x)
-    while keeps_order(sums) or (detached and sums.target is aten.detach.default):
-        sums = value_origin(sums.args[0])
-    if sums.target is operator.getitem and sums.args[1] == 0:
-        sums = sums.args[0]
-    if sums.target not in reductions:
+    """Return the dim along which x is a reduction of `row`, with the dim kept at size 1; else None."""
+    may_detach = reductions is MAXIMA  # the gradient of the maximum has no effect
+    reduced = value_origin(x)
+    while keeps_order(reduced) or (may_detach and reduced.target is aten.detach.default):
+        reduced = value_origin(reduced.args[0])
+    if reduced.target is operator.getitem and reduced.args[1] == 0:
+        reduced = reduced.args[0]
+    if reduced.target not in reductions:
         return None
-    call, shape = OpCall(sums), node_shape(row)
-    of = skip_ops(value_origin(call.operands[0]), lambda n: detached and n.target is aten.detach.default)
+    call, shape = OpCall(reduced), node_shape(row)
+    operand = skip_ops(value_origin(call.operands[0]), lambda n: may_detach and n.target is aten.detach.default)
     dims = call["dim"] if isinstance(call["dim"], (list, tuple)) else [call["dim"]]
-    if value_origin(of) is not row or len(dims) != 1 or _has_other_dtype(row, x):
+    if value_origin(operand) is not row or len(dims) != 1 or not _has_same_dtype(row, x):
         return None
     dim = int(dims[0]) % len(shape)
     return dim if is_same_shape(node_shape(x), (*shape[:dim], 1, *shape[dim + 1 :])) else None
 
 
-def _has_other_dtype(a: Node, b: Node) -> bool:
-    return bool(a.meta["val"].dtype != b.meta["val"].dtype)
+def _has_same_dtype(a: Node, b: Node) -> bool:
+    """Return True if both tensors have one dtype."""
+    return bool(a.meta["val"].dtype == b.meta["val"].dtype)
 
 
-def _region_between(source: Node, dim: int, result: Node) -> SoftmaxMatch | None:
-    """Return the ops between the input of a softmax and its result; None if one of them has other readers."""
+def ops_between(source: Node, dim: int, result: Node) -> SoftmaxMatch | None:
+    """Return the ops between a row and a result that only they compute, or None if one of them has other readers.
+
+    The result need not be a softmax: `sinks.py` matches the difference of a row and its maximum.
+    """
     between = reachable_set([source], lambda n: () if n is result else n.users) - {source}
     unread = [n for n in between if not n.users and n.target is operator.getitem]  # the indices of the maximum
     is_isolated = all(n is result or n in unread or (n < result and n.users) for n in between)

@@ -14,7 +14,6 @@ sinks on it train differently), and paged keys (block_table, seqused_k), which h
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -24,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from sp_compile.lowering.torch_compat import varlen_attention
 from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
-from sp_compile.passes.graph.call import OpCall, node_shape
+from sp_compile.passes.graph.call import OpCall, node_shape, read_results
 from sp_compile.passes.graph.sizes import is_same_size
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -37,22 +36,25 @@ class RewriteVarlenAttention(CanonicalPass):
     provides = frozenset({"canonical", "mask predicates"})
 
     def edit(self, graph: Graph) -> Self:
-        """Start to edit a graph with empty caches."""
-        self.documents: dict[Any, Node] = {}  # shared between layers
+        """Start to edit a graph with an empty cache."""
+        self.documents: dict[Any, Node] = {}  # values that depend on the ends of documents, shared between layers
         return super().edit(graph)
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        nodes = list(self.graph.find_nodes(op="call_function", target=varlen_attention)) if varlen_attention else []
-        refusals = {node: _varlen_refusal(node) for node in nodes}
-        for node, why in refusals.items():
-            if why is None:
+        """Replace every call of varlen_attn, and report the reason for those that remain."""
+        changes = 0
+        calls = list(self.graph.find_nodes(op="call_function", target=varlen_attention)) if varlen_attention else []
+        for node in calls:
+            reason = _varlen_refusal(node)
+            if reason is None:
                 self._rewrite(node)
+                changes += 1
             else:
-                self.note_refusal(node, f"it runs on gathered q, k and v: {why}")
-        return sum(why is None for why in refusals.values())
+                self.note_refusal(node, f"it runs on gathered q, k and v: {reason}")
+        return changes
 
     def _rewrite(self, node: Node) -> None:
+        """Replace a call and the getitem of its only result that is read."""
         call = OpCall(node)
         q, k, v = (call[name] for name in ("query", "key", "value"))
         q_ends, k_ends = call["cu_seq_q"], call["cu_seq_k"]
@@ -61,8 +63,7 @@ class RewriteVarlenAttention(CanonicalPass):
         with self.graph.inserting_before(node):
             ends = q_ends, q_ends if k_ends is None else k_ends
             window = left, 0 if call["is_causal"] else right
-            fresh = self.emit_attention((q, k, v), ends, window, call["scale"], node)
-        out.replace_all_uses_with(fresh)
+            out.replace_all_uses_with(self.emit_attention((q, k, v), ends, window, call["scale"], node))
         self.erase([node, out])
 
     def emit_attention(
@@ -84,31 +85,31 @@ class RewriteVarlenAttention(CanonicalPass):
             The attention (T, H, E).
         """
         (q, k, _), (q_ends, k_ends) = qkv, ends
-        rows, cols = [self._documents(q, q_ends, like)], [self._documents(k, k_ends, like)]
-        place = "q"
+        rows, cols = [self._document_index(q, q_ends, like)], [self._document_index(k, k_ends, like)]
+        position = "q"
         if window != (-1, -1) and q_ends is not k_ends:
             rows.append(self._last_aligned_keys(rows[0], q_ends, k_ends, like))
-            place = "row1"
+            position = "row1"
         heads_first = [self._to_sdpa_layout(x, like) for x in qkv]
-        predicate = " & ".join(["Eq(row0, col0)", *window_predicate(place, *window)])
-        grouped = not is_same_size(node_shape(q)[1], node_shape(k)[1])
-        args = (*heads_first, rows, cols, [], predicate, dropout_p, scale, grouped)
-        fresh = self.compute(sp.masked_attention.default, args, like, more)
-        return self.compute(aten.transpose.int, (self.compute(aten.squeeze.dims, (fresh, [0]), like), 0, 1), like)
+        predicate = " & ".join(["Eq(row0, col0)", *window_predicate(position, *window)])
+        enable_gqa = not is_same_size(node_shape(q)[1], node_shape(k)[1])
+        args = (*heads_first, rows, cols, [], predicate, dropout_p, scale, enable_gqa)
+        out = self.compute(sp.masked_attention.default, args, like, more)
+        return self.compute(aten.transpose.int, (self.compute(aten.squeeze.dims, (out, [0]), like), 0, 1), like)
 
     def _to_sdpa_layout(self, x: Node, like: Node) -> Node:
         """Transpose (T, H, D) to (1, H, T, D)."""
         return self.compute(aten.unsqueeze.default, (self.compute(aten.transpose.int, (x, 0, 1), like), 0), like)
 
-    def _documents(self, x: Node, ends: Node, like: Node) -> Node:
+    def _document_index(self, x: Node, ends: Node, like: Node) -> Node:
         """Return the index of each token's document: int64 (1, T)."""
         length = node_shape(x)[0]
         if (ends, length) not in self.documents:
-            kind = {"dtype": ends.meta["val"].dtype, "device": x.meta["val"].device}
-            tokens = self.compute(aten.arange.default, (self.sizes(length),), like, kind)
+            options = {"dtype": ends.meta["val"].dtype, "device": x.meta["val"].device}
+            tokens = self.compute(aten.arange.default, (self.sizes(length),), like, options)
             later_ends = self.compute(aten.slice.Tensor, (ends, 0, 1), like)
-            found = self.compute(aten.bucketize.Tensor, (tokens, later_ends), like, {"right": True})
-            self.documents[ends, length] = self.compute(aten.unsqueeze.default, (found, 0), like)
+            index = self.compute(aten.bucketize.Tensor, (tokens, later_ends), like, {"right": True})
+            self.documents[ends, length] = self.compute(aten.unsqueeze.default, (index, 0), like)
         return self.documents[ends, length]
 
     def _last_aligned_keys(self, documents: Node, q_ends: Node, k_ends: Node, like: Node) -> Node:
@@ -116,28 +117,30 @@ class RewriteVarlenAttention(CanonicalPass):
         key = (documents, q_ends, k_ends)
         if key not in self.documents:
             length = node_shape(documents)[1]
-            kind = {"dtype": torch.int64, "device": documents.meta["val"].device}
-            tokens = self.compute(aten.arange.default, (self.sizes(length),), like, kind)
-            further = self.compute(aten.sub.Tensor, (k_ends, q_ends), like)
-            last = self.compute(aten.slice.Tensor, (further, 0, 1), like)
-            last = self.compute(aten.cat.default, ([last, self.compute(aten.slice.Tensor, (last, 0, -1), like)],), like)
-            of_each = self.compute(aten.index.Tensor, (last, [documents]), like)
-            self.documents[key] = self.compute(aten.add.Tensor, (of_each, tokens), like)
+            options = {"dtype": torch.int64, "device": documents.meta["val"].device}
+            tokens = self.compute(aten.arange.default, (self.sizes(length),), like, options)
+            differences = self.compute(aten.sub.Tensor, (k_ends, q_ends), like)
+            offsets = self.compute(aten.slice.Tensor, (differences, 0, 1), like)  # of each document
+            last_offset = self.compute(aten.slice.Tensor, (offsets, 0, -1), like)  # for tokens after the last document
+            offsets = self.compute(aten.cat.default, ([offsets, last_offset],), like)
+            token_offsets = self.compute(aten.index.Tensor, (offsets, [documents]), like)
+            self.documents[key] = self.compute(aten.add.Tensor, (token_offsets, tokens), like)
         return self.documents[key]
 
 
 def _varlen_refusal(node: Node) -> str | None:
+    """Return the reason why a call of varlen_attn is not replaced, or None."""
     call = OpCall(node)
-    if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users) or len(node.users) != 1:
+    if set(read_results(node)) != {0} or len(node.users) != 1:
         return "its log-sum-exp is read, for example by sinks, and its backward has no gradient for it"
     if call.get("seqused_k") is not None or call.get("block_table") is not None:
         return "its keys are paged (block_table, seqused_k)"
     return None
 
 
-def window_predicate(place: str, left: int, right: int) -> Iterator[str]:
+def window_predicate(position: str, left: int, right: int) -> Iterator[str]:
     """Yield conditions for a window of `left` keys before and `right` keys after the position, -1 for all."""
     if right >= 0:
-        yield f"(k <= {place})" if right == 0 else f"(k - {place} <= {right})"
+        yield f"(k <= {position})" if right == 0 else f"(k - {position} <= {right})"
     if left >= 0:
-        yield f"({place} - k <= {left})"
+        yield f"({position} - k <= {left})"

@@ -22,7 +22,7 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.sharding.matchers import value_origin, value_readers
 
-from .steps import indexed_read
+from .steps import match_piece_read
 
 aten = torch.ops.aten
 MIN_ROWS = 5  # written by a loop; fewer are columns of boxes and the like
@@ -37,7 +37,7 @@ class RowWrite:
     row: Node  # the row
     dim: int  # dim that counts rows
     index: int  # index of the row
-    keep: bool  # True if the row has that dim, too
+    keeps_dim: bool  # True if the row has that dim, too
 
 
 @register_pass
@@ -48,25 +48,25 @@ class StackWrittenRows(CanonicalPass):
     provides = frozenset({"canonical", "stacked rows"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        self.writes = {n: w for n in gm.graph.nodes for w in [_match_write(n)] if w is not None}
-        self.budget = 4 * len(gm.graph.nodes)
-        forwarded = [self._forward(n, w) for n, w in reversed(self.writes.items())]
-        listed = [self._list(n) for n in self.writes if n.users and not self._is_written_on(n)]
-        return sum(forwarded) + sum(listed)
+        """Redirect reads of written rows to the rows, then replace complete chains by stacks."""
+        self.writes = {n: write for n in gm.graph.nodes if (write := _match_write(n)) is not None}
+        self.budget = 4 * len(gm.graph.nodes)  # remaining number of readers to examine
+        forwarded = [self._forward_reads(n, write) for n, write in reversed(self.writes.items())]
+        stacked = [self._stack_chain(n) for n in self.writes if n.users and not self._is_written_on(n)]
+        return sum(forwarded) + sum(stacked)
 
-    def _forward(self, node: Node, write: RowWrite) -> bool:
-        """Redirect a read of one row to the written row, or to the tensor before the write."""
+    def _forward_reads(self, node: Node, write: RowWrite) -> bool:
+        """Redirect each read of one row to the written row, or to the tensor before the write."""
         changed = False
         for user in value_readers(node):
-            read = indexed_read(user)
+            read = match_piece_read(user)
             self.budget -= 1
-            if read is None or read[1:3] != (write.dim, int(write.keep)) or self.budget < 0:
+            if read is None or (read.dim, read.rows) != (write.dim, int(write.keeps_dim)) or self.budget < 0:
                 continue
-            if read[3] == write.index and write.row.meta["val"].dtype == user.meta["val"].dtype:
+            if read.index == write.index and write.row.meta["val"].dtype == user.meta["val"].dtype:
                 self.replace(user, write.row)
                 changed = True
-            elif read[3] != write.index:
+            elif read.index != write.index:
                 user.replace_input_with(user.args[0], write.base)
                 changed = True
         return changed
@@ -76,64 +76,71 @@ class StackWrittenRows(CanonicalPass):
         users = [self.writes.get(u) for u in value_readers(node)]
         return len(users) == 1 and users[0] is not None and users[0].base is node
 
-    def _list(self, last: Node) -> bool:
-        chain, write = [last], self.writes[last]
-        rows: dict[int, Node] = {}
-        why = read = None
+    def _stack_chain(self, last: Node) -> bool:
+        """Replace the chain of writes that ends in `last` by a stack or cat of its rows."""
+        # Follow the chain back to its base; a row has the value of its last write.
+        value, write = last.meta["val"], self.writes[last]
+        rows: dict[int, Node] = {}  # by index
+        twice = early_read = None  # reasons against a stack
+        node = last
         while True:
-            link = self.writes[chain[-1]]
-            if (link.dim, link.keep) != (write.dim, write.keep):
+            link = self.writes[node]
+            if (link.dim, link.keeps_dim) != (write.dim, write.keeps_dim):
                 return False
             if link.index in rows:
-                why = f"row {link.index} is written twice"
+                twice = f"row {link.index} is written twice"
             rows.setdefault(link.index, link.row)
             if link.base not in self.writes:
                 break
             if len(value_readers(link.base)) > 1:
-                read = f"another op reads {link.base.name} before all rows are written"
+                early_read = f"another op reads {link.base.name} before all rows are written"
                 break
-            chain.append(link.base)
-        value, base = last.meta["val"], link.base
+            node = link.base
         missing = set(range(value.shape[write.dim])) - set(rows)
+        reason = twice
         if any(r.meta["val"].dtype != value.dtype for r in rows.values()):
-            why = why or f"their dtype differs from {value.dtype}, the dtype of the list"
+            reason = reason or f"their dtype differs from {value.dtype}, the dtype of the list"
         if len(missing) > 1:
-            why = why or read or f"{len(missing)} rows of {value.shape[write.dim]} are never written"
-        if why is not None and self._is_loop(last):
-            self.note_refusal(last, f"rows that are written one by one are not stacked: {why}")
-        if why is not None or len(chain) < 2:
+            reason = reason or early_read or f"{len(missing)} rows of {value.shape[write.dim]} are never written"
+        if reason is not None and self._is_loop(last):
+            self.note_refusal(last, f"rows that are written one by one are not stacked: {reason}")
+        if reason is not None or node is last:
             return False
         with self.graph.inserting_before(last):
             for index in missing:
-                rows[index] = self._row(base, write, index)
-            target = aten.cat.default if write.keep else aten.stack.default
-            fresh = self.compute(target, ([rows[i] for i in sorted(rows)], write.dim), last)
-        self.replace(last, fresh)
+                rows[index] = self._initial_row(link.base, write, index)
+            target = aten.cat.default if write.keeps_dim else aten.stack.default
+            self.replace(last, self.compute(target, ([rows[i] for i in sorted(rows)], write.dim), last))
         return True
 
     def _is_loop(self, last: Node) -> bool:
-        """Return True if exactly a loop's rows of a dim are written: most of them, with no further write."""
-        if any(self.writes[u].base is last for u in value_readers(last) if u in self.writes):
-            return False
-        dim, count, node = self.writes[last].dim, 0, last
-        while node in self.writes and self.writes[node].dim == dim:
-            count, node = count + 1, self.writes[node].base
-        return count >= MIN_ROWS and 2 * count > last.meta["val"].shape[dim]
+        """Return True if the chain that ends in `last` writes at least MIN_ROWS rows, and most rows of the dim.
 
-    def _row(self, base: Node, write: RowWrite, index: int) -> Node:
-        if write.keep:
+        Only such a chain is reported if it is not replaced. A chain that continues along another dim is none.
+        """
+        if any(self.writes[user].base is last for user in value_readers(last) if user in self.writes):
+            return False
+        dim, num_writes, node = self.writes[last].dim, 0, last
+        while node in self.writes and self.writes[node].dim == dim:
+            num_writes, node = num_writes + 1, self.writes[node].base
+        return num_writes >= MIN_ROWS and 2 * num_writes > last.meta["val"].shape[dim]
+
+    def _initial_row(self, base: Node, write: RowWrite, index: int) -> Node:
+        """Emit row `index` of the base, with the dim of the rows if the written rows have it."""
+        if write.keeps_dim:
             return self.compute(aten.slice.Tensor, (base, write.dim, index, index + 1), base)
         return self.compute(aten.select.int, (base, write.dim, index), base)
 
 
 def _match_write(node: Node) -> RowWrite | None:
+    """Return the write of a select_scatter, or of a slice_scatter of one row, at a known index; else None."""
     if node.op != "call_function" or node.target not in SCATTERS:
         return None
     call = OpCall(node)
     base, row = (value_origin(x) for x in call.operands)
-    dim, keep = call.dim(), node.target is aten.slice_scatter.default
+    dim, keeps_dim = call.dim(), node.target is aten.slice_scatter.default
     extent = node.meta["val"].shape[dim]
-    index = (call["start"] or 0) if keep else call["index"]
-    if not isinstance(extent, int) or not isinstance(index, int) or (keep and row.meta["val"].shape[dim] != 1):
+    index = (call["start"] or 0) if keeps_dim else call["index"]
+    if not isinstance(extent, int) or not isinstance(index, int) or (keeps_dim and row.meta["val"].shape[dim] != 1):
         return None
-    return RowWrite(base, row, dim, index + extent if index < 0 else index, keep)
+    return RowWrite(base, row, dim, index + extent if index < 0 else index, keeps_dim)

@@ -30,11 +30,11 @@ from sp_compile.passes.graph.modes import restore_autocast
 from sp_compile.passes.graph.mutation import is_written
 
 from .recurrence import AffineValue, ScanBuilder
-from .steps import ColumnRef, IndexRead, LoopMatcher, NotALoop, Operand, SeededList, StepColumn, indexed_read
+from .steps import ColumnRef, IndexRead, LoopMatcher, NotALoop, Operand, SeededList, StepColumn, match_piece_read
 from .vectorize import BatchedValue, Value
 
 aten = torch.ops.aten
-PENDING = object()
+PENDING = object()  # in place of an operand that is not computed yet
 
 
 class LoopBuilder:
@@ -50,28 +50,28 @@ class LoopBuilder:
         self.editor, self.loop = editor, loop
         reads = [x for x in loop.operands() if isinstance(x, IndexRead)]
         self.reverse = bool(reads) and all(x.stride < 0 for x in reads)
-        self.scans = 0
-        self.values: dict[StepColumn, Value] = {}
-        self.forms: dict[StepColumn, AffineValue] = {}
-        self.seeds: dict[StepColumn, Any] = {}
-        self.known: dict[Any, Value] = {}
-        self.columns: list[StepColumn] = []
+        self.scans = 0  # number of emitted scans
+        self.values: dict[StepColumn, Value] = {}  # of computed columns; a node if it is constant over the steps
+        self.forms: dict[StepColumn, AffineValue] = {}  # of columns that depend on a state before its scan
+        self.seeds: dict[StepColumn, Any] = {}  # initial values of states
+        self.operand_values: dict[Any, Value] = {}  # by (operand, first step, end)
+        self.columns: list[StepColumn] = []  # columns that differ between the steps
         for column in loop.sort_columns():
             if all(self._is_shared(x) for x in column.operands):
                 self.values[column] = column.nodes[0]
             else:
                 self.columns.append(column)
 
+    def shared_nodes(self) -> set[Node]:
+        """Return the nodes that must be computed before any step."""
+        sources = [x.source if isinstance(x, IndexRead) else x for x in self.loop.operands()]
+        return {x for x in (*sources, *self.values.values()) if isinstance(x, Node)}
+
     def _is_shared(self, x: Operand) -> bool:
         """Return True if the operand is constant over the steps."""
         if isinstance(x, ColumnRef):
             return isinstance(self.values.get(x.column), Node)
         return not isinstance(x, IndexRead | SeededList)
-
-    def compute_shared(self) -> set[Node]:
-        """Return the nodes that must be computed before any step."""
-        found = [x.source if isinstance(x, IndexRead) else x for x in self.loop.operands()]
-        return {x for x in (*found, *self.values.values()) if isinstance(x, Node)}
 
     def run(self) -> BatchedValue:
         """Compute every column and return the list of the loop.
@@ -81,17 +81,17 @@ class LoopBuilder:
         """
         waiting = self.columns
         while waiting:
-            left = [c for c in waiting if not self._compute_column(c)]
-            if len(left) == len(waiting):
+            still_waiting = [c for c in waiting if not self._compute_column(c)]
+            if len(still_waiting) == len(waiting):
                 raise NotALoop("a state that is not affine in the previous state")
-            waiting = left
-        found = self.value(self.loop.root, 0, self.loop.length)
-        if not isinstance(found, BatchedValue):
+            waiting = still_waiting
+        result = self.value(self.loop.root, 0, self.loop.length)
+        if not isinstance(result, BatchedValue):
             raise NotALoop("the same at every step")
-        return found
+        return result
 
-    def step(self, node: Node) -> Node:
-        """Select the node of one step from its column."""
+    def select_step(self, node: Node) -> Node:
+        """Emit the value of a node of one step, from the value of all steps."""
         column, step = self.loop.owner[node]
         batched = self.values[column]
         if not isinstance(batched, BatchedValue):
@@ -100,6 +100,7 @@ class LoopBuilder:
         return self.editor.compute(aten.select.int, (batched.node, batched.time, index), node)
 
     def _compute_column(self, column: StepColumn) -> bool:
+        """Compute a column if its operands are known, and record its value; return False if it has to wait."""
         form = self.forms.get(column)
         if form is not None and form.state not in self.values:
             return False
@@ -120,56 +121,61 @@ class LoopBuilder:
         return True
 
     def _leaf(self, x: Operand, column: StepColumn) -> Any:
-        """Return a value, an AffineValue, or NOT_YET."""
-        rest = x.rest if isinstance(x, SeededList) else x
-        if not isinstance(rest, ColumnRef) or rest.column in self.values:
+        """Return an operand's value or its form as an AffineValue of a state; PENDING if neither is known yet."""
+        reference = x.later if isinstance(x, SeededList) else x
+        if not isinstance(reference, ColumnRef) or reference.column in self.values:
             return self.value(x, column.first, column.end)
-        source = rest.column
-        if isinstance(x, SeededList):
-            before = self.seeds.setdefault(source, x.seed)
-            starts = rest.lag == 1 and source.first == column.first and _is_same_value(before, x.seed)
-            return AffineValue(source, 1, 0) if starts else PENDING
-        together = rest.lag == 0 and (source.first, source.end) == (column.first, column.end)
-        return self.forms.get(source, PENDING) if together else PENDING
+        source = reference.column
+        if isinstance(x, SeededList):  # the previous state
+            seed = self.seeds.setdefault(source, x.seed)
+            is_state = reference.lag == 1 and source.first == column.first and _is_same_value(seed, x.seed)
+            return AffineValue(source, 1, 0) if is_state else PENDING
+        has_same_steps = reference.lag == 0 and (source.first, source.end) == (column.first, column.end)
+        return self.forms.get(source, PENDING) if has_same_steps else PENDING
 
     def value(self, x: Operand, first: int, end: int) -> Value:
         """Return an operand at the steps first, ..., end - 1."""
+        if not isinstance(x, IndexRead | ColumnRef | SeededList):
+            return x
         key = (x, first, end)
-        if isinstance(x, IndexRead | ColumnRef | SeededList) and key not in self.known:
-            self.known[key] = self._materialize(x, first, end)
-        return self.known[key] if isinstance(x, IndexRead | ColumnRef | SeededList) else x
+        if key not in self.operand_values:
+            self.operand_values[key] = self._materialize(x, first, end)
+        return self.operand_values[key]
 
-    def _materialize(self, x: Operand, first: int, end: int) -> Value:
+    def _materialize(self, x: IndexRead | ColumnRef | SeededList, first: int, end: int) -> Value:
+        """Emit an operand at the steps first, ..., end - 1."""
         if isinstance(x, IndexRead):
-            return self._read_column(x, first, end)
+            return self._read_steps(x, first, end)
         if isinstance(x, SeededList):
-            rest = self.value(x.rest, first + 1, end)
-            if not isinstance(rest, BatchedValue):
+            later = self.value(x.later, first + 1, end)
+            if not isinstance(later, BatchedValue):
                 raise NotALoop("a single first step")
-            return self.editor.append_step(x.seed, rest, self.reverse)
-        found, column = self.values[x.column], x.column
+            return self.editor.append_step(x.seed, later, self.reverse)
+        value, column = self.values[x.column], x.column
         first, end = first - x.lag, end - x.lag
-        if (first, end) == (column.first, column.end) or isinstance(found, Node):
-            return found
-        if not isinstance(found, BatchedValue) or first < column.first or end > column.end:
+        if (first, end) == (column.first, column.end) or isinstance(value, Node):
+            return value
+        if not isinstance(value, BatchedValue) or first < column.first or end > column.end:
             raise NotALoop("steps outside the loop")
         start = column.end - end if self.reverse else first - column.first
-        return self.editor.narrow(found, start, end - first)
+        return self.editor.narrow(value, start, end - first)
 
-    def _read_column(self, x: IndexRead, first: int, end: int) -> BatchedValue:
-        ends = sorted((x.start + x.stride * first, x.start + x.stride * (end - 1)))
+    def _read_steps(self, x: IndexRead, first: int, end: int) -> BatchedValue:
+        """Emit the pieces that the steps first, ..., end - 1 read."""
+        least, greatest = sorted((x.start + x.stride * first, x.start + x.stride * (end - 1)))
         rows = max(x.rows, 1)
-        batched = BatchedValue(x.source, x.dim)
-        found = self.editor.narrow(batched, ends[0] * rows, (ends[1] + 1 - ends[0]) * rows)
+        pieces = self.editor.narrow(BatchedValue(x.source, x.dim), least * rows, (greatest + 1 - least) * rows)
         if x.rows:
-            found = self.editor.split_rows(found, x.rows)
-        return self.editor.flip(found) if (x.stride > 0) == self.reverse else found
+            pieces = self.editor.split_rows(pieces, x.rows)
+        return self.editor.flip(pieces) if (x.stride > 0) == self.reverse else pieces
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
+    """Return True for the same node, or equal constants."""
     return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and bool(a == b))
 
 
+# Ops that change the state of the interpreter, between which no step may move.
 STATE_OPS = {set_grad_enabled, enter_autocast, exit_autocast, *PYTHON_STATE_CALLS}
 
 
@@ -181,9 +187,9 @@ class RerollLoops(CanonicalPass, ScanBuilder):
     provides = frozenset({"canonical", "rolled loops"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
-        self.budget = 4 * len(gm.graph.nodes)
-        self.emitted: list[Node] = []
+        """Replace every stack or cat of the values of a loop's steps by scans and batched ops."""
+        self.budget = 4 * len(gm.graph.nodes)  # remaining number of nodes to examine
+        self.emitted: list[Node] = []  # nodes of the loop in progress
         self.rolled: set[Node] = set()  # nodes that replaced loops
         lists = [n for n in self.graph.nodes if n.target in (aten.stack.default, aten.cat.default)]
         lists.sort(key=lambda n: -len(n.args[0]))  # an outer loop before the lists of its body
@@ -194,13 +200,14 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self.emitted.append(super().emit(*args, **kwargs))
         return self.emitted[-1]
 
-    def _roll(self, listed: Node) -> bool:
-        values, reasons = _listed_values(listed), []
-        for turned in (False, True):
+    def _roll(self, stack: Node) -> bool:
+        """Replace the loop that computes the operands of a stack or cat, in order or in reverse, if it is one."""
+        values, reasons = _stacked_values(stack), []
+        for reverse in (False, True):
             loop, self.emitted = LoopMatcher(self.budget), []
             try:
-                loop.read(values[::-1] if turned else values)
-                self._rewrite(listed, loop, turned)
+                loop.read(values[::-1] if reverse else values)
+                self._rewrite(stack, loop, reverse)
                 return True
             except NotALoop as reason:
                 self._erase_unused()
@@ -208,7 +215,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             finally:
                 self.budget = loop.budget
         if _is_chain(values):
-            self.note_refusal(listed, f"{len(values)} steps are not a scan: {reasons[values[0] > values[-1]]}")
+            self.note_refusal(stack, f"{len(values)} steps are not a scan: {reasons[values[0] > values[-1]]}")
         return False
 
     def _erase_unused(self) -> None:
@@ -217,103 +224,116 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             if not node.users:
                 self.graph.erase_node(node)
 
-    def _rewrite(self, listed: Node, loop: LoopMatcher, turned: bool) -> None:
+    def _rewrite(self, stack: Node, loop: LoopMatcher, reverse: bool) -> None:
+        """Replace a matched loop; `reverse` if the steps are the operands from last to first. Raises NotALoop."""
         operands = list(loop.operands())
         reads_rolled = any(isinstance(x, IndexRead) and x.source in self.rolled for x in operands)
         if not reads_rolled and not any(isinstance(x, ColumnRef) and x.lag for x in operands):
             raise NotALoop("no recurrence")
-        roll = LoopBuilder(self, loop)
-        steps = [n for c in roll.columns for n in c.nodes]
-        owned = set(steps)
-        readers = [(u, n) for n in steps for u in n.users if u is not listed and u not in owned]
-        anchor = _find_anchor(roll.compute_shared(), owned, [listed, *(u for u, _ in readers)])
+        builder = LoopBuilder(self, loop)
+        steps = [n for c in builder.columns for n in c.nodes]
+        step_set = set(steps)
+        outer_reads = [(user, n) for n in steps for user in n.users if user is not stack and user not in step_set]
+        anchor = _find_anchor(builder.shared_nodes(), step_set, [stack, *(user for user, _ in outer_reads)])
         with self.insert_after(anchor), restore_autocast(anchor):
-            found = roll.run()
-            if not reads_rolled and not roll.scans:
+            values = builder.run()
+            if not reads_rolled and not builder.scans:
                 raise NotALoop("no recurrence")
-            result = self._arrange(found if turned == roll.reverse else self.flip(found), listed)
-            fresh = [roll.step(n) for _, n in readers]
-        for (user, node), one in zip(readers, fresh):
-            user.replace_input_with(node, one)
-        listed.replace_all_uses_with(result)
-        self._erase_steps(listed, loop)
+            result = self._arrange(values if reverse == builder.reverse else self.flip(values), stack)
+            step_values = [builder.select_step(n) for _, n in outer_reads]
+        for (user, node), step_value in zip(outer_reads, step_values):
+            user.replace_input_with(node, step_value)
+        stack.replace_all_uses_with(result)
+        self._erase_steps(stack, loop)
 
-    def _arrange(self, found: BatchedValue, listed: Node) -> Node:
-        """Return the values of all steps in the layout of the list."""
-        dim = OpCall(listed)["dim"] % listed.meta["val"].ndim
-        stacked = self.move_steps(found, dim).node
-        if listed.target is aten.stack.default:
+    def _arrange(self, values: BatchedValue, stack: Node) -> Node:
+        """Return the values of all steps in the layout of a stack or cat."""
+        dim = OpCall(stack)["dim"] % stack.meta["val"].ndim
+        stacked = self.move_steps(values, dim).node
+        if stack.target is aten.stack.default:
             return stacked
         if stacked.target is aten.unsqueeze.default and stacked.args[1] == dim + 1:
             return stacked.args[0]
-        return self.compute(aten.flatten.using_ints, (stacked, dim, dim + 1), listed)
+        return self.compute(aten.flatten.using_ints, (stacked, dim, dim + 1), stack)
 
-    def _erase_steps(self, listed: Node, loop: LoopMatcher) -> None:
+    def _erase_steps(self, stack: Node, loop: LoopMatcher) -> None:
         """Erase the steps and the nodes that only they read."""
-        self.graph.erase_node(listed)
+        self.graph.erase_node(stack)
         inputs = [i for n in loop.owner for i in n.all_input_nodes if i not in loop.owner]
         for node in sorted(loop.owner, reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
         self._erase_unused()
-        cut = {i.args[0]: None for i in inputs if i.target is operator.getitem}
+        splits = {i.args[0]: None for i in inputs if i.target is operator.getitem}
         self.drop(*inputs)
-        for pieces in cut:
-            self._split_pieces(pieces)
+        for split in splits:
+            self._select_pieces(split)
         self.rolled.update(n for n in self.emitted if n.users)
 
-    def _split_pieces(self, pieces: Node) -> None:
+    def _select_pieces(self, split: Node) -> None:
         """Let remaining readers of an unbind or a split select their piece, so that no rank needs all pieces."""
-        for user in list(pieces.users):
-            found = indexed_read(user)
-            if found is not None:
-                source, dim, rows, index = found
-                args = (index * rows, (index + 1) * rows) if rows else (index,)
+        for user in list(split.users):
+            read = match_piece_read(user)
+            if read is not None:
+                rows, index = read.rows, read.index
+                positions = (index * rows, (index + 1) * rows) if rows else (index,)
                 target = aten.slice.Tensor if rows else aten.select.int
-                with self.insert_after(pieces):
-                    self.replace(user, self.compute(target, (source, dim, *args), user))
+                with self.insert_after(split):
+                    self.replace(user, self.compute(target, (read.source, read.dim, *positions), user))
 
 
-def _listed_values(listed: Node) -> list[Node]:
-    """Return the values of a stack, or of a cat of pieces of one size."""
-    values = list(listed.args[0])
-    if listed.target is aten.cat.default:
-        dim = OpCall(listed)["dim"]
+def _stacked_values(stack: Node) -> list[Node]:
+    """Return the values of a stack, or of a cat of pieces of one size; [] if there is one, or some are equal."""
+    values = list(stack.args[0])
+    if stack.target is aten.cat.default:
+        dim = OpCall(stack)["dim"]
         if len({node_shape(v)[dim] for v in values}) > 1:
             return []
     return values if len(set(values)) == len(values) > 1 else []
 
 
 def _is_chain(values: list[Node]) -> bool:
-    """Return True if the last value depends on the previous one through nodes made for the previous one."""
+    """Return True if the last of three values or more is computed from nodes between the two values before it.
+
+    These nodes belong to the previous step, so that the values look like the states of a loop.
+    """
     if len(values) < 3 or any(v.op != "call_function" for v in values):
         return False
-    first, before, last = sorted(values)[-3:]
-    node = before.next
-    while True:
-        if any(first < i <= before for i in node.all_input_nodes):
+    first, previous, last = sorted(values)[-3:]
+    node = previous.next
+    while True:  # over the nodes after the previous value up to the last one
+        if any(first < i <= previous for i in node.all_input_nodes):
             return True
         if node is last:
             return False
         node = node.next
 
 
-def _find_anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> Node:
-    """Return the last shared node; after it, and before any reader, all steps can be computed at once."""
+def _find_anchor(shared: set[Node], steps: set[Node], readers: list[Node]) -> Node:
+    """Return the node after which all steps can be computed at once: the last shared node.
+
+    Args:
+        shared: The nodes outside of the loop that the steps read.
+        steps: The nodes of all steps.
+        readers: The nodes outside of the loop that read a step.
+
+    Raises:
+        NotALoop: A shared node depends on a step, a reader precedes a shared node, or the interpreter's state changes.
+    """
     if not shared:
         raise NotALoop("its steps read nothing")
     if any(is_written(node) for node in shared):
         raise NotALoop("a shared value is written in place")
-    anchor, tainted = max(shared), set(owned)
+    anchor, dependent = max(shared), set(steps)
     if any(reader < anchor for reader in readers):
         raise NotALoop("a step is read before all shared values are computed")
-    node, last = min(anchor, *owned), max(readers)
+    node, last = min(anchor, *steps), max(readers)
     while node is not last:
         if node.target in STATE_OPS:
             raise NotALoop("grad mode or autocast changes between its steps")
-        if node not in owned and any(i in tainted for i in node.all_input_nodes):
-            tainted.add(node)
+        if node not in steps and any(i in dependent for i in node.all_input_nodes):
+            dependent.add(node)
         node = node.next
-    if tainted & shared:
+    if dependent & shared:
         raise NotALoop("a shared value depends on a step")
     return anchor

@@ -1,13 +1,15 @@
 """Match the steps of an unrolled loop: equal nodes, and the operands in which they differ.
 
-A `StepColumn` has one node of every step. An operand of a step is one of
+A `StepColumn` has one node of every step. For h = tanh(x[:, t]) + h, the columns are the selects, the tanhs and the
+sums. An operand of a step is one of
 
     IndexRead     piece t of a tensor        select(x, dim, t), x[:, t * n : (t + 1) * n], unbind, split
     ColumnRef     a column's node of the same step, or of the previous step (lag 1)
     SeededList    an initial value at the first step, one of the above afterwards
     a node or a constant that all steps share
 
-Matching creates no nodes, and takes time linear in the number of nodes of the loop.
+Matching creates no nodes, and takes time linear in the number of nodes of the loop. Any part of the matcher and of the
+builder of loops raises `NotALoop` if the nodes are no loop; only `RerollLoops` catches it, and reports the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -31,7 +33,7 @@ COMMUTATIVE_OPS = (aten.add.Tensor, aten.mul.Tensor)
 
 
 class NotALoop(Exception):
-    """Error for values that are not those of a loop."""
+    """Error for a list of values that no loop computes; its message is the reason in the report."""
 
 
 @dataclass(eq=False)
@@ -77,7 +79,16 @@ class SeededList:
     """Operand whose first step is different."""
 
     seed: Any  # value at the first step
-    rest: IndexRead | ColumnRef  # operand from the second step on
+    later: IndexRead | ColumnRef  # operand from the second step on
+
+
+class PieceRead(NamedTuple):
+    """Read of one index of a dim, or of one of its equal pieces."""
+
+    source: Node  # tensor
+    dim: int  # dim that is indexed
+    rows: int  # rows of a piece, 0 for an index without the dim
+    index: int  # index of the row or of the piece
 
 
 Operand: TypeAlias = Any  # IndexRead | ColumnRef | SeededList | Node | a constant
@@ -88,10 +99,10 @@ class LoopMatcher:
 
     def __init__(self, budget: int) -> None:
         self.columns: list[StepColumn] = []
-        self.owner: dict[Node, tuple[StepColumn, int]] = {}
-        self.budget = budget  # maximum number of nodes to examine
+        self.owner: dict[Node, tuple[StepColumn, int]] = {}  # node to its column and step
+        self.budget = budget  # remaining number of nodes to examine
         self.root: Operand = None
-        self.length = 0
+        self.length = 0  # number of steps
 
     def read(self, values: Sequence[Node]) -> None:
         """Find the columns of a list of values.
@@ -104,7 +115,7 @@ class LoopMatcher:
         """
         if not values:
             raise NotALoop("no list")
-        self.root, self.length = self._operand([_skip_views(v) for v in values], 0), len(values)
+        self.root, self.length = self._match_operand([_skip_views(v) for v in values], 0), len(values)
         for column in self.columns:  # grows during the loop
             self._read_arguments(column)
 
@@ -112,37 +123,39 @@ class LoopMatcher:
         """Return the columns in topological order within a step."""
         last = min((c.end for c in self.columns), default=1) - 1
         if any(c.first > last for c in self.columns):
-            raise NotALoop("steps apart")
+            raise NotALoop("columns without a common step")
         return sorted(self.columns, key=lambda c: c.nodes[last - c.first])
 
     def operands(self) -> Iterator[Operand]:
         """Yield the operands of the root and of all columns; a SeededList yields its parts."""
         for operand in (self.root, *(x for c in self.columns for x in c.operands)):
-            yield from (operand.seed, operand.rest) if isinstance(operand, SeededList) else (operand,)
+            yield from (operand.seed, operand.later) if isinstance(operand, SeededList) else (operand,)
 
     def _read_arguments(self, column: StepColumn) -> None:
+        """Match the operands of a column; new columns are added to `columns`."""
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
         if any(spec != flat[0][1] for _, spec in flat[1:]):
             raise NotALoop("steps that differ in the structure of an op's arguments")
-        leaves = [[_skip_views(x) for x in found] for found, _ in flat]
-        if column.node.target in COMMUTATIVE_OPS and [isinstance(x, Node) for x in leaves[0]] == [True, False]:
-            leaves[0] = leaves[0] if leaves[-1][1] == leaves[0][1] else leaves[0][::-1]  # 0.0 * x is x * 0.0
-        column.operands = [self._operand(values, column.first) for values in zip(*leaves)]
+        leaves = [[_skip_views(x) for x in step_leaves] for step_leaves, _ in flat]
+        is_number_second = [isinstance(x, Node) for x in leaves[0]] == [True, False]
+        if column.node.target in COMMUTATIVE_OPS and is_number_second and leaves[-1][1] != leaves[0][1]:
+            leaves[0].reverse()  # x * 0.0 in the first step is 0.0 * x
+        column.operands = [self._match_operand(values, column.first) for values in zip(*leaves)]
 
-    def _operand(self, values: Sequence[Any], first: int) -> Operand:
-        head = values[0]
-        if all(_is_same(v, head) for v in values[1:]):
-            return head
-        found = self._find_column(values, first) or _match_reading(values, first)
-        if found is None and not self._are_similar(values):
-            rest = values[1:]
-            found = self._find_column(rest, first + 1) or _match_reading(rest, first + 1)
-            if found is None and self._are_similar(rest) and len(rest) > 1:
-                found = ColumnRef(self._column(rest, first + 1), 0)
-            if found is None or (isinstance(head, Node) and not is_tensor(head)):
-                raise NotALoop("steps that differ")
-            return SeededList(head, found)
-        return found or ColumnRef(self._column(values, first), 0)
+    def _match_operand(self, values: Sequence[Any], first: int) -> Operand:
+        """Return the operand with these values at the steps first, first + 1, ...; raise NotALoop if there is none."""
+        seed, later_values = values[0], values[1:]
+        if all(_is_same(v, seed) for v in later_values):
+            return seed
+        operand = self._find_column(values, first) or _match_index_read(values, first)
+        if operand is not None or _are_similar(values):
+            return operand or ColumnRef(self._add_column(values, first), 0)
+        later = self._find_column(later_values, first + 1) or _match_index_read(later_values, first + 1)
+        if later is None and _are_similar(later_values) and len(later_values) > 1:
+            later = ColumnRef(self._add_column(later_values, first + 1), 0)
+        if later is None or (isinstance(seed, Node) and not is_tensor(seed)):
+            raise NotALoop("steps that differ")
+        return SeededList(seed, later)
 
     def _find_column(self, values: Sequence[Any], first: int) -> ColumnRef | None:
         """Return a reference to the column of the nodes, at the same or the previous step, or None."""
@@ -154,7 +167,8 @@ class LoopMatcher:
         lag = first - step
         return ColumnRef(column, lag) if lag in (0, 1) and column_values == list(values) else None
 
-    def _column(self, values: Sequence[Node], first: int) -> StepColumn:
+    def _add_column(self, values: Sequence[Node], first: int) -> StepColumn:
+        """Add the column with these nodes at the steps first, first + 1, ..., and return it."""
         self.budget -= len(values)
         if self.budget < 0 or any(v in self.owner for v in values):
             raise NotALoop("a node is in several positions of its steps, or there are too many steps")
@@ -163,15 +177,16 @@ class LoopMatcher:
         self.owner.update({v: (column, first + i) for i, v in enumerate(values)})
         return column
 
-    def _are_similar(self, values: Sequence[Any]) -> bool:
-        """Return True for calls of one pure op with results of one kind."""
-        if any(not isinstance(v, Node) or v.op != "call_function" for v in values):
-            return False
-        head = values[0]
-        if not is_pure(head) or any(v.target is not head.target for v in values):
-            return False
-        kind = _value_kind(head)
-        return all(_value_kind(v) == kind for v in values)
+
+def _are_similar(values: Sequence[Any]) -> bool:
+    """Return True for calls of one pure op with results of one shape, dtype and device."""
+    if any(not isinstance(v, Node) or v.op != "call_function" for v in values):
+        return False
+    head = values[0]
+    if not is_pure(head) or any(v.target is not head.target for v in values):
+        return False
+    kind = _value_kind(head)
+    return all(_value_kind(v) == kind for v in values)
 
 
 def _skip_views(x: Any) -> Any:
@@ -180,32 +195,40 @@ def _skip_views(x: Any) -> Any:
 
 
 def _is_same(a: Any, b: Any) -> bool:
+    """Return True for the same node, or equal constants of one type."""
     if isinstance(a, Node) or isinstance(b, Node):
         return a is b
     return type(a) is type(b) and bool(a == b)
 
 
 def _value_kind(node: Node) -> Any:
+    """Return (shape, dtype, device) of a tensor, else the type of the node's value."""
     value = node.meta.get("val")
     return (as_sizes(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else type(value)
 
 
-def _match_reading(values: Sequence[Any], first: int) -> IndexRead | Node | None:
-    """Return reads of one dim of one tensor, in order or reverse; the node if all indices are equal."""
-    reads = [indexed_read(v) for v in values]
-    head = reads[0]
-    if head is None or any(r is None or r[1:3] != head[1:3] or not is_same_call(r[0], head[0]) for r in reads):
+def _match_index_read(values: Sequence[Any], first: int) -> IndexRead | Node | None:
+    """Return reads of one dim of one tensor, in order or in reverse; the node if all indices are equal; else None.
+
+    Args:
+        values: The values at the steps first, first + 1, ...
+        first: The first step.
+    """
+    reads = [read for read in map(match_piece_read, values) if read is not None]
+    if len(reads) < len(values):
         return None
-    at = [r[3] for r in reads if r is not None]
-    stride = at[1] - at[0] if len(at) > 1 else 1
-    if any(b - a != stride for a, b in pairwise(at)) or stride not in (-1, 0, 1):
+    source, dim, rows, start = reads[0]
+    if any((read.dim, read.rows) != (dim, rows) or not is_same_call(read.source, source) for read in reads):
         return None
-    source, dim, rows = head[:3]
-    return values[0] if stride == 0 else IndexRead(source, dim, at[0] - stride * first, stride, rows)
+    strides = {b.index - a.index for a, b in pairwise(reads)} or {1}
+    if len(strides) > 1 or not strides <= {-1, 0, 1}:
+        return None
+    stride = strides.pop()
+    return values[0] if stride == 0 else IndexRead(source, dim, start - stride * first, stride, rows)
 
 
-def indexed_read(node: Any) -> tuple[Node, int, int, int] | None:
-    """Return (source, dim, rows, index) of a node that reads one index (rows = 0) or one piece of a dim."""
+def match_piece_read(node: Any) -> PieceRead | None:
+    """Return the read of a node that reads one index or one of the equal pieces of a dim; None for other nodes."""
     piece = match_piece(node)
     if piece is None or not isinstance(piece.start, int) or not isinstance(piece.length, int) or not piece.length:
         return None
@@ -214,4 +237,4 @@ def indexed_read(node: Any) -> tuple[Node, int, int, int] | None:
     rows = piece.length if piece.keeps_dim else 0
     if rows > 1 and (piece.step != 1 or piece.start % rows):
         return None
-    return piece.source, piece.dim, rows, piece.start // max(rows, 1)
+    return PieceRead(piece.source, piece.dim, rows, piece.start // max(rows, 1))

@@ -5,8 +5,9 @@
     ops along dims, einsum           the op itself, with shifted dims
     everything else                  the ops that torch.func.vmap creates
 
-Ops and the dim of the steps are preserved where possible, so that rules and later passes see the graph of a model
-without a loop. Unchanged: ops without a vmap rule, random draws.
+A step of shape (B, D) becomes one node of shape (B, S, D), a `BatchedValue` whose `time` is 1. Ops and the dim of the
+steps are preserved where possible, so that rules and later passes see the graph of a model without a loop. Unchanged:
+ops without a vmap rule, random draws.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from sp_compile.lowering.torch_compat import pytree
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
@@ -66,22 +67,19 @@ class BatchedOps(GraphEditor):
     """Editor that appends ops on batched values at the insertion point of the graph."""
 
     def move_steps(self, x: BatchedValue, time: int) -> BatchedValue:
-        """Move the dim of the steps to position `time`."""
+        """Move the dim of the steps to position `time`, by one permutation with one that `x` ends in."""
         if x.time == time:
             return x
-        order = [d for d in range(x.ndim + 1) if d != x.time]
+        node, order = x.node, [d for d in range(x.ndim + 1) if d != x.time]
         order.insert(time, x.time)
-        return BatchedValue(self._permute(x.node, order), time)
-
-    def _permute(self, node: Node, order: list[int]) -> Node:
         if node.target is aten.permute.default:
             node, order = node.args[0], [node.args[1][d] for d in order]
-        if order == sorted(order):
-            return node
-        return self.compute(aten.permute.default, (node, order), node)
+        if order != sorted(order):
+            node = self.compute(aten.permute.default, (node, order), node)
+        return BatchedValue(node, time)
 
     def narrow(self, x: BatchedValue, start: int, length: int) -> BatchedValue:
-        """Return `length` steps from `start` on."""
+        """Return `length` steps from `start` on. Raises NotALoop if there are fewer."""
         extent = x.node.meta["val"].shape[x.time]
         if start < 0 or start + length > extent:
             raise NotALoop("steps out of range")
@@ -101,28 +99,25 @@ class BatchedOps(GraphEditor):
         shape[x.time : x.time + 1] = [exact_quotient(shape[x.time], rows), rows]
         return BatchedValue(self.reshape(x.node, shape, x.node), x.time)
 
-    def append_step(self, seed: Value, rest: BatchedValue, last: bool) -> BatchedValue:
-        """Add a step before the rest, or after it if `last` is True."""
-        one = self.unsqueeze(self.expand_to(seed, rest.shape, rest.node), rest.time)
-        parts = [rest.node, one] if last else [one, rest.node]
-        return BatchedValue(self.compute(aten.cat.default, (parts, rest.time), rest.node), rest.time)
+    def append_step(self, seed: Value, later: BatchedValue, last: bool) -> BatchedValue:
+        """Add a step with the value `seed` before the steps `later`, or after them if `last` is True."""
+        step = self.unsqueeze(self.expand_to(seed, later.shape, later.node), later.time)
+        parts = [later.node, step] if last else [step, later.node]
+        return BatchedValue(self.compute(aten.cat.default, (parts, later.time), later.node), later.time)
 
     def expand_to(self, x: Value, shape: Sequence[Size], like: Node) -> Node:
-        """Expand a node or a number to `shape` and the dtype of `like`, without rounding."""
-        value, wanted = like.meta["val"], self.sizes.list(shape)
+        """Expand a node or a number to `shape` and the dtype of `like`, without rounding. Raises NotALoop."""
+        value, sizes = like.meta["val"], self.sizes.list(shape)
         if not isinstance(x, Node):
             options = {"dtype": value.dtype, "device": value.device}
-            return self.compute(aten.full.default, (wanted, x), like, options)
-        found = x.meta["val"]
-        extents = as_sizes(found.shape)
-        rounds = found.ndim and torch.promote_types(found.dtype, value.dtype) != value.dtype
-        grows = all(a == 1 or is_same_size(a, b) for a, b in zip(extents[::-1], shape[::-1]))
-        if rounds or not grows or len(extents) > len(shape):
+            return self.compute(aten.full.default, (sizes, x), like, options)
+        x_value, x_shape = x.meta["val"], node_shape(x)
+        rounds = x_value.ndim and torch.promote_types(x_value.dtype, value.dtype) != value.dtype
+        broadcasts = all(a == 1 or is_same_size(a, b) for a, b in zip(x_shape[::-1], shape[::-1]))
+        if rounds or not broadcasts or len(x_shape) > len(shape):
             raise NotALoop("a value of another type")
         x = self.cast(x, value.dtype, x)
-        if is_same_shape(extents, shape):
-            return x
-        return self.compute(aten.expand.default, (x, wanted), x)
+        return x if is_same_shape(x_shape, shape) else self.compute(aten.expand.default, (x, sizes), x)
 
     def unsqueeze(self, node: Node, dim: int, count: int = 1) -> Node:
         """Insert `count` dims of size 1."""
@@ -131,7 +126,11 @@ class BatchedOps(GraphEditor):
         return node
 
     def align(self, x: Value, trailing_dims: int) -> Value:
-        """Insert dims after the dim of the steps (or its position), so that the operand broadcasts."""
+        """Return an operand that broadcasts with values that have `trailing_dims` dims after that of the steps.
+
+        A batched value gets its dim of the steps at that position. Other tensors get a dim of size 1 there if they have
+        more dims, and numbers are returned unchanged.
+        """
         if isinstance(x, BatchedValue):
             if x.ndim >= trailing_dims:
                 return self.move_steps(x, x.ndim - trailing_dims).node
@@ -149,24 +148,21 @@ class BatchedOps(GraphEditor):
 
         Returns:
             The batched result.
+
+        Raises:
+            NotALoop: The op cannot be batched.
         """
         if node.target is operator.getitem:
             return leaves[0][leaves[1]]
-        for way in (
-            _batch_pointwise,
-            _batch_identity_view,
-            _batch_matmul,
-            _batch_trailing,
-            _batch_dim_op,
-            _batch_einsum,
-        ):
-            found = way(self, node, leaves)
-            if found is not None and _has_spec(found, node):
-                return found
-        found = self._vmap(node, leaves)
-        if not _has_spec(found, node):
+        batchers = (_batch_pointwise, _batch_view, _batch_matmul, _batch_trailing, _batch_dim_op, _batch_einsum)
+        for batch_op in batchers:
+            result = batch_op(self, node, leaves)
+            if result is not None and _is_batch_of(result, node):
+                return result
+        result = self._vmap(node, leaves)
+        if not _is_batch_of(result, node):
             raise NotALoop(f"{node.target} has another meaning for batched steps")
-        return found
+        return result
 
     def pointwise(self, target: Any, *operands: Value, like: Node) -> Value:
         """Apply a pointwise op; the result is batched if an operand is."""
@@ -174,46 +170,69 @@ class BatchedOps(GraphEditor):
             return self.compute(target, operands, like)
         return self.broadcast(target, pytree.tree_flatten((operands, {}))[1], operands, like)
 
-    def broadcast(self, target: Any, spec: Any, leaves: Sequence[Value], like: Node, rows: int = 0) -> BatchedValue:
-        """Apply an op whose operands broadcast except for the last `rows` dims."""
-        steps = [x for x in leaves if isinstance(x, BatchedValue)]
+    def broadcast(
+        self, target: Any, spec: Any, leaves: Sequence[Value], like: Node, fixed_dims: int = 0
+    ) -> BatchedValue:
+        """Apply an op whose operands broadcast except for the last `fixed_dims` dims.
+
+        Args:
+            target: The op.
+            spec: The pytree spec of its (args, kwargs).
+            leaves: The leaves of its arguments, some of them batched.
+            like: The node whose metadata the new node copies.
+            fixed_dims: The number of last dims that do not broadcast.
+        """
         ndim = max(step_ndim(x) for x in leaves)
-        trailing = max((x for x in steps if x.trailing_dims >= rows), key=lambda x: x.ndim, default=None)
-        place = ndim if trailing is None else trailing.trailing_dims
-        args, kwargs = pytree.tree_unflatten([self.align(x, place) for x in leaves], spec)
-        return BatchedValue(self.compute(target, args, like, kwargs), ndim - place)
+        # The dim of the steps stays where it is in the operand of most dims, if this is before the fixed dims.
+        candidates = [x for x in leaves if isinstance(x, BatchedValue) and x.trailing_dims >= fixed_dims]
+        largest = max(candidates, key=lambda x: x.ndim, default=None)
+        trailing_dims = ndim if largest is None else largest.trailing_dims
+        args, kwargs = pytree.tree_unflatten([self.align(x, trailing_dims) for x in leaves], spec)
+        return BatchedValue(self.compute(target, args, like, kwargs), ndim - trailing_dims)
 
     def _vmap(self, node: Node, leaves: Sequence[Value]) -> Value:
-        tensors = [i for i, x in enumerate(leaves) if isinstance(x, BatchedValue) or is_tensor(x)]
+        """Apply the op of one step to all steps by the ops of torch.func.vmap. Raises NotALoop if it has no rule."""
         operands = [self.move_steps(x, 0).node if isinstance(x, BatchedValue) else x for x in leaves]
-        plain = torch.fx.map_arg(operands, lambda n: n.meta["val"])
-        spec = _value_spec(node)
+        tensors = [i for i, x in enumerate(operands) if is_tensor(x)]
+        fake_leaves = torch.fx.map_arg(operands, lambda n: n.meta["val"])
+        spec = _argument_spec(node)
 
-        def step(*values: torch.Tensor) -> Any:
+        def run_step(*values: torch.Tensor) -> Any:
             """Run the node's function on tensors of one step."""
-            filled = list(plain)
+            step_leaves = list(fake_leaves)
             for i, x in zip(tensors, values):
-                filled[i] = x
-            args, kwargs = pytree.tree_unflatten(filled, spec)
+                step_leaves[i] = x
+            args, kwargs = pytree.tree_unflatten(step_leaves, spec)
             return node.target(*args, **kwargs)
 
-        values = [plain[i].detach() for i in tensors]
+        values = [fake_leaves[i].detach() for i in tensors]
         dims = tuple(0 if isinstance(leaves[i], BatchedValue) else None for i in tensors)
         if not values:
             raise NotALoop("lists of values")
         try:
-            body = trace_function(torch.func.vmap(step, in_dims=dims), values)
+            body = trace_function(torch.func.vmap(run_step, in_dims=dims), values)
         except (RuntimeError, ValueError) as error:
             raise NotALoop(f"{node.target} cannot be batched") from error
-        return self._inline(body, [operands[i] for i in tensors], node)
-
-    def _inline(self, body: GraphModule, operands: list[Node], like: Node) -> Value:
         if any(n.op not in ("placeholder", "call_function", "output") for n in body.graph.nodes):
-            raise NotALoop(f"{like.target} contains constants")
-        out = self.inline(body, operands, like)
+            raise NotALoop(f"{node.target} contains constants")
+        out = self.inline(body, [operands[i] for i in tensors], node)
         if not all(is_tensor(x) for x in pytree.tree_leaves(out)):
-            raise NotALoop(f"{like.target} does not return tensors")
+            raise NotALoop(f"{node.target} does not return tensors")
         return [BatchedValue(x, 0) for x in out] if isinstance(out, list | tuple) else BatchedValue(out, 0)
+
+
+def _argument_spec(node: Node) -> Any:
+    """Return the pytree spec of the node's (args, kwargs)."""
+    return pytree.tree_flatten((node.args, node.kwargs))[1]
+
+
+def _is_batch_of(batched: Value, node: Node) -> bool:
+    """Return True if a step of the batched value, or of each of a list, has the shape and dtype of the node."""
+    results, values = (x if isinstance(x, list | tuple) else [x] for x in (batched, node.meta["val"]))
+    if not all(isinstance(value, torch.Tensor) for value in values) or len(results) != len(values):
+        return False
+    pairs = zip(results, values)
+    return all(x.node.meta["val"].dtype == y.dtype and is_same_shape(x.shape, as_sizes(y.shape)) for x, y in pairs)
 
 
 def step_ndim(x: Value) -> int:
@@ -221,20 +240,6 @@ def step_ndim(x: Value) -> int:
     if isinstance(x, BatchedValue):
         return x.ndim
     return int(x.meta["val"].ndim) if is_tensor(x) else 0
-
-
-def _value_spec(node: Node) -> Any:
-    return pytree.tree_flatten((node.args, node.kwargs))[1]
-
-
-def _has_spec(found: Value, node: Node) -> bool:
-    """Return True if a step of the value has the shape and dtype of the node."""
-    found, wanted = (x if isinstance(x, list | tuple) else [x] for x in (found, node.meta["val"]))
-    if not all(isinstance(y, torch.Tensor) for y in wanted):
-        return False
-    pairs = list(zip(found, wanted))
-    fits = all(x.node.meta["val"].dtype == y.dtype and is_same_shape(x.shape, as_sizes(y.shape)) for x, y in pairs)
-    return fits and len(found) == len(wanted)
 
 
 def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
@@ -248,44 +253,41 @@ def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Ba
     for dims in rule.operands:
         if len(dims) > len(result) or any(f not in ("", g) for f, g in zip(dims[::-1], result[::-1])):
             return None
-    return ops.broadcast(node.target, _value_spec(node), leaves, node)
+    return ops.broadcast(node.target, _argument_spec(node), leaves, node)
 
 
-def _batch_identity_view(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """Batch a view to an equal shape."""
+def _batch_view(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
+    """Batch a view to an equal shape as the operand itself."""
     return leaves[0] if is_copy(node) and isinstance(leaves[0], BatchedValue) else None
 
 
 def _batch_matmul(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
+    """Batch products of matrices; a shared (K, N) matrix on the right multiplies the last dim as it is."""
     if node.target not in MATMULS:
         return None
     left, right = leaves
-    if (
-        isinstance(left, BatchedValue)
-        and left.trailing_dims
-        and step_ndim(right) == 2
-        and not isinstance(right, BatchedValue)
-    ):
+    is_shared_right = step_ndim(right) == 2 and not isinstance(right, BatchedValue)
+    if is_shared_right and isinstance(left, BatchedValue) and left.trailing_dims:
         return BatchedValue(ops.compute(aten.matmul.default, (left.node, right), node), left.time)
     if min(step_ndim(x) for x in leaves) < 2:
         return None
-    return ops.broadcast(aten.matmul.default, _value_spec(node), leaves, node, rows=2)
+    return ops.broadcast(aten.matmul.default, _argument_spec(node), leaves, node, fixed_dims=2)
 
 
 def _batch_trailing(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
     """Batch ops on the last dims of the first operand that accept any number of leading dims."""
-    rows = {aten.linear.default: 1}.get(node.target, 0)
     if node.target in (aten.layer_norm.default, aten.rms_norm.default):
-        rows = len(node.args[1])
-    x = leaves[0]
-    if (
-        not rows
-        or not isinstance(x, BatchedValue)
-        or x.trailing_dims < rows
-        or any(isinstance(y, BatchedValue) for y in leaves[1:])
-    ):
+        num_dims = len(node.args[1])
+    elif node.target is aten.linear.default:
+        num_dims = 1
+    else:
         return None
-    args, kwargs = pytree.tree_unflatten([x.node, *leaves[1:]], _value_spec(node))
+    x, *parameters = leaves
+    if not isinstance(x, BatchedValue) or x.trailing_dims < num_dims:
+        return None
+    if any(isinstance(y, BatchedValue) for y in parameters):
+        return None
+    args, kwargs = pytree.tree_unflatten([x.node, *parameters], _argument_spec(node))
     return BatchedValue(ops.compute(node.target, args, node, kwargs), x.time)
 
 
@@ -295,33 +297,34 @@ def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value
     if not isinstance(x, BatchedValue) or any(isinstance(y, BatchedValue) or is_tensor(y) for y in leaves[1:]):
         return None
     call = OpCall(node)
-    named = {name: value for name, value in call.args.items() if "dim" in name and name != "keepdim"}
-    if not named or not DIM_ARGUMENTS.issuperset(named):
+    dim_args = {name: value for name, value in call.args.items() if "dim" in name and name != "keepdim"}
+    if not dim_args or not DIM_ARGUMENTS.issuperset(dim_args):
         return None
     ndim = x.ndim + (node.target is aten.unsqueeze.default)
-    moved = pytree.tree_map(lambda d: _shift_dim(d, x.time, ndim), named)
-    if any(d is None for d in pytree.tree_leaves(moved)):
+    shifted_args = pytree.tree_map(lambda d: _shift_dim(d, x.time, ndim), dim_args)
+    if any(d is None for d in pytree.tree_leaves(shifted_args)):
         return None
-    args, kwargs = call.with_operands([x.node], **moved)
+    args, kwargs = call.with_operands([x.node], **shifted_args)
     out = ops.compute(node.target, args, node, kwargs)
-    places = _untouched_dims(out, x.time)
-    if places is None:
+    times = _result_times(out, x.time)
+    if times is None:
         return None
     if isinstance(out.meta["val"], torch.Tensor):
-        return BatchedValue(out, places[0])
-    each = [ops.emit(operator.getitem, (out, i), v, node) for i, v in enumerate(out.meta["val"])]
-    return [BatchedValue(one, time) for one, time in zip(each, places)]
+        return BatchedValue(out, times[0])
+    results = [ops.emit(operator.getitem, (out, i), value, node) for i, value in enumerate(out.meta["val"])]
+    return list(map(BatchedValue, results, times))
 
 
 def _shift_dim(dim: Any, time: int, ndim: int) -> int | None:
+    """Return a dim of a step, of `ndim` dims, as a dim of a batched value; None if it is no number."""
     if not isinstance(dim, int):
         return None
     dim %= max(ndim, 1)
     return dim if dim < time else dim + 1
 
 
-def _untouched_dims(node: Node, time: int) -> list[int] | None:
-    """Return the dim of each result that equals dim `time` of the operand."""
+def _result_times(node: Node, time: int) -> list[int] | None:
+    """Return the dim of each result that equals dim `time` of the operand, None if the op works along it."""
     _, rule = lookup_rule(node) or (None, None)
     if rule is None or rule.reshapes or rule.kind(rule.operands[0][time]) != "pass":
         return None
@@ -332,18 +335,18 @@ def _untouched_dims(node: Node, time: int) -> list[int] | None:
 
 
 def _batch_einsum(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """Batch einsum with another letter for the steps."""
+    """Batch einsum with another letter for the steps: "ij,jk->ik" becomes "aij,jk->aik"."""
     if node.target is not aten.einsum.default:
         return None
-    text = str(leaves[0]).replace(" ", "")
-    before, arrow, after = text.partition("->")
-    terms, operands = before.split(","), leaves[1:]
-    letter = next((x for x in string.ascii_letters if x not in text), "")
-    if not arrow or "." in text or not letter or len(terms) != len(operands):
+    equation = str(leaves[0]).replace(" ", "")
+    inputs, arrow, output = equation.partition("->")
+    terms, operands = inputs.split(","), leaves[1:]
+    letter = next((x for x in string.ascii_letters if x not in equation), "")
+    if not arrow or "." in equation or not letter or len(terms) != len(operands):
         return None
     times = [x.time if isinstance(x, BatchedValue) else None for x in operands]
-    at = min(next(t for t in times if t is not None), len(after))
+    time = min(next(t for t in times if t is not None), len(output))
     terms = [term if t is None else term[:t] + letter + term[t:] for term, t in zip(terms, times)]
-    text = f"{','.join(terms)}->{after[:at]}{letter}{after[at:]}"
+    equation = f"{','.join(terms)}->{output[:time]}{letter}{output[time:]}"
     nodes = [x.node if isinstance(x, BatchedValue) else x for x in operands]
-    return BatchedValue(ops.compute(node.target, (text, nodes), node), at)
+    return BatchedValue(ops.compute(node.target, (equation, nodes), node), time)
