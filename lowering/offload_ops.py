@@ -16,8 +16,7 @@ from torch import Tensor
 from sp_compile.lowering.base.library import opaque
 
 _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
-_pending_copies: dict[int, torch.cuda.Event] = {}
-"""Events of running copies, by the address of their target."""
+_pending_copies: dict[int, torch.cuda.Event] = {}  # events of running copies, by the address of their target
 
 
 def _start_copy(to: Tensor, of: Tensor, device: torch.device) -> Tensor:

@@ -9,11 +9,11 @@ from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
+# functions and modules that are exported by name
 _PASS_MODULES = {
     **{name: f"base:{name}" for name in ("PASSES", "check_pass_order", "iterate_passes", "register_pass")},
     "validate": "localize.validate_shapes:validate",
 }
-"""Functions and modules that are exported by name."""
 
 
 @cache

@@ -43,8 +43,7 @@ from .context import Note, NoteKind, PassContext, PassRun
 
 log = logging.getLogger(__name__)
 
-CAPTURED_PROPERTIES = frozenset({"captured"})
-"""Properties of a graph before the first pass."""
+CAPTURED_PROPERTIES = frozenset({"captured"})  # properties of a graph before the first pass
 
 
 class Pass(PassBase, GraphEditor):
@@ -223,8 +222,8 @@ class CollectivePass(Pass):
 
 
 P = TypeVar("P", bound=Pass)
+# Canonical and collective passes, by name; `with PASSES.register(...)` registers one for a block
 PASSES: Table[type[Pass]] = Table("passes")
-"""Canonical and collective passes, by name; `with PASSES.register(...)` registers one for a block."""
 
 
 def register_pass(pass_class: type[P]) -> type[P]:

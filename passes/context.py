@@ -29,32 +29,27 @@ from .propagate import propagate
 class NoteKind(Enum):
     """The kinds of lines of the report, which shows the values. `Note.label` adds the subject."""
 
+    # A pass changed the node. Subject: the pass, or the change where a pass has several ("packed", "cancelled").
     REWRITTEN = "rewritten"
-    """A pass changed the node. Subject: the pass, or the change where a pass has several ("packed", "cancelled")."""
+    # A pass, a layout or an option was considered and not applied. Subject: that pass, layout or option.
     DECLINED = "declined"
-    """A pass, a layout or an option was considered and not applied. Subject: that pass, layout or option."""
-    GATHERED = "gather"
-    """An operand of the node is gathered, since no pass runs the node on shards. Subject: the pass."""
+    GATHERED = "gather"  # An operand of the node is gathered, since no pass runs the node on shards. Subject: the pass.
+    # Every rank runs the graph, or the node, on all rows. Subject: the pass, or "capture" of a graph as written.
     REPLICATED = "replicated"
-    """Every rank runs the graph, or the node, on all rows. Subject: the pass, or "capture" of a graph as written."""
+    # As REPLICATED, of a graph that eager code gave gathered inputs only; the backend warns. Subject: the pass.
     SEQUENCE_LOST = "sequence lost"
-    """As REPLICATED, of a graph that eager code gave gathered inputs only; the backend warns. Subject: the pass."""
-    KEPT_SHARDED = "in shards"
-    """An input stays sharded, as an earlier graph returned it. Subject: the input."""
+    KEPT_SHARDED = "in shards"  # An input stays sharded, as an earlier graph returned it. Subject: the input.
+    # A sharded input or result is gathered at the edge of a graph. Subject: the input or the result.
     UNSHARDED = "unsharded"
-    """A sharded input or result is gathered at the edge of a graph. Subject: the input or the result."""
-    SAVED = "saved"
-    """Results in checkpointed regions are saved for the backward. Subject: "attention"."""
+    SAVED = "saved"  # Results in checkpointed regions are saved for the backward. Subject: "attention".
+    # Results in checkpointed regions are computed again in the backward. Subject: "attention".
     RECOMPUTED = "recomputed"
-    """Results in checkpointed regions are computed again in the backward. Subject: "attention"."""
-    GRAPH_BREAK = "graph break"
-    """The graph ends where Dynamo continues in Python. Subject: "capture"."""
-    EXTRAPOLATED = "extrapolated"
-    """A few layers were examined for all of their kind. Subject: the list of layers."""
+    GRAPH_BREAK = "graph break"  # The graph ends where Dynamo continues in Python. Subject: "capture".
+    EXTRAPOLATED = "extrapolated"  # A few layers were examined for all of their kind. Subject: the list of layers.
 
 
+# kinds of notes on work that every rank does on all rows
 FALLBACKS = (NoteKind.GATHERED, NoteKind.REPLICATED, NoteKind.SEQUENCE_LOST)
-"""Kinds of notes on work that every rank does on all rows."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +74,10 @@ class Note:
 class RefusalKind(Enum):
     """The reasons for which a graph cannot be split with its inputs."""
 
+    # A complete model in which no sequence is found. Other lengths, as constants, may show one.
     NO_SEQUENCE = "no sequence"
-    """A complete model in which no sequence is found. Other lengths, as constants, may show one."""
+    # The rows of the inputs are in an order in which the graph cannot run. It may run on gathered inputs.
     ROW_ORDER = "row order"
-    """The rows of the inputs are in an order in which the graph cannot run. It may run on gathered inputs."""
 
 
 @dataclass(frozen=True)

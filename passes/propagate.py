@@ -327,8 +327,8 @@ def _is_mask_use(node: Node, user: Node) -> bool:
 
 
 INVARIANT = "it is replicated, so the gradient that it returns is replicated, too"
+# returns the reason why a call with operands of these placements should not run on shards, or None
 DeclineRule = Callable[[OpCall, BoundRule | None, Sequence[Placement]], str | None]
-"""Returns the reason why a call with operands of these placements should not run on shards, or None."""
 
 
 def propagate(

@@ -23,8 +23,8 @@ from sp_compile.runtime.agreement import all_gather_object, publish_failure
 
 __all__ = ["Replica", "SequenceSampler", "replica_of"]
 
+# mesh axes along which ranks take the same batch, besides the axes of strategies
 SAME_BATCH = frozenset({"sp", "cp", "tp", "ep", "etp", "pp"})
-"""Mesh axes along which ranks take the same batch, besides the axes of strategies."""
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,7 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
 
 WHEN_COMPILED = "Omit the option, or compile the model with torch.compile(model, backend='sp')."
 _COMPILE_OPTIONS = "returns a module that is not compiled yet"
+# options that `parallelize` rejects, since they apply to the joint graph or to its compilation, and the reasons
 CALL_OPTIONS = {
     "inputs": "supports only programs with a fixed sequence length",
     "compiler": _COMPILE_OPTIONS,
@@ -200,4 +201,3 @@ CALL_OPTIONS = {
     "sequence_parallel_linear": "does not change layers over the program's own groups",
     "merge_reductions": "does not merge reductions",
 }
-"""Options that `parallelize` rejects, since they apply to the joint graph or to its compilation, and the reasons."""

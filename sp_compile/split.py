@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 DTENSORS = "mesh: DTensor parameters are not supported on a mesh with an axis of the sequence."
 GRAPH_BREAK_NOTE = "torch.compile ends the graph here and continues in Python"
+# index of the input, and dim, of which each symbolic length is the size, from `symbol_sources`
 Symbols = Mapping[sympy.Symbol, tuple[int, int | None]]
-"""Index of the input, and dim, of which each symbolic length is the size, from `symbol_sources`."""
 
 
 @dataclass

@@ -23,13 +23,13 @@ from sp_compile.runtime.sharded_values import rebuild_views
 from .pipeline import CALL_OPTIONS
 from .rank_program import RankProgram
 
+# options that `verify` rejects, and the reasons
 REFUSED_OPTIONS = {
     **dict.fromkeys(CALL_OPTIONS, "compiles nothing"),
     **DRY_RUN_OPTIONS,
     **MEMORY_OPTIONS,
     **dict.fromkeys(("inputs", "outputs", "param_grads"), "compares complete results and gradients"),
 }
-"""Options that `verify` rejects, and the reasons."""
 
 
 def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **config: Any) -> Report:

@@ -31,7 +31,7 @@ class DeferredOperand(NamedTuple):
     """The source of an operand of a deferred graph, in a call of the program."""
 
     is_argument: bool  # True: an argument of the program; False: one of its results
-    index: int  # of the argument or the result
+    position: int  # of the argument or the result
     grad_token: int | None  # index of the result that is the token of the operand's gradient (`grad_tokens.py`)
 
 
@@ -51,7 +51,9 @@ class DeferredGraph:
             results: Results of the program.
             description: Description of the result in errors.
         """
-        values = [(arguments if operand.is_argument else results)[operand.index].detach() for operand in self.operands]
+        values = [
+            (arguments if operand.is_argument else results)[operand.position].detach() for operand in self.operands
+        ]
         with_grad = [i for i, operand in enumerate(self.operands) if operand.grad_token is not None]
         versions, samples = tensor_versions(values).tolist(), _sample_elements(values)
         like = values[0].new_empty((), dtype=self.like.dtype)

@@ -95,7 +95,7 @@ NEVER_SENT = 0x5B_0057  # tag of a message that is never sent
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of the group's collectives."""
-    backend_options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    backend_options: list[Any] = [getattr(group._get_backend(kind), "options", None) for kind in group._device_types]
     timeouts: list[timedelta] = [options._timeout for options in backend_options if hasattr(options, "_timeout")]
     return min(timeouts, default=timedelta(minutes=30))
 

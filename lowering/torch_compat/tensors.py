@@ -121,8 +121,8 @@ class _ElementAddresses:
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if two strided tensors may share an element; also if that is too expensive to decide."""
-    arrays = [numpy.asarray(_ElementAddresses(x)) for x in (a, b)]
-    return bool(numpy.may_share_memory(*arrays, max_work=10_000))  # type: ignore[arg-type]
+    x, y = (numpy.asarray(_ElementAddresses(tensor)) for tensor in (a, b))
+    return bool(numpy.may_share_memory(x, y, max_work=10_000))  # type: ignore[arg-type]
 
 
 def follows_from_guards(mode: FakeTensorMode | None, fact: Any) -> bool:
@@ -223,8 +223,8 @@ def is_symbolic(x: torch.Tensor) -> bool:
     return any(isinstance(extent, torch.SymInt) for extent in x.shape)
 
 
+# True if graphs compiled with symbolic sizes outside of Dynamo accept other sizes. 2.11 specializes.
 SYMBOLIC_GRAPHS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-"""True if graphs compiled with symbolic sizes outside of Dynamo accept other sizes. 2.11 specializes."""
 
 
 def check_guards(fakes: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:

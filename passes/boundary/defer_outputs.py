@@ -54,7 +54,7 @@ class DeferOutputs(Pass):
             graph, operands = _extract_graph(gm, recomputed, node)
             sources = tuple(_return_operand(x, leaves, context.trains) for x in operands)
             # The output itself becomes a computed operand, of which every rank has rows, too.
-            computed = next(leaves[source.index] for source in sources if not source.is_argument)
+            computed = next(leaves[source.position] for source in sources if not source.is_argument)
             result = DeferredGraph(graph, node.meta["val"], sources)
             for i in node_numbers:
                 leaves[i], deferred[i] = computed, result

@@ -48,8 +48,8 @@ SORT_OPS = (aten.sort.default, aten.sort.stable, *ARGSORT_OPS)
 SCATTER_OPS = (aten.index_put.default, aten._unsafe_index_put.default)
 FACTORIES_LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
 EXACT_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # of counts per group
+# products of rows (R, I), matrices (E, I, O) and the end of each group of rows (E,)
 GROUPED_MM_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
-"""Products of rows (R, I), matrices (E, I, O) and the end of each group of rows (E,)."""
 
 
 @register_pass

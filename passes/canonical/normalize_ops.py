@@ -146,6 +146,7 @@ def _normalize_log_softmax(node: Node) -> CallForm:
     return CallForm(aten.log_softmax.int, (call.operands[0], call["dim"], call["dtype"]))
 
 
+# canonical name of each alias
 _OP_ALIASES = dict(
     names.split("=")
     for names in (
@@ -155,7 +156,6 @@ _OP_ALIASES = dict(
         "special_softmax=softmax subtract=sub swapaxes=transpose swapdims=transpose true_divide=div"
     ).split()
 )
-"""Canonical name of each alias."""
 
 
 def _op_arguments(op: Any) -> list[tuple[str, bool]]:

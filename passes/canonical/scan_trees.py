@@ -30,8 +30,7 @@ NO_SCAN_REASON = (
     "it combines rows by a function that is no sum, product, maximum, minimum, log-sum-exp or linear recurrence of "
     "real numbers, so its leaves are gathered, once"
 )
-SCANNED_OPS = {associative_scan_op: 1, scan_op: 2}
-"""Index of the argument with the scanned values, along dim 0."""
+SCANNED_OPS = {associative_scan_op: 1, scan_op: 2}  # index of the argument with the scanned values, along dim 0
 
 
 @register_pass

@@ -23,14 +23,12 @@ from sp_compile.passes.graph.sizes import Size
 from .collective_time import HeadBytes
 from .machine import Machine
 
-BACKWARD_FLOPS = 2.5
-"""FLOPs of an attention's backward over those of its forward."""
+BACKWARD_FLOPS = 2.5  # FLOPs of an attention's backward over those of its forward
+# Kernels whose backward has a workspace, see `cost/walk/workspace.py`
 WORKSPACE_KERNELS = frozenset({"cudnn", "flash", "flash3", "flash4"})
-"""Kernels whose backward has a workspace, see `cost/walk/workspace.py`."""
+# candidates up to this factor slower, or with this factor more memory, count as equal to the fastest one
 TIE_RATIO = 1.05
-"""Candidates up to this factor slower, or with this factor more memory, count as equal to the fastest one."""
-MAX_DOCUMENTS = 8
-"""Documents of a sequence in the model of documents with unknown lengths."""
+MAX_DOCUMENTS = 8  # documents of a sequence in the model of documents with unknown lengths
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,15 +12,15 @@ from tabulate import tabulate
 
 from .attention_cost import AttentionShape, Candidate, choose_attention, fastest_candidate
 
+# columns; U neighboring ranks exchange heads, R such groups are a ring
 HEADERS = ("attention", "U x R", "layout", "forward ms", "backward ms", "total ms", "memory MiB", "why")
-"""Columns; U neighboring ranks exchange heads, R such groups are a ring."""
+# kernels other than the default of a device
 KERNEL_NAMES = {
     "flash3": "FlashAttention-3",
     "flash4": "FlashAttention-4",
     "fused": "one kernel from texts",
     "dense": "dense scores",
 }
-"""Kernels other than the default of a device."""
 
 
 @dataclass(frozen=True)

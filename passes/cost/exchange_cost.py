@@ -33,10 +33,10 @@ from .collective_time import HeadBytes, collective_bytes
 from .scan_cost import COSTED_SCAN_OPS, bytes_to_send, message_bytes, step_offsets
 
 sp = torch.ops.sp
+# ops that fill the padding of their result with the nearest valid row, which may be on another rank
 ENDS_IN_WINDOW = (sp.window.default, *COSTED_SCAN_OPS, *SHARD_WINDOWS)
-"""Ops that fill the padding of their result with the nearest valid row, which may be on another rank."""
+# ops whose backward exchanges the gradients of parameters
 GRADIENT_MOVES = sp.reduce_grad.default, sp.broadcast_grad.default
-"""Ops whose backward exchanges the gradients of parameters."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from sp_compile.lowering.base.layers import node_layer
 
 from .weight_memory import ModelBytes
 
-MIN_LAYERS = 3
-"""Minimum number of layers for a reduction."""
+MIN_LAYERS = 3  # minimum number of layers for a reduction
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ ALL_REDUCES = (c10d.all_reduce, c10d.all_reduce_, c10d.all_reduce_coalesced, c10
 GROUP_ARGUMENTS = ("group_name", "group")
 LISTS_OF_GROUPS = ("forward", "backward")  # arguments of sp::reduce_pair: lists of "reduction group", such as "sum 3"
 
+# function of a group and a tuple that returns the tuples of all ranks of the group
 GatherRanks = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None]]
-"""Function of a group and a tuple that returns the tuples of all ranks of the group."""
 
 
 def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:

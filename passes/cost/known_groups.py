@@ -20,8 +20,8 @@ from sp_compile.lowering.base.errors import SpError
 
 from .collective_time import LatencyBandwidth
 
+# disjoint groups of one mesh axis, or of several joined axes: global ranks in group order
 Partition: TypeAlias = tuple[tuple[int, ...], ...]
-"""Disjoint groups of one mesh axis, or of several joined axes: global ranks in group order."""
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,8 @@ class Machine:
         return compute + transfer - self.overlap * min(compute, transfer)
 
 
+# collectives that have the latency and bandwidth of another one
 _CONSTANTS_OF = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop", "broadcast": "hop"}
-"""Collectives that have the latency and bandwidth of another one."""
 
 
 def _expected_range(name: str, value: Any) -> str:

@@ -40,19 +40,15 @@ from .collective_time import LatencyBandwidth, collective_bytes, fit_line
 from .known_groups import Partition
 from .machine import Machine
 
-FILE_VERSION = 2
-"""Version of the format of cache files."""
+FILE_VERSION = 2  # version of the format of cache files
 CPU_SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 22)
-GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)
-"""Bytes of the measured messages."""
-HOPPER = 9
-"""First GPU generation on which cuDNN attention runs in place of FlashAttention-2."""
-MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
-"""Timed calls of each size."""
+GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)  # bytes of the measured messages
+HOPPER = 9  # first GPU generation on which cuDNN attention runs in place of FlashAttention-2
+MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40  # timed calls of each size
 
+# Exchange of all ranks: it returns the value of every rank, in order, or [] if all pass None. If any rank passes an
+# exception, it raises the same SpError on every rank.
 MeetFunction: TypeAlias = Callable[[Exception | None, Any], list[Any]]
-"""Exchange of all ranks: it returns the value of every rank, in order, or [] if all pass None. If any rank passes an
-exception, it raises the same SpError on every rank."""
 
 # process group -> {device type: Machine, key of a Measurement: LatencyBandwidth}
 _measured: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()

@@ -10,8 +10,8 @@ from sp_compile.lowering.tiles.tile_flops import node_flops
 
 from .machine import Machine
 
+# minimum size of an offloaded value as a fraction of all saved bytes: smaller copies cost more than they free
 MIN_OFFLOAD_BYTES = 1e-3
-"""Minimum size of an offloaded value as a fraction of all saved bytes: smaller copies cost more than they free."""
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from .collective_time import collective_bytes
 from .machine import Machine
 
 sp = torch.ops.sp
+# cumulative sums and the like, cumulative maxima with positions, linear recurrences
 COSTED_SCAN_OPS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
-"""Cumulative sums and the like, cumulative maxima with positions, linear recurrences."""
-INDEX_BYTES = 8
-"""Bytes of the position that a cumulative maximum or minimum returns."""
+INDEX_BYTES = 8  # bytes of the position that a cumulative maximum or minimum returns
 
 
 @dataclass(frozen=True)

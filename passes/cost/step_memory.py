@@ -36,10 +36,8 @@ from .weight_memory import ADAMW_STATE, ModelBytes
 
 PHASES = ("forward", "loss", "backward")
 OTHER_VALUES_ORIGIN = "results, their gradients, and values saved by other graphs"
-ALIVE_LINES = 6
-"""Lines of a report for values alive at a peak."""
-LINE_WIDTH = 56
-"""Characters of a table column."""
+ALIVE_LINES = 6  # lines of a report for values alive at a peak
+LINE_WIDTH = 56  # characters of a table column
 
 
 @dataclass
@@ -104,7 +102,7 @@ class LiveSummary(NamedTuple):
     origin: str  # as in `LiveValue`, or "others"
     where: str  # user's line
     nbytes: int  # their sum
-    count: str  # text of the number of values, "" for one
+    count_text: str  # text of the number of values, "" for one
 
 
 @dataclass(frozen=True)
@@ -282,7 +280,7 @@ class StepMemory:
         lines.append(tabulate(rows, headers=("peak of", "total", "values", "at node", "line"), disable_numparse=True))
         if peaks:
             top = max(peaks.values(), key=self.peak_with)
-            rows = [(format_bytes(x.nbytes), x.origin, x.count, shorten_line(x.where)) for x in self.summary(top)]
+            rows = [(format_bytes(x.nbytes), x.origin, x.count_text, shorten_line(x.where)) for x in self.summary(top)]
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         fsdp = format_bytes(self.fsdp(self.shards if self.shards > 1 else n))
         if self.shards > 1:

@@ -17,12 +17,10 @@ from torch import nn
 
 from sp_compile.lowering.base.errors import SpError
 
-ADAMW_STATE = 2.0
-"""Bytes of AdamW state per byte of a parameter."""
-SMALL_PARAMETER = 256
-"""Rows and columns of a matrix for which per-row state is negligible."""
+ADAMW_STATE = 2.0  # bytes of AdamW state per byte of a parameter
+SMALL_PARAMETER = 256  # rows and columns of a matrix for which per-row state is negligible
+# settings of optimizers that select an implementation of the step and do not affect the state
 IMPLEMENTATION_SETTINGS = "foreach", "fused", "capturable"
-"""Settings of optimizers that select an implementation of the step and do not affect the state."""
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,18 @@ from .call import collect_nodes
 
 aten = torch.ops.aten
 
+# function of (args, kwargs, emit) that returns the new value of a mutated argument; emit(op, *args) adds a call
 NewValue = Callable[[Any, Any, Callable[..., Node]], Node]
-"""Function of (args, kwargs, emit) that returns the new value of a mutated argument; emit(op, *args) adds a call."""
 
 _NORM_OPS = [aten.batch_norm, aten.native_batch_norm, aten._batch_norm_impl_index, aten.cudnn_batch_norm]
 _UPDATE_OPS = [aten.batch_norm_update_stats, aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts]
+# Ops that mutate running statistics although their schema does not declare it, by the argument that enables it. No
+# gradient passes through these writes.
 SILENT_WRITERS: dict[OpOverload, str] = {
     **{op.default: "training" for op in (*_NORM_OPS, aten.miopen_batch_norm)},
     **{op.default: "input" for op in _UPDATE_OPS},
     aten.instance_norm.default: "use_input_stats",
 }
-"""Ops that mutate running statistics although their schema does not declare it, by the argument that enables it.
-
-No gradient passes through these writes.
-"""
 
 
 @dataclass(frozen=True)

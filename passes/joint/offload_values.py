@@ -98,17 +98,17 @@ class OffloadValues(Pass):
         if math.isinf(self.machine.memory):
             return {}
         is_sharded = bool(context.memory) and context.options.state == "sharded"
-        state = context.memory[-1].state if is_sharded else ModelBytes(0, 0, 0, 0)
+        state = context.memory[-1].state if is_sharded else None
         graph_step = GraphStep.of(forward, backward, context.options.uses_inductor, context.input_bytes)
-        step, n = StepMemory(state, graphs=[graph_step]), context.ranks.n
-        if is_sharded:
+        step, n = StepMemory(state or ModelBytes(0, 0, 0, 0), graphs=[graph_step]), context.ranks.n
+        if state is not None:
             constant_bytes = step.sharded_state(n)
         else:
             constant_bytes = sum(storage_bytes(forward.find_nodes(op="placeholder")).values())
         nodes = [{node.name: node for node in graph.nodes} for graph in (forward, backward)]
         excess = dict[Node, float]()
         for point in step.points():
-            live_bytes = step.sharded_bytes(point, n) if is_sharded else point.nbytes
+            live_bytes = step.sharded_bytes(point, n) if state is not None else point.nbytes
             excess_bytes = constant_bytes + live_bytes - self.machine.memory
             if excess_bytes > 0:
                 excess[nodes[point.in_backward][point.moment.name]] = excess_bytes

@@ -44,8 +44,8 @@ from .mask_tables import mask_vectors, move_before, unique_vectors
 
 sp = torch.ops.sp
 ORDER_INPUTS = ("dealt_order", "dealt_inverse", "dealt_chunks")
+# rows at either end that keep their place, for graphs that read the neighbor of each row, such as shifted labels
 FIXED_END_POSITIONS = 1
-"""Rows at either end that keep their place, for graphs that read the neighbor of each row, such as shifted labels."""
 FRAME_ARGUMENTS = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")
 
 
@@ -59,8 +59,7 @@ class FrameArgument(NamedTuple):
     folds: int  # row order, see `RowOrder`
 
 
-FrameMap = dict[str, FrameArgument]
-"""The balanced frames of a call by argument name."""
+FrameMap = dict[str, FrameArgument]  # the balanced frames of a call by argument name
 
 
 class MaskWork(NamedTuple):

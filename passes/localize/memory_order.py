@@ -22,8 +22,8 @@ from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_size
 from sp_compile.passes.graph.strides import has_other_strides, order_of_strides, restore_strides
 
 sp = torch.ops.sp
+# ops whose result is replicated
 GATHERING_OPS = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default, sp.reorder.default)
-"""Ops whose result is replicated."""
 
 
 class RestoreStrides(Pass):

@@ -36,8 +36,8 @@ from sp_compile.passes.sharding.rules.expert_rules import SORTED_ROWS
 from .fill_padding import PaddingProof
 
 sp = torch.ops.sp
+# modules of the Python functions that a program may call in addition to ops
 PYTHON_FUNCTIONS = "_operator math torch torch._C torch.amp.autocast_mode torch.nn.attention torch.sym".split()
-"""Modules of the Python functions that a program may call in addition to ops."""
 
 
 class ValidateShapes(Pass):

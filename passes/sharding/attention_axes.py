@@ -21,11 +21,11 @@ from sp_compile.lowering.torch_compat import flex_attention_op, pytree, varlen_a
 from sp_compile.passes.graph.call import OpCall, is_tensor
 from sp_compile.passes.graph.node_info import node_info
 
+# attention ops: q, k, v are the first three tensor operands; all accept dropout_p, scale and enable_gqa
 ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.masked_attention.default)
-"""Attention ops: q, k, v are the first three tensor operands; all accept dropout_p, scale and enable_gqa."""
 
+# attention ops of torch that were not canonicalized and run on gathered values, with the token dim of q, k, v
 ATTENTION_OF_TORCH = {op: dim for op, dim in ((flex_attention_op, -2), (varlen_attention, 0)) if op is not None}
-"""Attention ops of torch that were not canonicalized and run on gathered values, with the token dim of q, k, v."""
 
 
 def op_strategy(op: Any) -> Any:
@@ -67,8 +67,7 @@ def masks_all_weight(call: OpCall) -> bool:
     return sinks is not None and sinks not in fill_nodes(sinks.graph.owning_module)
 
 
-SLICE_ENDS = 2**40
-"""Minimum magnitude of an int that is the open end of a slice, as in x[:, 1:], and not a fill."""
+SLICE_ENDS = 2**40  # minimum magnitude of an int that is the open end of a slice, as in x[:, 1:], and not a fill
 
 
 def fill_nodes(gm: GraphModule) -> set[Node]:

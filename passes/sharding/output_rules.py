@@ -29,8 +29,8 @@ class OutputInfo(NamedTuple):
     where: str  # the user's line that computes it
 
 
+# The key of `GraphModule.meta` for the list of `OutputInfo`, one per output; None for non-tensors
 OUTPUT_RULES = "sp_results"
-"""The key of `GraphModule.meta` for the list of `OutputInfo`, one per output; None for non-tensors."""
 
 
 def output_infos(gm: GraphModule, plan: PlacementPlan) -> list[OutputInfo | None]:

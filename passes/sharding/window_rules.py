@@ -258,8 +258,8 @@ def _sp_windows(call: OpCall) -> WindowCalls:
     return {dim: WindowCall(sliding, op, head, tail)}
 
 
+# ops that accept shards, if their frame argument is set
 SHARD_WINDOWS = tuple(op.default for op in (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold))
-"""Ops that accept shards, if their frame argument is set."""
 
 WINDOW_CALLS: Mapping[Any, Callable[[OpCall], WindowCalls]] = {
     **dict.fromkeys(parse_overloads("conv1d conv1d.padding convolution"), _conv_windows),

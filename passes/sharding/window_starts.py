@@ -20,8 +20,7 @@ from sp_compile.passes.graph.sizes import is_same_size
 
 from .placement import Demand, Frame, PlacementPlan, Shard
 
-MAX_ALIGN_ROUNDS = 8
-"""Maximum number of rounds: each round may misalign windows of windows, which the next one aligns."""
+MAX_ALIGN_ROUNDS = 8  # maximum number of rounds: each round may misalign windows of windows, which the next one aligns
 WindowStarts = Mapping[Node, Frame]
 
 

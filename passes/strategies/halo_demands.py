@@ -37,7 +37,7 @@ aten, sp = torch.ops.aten, torch.ops.sp
 class CatOfRow(NamedTuple):
     """A cat of a sharded tensor with one replicated row, before or after it."""
 
-    index: int  # index of the sharded operand: 1 if the row comes first, else 0
+    operand: int  # index of the sharded operand: 1 if the row comes first, else 0
     shard: Shard  # its placement
     result: Shard  # the placement of the cat
 

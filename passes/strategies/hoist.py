@@ -39,8 +39,8 @@ from .discharge import DemandPass
 aten = torch.ops.aten
 INDEX_OPS = (aten.index.Tensor, aten.index_select.default)
 SLICE_OPS = (aten.slice.Tensor, aten.narrow.default, aten.select.int, *SPLIT_OPS, *INDEX_OPS)
+# dim of a value that contains the rows of a chain's result, and the index of the first of them
 RowsAt = tuple[int, Size]
-"""Dim of a value that contains the rows of a chain's result, and the index of the first of them."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ class HoistSlices(DemandPass):
         if not pieces or not self._saves_work(node, pieces):
             return None
         piece = next(iter(pieces.values()))  # all have the same source and dim
-        chain: RowChain | None = RowChain({piece.source: (piece.dim, 0)})
-        best = chain
-        while chain is not None:
-            best = chain if chain.width < best.width else best
-            chain = self._extend_chain(chain, node)
+        best = RowChain({piece.source: (piece.dim, 0)})
+        longer = self._extend_chain(best, node)
+        while longer is not None:
+            best = longer if longer.width < best.width else best
+            longer = self._extend_chain(longer, node)
         return best if best.steps and _late_inputs(node, piece.source, min(best.nodes)) is not None else None
 
     def _saves_work(self, node: Node, pieces: dict[int, RowRequest]) -> bool:

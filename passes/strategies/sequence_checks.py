@@ -28,12 +28,12 @@ LOST_IN_EAGER_CODE = (
     "its inputs are full tensors, as eager code gathers sharded tensors, so it has no sequence; every rank runs it "
     "unsplit. Move the eager code into the compiled function."
 )
+# names of ops with function arguments, and the reason why these do not define a sequence dim
 NO_SEQUENCE_REASONS = {
     "while_loop": "whose effect on its values is not known",
     "map_impl": "which treats all rows equally, so its dim is not known",
     "cond": "whose branches are not analyzed",
 }
-"""Names of ops with function arguments, and the reason why these do not define a sequence dim."""
 
 
 class MarkUserCollectives(Pass):

@@ -23,12 +23,9 @@ from sp_compile.passes.graph.sizes import current_bytes
 from .tile_regions import TileRegion, has_thin_results
 from .tile_view import TokenView
 
-LARGE_BYTES = 1 << 30
-"""Bytes of the inside of a region that is tiled if the device memory is unknown."""
-TILE_BYTES = 1 << 28
-"""Minimum bytes of a tile's inside, which is also used where no number of tiles fits."""
-MEMORY_SHARE = 1 / 8
-"""Share of the device memory above which an inside is tiled even if it fits."""
+LARGE_BYTES = 1 << 30  # bytes of the inside of a region that is tiled if the device memory is unknown
+TILE_BYTES = 1 << 28  # minimum bytes of a tile's inside, which is also used where no number of tiles fits
+MEMORY_SHARE = 1 / 8  # share of the device memory above which an inside is tiled even if it fits
 
 
 def inner_bytes(region: TileRegion) -> int:

@@ -18,8 +18,8 @@ from sp_compile.passes.sharding.placement import Shard
 from .tile_regions import TileRegion
 from .tile_view import TokenView
 
+# the operand and dim of each symbol, with the rows in a separate dim
 SymbolPlaces = dict[sympy.Symbol, tuple[int, int]]
-"""The operand and dim of each symbol, with the rows in a separate dim."""
 
 
 def row_dim(shard: Shard) -> int:

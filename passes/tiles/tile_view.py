@@ -40,13 +40,13 @@ DIVISION_OPS = parse_overloads("div.Scalar div.Tensor")
 POWER_OPS = parse_overloads("pow.Tensor_Scalar")
 CHOICE_OPS = parse_overloads("where.ScalarOther where.self")
 EXPONENTIAL_OPS = parse_overloads("exp")
+# ops whose exponentials do not overflow if they return log-probabilities; those of scaled logits may
 LOGARITHM_OPS = parse_overloads("log_softmax.int sub.Tensor")
-"""Ops whose exponentials do not overflow if they return log-probabilities; those of scaled logits may."""
+# ops that are, like smooth ones, finite with finite derivatives on rows computed from a row of ones
 FINITE_ON_ONES = parse_overloads("""
     abs argmax clamp eq.Scalar eq.Tensor ge.Scalar ge.Tensor gather gt.Scalar gt.Tensor index_select kl_div le.Scalar
     le.Tensor log_sigmoid logsumexp lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor softplus square
 """)
-"""Ops that are, like smooth ones, finite with finite derivatives on rows computed from a row of ones."""
 
 
 @dataclass

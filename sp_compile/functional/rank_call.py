@@ -20,8 +20,8 @@ from sp_compile.lowering.torch_compat import is_functorch_tensor
 from sp_compile.runtime.agreement import require_agreement
 from sp_compile.runtime.control.message import CALL_VERB, Message
 
+# layouts of shards that exist before the call: those whose order does not depend on the batch
 STATIC_LAYOUTS = tuple(name for name, layout in LAYOUTS.items() if not layout.is_balanced)
-"""Layouts of shards that exist before the call: those whose order does not depend on the batch."""
 
 
 def require_on_all(
@@ -59,8 +59,8 @@ class RankCall(ABC):
     name: str  # name of the function
     check: bool  # True to compare the calls of all ranks
 
+    # properties of a call that must be equal on all ranks, for error messages
     same: ClassVar[str] = "shards have equal lengths, options are equal"
-    """Properties of a call that must be equal on all ranks, for error messages."""
 
     @abstractmethod
     def errors(self) -> Iterator[SpError]:

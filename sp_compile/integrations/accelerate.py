@@ -36,13 +36,12 @@ from .ddp import compile_under_ddp
 
 __all__ = ["SequenceParallelAccelerator", "axis_sizes", "register_backend_name"]
 
+# Axes of the mesh. Ranks along the axis "cp" receive the same batches from accelerate's loaders.
 REPLICA_AXIS, SEQUENCE_AXIS = "dp_replicate", "cp"
-"""Axes of the mesh. Ranks along the axis "cp" receive the same batches from accelerate's loaders."""
 
+# announcement of a gather to the ranks of a group, which names it in errors
 GATHER_METHODS = Message("gathers", "the arguments of a metric")
-"""Announcement of a gather to the ranks of a group, which names it in errors."""
-OWN_OPTIONS = ("mesh", "mesh_dim", "param_grads")
-"""Options that the Accelerator sets, so that users cannot."""
+OWN_OPTIONS = ("mesh", "mesh_dim", "param_grads")  # options that the Accelerator sets, so that users cannot
 DISPATCH_ERROR = (
     "dispatch_batches=True is not supported: it cuts a batch over all ranks, and ranks that share a sequence need "
     "the same batch."

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from sp_compile.lowering.base.errors import SpError
 
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-MIN_BYTES = 10
-"""Minimum printed number of a size that was passed without a unit: 9e9 is printed in MB, 10e9 in GB."""
+MIN_BYTES = 10  # minimum printed number of a size that was passed without a unit: 9e9 is printed in MB, 10e9 in GB
 
 
 @dataclass(frozen=True)

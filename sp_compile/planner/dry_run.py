@@ -50,11 +50,11 @@ from .unroll import Unroll
 
 EAGER_READ = "eager code reads it: code between two graphs, or code that Dynamo does not trace"
 
+# numbers of ranks, each with options and the keyword arguments of the model; these are equal in all configurations
 DryRunConfigs: TypeAlias = Sequence[tuple[int | None, Mapping[str, Any]]]
-"""Numbers of ranks, each with options and the keyword arguments of the model; these are equal in all configurations."""
 
+# function that compares the program of a rank with the graph that it was lowered from, on the inputs of a call
 CompareRanks: TypeAlias = Callable[[GraphModule, RankProgram, Sequence[Any]], None]
-"""Function that compares the program of a rank with the graph that it was lowered from, on the inputs of a call."""
 
 
 @dataclass

@@ -19,12 +19,11 @@ from sp_compile.passes.report import Report
 
 from .dry_run import DryRun, DryRunConfigs, DryRunResult
 
-MIN_SKIPPED_LAYERS = 8
-"""Minimum number of omitted layers for which a few layers of a model are lowered instead of all."""
+MIN_SKIPPED_LAYERS = 8  # minimum number of omitted layers for which a few layers of a model are lowered instead of all
 
 DRY_RUN_OPTIONS = {"check_every": "runs in one process, so there is nothing to compare"}
+# options that dry runs reject, those that `explain` rejects without memory=True, and the reasons
 MEMORY_OPTIONS = dict.fromkeys(("activation_memory_budget", "offload"), "does not report saved values")
-"""Options that dry runs reject, those that `explain` rejects without memory=True, and the reasons."""
 
 
 def explain(

@@ -24,8 +24,7 @@ aten = torch.ops.aten
 SDPA_META_OP = aten.scaled_dot_product_attention.default
 FLASH_OP = aten._scaled_dot_product_flash_attention.default
 EFFICIENT_OP = aten._scaled_dot_product_efficient_attention.default
-MAX_HEAD_DIM = 256
-"""Maximum head dim of flash attention."""
+MAX_HEAD_DIM = 256  # maximum head dim of flash attention
 
 
 def fuse_on_meta(gm: GraphModule) -> None:

@@ -21,19 +21,17 @@ from sp_compile.passes.cost.step_memory import format_bytes
 
 from .byte_sizes import SizeUnit
 
-CHART_WIDTH, CHART_HEIGHT = 960, 220
-"""Size of the memory chart in pixels."""
-MAX_POINTS = 2000
-"""Maximum number of points of the memory chart."""
-LABEL_WIDTH = 80
-"""Maximum number of characters of the label at the peak."""
+CHART_WIDTH, CHART_HEIGHT = 960, 220  # size of the memory chart in pixels
+MAX_POINTS = 2000  # maximum number of points of the memory chart
+LABEL_WIDTH = 80  # maximum number of characters of the label at the peak
+# legend of the kinds of lines ("blocks")
 EXCHANGE_KINDS = {
     "sharded": "each rank has its rows",
     "tiled": "rows of a rank, processed in tiles",
     "exchanged": "ranks send and receive",
     "gathered": "replicated on every rank",
 }
-"""Legend of the kinds of lines ("blocks")."""
+# purposes of exchanges, if their names are not sufficient
 PURPOSES = {
     "reduce_grad": "gradients of parameters, summed over the ranks",
     "all_to_all": "heads exchanged for positions, and back",
@@ -46,7 +44,6 @@ PURPOSES = {
     "all_reduce": "partial sums of the ranks",
     "shard": "no communication: a rank slices its rows out of a replicated value",
 }
-"""Purposes of exchanges, if their names are not sufficient."""
 COLORS = {"forward": "#8fb9dd", "loss": "#e0b05a", "backward": "#8cc4a2"}
 
 

@@ -31,18 +31,14 @@ from .byte_sizes import SizeUnit, parse_bytes, parse_unit
 from .dry_run import split_kwargs
 from .planned_steps import OFFLOAD_SHARES, PlanConfig, PlannedStep, StepPlanner, merge_options
 
+# number of tiles of token-wise work that is tried if "auto", the number that the memory requires, is not enough
 TILE_COUNTS = 16
-"""Number of tiles of token-wise work that is tried if "auto", the number that the memory requires, is not enough."""
-MAX_PLAN_ROUNDS = 4
-"""Maximum number of rounds of dry runs of the best variants."""
-NEAR_RATIO = 1.1
-"""Multiple of the memory; estimates up to it are examined if nothing faster fits."""
-EQUAL_RATIO = 1.01
-"""Ratio of seconds up to which two variants count as equally fast."""
-MAX_PLAN_ROWS = 8
-"""Maximum rows of the table for each number of ranks."""
+MAX_PLAN_ROUNDS = 4  # maximum number of rounds of dry runs of the best variants
+NEAR_RATIO = 1.1  # multiple of the memory; estimates up to it are examined if nothing faster fits
+EQUAL_RATIO = 1.01  # ratio of seconds up to which two variants count as equally fast
+MAX_PLAN_ROWS = 8  # maximum rows of the table for each number of ranks
+# options that `plan` rejects, and the reasons
 REFUSED_PROGRAM = dict.fromkeys(("mesh", "mesh_dim"), "compares numbers of ranks and does not support a mesh")
-"""Options that `plan` rejects, and the reasons."""
 
 
 @dataclass(frozen=True)
@@ -182,12 +178,12 @@ COLUMNS: dict[str, Callable[[Variant], Any]] = {
     "offload": lambda r: f"{r.offload:.0%}" if r.offload else "never",
     "state": lambda r: r.state,
 }
+# columns of the table of a plan, before and after the memory
 MORE_COLUMNS: dict[str, Callable[[Variant], Any]] = {
     "peak of": lambda r: r.phase,
     "s/step": lambda r: f"{r.seconds:.3g}",
     "tokens/s": lambda r: f"{r.tokens_per_second:,.0f}",
 }
-"""Columns of the table of a plan, before and after the memory."""
 
 
 def plan(

@@ -48,16 +48,12 @@ from sp_compile.passes.graph.sizes import assume_large
 from .dry_run import DryRunResult
 from .explain import explain_configs, find_attentions, similar_layers
 
+# placements of parameters, gradients and optimizer state over the ranks
 SHARDED_STATE, REPLICATED_STATE = STATES = ("sharded", "on every rank")
-"""Placements of parameters, gradients and optimizer state over the ranks."""
-OFFLOAD_SHARES = tuple(i / 20 for i in range(1, 21))
-"""Shares of saved values that may go to the host."""
-SAMPLE_RANKS = 2
-"""Number of ranks of the dry run that finds the attentions of a model."""
-AUTO = "auto", "auto"
-"""Key of the attention of a model without attention, or on one rank."""
-GC_THRESHOLD = 50_000
-"""New objects after which the garbage collector runs."""
+OFFLOAD_SHARES = tuple(i / 20 for i in range(1, 21))  # shares of saved values that may go to the host
+SAMPLE_RANKS = 2  # number of ranks of the dry run that finds the attentions of a model
+AUTO = "auto", "auto"  # key of the attention of a model without attention, or on one rank
+GC_THRESHOLD = 50_000  # new objects after which the garbage collector runs
 
 
 @dataclass(frozen=True)
@@ -460,8 +456,7 @@ class StepPlanner:
         return sum(self.weights.sharded_bytes(n, self.per_weight)) + self.weights.buffers
 
 
-PLAN_OPTIONS = "attention", "layout"
-"""Options that a plan varies for each number of ranks."""
+PLAN_OPTIONS = "attention", "layout"  # options that a plan varies for each number of ranks
 
 
 def merge_options(user_options: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, c
 from sp_compile.passes.cost.step_memory import GraphStep
 from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue
 
+# (path of a layer, name of a value) -> number of represented layers, from the first, that offload the value
 OffloadCounts = Counter[tuple[str, str]]
-"""(path of a layer, name of a value) -> number of represented layers, from the first, that offload the value."""
 
 
 @dataclass(frozen=True)
@@ -236,8 +236,7 @@ def _extra_values(
     return [*values, LiveValue("gradients", OTHER_LAYERS_ORIGIN, grad_bytes, "result")] if grad_bytes else values
 
 
-BEFORE_LAYERS, AFTER_LAYERS = "before the layers", "after the layers"
-"""Keys of the ranges of a walk outside of layers."""
+BEFORE_LAYERS, AFTER_LAYERS = "before the layers", "after the layers"  # keys of the ranges of a walk outside of layers
 OTHER_LAYERS_ORIGIN = "gradients of equal layers"
 
 

@@ -24,8 +24,7 @@ from sp_compile.runtime.control.message import BACKWARD, Message
 from .agreement import require_agreement
 from .input_checks import is_on_accelerator
 
-GradientKey = tuple[int, str]
-"""Number of a gradient in a call of the op, and the name of its result."""
+GradientKey = tuple[int, str]  # number of a gradient in a call of the op, and the name of its result
 
 
 @opaque(

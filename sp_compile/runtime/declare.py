@@ -25,8 +25,8 @@ from sp_compile.runtime.control.message import MEASURE_VERB, register_sendable
 
 from .agreement import all_gather_object, failure, make_exchange, wrap_error
 
+# name of a process group, its global ranks, and its backends, such as "cpu:gloo,cuda:nccl"
 GroupEntry: TypeAlias = tuple[str, tuple[int, ...], str]
-"""Name of a process group, its global ranks, and its backends, such as "cpu:gloo,cuda:nccl"."""
 
 
 def declare_groups(mesh: DeviceMesh | Sequence[dist.ProcessGroup | None], measure: bool = True) -> KnownGroups:

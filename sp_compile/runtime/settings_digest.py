@@ -22,14 +22,14 @@ aggressive_recomputation ban_recompute_* recompute_views max_dist_from_bw treat_
 functionalize_rng_ops cse enable_activation_offloading joint_custom_pass selective_decompose
 guess_tangent_strides_as_outputs unsafe_allow_optimization_of_collectives _sync_decision_cross_ranks
 """.split()
+# settings that change which collectives a graph has and in which order: names, * matches any text
 INDUCTOR = """
 fallback_random custom_partitioner_fn joint_graph_constant_folding pattern_matcher use_joint_graph_passes
 use_post_grad_passes *_custom_pass *_custom_pre_pass *_custom_post_pass reorder_* bucket_* _micro_pipeline_tp
 _fuse_ddp_* _collective.* aten_distributed_optimizations.*
 """.split()
-"""Settings that change which collectives a graph has and in which order: names, * matches any text."""
+# settings among them that do not affect graphs: logging and paths of files
 IGNORED_SETTINGS = "*debug* *verbose* *.log_* *_path".split()
-"""Settings among them that do not affect graphs: logging and paths of files."""
 
 
 def settings_fields(options: Mapping[str, Any]) -> dict[str, str]:

@@ -214,8 +214,8 @@ def rebuild_views(values: Sequence[Any], args: Sequence[Any], edges: GraphBounda
     return results[: len(results) - edges.hidden]
 
 
+# groups with a program that returns sharded results, each with the number of earlier Dynamo resets
 _sharded_output_ranks: set[tuple[int, str]] = set()
-"""Groups with a program that returns sharded results, each with the number of earlier Dynamo resets."""
 
 
 def register_sharded_outputs(ranks: Ranks) -> None:

@@ -36,30 +36,29 @@ from .score_functions import SCORE, head_symbol, register_expression
 from .varlen import RewriteVarlenAttention, window_predicate
 
 aten, sp = torch.ops.aten, torch.ops.sp
+# names of the forward kernels and of their backward kernels
 FLASH_KERNELS = {
     "_flash_attn_forward": "_flash_attn_backward",
     "_flash_attn_varlen_forward": "_flash_attn_varlen_backward",
 }
-"""Names of the forward kernels and of their backward kernels."""
 FLASH_OPTIONS = frozenset("dropout_p softmax_scale causal window_size_left window_size_right softcap".split())
+# arguments that define the result
 READ_ARGUMENTS = FLASH_OPTIONS | frozenset("q k v alibi_slopes cu_seqlens_q cu_seqlens_k".split())
-"""Arguments that define the result."""
+# arguments that only affect scheduling, or that have no effect without others
 IGNORED_ARGUMENTS = frozenset(
     "return_softmax deterministic max_seqlen_q max_seqlen_k num_splits pack_gqa sm_margin scheduler_metadata "
     "rotary_interleaved is_rotary_interleaved zero_tensors".split()
 )
-"""Arguments that only affect scheduling, or that have no effect without others."""
-NEUTRAL_VALUES = (None, False, 0, -1)
-"""Values by which other arguments are disabled."""
+NEUTRAL_VALUES = (None, False, 0, -1)  # values by which other arguments are disabled
+# ops that a Function may contain in any number, since autograd knows their derivatives
 MOVE_TARGETS = frozenset(
     getattr(aten, name)
     for name in "alias detach clone contiguous slice select narrow transpose permute view reshape flatten unflatten "
     "unsqueeze squeeze constant_pad_nd pad stack cat empty empty_like zeros_like new_empty unbind copy select_scatter "
     "slice_scatter".split()
 )
-"""Ops that a Function may contain in any number, since autograd knows their derivatives."""
+# ops that detach inside a forward, where autograd does not apply; the inlined graph skips them
 NON_DIFFERENTIABLE = (aten.alias.default, aten.detach.default)
-"""Ops that detach inside a forward, where autograd does not apply; the inlined graph skips them."""
 
 
 @register_pass

@@ -48,8 +48,7 @@ from .parse_masks import (
 from .score_functions import ScoreOperands, split_conditions, write_score
 
 aten = torch.ops.aten
-NO_MASK_BLOCK_SIZE = 1 << 30
-"""Block size of the tables that torch builds without a BlockMask: one block."""
+NO_MASK_BLOCK_SIZE = 1 << 30  # block size of the tables that torch builds without a BlockMask: one block
 
 
 class _FlexCall(NamedTuple):

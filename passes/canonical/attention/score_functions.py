@@ -35,8 +35,7 @@ from sp_compile.passes.sharding.matchers import carries_gradient, constant_value
 from .elements import NotSymbolic
 
 aten = torch.ops.aten
-SCORE = sympy.Symbol("s", real=True)
-"""The scaled score in an expression."""
+SCORE = sympy.Symbol("s", real=True)  # the scaled score in an expression
 _ELEMENT_OPS = {
     aten.full_like.default, aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.detach.default,
     aten.floor_divide.default, aten.floor_divide.Scalar, aten.masked_fill.Tensor,

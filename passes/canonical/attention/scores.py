@@ -60,8 +60,7 @@ class ScoreOperand:
 
     node: Node  # the tensor
     order: tuple[int, ...]  # dims of the scores as (leading dims, queries, keys)
-    leading: tuple[Size, ...] = ()
-    """Leading dims that it is reshaped to, if any."""
+    leading: tuple[Size, ...] = ()  # leading dims that it is reshaped to, if any
 
     @property
     def dtype(self) -> torch.dtype:

@@ -63,10 +63,10 @@ class StackWrittenRows(CanonicalPass):
             self.budget -= 1
             if read is None or (read.dim, read.rows) != (write.dim, int(write.keeps_dim)) or self.budget < 0:
                 continue
-            if read.index == write.index and write.row.meta["val"].dtype == user.meta["val"].dtype:
+            if read.position == write.index and write.row.meta["val"].dtype == user.meta["val"].dtype:
                 self.replace(user, write.row)
                 changed = True
-            elif read.index != write.index:
+            elif read.position != write.index:
                 user.replace_input_with(user.args[0], write.base)
                 changed = True
         return changed

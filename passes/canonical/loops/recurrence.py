@@ -177,8 +177,8 @@ class _FoldingArithmetic:
         return self.scans.pointwise(target, condition, x, y, like=self.like)
 
 
+# function of the arithmetic and of an op's arguments, by schema name; its result is None if it is not affine
 AffineRule = Callable[[_FoldingArithmetic, dict[str, Any]], Coefficients | None]
-"""Function of the arithmetic and of an op's arguments, by schema name; its result is None if it is not affine."""
 
 
 def _affine_sum(ops: _FoldingArithmetic, x: Value, y: Value, alpha: Value = 1) -> Coefficients:

@@ -275,7 +275,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         for user in list(split.users):
             read = match_piece_read(user)
             if read is not None:
-                rows, index = read.rows, read.index
+                rows, index = read.rows, read.position
                 positions = (index * rows, (index + 1) * rows) if rows else (index,)
                 target = aten.slice.Tensor if rows else aten.select.int
                 with self.insert_after(split):

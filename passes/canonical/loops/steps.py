@@ -88,7 +88,7 @@ class PieceRead(NamedTuple):
     source: Node  # tensor
     dim: int  # dim that is indexed
     rows: int  # rows of a piece, 0 for an index without the dim
-    index: int  # index of the row or of the piece
+    position: int  # index of the row or of the piece
 
 
 Operand: TypeAlias = Any  # IndexRead | ColumnRef | SeededList | Node | a constant
@@ -220,7 +220,7 @@ def _match_index_read(values: Sequence[Any], first: int) -> IndexRead | Node | N
     source, dim, rows, start = reads[0]
     if any((read.dim, read.rows) != (dim, rows) or not is_same_call(read.source, source) for read in reads):
         return None
-    strides = {b.index - a.index for a, b in pairwise(reads)} or {1}
+    strides = {b.position - a.position for a, b in pairwise(reads)} or {1}
     if len(strides) > 1 or not strides <= {-1, 0, 1}:
         return None
     stride = strides.pop()

@@ -32,7 +32,7 @@ class FixedFactors(NamedTuple):
     """Factors of a dim that a piece of a tensor does not have, as a select and a chunk remove them."""
 
     factors: FactorIds
-    index: int  # of the piece along these factors
+    piece: int  # index of the piece along these factors
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class FactorTable:
         if len(a.dims) != len(b.dims) or len(a.fixed) != len(b.fixed):
             return False
         same_piece = all(
-            x.index == y.index and self.same_factors(x.factors, y.factors) for x, y in zip(a.fixed, b.fixed)
+            x.piece == y.piece and self.same_factors(x.factors, y.factors) for x, y in zip(a.fixed, b.fixed)
         )
         return same_piece and all(map(self.same_factors, a.dims, b.dims))
 

@@ -39,8 +39,7 @@ from .kinds import (
     WIDEST_ROW,
 )
 
-StorageKey = int
-"""Key of a storage: equal for tensors that share memory."""
+StorageKey = int  # key of a storage: equal for tensors that share memory
 
 
 @dataclass(frozen=True)

@@ -11,31 +11,31 @@ from sp_compile.lowering.tiles import tile_ops as ops  # noqa: F401
 from sp_compile.lowering.torch_compat import auto_functionalized, auto_functionalized_v2
 from sp_compile.passes.graph.call import WAIT_OPS, parse_overloads
 
+# ops that start a copy to and from host memory; those in `ARRIVALS` wait for it
 TO_HOST, FROM_HOST = torch.ops.sp.offload.default, torch.ops.sp.reload.default
-"""Ops that start a copy to and from host memory; those in `ARRIVALS` wait for it."""
+# ops without results whose operands stay alive until the op runs
 ARRIVALS = frozenset({torch.ops.sp.offloaded.default, torch.ops.sp.reloaded.default})
-"""Ops without results whose operands stay alive until the op runs."""
+# functional collectives that Inductor runs in place
 IN_PLACE_COLLECTIVES = frozenset({torch.ops._c10d_functional.all_reduce.default})
-"""Functional collectives that Inductor runs in place."""
+# ops that mutate their operands in Inductor's code
 MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
-"""Ops that mutate their operands in Inductor's code."""
+# ops whose operands are not overwritten before the op runs
 LATE_WRITE_OPS = frozenset({WAIT_OPS}) | ARRIVALS | MUTATIONS
-"""Ops whose operands are not overwritten before the op runs."""
 CAT = torch.ops.aten.cat.default
+# results contain the operands or parts of them
 CONCAT_CALLS = frozenset({CAT, WAIT_OPS, operator.getitem, *parse_overloads("split_with_sizes split.Tensor")})
-"""Results contain the operands or parts of them."""
 VIEW_CALLS = frozenset(
     parse_overloads("view _unsafe_view reshape expand permute squeeze.dim squeeze.dims unsqueeze t alias")
 )
+# row size above which rows need several steps, and maximum row size of a persistent GPU kernel
 WIDE_ROW, WIDEST_ROW = 1024, 16384
-"""Row size above which rows need several steps, and maximum row size of a persistent GPU kernel."""
-FEWEST_ROWS, FEWEST_ELEMENTS = 4096, 5 << 20
-"""Minimum rows and elements for which such a kernel sums over rows, too."""
+FEWEST_ROWS, FEWEST_ELEMENTS = 4096, 5 << 20  # minimum rows and elements for which such a kernel sums over rows, too
+# maximum storages that Inductor inlines into one value, for one reader and for several
 INLINED_ONCE, INLINED_OFTEN = 8, 4
-"""Maximum storages that Inductor inlines into one value, for one reader and for several."""
+# prefixes of inputs that Inductor considers not freeable: `is_nonfreeable_buffers`
 UNFREEABLE_INPUTS = "primals_", "arg", "fwd_rng_state", "bwd_rng_state", "tangents"
-"""Prefixes of inputs that Inductor considers not freeable: `is_nonfreeable_buffers`."""
 MATRIX_PRODUCTS = frozenset(parse_overloads("mm bmm addmm baddbmm convolution"))
+# ops that compute their operands inline and store their results
 REDUCTIONS = frozenset(
     parse_overloads(
         "sum sum.dim_IntList mean mean.dim amax amin max.dim min.dim max min var_mean.correction var.correction any "
@@ -43,7 +43,6 @@ REDUCTIONS = frozenset(
         "_unsafe_masked_index_put_accumulate _unsafe_index_put scatter_reduce.two"
     )
 )
-"""Ops that compute their operands inline and store their results."""
 ELEMENTWISE = frozenset(
     parse_overloads(
         "embedding index.Tensor gather cat constant_pad_nd full zeros ones empty.memory_format arange.start_step "
@@ -52,21 +51,21 @@ ELEMENTWISE = frozenset(
         "triu tril new_zeros new_full new_ones new_empty copy masked_fill.Scalar index_select expand view permute"
     )
 )
+# tile loops: index of the first operand, part of the program per tile, and kinds of results
 TILE_LOOPS = {
     torch.ops.sp.tiles_forward.default: (0, "forward", ("results",)),
     torch.ops.sp.tiles_at_once.default: (0, "gradients", ("results", "gradients")),
     torch.ops.sp.tiles_backward.default: (1, "gradients", ("gradients",)),
 }
-"""Tile loops: index of the first operand, part of the program per tile, and kinds of results."""
 ARITHMETIC_OPS = frozenset(parse_overloads("add.Tensor sub.Tensor mul.Tensor div.Tensor"))
 DROPOUT_CALLS = frozenset(parse_overloads("native_dropout native_dropout_backward"))
+# number of blocks of scores that a thread stores, by attention op on a CPU
 CPU_FLASH_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 1,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 2,
     torch.ops.sp.attend.default: 1,
     torch.ops.sp.attend_backward.default: 2,
 }
-"""Number of blocks of scores that a thread stores, by attention op on a CPU."""
 ATTENTIONS = frozenset(
     parse_overloads(
         "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
@@ -75,6 +74,5 @@ ATTENTIONS = frozenset(
         "_flash_attention_forward _flash_attention_backward _efficient_attention_forward _efficient_attention_backward"
     )
 ).union(CPU_FLASH_OPS)
-MAX_FUSION_DISTANCE = 64
-"""Maximum distance of kernels that Inductor fuses: `Scheduler.are_long_distant_nodes`."""
+MAX_FUSION_DISTANCE = 64  # Maximum distance of kernels that Inductor fuses: `Scheduler.are_long_distant_nodes`
 PRIMS = frozenset(f"prims::{name}" for name in "iota convert_element_type fma inductor_seeds inductor_random".split())

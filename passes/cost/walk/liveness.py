@@ -58,8 +58,7 @@ from .kinds import (
 )
 from .workspace import conversion_bytes, op_workspace
 
-MAX_WALK_STEPS = 8
-"""Maximum steps from a node without a line to one that has one."""
+MAX_WALK_STEPS = 8  # maximum steps from a node without a line to one that has one
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,18 @@ from sp_compile.passes.graph.sizes import current_bytes
 
 from .kinds import ARITHMETIC_OPS, CPU_FLASH_OPS, DROPOUT_CALLS
 
+# GPU attention backwards with a workspace -> dims of heads and of rows in an operand. The workspace contains a sum and
+# the gradient of queries in float32, in multiples of 128 rows, and for grouped heads the gradients of K and V per query
+# head (`mha_bwd` of ATen's flash_attn/flash_api.cpp). cuDNN is assumed to be equal.
 GPU_BACKWARDS = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: (1, 2),
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: (1, 2),
     torch.ops.aten._flash_attention_backward.default: (2, 1),
     torch.ops.sp.attend_backward.default: (1, 2),
 }
-"""GPU attention backwards with a workspace -> dims of heads and of rows in an operand.
-
-The workspace contains a sum and the gradient of queries in float32, in multiples of 128 rows, and for grouped heads the
-gradients of K and V per query head (`mha_bwd` of ATen's flash_attn/flash_api.cpp). cuDNN is assumed to be equal.
-"""
 WORKSPACE_ROWS = 128
+# (minimum queries, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp
 QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
-"""(minimum queries, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp."""
 
 
 def conversion_bytes(target: Any, operands: Sequence[torch.Tensor], result: torch.Tensor) -> int:

@@ -143,8 +143,8 @@ def _repeat_interleave_rule(call: OpCall) -> BoundRule | None:
     return _gathered_at(call, [call.dim()], replace_dims(factor_names(call.ndim()), [call.dim()], "new"))
 
 
+# Dims of row_stack, vstack, hsplit, dsplit, ..., by the first letter of the name
 DIM_BY_LETTER = {"r": 0, "v": 0, "h": 1, "d": 2}
-"""Dims of row_stack, vstack, hsplit, dsplit, ..., by the first letter of the name."""
 
 
 def _dim_argument(call: OpCall, ndim: int) -> int:

@@ -132,13 +132,13 @@ def _elementwise_rule(call: OpCall) -> BoundRule | None:
     return bind_rule(call, f"{operands} -> ", **{_ELEMENTWISE_LOSSES[call["reduction"]]: "..."})
 
 
+# dims of operands without and with class weights, and the dims of rows; a rank needs all classes of a row
 ROW_LOSSES = {
     aten.cosine_embedding_loss.default: ("n d, n d, n", "n d, n d, n", "n"),
     aten.multi_margin_loss.default: ("n d, n", "n d, n, d", "n"),
     aten.multilabel_margin_loss.default: ("n d, n d", "n d, n d", "n"),
     aten.triplet_margin_loss.default: ("... d, ... d, ... d", "", "..."),
 }
-"""Dims of operands without and with class weights, and the dims of rows; a rank needs all classes of a row."""
 
 
 @register_rule_function(*ROW_LOSSES)

@@ -49,8 +49,7 @@ from .base import has_broadcast_heads, has_fills, head_counts, sequence_shard
 from .plan_memory import memory_needed
 from .row_layouts import balanced_layout_refusal, balancing_seconds, candidate_orders, unpermute_seconds
 
-MANY_NODES = 1 << 20
-"""Number of rows that any condition on large blocks accepts."""
+MANY_NODES = 1 << 20  # number of rows that any condition on large blocks accepts
 
 
 @dataclass(frozen=True, kw_only=True)

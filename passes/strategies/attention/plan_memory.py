@@ -29,10 +29,10 @@ from sp_compile.passes.sharding.placement import PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import lookup_rule
 
 aten = torch.ops.aten
+# ops whose backward reads their result
 OUTPUT_SAVING_OPS = frozenset({*ATTENTION, aten.log_softmax.int, aten.softmax.int, aten._log_softmax.default})
-"""Ops whose backward reads their result."""
+# ops that save log_softmax of their first operand, in float32 or wider, instead of the operand
 LOSS_OPS = frozenset({aten.cross_entropy_loss.default})
-"""Ops that save log_softmax of their first operand, in float32 or wider, instead of the operand."""
 
 
 def memory_needed(

@@ -25,11 +25,11 @@ from sp_compile.passes.localize.balance_layout import FIXED_END_POSITIONS, balan
 from sp_compile.passes.sharding.output_rules import gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Replicate, Shard
 
+# layouts with which a graph keeps the load-balanced order of an earlier one
 KEEP_BALANCED_ORDER = ("auto", BALANCED.name)
-"""Layouts with which a graph keeps the load-balanced order of an earlier one."""
 ORDERED_ROWS = ("whole", "no rule", "align", "halo")  # demands of readers of neighbors, such as convolutions
+# CPU seconds to balance a sequence, and per position: `benchmarks/plans.py`
 BALANCE_SECONDS, BALANCE_SECONDS_PER_ROW = 3e-3, 5e-8
-"""CPU seconds to balance a sequence, and per position: `benchmarks/plans.py`."""
 
 
 def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job: PassContext) -> list[RowOrder]:

@@ -415,8 +415,8 @@ def _read_last_stop(group: str) -> StopNotice:
 
 
 _channels: weakref.WeakKeyDictionary[Any, ControlChannel] = weakref.WeakKeyDictionary()
+# number of channels created for each name since initialization; each uses separate keys
 _created_channels: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
-"""Number of channels created for each name since initialization; each uses separate keys."""
 
 
 def channel_of(ranks: Ranks) -> ControlChannel | None:
