@@ -48,7 +48,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     Raises:
         SpError: Ranks of a group of the program do not compile it. Dynamo compiles again at the next call.
     """
-    program = UserProgram(gm, tuple(example_inputs))
+    program = UserProgram.from_dynamo(gm, example_inputs)
     session = CompileSession(gm, example_inputs, options, mode=mode)
     lowered: RankProgram | None = None
     run: Callable[..., Any] | None = None

@@ -121,6 +121,7 @@ def _to_four_dims(
     heads = q.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(q.shape[-3:-2], key_heads)
 
     def expand(x: Tensor, heads: torch.Size) -> Tensor:
+        """Broadcast the leading dims, and merge those of the batch."""
         return x.expand(*batch, *heads, *x.shape[-2:]).reshape(batch.numel(), *heads, *x.shape[-2:])
 
     return expand(q, heads), expand(k, key_heads), expand(v, key_heads)

@@ -44,8 +44,7 @@ def _tiled_flops(part: str, rows: list[Tensor], shared: Any, tiles: int, name: s
     _, body = max(program.bodies.items())
     tile_part: TilePart = getattr(body, part)
     row_dim = program.rows[0]
-    tile_rows: int = size_hint(tile_part.inputs[0].shape[row_dim])
-    all_rows: int = size_hint(rows[0].shape[row_dim])
+    tile_rows, all_rows = (size_hint(x.shape[row_dim]) for x in (tile_part.inputs[0], rows[0]))
     sums = [TILE_SUMS[value.adds] for value in program.gradients] if part == "gradients" else []
     return (_graph_flops(tile_part) + _accumulated_flops(tile_part, sums)) * all_rows // tile_rows
 

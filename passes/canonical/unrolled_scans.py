@@ -42,7 +42,7 @@ class _RowSlice(NamedTuple):
     length: int  # number of rows
 
 
-class _Combine(NamedTuple):
+class _LevelCombine(NamedTuple):
     """Combine function of a level."""
 
     op: str  # operation of sp.scan, or "linear" for a recurrence
@@ -92,7 +92,7 @@ class UnrolledScans(RewriteAssociativeScans):
             self.replace(result, out)
         return True
 
-    def _match_tree(self, level: _Level) -> _Combine | None:
+    def _match_tree(self, level: _Level) -> _LevelCombine | None:
         """Return the function by which this level and all inner ones combine rows, else None."""
         inner, num_pairs, num_even = self.levels.get(level.odd), level.rows // 2, (level.rows - 1) // 2
         pairs = inner.leaf if inner is not None else level.odd  # the values that the next level scans
@@ -105,11 +105,11 @@ class UnrolledScans(RewriteAssociativeScans):
             even_sides = {_RowSlice(2, 2, num_even): "right"}  # the left operands are results of the inner level
             if combine != _match_combine(level.even, level, level.leaf, even_sides, num_even):
                 return None
-        inner_combine = self._match_tree(inner) if inner is not None else _Combine(combine.op)
+        inner_combine = self._match_tree(inner) if inner is not None else _LevelCombine(combine.op)
         if inner_combine is None or inner_combine.op != combine.op:
             return None
         factors = inner_combine.factors
-        if factors is not None and _match_combine(factors, level, combine.factors, sides) != _Combine("prod"):
+        if factors is not None and _match_combine(factors, level, combine.factors, sides) != _LevelCombine("prod"):
             return None
         return combine
 
@@ -152,7 +152,7 @@ def _match_rows(x: Node, dim: int) -> tuple[Node, _RowSlice | None]:
 
 def _match_combine(
     value: Node, level: _Level, leaf: Node | None, sides: Mapping[_RowSlice, str], num_results: int = 0
-) -> _Combine | None:
+) -> _LevelCombine | None:
     """Return the function by which a value combines left and right rows of a leaf, or None.
 
     Args:
@@ -184,8 +184,8 @@ def _match_combine(
     expression = expression_of(value, symbol)
     scan = scan_of_leaf(expression, 0, [left], [right])
     if scan is not None:
-        return _Combine(scan.op) if scan.op in KNOWN_OPS else None
+        return _LevelCombine(scan.op) if scan.op in KNOWN_OPS else None
     for factor, factors in right_leaves.items():
         if factor != right and expression == sympy.expand(factor * left + right):
-            return _Combine("linear", factors)
+            return _LevelCombine("linear", factors)
     return None

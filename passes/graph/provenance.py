@@ -39,7 +39,7 @@ def exchange_sources(exchanges: Iterable[Node], shown: Mapping[str, str]) -> dic
 
 
 def failed_exchange(error: BaseException, places: Mapping[str, ExchangeSource]) -> str:
-    """Format the exchange that raised the error at run time, such as "all_gather of model.py:12: y = f(x)".
+    """Format the exchange that raised the error at run time, such as "all_gather of <file>:12: y = f(x)".
 
     If compiled code runs other compiled code, this is the innermost known exchange. Its source is omitted if it is
     unknown; the result is "" if no exchange is known.

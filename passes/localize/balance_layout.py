@@ -1,6 +1,6 @@
 """Rewrite a local graph for layout="balanced": ranks attend to about the same number of pairs.
 
-    shard(ids, 1, ..)                  order, inverse, .., table = sp.deal([doc], ["Eq(row0, col0) & (k <= q)"])
+    shard(ids, 1, ..)                  order, inverse, .., table = balance_rows([doc], ["Eq(row0, col0) & (k <= q)"])
     ring_attention(.., rows=[doc], ..)     shard(reorder(ids, 1, order, inverse), ..)
     unshard(y, 1, ..)                  ->  ring_attention(.., rows=[reorder(doc), order], pieces=[table, ..],
                                                "Eq(row0, col0) & (col1 <= row1)")
@@ -63,7 +63,7 @@ FrameMap = dict[str, FrameArgument]  # the balanced frames of a call by argument
 
 
 class MaskWork(NamedTuple):
-    """Attention work as arguments of ``sp::deal``."""
+    """Attention work as arguments of the op that balances rows."""
 
     predicates: list[str]  # masks, as functions of the vectors and numbers of all attentions
     weights: list[Node | int]  # cost of a query-key pair under each predicate: heads times head dims, summed
@@ -97,7 +97,7 @@ class BalanceLayout(Pass):
     def _emit_order(
         self, gm: GraphModule, calls: Sequence[tuple[OpCall, FrameMap]], n: int, shards: Sequence[Shard]
     ) -> None:
-        """Emit ``sp::deal`` at the start of the graph, or ``sp::dealt_tables`` for the order of balanced inputs."""
+        """Emit the op that balances rows at the start of the graph, or read the order of balanced inputs."""
         inputs = gm.graph.find_nodes(op="placeholder")
         first = calls[0][0].node if calls else inputs[-1].next
         all_frames = [frame for _, frames in calls for frame in frames.values()]
@@ -134,7 +134,7 @@ class BalanceLayout(Pass):
     def _balance_arguments(
         self, attentions: Sequence[OpCall], frames: Iterable[FrameArgument], length: Size, n: int, device: torch.device
     ) -> tuple[Any, ...]:
-        """Return the arguments of ``sp::deal``; rows outside of a frame's window are not moved."""
+        """Return the arguments of the op that balances rows; rows outside of a frame's window are not moved."""
         work = self._attention_work(attentions)
         self._report_imbalance(work, self.sizes(length), n)
         fixed = {(frame.start, as_size(frame.size - frame.start - frame.length)) for frame in frames}

@@ -156,7 +156,7 @@ class DryRun:
         """Lower the graph of an earlier dry run, without tracing the model again."""
         self._graphs.append(gm)
         with resume_trace(context):
-            for lowered in self._lower_all(UserProgram(gm, inputs)):
+            for lowered in self._lower_all(UserProgram.from_dynamo(gm, inputs)):
                 lowered.result.report.merge(lowered.program.report)
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -164,7 +164,7 @@ class DryRun:
         self._graphs.append(gm)
         if self.captured is not None:
             self.captured.add(gm, example_inputs)
-        all_lowered = self._lower_all(UserProgram(gm, tuple(example_inputs)))
+        all_lowered = self._lower_all(UserProgram.from_dynamo(gm, example_inputs))
         if not all_lowered:
             return gm.forward
 

@@ -57,20 +57,24 @@ def find_input_mismatch(
         return SpError("SP632", format_mismatch(f"{summary} {difference}", rows))
     if not same_names or not is_same_program:
         return SpError("SP631", format_mismatch(f"{summary} different programs", rows, heading))
-    # Values. Different data has its own code, as a sharding sampler is correct if each rank passes its rows.
-    data_code = "SP636" if has_shards else "SP634"
+    # Values.
     if not names:
         samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
         cause = describe_field_mismatch(samples, OTHER_VALUES)
-        return SpError(data_code, cause) if cause else None
-    code, differing = "SP633", set(names)
+        return _data_error(cause, has_shards) if cause else None
+    cause, differing = format_mismatch(f"{summary} different values", rows), set(names)
+    error = SpError("SP633", cause)
     if compared.arguments >= differing:
-        code = data_code
+        error = _data_error(cause, has_shards)
     elif messages[0].number > 1 and compared.equal - compared.arguments - compared.always >= differing:
-        code = "SP635"  # they were equal at an earlier call
-    error = SpError(code, format_mismatch(f"{summary} different values", rows))
+        error = SpError("SP635", cause)  # they were equal at an earlier call
     assumed = compared.always | compared.equal if compared.is_assumed else set()
-    return error if assumed.isdisjoint(names) else SpError(code, error.cause, f"{error.fix} {LATER_CAUSE}")
+    return error if assumed.isdisjoint(names) else SpError(error.code, cause, f"{error.fix} {LATER_CAUSE}")
+
+
+def _data_error(cause: str, has_shards: bool) -> SpError:
+    """Return the error of different data; a sharding sampler is correct only if each rank passes its rows."""
+    return SpError("SP636", cause) if has_shards else SpError("SP634", cause)
 
 
 def _is_python_scalar(record: InputRecord) -> bool:

@@ -84,9 +84,12 @@ MODES = {
 }
 
 
+@pytest.mark.as_users_run(case="one layer")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c if c == "one layer" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
-def test_under_the_sequence_passes(ranks: Ranks, case: str) -> None:
-    check(ranks.run(4, with_sequence, *CASES[case]), MODES.get(case, "s" * 8))
+def test_under_the_sequence_passes(ranks: Ranks, case: str, as_users_run: bool) -> None:
+    """Measured costs of the machine may choose other modes."""
+    check(ranks.run(4, with_sequence, *CASES[case]), None if as_users_run else MODES.get(case, "s" * 8))
 
 
 def explained() -> tuple[str, list[tuple[Any, ...]], int, str]:
