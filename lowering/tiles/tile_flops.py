@@ -41,7 +41,7 @@ def _tiled_flops(part: str, rows: list[Tensor], shared: Any, tiles: int, name: s
         name: Name of the program.
     """
     program = PROGRAMS[name]
-    _, body = max(program.bodies.items())
+    body = program.bodies[max(program.bodies)]
     tile_part: TilePart = getattr(body, part)
     row_dim = program.rows[0]
     tile_rows, all_rows = (size_hint(x.shape[row_dim]) for x in (tile_part.inputs[0], rows[0]))
