@@ -142,29 +142,46 @@ class ShardedProgram:
         """Run the program on the rows of this rank, and wrap its sharded results."""
         out = self.run(*args)
         self.calls += 1
-        given: dict[tuple[Any, ...], torch.Tensor] = {}  # a value that is returned twice is wrapped once
-        values = list(out)
-        made = [out[i] for i in self.boundary.balanced_order]
-        orders = RowPermutation(*made) if made else input_orders(args, self.boundary.layouts)
-        for i, result in self.boundary.results.items():
-            local, length = values[i], self._value(result.length, args)
-            parts: dict[str, Any] = {part: self._value(one, args) for part, one in result.parts.items()}
-            layout = replace(result.layout, balanced=orders or result.layout.balanced, **parts)
+        values, boundary = list(out), self.boundary
+        order_tensors = [out[i] for i in boundary.balanced_order]
+        orders = RowPermutation(*order_tensors) if order_tensors else input_orders(args, boundary.layouts)
+        wrapped: dict[tuple[Any, ...], torch.Tensor] = {}  # a value that is returned twice is wrapped once
+        for i, result in boundary.results.items():
             # A window of a value has the same rows.
-            key = id(result.deferred or local), result.layout, result.length, *result.parts.items()
-            if key not in given:
-                source = None if result.grad_token is None else out[result.grad_token]
-                given[key] = (
-                    from_local(local, layout, length, self._origin(result), source)
-                    if result.deferred is None
-                    else self._deferred_value(result, result.deferred, layout, length, args, out)
-                )
-            values[i] = given[key]
-        for i, number in self.boundary.writes.items():
+            key = id(result.deferred or values[i]), result.layout, result.length, *result.parts.items()
+            if key not in wrapped:
+                wrapped[key] = self._wrap(result, values[i], orders, args, out)
+            values[i] = wrapped[key]
+        for i, number in boundary.writes.items():
             write(args[i], values[number])
-        own = len(values) if self.boundary.num_base_outputs is None else self.boundary.num_base_outputs
-        values = values[: own - len(self.boundary.writes) - len(self.boundary.balanced_order)]
-        return type(out)(rebuild_views(values, args, self.boundary))
+        num_outputs = len(values) if boundary.num_base_outputs is None else boundary.num_base_outputs
+        values = values[: num_outputs - len(boundary.writes) - len(boundary.balanced_order)]
+        return type(out)(rebuild_views(values, args, boundary))
+
+    def _wrap(
+        self,
+        result: ShardedOutput,
+        local: torch.Tensor,
+        orders: RowPermutation | None,
+        args: Sequence[Any],
+        out: Sequence[Any],
+    ) -> torch.Tensor:
+        """Return a result as a sharded value.
+
+        Args:
+            result: The description of the result.
+            local: The rows of this rank; unused for a deferred result.
+            orders: The order of load-balanced rows; None if no rows are balanced.
+            args: The arguments of the call.
+            out: All outputs of the call.
+        """
+        length = self._value(result.length, args)
+        parts: dict[str, Any] = {name: self._value(size, args) for name, size in result.parts.items()}
+        layout = replace(result.layout, balanced=orders or result.layout.balanced, **parts)
+        if result.deferred is not None:
+            return self._deferred_value(result, result.deferred, layout, length, args, out)
+        token = None if result.grad_token is None else out[result.grad_token]
+        return from_local(local, layout, length, self._origin(result), token)
 
     def _deferred_value(
         self,
