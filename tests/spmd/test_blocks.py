@@ -100,11 +100,12 @@ class Way:
         policy = {"mp_policy": CASTS} if self.mixed else {}
         fully_shard(module, mesh=mesh, reshard_after_forward=self.gathers, **policy)
 
-    def wrap(self, model: Stack, compiler: Callable[..., Any]) -> nn.Module:
+    def wrap(self, model: Stack, compiler: Callable[..., Any], **others: Any) -> nn.Module:
         """Compile and shard the blocks of the model; return the callable for training."""
         sequence = worker.mesh2d(*self.sizes)
         mesh = sequence["dp"] if self.over == "replicas" else worker.mesh2d(4, 1)["dp"]
         options = {"compiler": compiler, "cost": {}, "mesh": sequence, "outputs": "lazy", "param_grads": self.grads}
+        options |= others
         for block in model.blocks:
             if self.first == "compile":
                 block.compile(backend="sp", options=options)
@@ -215,7 +216,7 @@ def partial_gradients_without_fsdp() -> str:
     """Gradients are left to FSDP, whose ranks are not those of the sequence."""
     way = Way((2, 2), grads="partial")
     model = build(Stack)
-    way.wrap(model, Counting())
+    way.wrap(model, Counting(), check_every=1)
     step = optimizer(model, mixed=False)
 
     def train() -> None:

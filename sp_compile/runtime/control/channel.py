@@ -236,16 +236,18 @@ class ControlChannel:
         stopped = self._find_stop(saying)
         if stopped.raised:
             return self.break_group(stopped, str(saying))
-        me, others = dist.get_rank(), []
-        for seen in dict.fromkeys(self.last_fields):
-            ranks = [str(rank) for rank, one in zip(self.ranks, self.last_fields) if one == seen]
-            others.append(f"  rank {', '.join(ranks)} was last seen when it {seen}")
-        heard = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
-        found = (f", in {place}" if place else "") + heard
-        what = f"{' '.join(_read_line(saying)).strip()} and waited {waited:.0f} s for ranks that did not come{found}"
-        why = [f"rank {stopped.rank} stopped: {stopped.text}"] if stopped.text else []
-        self.broken = "\n".join([f"rank {me} {what}", *others, f"  {why[0]}" if why else LIKELY_CAUSE])
-        text = "; ".join([f"it {what}", *why]).replace("\n", " ")
+        last_calls = []  # lines with the ranks of each last call
+        for last_call in dict.fromkeys(self.last_fields):
+            ranks = [str(rank) for rank, fields in zip(self.ranks, self.last_fields) if fields == last_call]
+            last_calls.append(f"  rank {', '.join(ranks)} was last seen when it {last_call}")
+        cause = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
+        details = (f", in {place}" if place else "") + cause
+        wait = f"{' '.join(_read_line(saying)).strip()} and waited {waited:.0f} s for ranks that did not come{details}"
+        stop = [f"rank {stopped.rank} stopped: {stopped.text}"] if stopped.text else []
+        self.broken = "\n".join(
+            [f"rank {dist.get_rank()} {wait}", *last_calls, f"  {stop[0]}" if stop else LIKELY_CAUSE]
+        )
+        text = "; ".join([f"it {wait}", *stop]).replace("\n", " ")
         # It may take part in exchanges of other groups.
         publish_stop(text, of={self.name: self.exchanges}, within=self.name)
         return SpError("SP622", self.broken) if saying.verb == READ_VERB else SpError("SP621", self.broken)

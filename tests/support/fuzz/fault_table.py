@@ -307,7 +307,7 @@ FAULTS: dict[str, Fault] = {
     "other weights": Fault(f"{VALUES}.*weight", begins=weight_from_the_start),
     "another buffer": Fault(f"{VALUES}.*scale", begins=buffer_from_the_start),
     "a mesh of two axes": Fault("", prepares=two_meshes),
-    "a mesh axis that is none": Fault(f"SP11[45]|{ASTRAY}|{STOPPED}", begins=option(mesh_dim="sq")),
+    "a mesh axis that is none": Fault(f"SP11[456]|{ASTRAY}|{STOPPED}", begins=option(mesh_dim="sq")),
     "a mesh that is none": Fault(f"SP111|{ASTRAY}|{STOPPED}", begins=option(mesh="sp")),
     "compiling is disabled": Fault(f"{ASTRAY}|{STOPPED}", begins=disabled, unaware=True),
     "another backend": Fault(f"{ASTRAY}|{STOPPED}", begins=other_backend, unaware=True),
