@@ -34,6 +34,7 @@ from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.torch_compat import size_hint
 from sp_compile.passes.canonical.scan_calls import (
     EXTREME_OPS,
+    SP_SCANS,
     TORCH_SCANS,
     emit_scan,
     has_index_reader,
@@ -177,6 +178,8 @@ class ShardScans(DemandPass):
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
+        if node.target not in (*SP_SCANS, *TORCH_SCANS):
+            return "no scan over shards is defined for this op"
         if not is_scannable_call(OpCall(node)):
             return f"scans do not support {OpCall(node).results()[0].dtype} on shards"
         shard = scan_shard(self.plan, node)
