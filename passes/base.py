@@ -217,7 +217,8 @@ class CanonicalPass(Pass):
 class CollectivePass(Pass):
     """A pass over the collectives of a joint graph, for graphs that all ranks rewrite equally.
 
-    The job is a `CollectiveContext` of `passes.collectives.collective_context`.
+    The job is a `CollectiveContext` of `passes.collectives.collective_context`. A subclass defines `of(context)`, which
+    returns the pass, or None if it does not apply, such as for a program without process groups of its own.
     """
 
 
