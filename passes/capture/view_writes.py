@@ -218,7 +218,7 @@ def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
     return rows_a.end <= rows_b.start or rows_b.end <= rows_a.start
 
 
-class _WrittenRange(NamedTuple):
+class _PositionRange(NamedTuple):
     """Positions that a view selects from one dim of its base."""
 
     dim: int  # non-negative
@@ -226,7 +226,7 @@ class _WrittenRange(NamedTuple):
     end: int  # position after the last one
 
 
-def _selected_rows(aliases: Aliases, node: Node) -> _WrittenRange | None:
+def _selected_rows(aliases: Aliases, node: Node) -> _PositionRange | None:
     """Return the positions that a select, a narrow or a slice without step selects, or None if they are unknown."""
     if node.target not in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
         return None
@@ -247,7 +247,7 @@ def _selected_rows(aliases: Aliases, node: Node) -> _WrittenRange | None:
         return None
     if isinstance(length, int):
         start, end = (x + length if x < 0 else min(x, length) for x in (start, end))
-    return _WrittenRange(dim % base.meta["val"].ndim, start, end) if min(start, end) >= 0 else None
+    return _PositionRange(dim % base.meta["val"].ndim, start, end) if min(start, end) >= 0 else None
 
 
 def _result_view(
