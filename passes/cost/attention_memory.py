@@ -1,4 +1,7 @@
-"""Memory of a rank besides attention, and the remaining memory for attention."""
+"""Memory of a rank besides attention, and the remaining memory for attention.
+
+A pass predicts a `RankMemory` before it chooses attention strategies. `available` limits the memory of candidates.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class RankMemory:
 
     @property
     def used(self) -> int:
-        """Return the bytes in use besides attention."""
+        """Return the bytes in use besides attention, if losses are not tiled."""
         return self.weights + self.gradients + self.saved
 
     @property
