@@ -26,10 +26,10 @@ class HostValues:
 
 
 def hiding_seconds(node: Node, machine: Machine) -> float:
-    """Return the seconds of products and attention at a node, during which copies run; other ops are ignored."""
+    """Return the seconds of a product or attention, during which copies run; 0 for other ops."""
     return node_flops(node) / machine.flops
 
 
 def copy_seconds(nbytes: float, machine: Machine) -> float:
-    """Return the seconds of a copy to or from the host."""
+    """Return the seconds of a copy of `nbytes` to or from the host, without other work."""
     return nbytes / machine.host_bandwidth

@@ -157,7 +157,7 @@ def _memory_json(step: StepMemory, n: int) -> dict[str, Any]:
         return {
             "phase": point.phase,
             **_select_fields(point.moment, "node=name where"),
-            "values_bytes": step.peak_with(point),
+            "values_bytes": step.bytes_at(point),
         }
 
     def largest_values(point: StepMoment) -> list[dict[str, Any]]:
