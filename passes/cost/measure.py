@@ -185,7 +185,7 @@ def _measured_kernel(device: torch.device) -> Kernel:
 
 
 def _measure_attention(device: torch.device) -> Measurement:
-    """Return the measurement of attention on one rank: seconds per FLOP are (1 + block_keys / keys) / flops."""
+    """Return the measurement of attention on a rank; seconds per FLOP are (1 + block_keys / keys) / flops."""
     is_cpu, (heads, dim, dtype) = device.type == "cpu", _attention_sizes(device)
 
     def call(length: int) -> Callable[[], object]:

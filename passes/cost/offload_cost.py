@@ -16,7 +16,7 @@ MIN_OFFLOAD_BYTES = 1e-3
 
 @dataclass(frozen=True)
 class HostValues:
-    """Values of one graph, or of a step, that are copied to the host after the forward and back for the backward."""
+    """Values of a graph or a step that are copied to the host in the forward and back in the backward."""
 
     values: int = 0  # number of values
     nbytes: int = 0  # bytes of these

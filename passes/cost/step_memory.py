@@ -1,4 +1,4 @@
-"""Predict the memory of one rank over a training step: state, saved values, and peaks with their causes.
+"""Predict the memory of a rank over a training step: state, saved values, and peaks with their causes.
 
     state      parameters and buffers, inputs, optimizer state: constant
     forward    values of every graph as it runs, and saved values of earlier graphs
@@ -168,7 +168,7 @@ class StepMemory:
         return point.nbytes if self.shards == 1 else self.sharded_bytes(point, self.shards)
 
     def sharded_bytes(self, point: StepMoment, n: int) -> int:
-        """Return the bytes of a rank at a moment, without sharded state, if n ranks shard the state by layer (FSDP).
+        """Return the bytes at a moment besides sharded state, if n ranks shard the state by layer (FSDP).
 
         They are values, gathered weights, unsharded gradients, and shards of gradients.
         """
@@ -214,7 +214,7 @@ class StepMemory:
         return {phase: max(moments, key=self.bytes_at) for phase, moments in by_phase.items() if moments}
 
     def alive(self, point: StepMoment) -> list[LiveValue]:
-        """Return the live values of the running graph at a moment, and one entry for all values of other graphs."""
+        """Return the live values of the running graph at a moment, and one entry for all other graphs."""
         graph = self.graphs[point.graph]
         graph_walk = graph.backward if point.in_backward and graph.backward is not None else graph.forward
         values = graph_walk.alive(point.index)

@@ -68,7 +68,7 @@ class ModelBytes:
         return self.outside_layers + (in_layer + arriving) * self.unit
 
     def gradients(self, computed: int, n: int, unsharded: int | None = None) -> int:
-        """Return the bytes of gradients on a rank: unsharded ones of layers that are not yet reduced, and all shards.
+        """Return the bytes of gradients on a rank: those that are not yet reduced to shards, and all shards.
 
         Args:
             computed: Bytes of all gradients computed so far, before they are sharded.

@@ -242,7 +242,7 @@ class KernelSchedule:
 
 
 def products_in_additions(graph: Graph) -> dict[Node, Node]:
-    """Map each addition to the matrix product that only it reads: Inductor computes both at once (`addmm`).
+    """Map each addition to the product that only it reads: Inductor computes both at once (`addmm`).
 
     An example is a weight's gradient added to that of a tied embedding. On a GPU, additions with elementwise users do
     not count.
@@ -258,7 +258,7 @@ def products_in_additions(graph: Graph) -> dict[Node, Node]:
 
 
 def _can_fuse_addend(product: Any, addend: Any) -> bool:
-    """Return True if the kernel of a matrix product can add this value: it has no other reader, and shapes match."""
+    """Return True if the kernel of a product that only an addition reads can add `addend`, by its shape."""
     if not isinstance(product, Node) or product.target is not torch.ops.aten.mm.default or len(product.users) > 1:
         return False
     if not isinstance(addend, Node) or addend is product or not isinstance(addend.meta.get("val"), torch.Tensor):

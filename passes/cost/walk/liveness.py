@@ -192,7 +192,7 @@ def is_product(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class _TileLoop:
-    """Sizes of an op that runs a program on tiles of rows, one after the other, and sums some of its results."""
+    """Sizes of an op that runs a program on each tile of rows in turn, and sums some of its results."""
 
     tiles: int  # number of tiles
     part: TilePart  # program of one tile
@@ -260,7 +260,7 @@ def _workspace_bytes(node: Node, fused: bool) -> int:
 
 
 def _joined_results(graph: Graph) -> set[Node]:
-    """Return the values that become parts or sums of results, as weight gradients do, and so count as results."""
+    """Return values that become parts of results, such as weight gradients, and so count as results."""
     joined: set[Node] = set()
     for node in reversed(graph.nodes):
         if node.users and all(user.op == "output" or (user in joined and _joins_operands(user)) for user in node.users):
@@ -357,7 +357,7 @@ class StorageTable(KernelSchedule):
         self.remaining = live
 
     def _idle_buffers(self, lives: Sequence[dict[StorageKey, LiveValue]]) -> list[list[LiveValue]]:
-        """Return the idle buffers that Inductor retains for reuse at each kernel, if that does not raise the peak.
+        """Return the idle buffers at each kernel: Inductor retains them for reuse if the peak does not rise.
 
         The peak is that of Inductor, which identifies freeable inputs by name. It queries buffer sizes only when it
         sorts for the peak; here it runs graphs in order (`torch_compat.joint_compiler`), so they have none. Unaligned
@@ -426,7 +426,7 @@ class StorageTable(KernelSchedule):
         return sum(self.sizes[key] for key in keys)
 
     def _place(self, node: Node) -> None:
-        """Add a node to the tables: storages of its value, storages that its readers read, and its kernel, if any."""
+        """Add a node to the tables: its storages, those that its readers read, and its kernel, if any."""
         self._reuse_operands(node)
         keys = {self.key(x): nbytes_of(x) for x in node_tensors(node)}
         new = [key for key in keys if key not in self.producer]
@@ -460,7 +460,7 @@ class StorageTable(KernelSchedule):
             self.kernel_writes[self._first_writer(node)] += new
 
     def _first_writer(self, node: Node) -> Node:
-        """Return the kernel that first writes a node's storage; a reduction among a cat's operands writes into it."""
+        """Return the kernel that first writes a node's storage: for a cat, the first reduction that it reads."""
         if not self.fused or node.target is not CAT:
             return node
         operands = {self.producer[key] for x in node.all_input_nodes for key in self.value_reads[x]}
