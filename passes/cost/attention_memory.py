@@ -47,6 +47,7 @@ class RankMemory:
         return self.device - self.used_with_tiles if self.used_with_tiles < self.device else self.device
 
     def __str__(self) -> str:
+        """Return the bytes in use and those available for an attention, as a line of a report."""
         parts = (("weights", self.weights), ("gradients", self.gradients), ("saved for the backward", self.saved))
         text = ", ".join(f"{name} {nbytes / GIB:.1f} GiB" for name, nbytes in parts)
         if math.isinf(self.device):

@@ -258,7 +258,7 @@ def products_in_additions(graph: Graph) -> dict[Node, Node]:
 
 
 def _can_fuse_addend(product: Any, addend: Any) -> bool:
-    """Return True if the kernel of a product that only an addition reads can add `addend`, by its shape."""
+    """Return True if a product has no other reader, and its kernel can add `addend` (shape and dtype)."""
     if not isinstance(product, Node) or product.target is not torch.ops.aten.mm.default or len(product.users) > 1:
         return False
     if not isinstance(addend, Node) or addend is product or not isinstance(addend.meta.get("val"), torch.Tensor):

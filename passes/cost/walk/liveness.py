@@ -415,7 +415,7 @@ class StorageTable(KernelSchedule):
         return tangents | self.read_often.get(node, frozenset())
 
     def _written_value(self, key: StorageKey) -> LiveValue:
-        """Return the live value that a kernel starts by writing to a storage."""
+        """Return the value that is live once its kernel writes it to a storage."""
         node = self.producer[key]
         returned = key in self.results or key in self.joined
         return LiveValue(node.name, _node_line(node), self.sizes[key], "result" if returned else "value")
