@@ -97,7 +97,7 @@ class PermuteCall(RankCall):
 
     @property
     def group(self) -> Ranks:
-        """Return the ranks of the call."""
+        """Return the ranks of the call, which `require` compares."""
         return self.ranks
 
     def is_traced(self) -> bool:
@@ -121,7 +121,7 @@ class PermuteCall(RankCall):
         )
 
     def _make_problem(self) -> PermuteProblem:
-        """Return the exchange with dims that count from the first."""
+        """Return the exchange with non-negative dims, from which its algorithm and result shape follow."""
         ndim, ranks = self.x.ndim, self.ranks
         return PermuteProblem(self.x, self.scatter_dim % ndim, self.gather_dim % ndim, ranks.n, ranks.group)
 
@@ -139,6 +139,7 @@ class PermuteCall(RankCall):
         yield from self._wrong_out()
 
     def _wrong_dims(self) -> Iterator[SpError]:
+        """Yield errors unless both dims are dims of x and differ."""
         ndim, shape = self.x.ndim, list(self.x.shape)
         for name in ("scatter_dim", "gather_dim"):
             yield from check_dim(shape, getattr(self, name), name)
@@ -147,6 +148,7 @@ class PermuteCall(RankCall):
             yield SpError("SP542", f"scatter_dim, gather_dim: both are dim {dims[0] % ndim} of x of shape {shape}.")
 
     def _wrong_sizes(self) -> Iterator[SpError]:
+        """Yield an error, with the size to pad to, unless the ranks divide the scattered dim."""
         n, shape = self.ranks.n, list(self.x.shape)
         size = shape[self.scatter_dim]
         if size % n:
@@ -161,6 +163,7 @@ class PermuteCall(RankCall):
             )
 
     def _wrong_out(self) -> Iterator[SpError]:
+        """Yield errors unless `out` can receive the result and no gradient is required."""
         out, x = self.out, self.x
         if out is None:
             return
@@ -178,7 +181,7 @@ class PermuteCall(RankCall):
 
 
 def _can_overlap(x: Tensor) -> bool:
-    """Return True if two elements may share memory.
+    """Return True if two elements may share memory, so that a result cannot be written to x.
 
     False requires that each stride exceeds the extent of all dims with smaller strides.
     """
@@ -226,6 +229,7 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
 
 
 def _group_device(device: torch.device | None) -> torch.device:
+    """Return the device of a symmetric buffer: the passed one, else the current CUDA device, else the CPU."""
     if device is not None:
         return torch.device(device)
     if torch.cuda.is_available():
@@ -234,7 +238,7 @@ def _group_device(device: torch.device | None) -> torch.device:
 
 
 def _make_buffer(size: int, ranks: Ranks, device: torch.device) -> SymmetricBuffer | None:
-    """Return a symmetric buffer of `size` bytes; None if torch raises one of its errors for missing support."""
+    """Return a symmetric buffer of `size` bytes; None if torch raises an error for missing support."""
     try:
         memory, handle = torch_compat.symmetric_memory(size, device, ranks.group)
     except (RuntimeError, ImportError, AttributeError, NotImplementedError):
