@@ -42,6 +42,7 @@ class GatherKeys(ShardedAttention):
 
 
 def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
+    """Yield the candidate of the strategy, with predicted seconds and memory (`Strategy.candidates`)."""
     n, kv = shape.n, shape.head_bytes.keys
     busiest = shape.imbalance(n, layout)
     compute = machine.attention(shape.flops * busiest, shape.kv_len)
@@ -64,6 +65,7 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
 
 
 def _gather_sends(call: OpCall, n: int) -> tuple[Size, Size]:
+    """Return the bytes that one rank sends for a call of the op, forward and backward, for the report."""
     heads = head_bytes(call)
     keys = heads.keys if len(call["k_frame"]) else 0
     others = relayout_bytes(call, heads.queries + heads.results, n) + collective_bytes("all_gather", keys, n)
@@ -71,6 +73,7 @@ def _gather_sends(call: OpCall, n: int) -> tuple[Size, Size]:
 
 
 def _declare_gather(call: OpCall, ranks: Ranks) -> None:
+    """Declare the routes of the exchanges of the op, when a program that contains it is lowered."""
     routes.declare_attention_routes(ranks.group, 1, ranks.n)
 
 
