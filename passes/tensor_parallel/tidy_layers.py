@@ -85,7 +85,7 @@ class DropOverwrites(Pass):
     provides = frozenset({"no overwrites"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Replace aten.copy(x, y) by y, or its contiguous clone if strides differ; return the number of copies.
+        """Replace aten.copy(x, y) by y, or its contiguous clone if strides differ; return their number.
 
         `job.facts` is updated to refer to the remaining nodes.
         """

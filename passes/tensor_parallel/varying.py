@@ -71,7 +71,7 @@ class ScatterContext(PassContext):
         """Return the axes and the placement of every value; only the results of reduce_scatters start shards."""
         axes = name_axes(gm)
         inputs = dict.fromkeys(self.varying, VARYING)
-        plan = propagate(gm, axes, self.ranks.n, inputs, begin=False, declines=decline_product)
+        plan = propagate(gm, axes, self.ranks.n, inputs, starts_sequences=False, declines=decline_product)
         plan.demands = [d for d in plan.demands if d.kind not in IGNORED_DEMANDS]
         return axes, plan
 
@@ -239,7 +239,7 @@ def is_exchange(node: Node) -> bool:
 
 def find_varying_nodes(gm: GraphModule, axes: Axes, varying: Collection[Node]) -> set[Node]:
     """Return all values that differ by rank if the `varying` inputs do, by propagation of VARYING."""
-    plan = propagate(gm, axes, 2, dict.fromkeys(varying, VARYING), begin=False)
+    plan = propagate(gm, axes, 2, dict.fromkeys(varying, VARYING), starts_sequences=False)
     return {node for node, placements in plan.placements.items() if VARYING in placements}
 
 

@@ -203,7 +203,7 @@ class _TokenViewBuilder:
                 self.copies[node] = self._copy(graph, node)
                 self.source.setdefault(self.copies[node], node)
         gm = GraphModule({}, graph)
-        plan = propagate(gm, Axes(), tiles, self.inputs, "local", begin=False)
+        plan = propagate(gm, Axes(), tiles, self.inputs, "local", starts_sequences=False)
         return TokenView(gm, self.local.graph, self.source, self.flags, plan, without_grad)
 
     def _copy(self, graph: Graph, node: Node) -> Node:
