@@ -111,7 +111,7 @@ def all_gather_object(ranks: Ranks, verb: str, subject: str, value: Any) -> list
 
 @contextmanager
 def publish_failure() -> Iterator[None]:
-    """Publish an SpError of this rank in the context, so that ranks which wait for it raise it.
+    """Publish an SpError of this rank in the context, so that ranks that wait for it raise, too.
 
     For code before an exchange, such as parsing arguments. The reason is written to the store as a stop notice
     (`publish_stop`). Ranks that are already in the exchange read it there; otherwise they would wait until the timeout.

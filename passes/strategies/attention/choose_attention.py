@@ -85,15 +85,15 @@ class ChooseAttention(Pass):
         nodes = [n for n in attention_nodes(gm) if _is_shardable(n, plan)]
         shapes = {n: _attention_shape(n, job.ranks.n, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
-        # Offloading uses the memory that sharded weights leave.
-        waits = job.options.offload == "auto" and job.options.state == "sharded"
-        if nodes or waits:
+        # Offloading uses the memory that remains after sharded weights.
+        may_offload = job.options.offload == "auto" and job.options.state == "sharded"
+        if nodes or may_offload:
             machine = job.machine_of_nodes(nodes or gm.graph.nodes)
             memory = memory_needed(gm, plan, job, trained, machine.memory)
             job.memory.append(memory)
             machines = {n: replace(machine, memory=memory.available) for n, machine in machines.items()}
-        tried = candidate_orders(list(shapes.values()), plan, job)
-        decisions = {order: _decide_all(shapes, machines, order, plan, job) for order in tried}
+        orders = candidate_orders(list(shapes.values()), plan, job)
+        decisions = {order: _decide_all(shapes, machines, order, plan, job) for order in orders}
         seconds = {order: sum(d.nodes * d.chosen.seconds for d in found) for order, found in decisions.items()}
         for order, found in decisions.items():
             if order.is_balanced and found:
@@ -137,22 +137,22 @@ class ChooseAttention(Pass):
         Raises:
             SpError: The option names the order. If inputs arrive in it, sets the job's refusal instead.
         """
-        arrived = bool(balanced_inputs(job))
-        apart = {d.node for d in found if d.chosen.ring == 1}  # in the program's order between its exchanges
-        refusal = balanced_layout_refusal([n for n in attention_nodes(gm) if n not in apart], plan, job)
-        if arrived or job.options.layout != "auto":
+        has_balanced_inputs = bool(balanced_inputs(job))
+        without_ring = {d.node for d in found if d.chosen.ring == 1}  # in the program's order between its exchanges
+        refusal = balanced_layout_refusal([n for n in attention_nodes(gm) if n not in without_ring], plan, job)
+        if has_balanced_inputs or job.options.layout != "auto":
             if refusal is not None and not job.inputs:
                 raise refusal.error()
             job.refusal = refusal
             return balanced
         why = refusal.text if refusal is not None else ""
         best = min((order for order in seconds if not order.is_balanced), key=lambda order: seconds[order])
-        lost, of_what = (0.0, "") if why else unpermute_seconds(gm, plan, job)
-        saved = seconds[best] - seconds[balanced]
-        if lost > saved:
+        reorder_seconds, results = (0.0, "") if why else unpermute_seconds(gm, plan, job)
+        saved_seconds = seconds[best] - seconds[balanced]
+        if reorder_seconds > saved_seconds:
             why = (
-                f"{of_what}, would take {lost * 1e3:.3f} ms to reorder where the next graph does not use its "
-                f"order, and balancing saves {saved * 1e3:.3f} ms"
+                f"{results}, would take {reorder_seconds * 1e3:.3f} ms to reorder where the next graph does not use "
+                f"its order, and balancing saves {saved_seconds * 1e3:.3f} ms"
             )
         if not why:
             return balanced

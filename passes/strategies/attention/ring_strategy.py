@@ -118,7 +118,8 @@ def ring_grads(node: Node) -> str:
 def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses: int = 1) -> Candidate:
     """Return the candidate for a ring of `n / ulysses` places.
 
-    Each place has the rows of `ulysses` neighbors and a share of the heads.
+    Each place has the rows of `ulysses` neighbors and a share of the heads. The times are seconds of one rank: of the
+    attention of a step (`compute`), a shift (`hop`), and either path of the gradients (`travel`, `scatter`).
 
     Args:
         shape: The sizes of the attention.
@@ -130,32 +131,32 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
         The candidate.
     """
     size, chunks = shape.n // ulysses, LAYOUTS[layout].chunks
-    kv = shape.head_bytes.repeat_keys(ulysses)
-    grads = kv * shape.widening
+    kv_bytes = shape.head_bytes.repeat_keys(ulysses)
+    grads = kv_bytes * shape.widening
     hops = _needed_hops(shape, size) if ulysses == 1 else size - 1
     keys = ulysses * shape.kv_rows / chunks
-    busiest = shape.imbalance(size, layout)
-    step = machine.attention(shape.flops * busiest, keys) / machine.ring_efficiency / (hops + 1)
+    imbalance = shape.imbalance(size, layout)
+    compute = machine.attention(shape.flops * imbalance, keys) / machine.ring_efficiency / (hops + 1)
     # Zigzag: every step has two blocks, and half of the queries participate in three of four.
     blocks, share = (2, 0.75) if chunks > 1 else (1, 1.0)
     calls = (blocks * (hops + 1) + hops) * machine.call
-    hop, hop_grads = machine.seconds("shift", kv, shape.n), machine.seconds("shift", grads, shape.n)
+    hop, grad_hop = machine.seconds("shift", kv_bytes, shape.n), machine.seconds("shift", grads, shape.n)
 
-    forward = calls + step + hops * machine.together(step, hop)
+    forward = calls + compute + hops * machine.together(compute, hop)
     forward += hops * share * machine.copy(shape.merge_bytes)
-    back = BACKWARD_FLOPS * step
+    back = BACKWARD_FLOPS * compute
     backward = calls + back + hops * share * machine.copy(shape.accumulate_bytes)
     # Current and next keys, and the accumulators with their increments.
-    memory: float = 2 * kv + shape.heads * shape.out_bytes * (1 + shape.widening)
+    memory: float = 2 * kv_bytes + shape.heads * shape.out_bytes * (1 + shape.widening)
     if shape.training:
-        inside = shape.workspace(ulysses, ulysses * shape.kv_rows)
-        memory = max(memory, 2 * kv + 2 * shape.gradient_bytes + 3 * grads + inside)
-    last = 1 if hops else 0  # from the last rank to the owner; none if no rank needs keys of another one
-    travel = hops * (machine.together(back, hop + hop_grads) + machine.copy(3 * grads)) + last * hop_grads
+        workspace = shape.workspace(ulysses, ulysses * shape.kv_rows)
+        memory = max(memory, 2 * kv_bytes + 2 * shape.gradient_bytes + 3 * grads + workspace)
+    last_hop = 1 if hops else 0  # from the last rank to the owner; none if no rank needs keys of another one
+    travel = hops * (machine.together(back, hop + grad_hop) + machine.copy(3 * grads)) + last_hop * grad_hop
     scatter = hops * machine.together(back, hop) + machine.seconds("all_gather", grads, size, ulysses)
     parts = memory + 2 * size * grads  # every part, and all of them packed
     if forward + backward + travel <= TIE_RATIO * (forward + backward + scatter) or parts > machine.memory:
-        rounds = (hops, 2 * hops + last)
+        rounds = (hops, 2 * hops + last_hop)
         return Candidate("ring", ulysses, size, layout, forward, backward + travel, memory, rounds, "travel")
     return Candidate("ring", ulysses, size, layout, forward, backward + scatter, parts, (hops, hops + 1), "scatter")
 

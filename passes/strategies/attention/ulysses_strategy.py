@@ -216,8 +216,8 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
     if LAYOUTS[layout].chunks > 1:
         return
     why = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
-    inside = shape.workspace(n, shape.kv_len) if why is None else 0
-    memory = exchanged_memory(shape, n) + inside if n > 1 else 0
+    workspace = shape.workspace(n, shape.kv_len) if why is None else 0
+    memory = exchanged_memory(shape, n) + workspace if n > 1 else 0
     found = [
         Candidate(
             "ulysses",
