@@ -220,7 +220,7 @@ class _TokenViewBuilder:
                 self.copies[node] = self._copy(graph, node)
                 self.to_local.setdefault(self.copies[node], node)
         gm = GraphModule({}, graph)
-        plan = propagate(gm, Axes(), tiles, self.inputs, "local", begin=False)
+        plan = propagate(gm, Axes(), tiles, self.inputs, "local", starts_sequences=False)
         return TokenView(gm, self.local.graph, self.to_local, self.flags, plan, without_grad)
 
     def _copy(self, graph: Graph, node: Node) -> Node:

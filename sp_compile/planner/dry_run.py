@@ -233,7 +233,7 @@ class DryRun:
         """Add the training step of a graph to the result and its report."""
         options = result.user_options
         if not lowered.unsplit_reason:
-            lowered.return_edges()
+            lowered.add_boundary_outputs()
         result.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
         offloads = self.keeps_steps if options.offload == "never" else self.repeats is not None
         step = graph_step(lowered, options, offloads and options.has_joint_passes)

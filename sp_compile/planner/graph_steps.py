@@ -37,7 +37,7 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
         offloads: True to add the step with all offloadable values on the host.
     """
     # With `offloads`, the graphs are walked twice: without offloading, and after `OffloadValues` of all values.
-    all_passes = passes = lowered.halves(replace(options, offload=1.0) if offloads else options)
+    all_passes = passes = lowered.partitioned_passes(replace(options, offload=1.0) if offloads else options)
     if all_passes is not None and offloads:
         passes = PartitionedPasses(replace(all_passes.job, options=replace(options, offload="never")))
     forward, backward = _partition_graph(lowered, options.uses_inductor, passes)
