@@ -40,9 +40,9 @@ def _walk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Scan places [k * part, (k + 1) * part) of LINES lines, tile by tile.
 
-    k is the program's number along the length. For the other names see `triton_tiles.py`. With CARRY, part k starts from
-    the state k of ``carry`` (parts, lines). With STORE, results are written to ``out`` and ``out_index``; with TOTAL, the
-    part's total to (parts, lines).
+    k is the program's number along the length. For the other names see `triton_tiles.py`. With CARRY, part k starts
+    from the state k of ``carry`` (parts, lines). With STORE, results are written to ``out`` and ``out_index``; with
+    TOTAL, the part's total to (parts, lines).
     """
     k = tl.program_id(1).to(tl.int64)
     inner = inner // UNIT * UNIT
