@@ -3,7 +3,8 @@
 A policy is the function of `create_selective_checkpoint_contexts`: it returns for each op whether the results are saved
 or recomputed. Capture inlines the checkpointed regions and records the policy in the metadata of their nodes
 (`recompute_tags`). `PolicyMode` calls it while AOTAutograd traces, and sets meta["recompute"], which the partitioner
-reads.
+reads. A region is one call of torch.utils.checkpoint in the user's code. In Dynamo's graph it is one node with a
+sub-graph, its body; in a captured graph it is the nodes with the same meta["ac_graph_id"], the number of the region.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ SAVE_POLICY = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)  # deci
 
 
 def policy_of(context_fn: Callable[[], Any]) -> Policy | None:
-    """Return the policy of a checkpoint's `context_fn`, or None without `create_selective_checkpoint_contexts`.
+    """Return the policy of a checkpoint's `context_fn`, or None if it has none.
 
-    torch converts a list of ops to a function.
+    Only functions of `create_selective_checkpoint_contexts` have one. torch converts a list of ops to a policy.
     """
     forward_context, _ = context_fn()
     policy: Policy | None = getattr(forward_context, "policy_fn", None)
@@ -45,7 +46,7 @@ def policy_of(context_fn: Callable[[], Any]) -> Policy | None:
 
 
 def recompute_tags(region: int, policy: Policy | None) -> dict[str, Any]:
-    """Return the metadata that marks the nodes of a checkpointed region for the partitioner and `PolicyMode`.
+    """Return metadata that marks nodes of a checkpointed region for the partitioner and `PolicyMode`.
 
     Args:
         region: Number of the region.
@@ -56,10 +57,11 @@ def recompute_tags(region: int, policy: Policy | None) -> dict[str, Any]:
 
 
 def checkpoint_of(node: Node) -> tuple[Any, str]:
-    """Return the checkpoint that contains a node, and the name of its policy.
+    """Return the checkpoint of a node and the name of its policy, to compare the programs of ranks.
 
-    In a captured graph the checkpoint is the number of the region. In a Dynamo graph it is the get_attr node of a
-    checkpoint's body. It is None outside of all checkpoints. The name is "" without a policy.
+    In a captured graph the checkpoint is the number of the region that contains the node. In a Dynamo graph it is the
+    node itself if it is the get_attr node of a region's body. It is None in other cases. The name is "" without a
+    policy.
     """
     if node.op == "get_attr":
         is_checkpoint_body = any(user.target in _CHECKPOINT_OPS for user in node.users)
@@ -70,19 +72,20 @@ def checkpoint_of(node: Node) -> tuple[Any, str]:
 
 
 def is_in_checkpoint() -> bool:
-    """Return True if the running code is checkpointed, so that its backward will run it again.
+    """Return True if this thread runs inside torch.utils.checkpoint, whose backward runs the code again.
 
-    A checkpoint pushes hooks on saved tensors, which torch.utils.checkpoint defines.
+    A checkpoint pushes hooks on saved tensors; the innermost hook is examined for functions of torch.utils.checkpoint.
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == CheckpointPolicy.__module__
 
 
 def run_once(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """Run a Dynamo graph without recomputation of its checkpointed regions.
+    """Run a Dynamo graph eagerly, with checkpointed regions as ordinary code that recomputes nothing.
 
-    torch raises when it recomputes a region that has modified its inputs in place. Buffers are inputs of graphs that
-    Dynamo traces, so that a BatchNorm in a checkpoint modifies one.
+    Used for the single-device results that compiled ones are compared with. torch raises when it recomputes a region
+    that has modified its inputs in place. Buffers are inputs of graphs that Dynamo traces, so that a BatchNorm in a
+    checkpoint modifies one.
     """
     graph = gm.graph
     if not any(graph.find_nodes(op="call_function", target=target, sort=False) for target in _CHECKPOINT_OPS):
@@ -99,12 +102,12 @@ class _RunOnce(torch.fx.Interpreter):
 
 
 def has_policy(node: Node) -> bool:
-    """Return True if the node belongs to a region with a policy."""
+    """Return True if the node of a captured graph belongs to a checkpointed region with a policy."""
     return _POLICY_KEY in node.meta.get("custom", {})
 
 
 def mark_saved(node: Node) -> None:
-    """Mark an attention whose results a policy saves, or a node traced from one."""
+    """Mark an attention whose results are saved, or a node traced from one, for a pass on joint graphs."""
     node.meta["custom"] = {**node.meta.get("custom", {}), _SAVED_KEY: True}
 
 
@@ -114,26 +117,29 @@ def is_saved(node: Node) -> bool:
 
 
 def mark_must_save(node: Node) -> None:
-    """Make a partitioner save the node's result, or those of its results that a backward reads."""
+    """Make the partitioner of a joint graph save the results of a node and never recompute them.
+
+    Of several results only those that the backward reads are saved.
+    """
     results = [user for user in node.users if user.target is operator.getitem]
     for saved in (node, *results):
         saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def has_checkpoint_regions(gm: torch.fx.GraphModule) -> bool:
-    """Return True if any node is in a checkpointed region."""
+    """Return True if any node of a captured graph is in a checkpointed region."""
     return any("ac_graph_id" in node.meta for node in gm.graph.nodes)
 
 
 @contextmanager
 def apply_policies(attention: Sequence[Any], named_ops: Sequence[Any]) -> Iterator[None]:
-    """Apply policies while AOTAutograd traces inside the block.
+    """Apply policies of checkpointed regions to ops that AOTAutograd traces inside the block.
 
-    The autograd cache is off inside, as its keys do not include policies.
+    AOTAutograd's cache is off inside, as its keys do not include policies.
 
     Args:
         attention: The package's attention ops.
-        named_ops: Ops that policies may name in their place.
+        named_ops: The torch ops that policies name in their place.
     """
     import torch._functorch.config as functorch_config
 
@@ -142,7 +148,7 @@ def apply_policies(attention: Sequence[Any], named_ops: Sequence[Any]) -> Iterat
 
 
 class PolicyMode(TorchDispatchMode):
-    """Dispatch mode that sets meta["recompute"] of the nodes that AOTAutograd traces to the decision of a policy.
+    """Dispatch mode that sets meta["recompute"] of nodes that AOTAutograd traces, as a policy decides.
 
     The policy is called for every op before it is decomposed; all nodes traced for the op get its decision. Policies
     do not name the package's own attention ops, but the torch ops that these replace. The nodes of an attention op
@@ -165,6 +171,10 @@ class PolicyMode(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, and set the policy's decision on the nodes that the trace records for it.
+
+        Ops of a backward, ops without a policy, and ops that torch excludes from policies run unchanged.
+        """
         kwargs = kwargs or {}
         current_meta, proxy_mode = torch.fx.traceback.current_meta, get_proxy_mode()
         policy = current_meta.get("custom", {}).get(_POLICY_KEY)

@@ -1,4 +1,8 @@
-"""Run contexts around the compilation and around the calls of the backwards that AOTAutograd compiles."""
+"""Run contexts around the compilation and around the calls of the backwards that AOTAutograd compiles.
+
+torch may compile the backward of a graph late: when it runs first, after the compilation of the forward has ended.
+Autograd represents a compiled program as one node, whose class has the compiled backward in `_forward_cls`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,14 @@ from typing import Any
 import torch
 
 _late_backwards: dict[str, Callable[[], AbstractContextManager[Any]]] = {}  # context of a backward, by compile id
-_entered_backwards = contextlib.ExitStack()  # context of the backward that is compiled now
+_entered_backwards = contextlib.ExitStack()  # entered context of the backward that is compiled now, if any
 
 
 def wrap_late_backward(context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Compile the backward of the current graph inside `context()`, if torch compiles it lazily."""
+    """Register a context, such as a progress line, for the late compilation of this graph's backward.
+
+    Called while the graph is compiled; without effect if torch compiles the backward together with the forward.
+    """
     from torch._dynamo.callback import callback_handler
     from torch._guards import CompileContext
 
@@ -26,14 +33,20 @@ def wrap_late_backward(context: Callable[[], AbstractContextManager[Any]]) -> No
 
 @torch.compiler.disable  # torch has a lock here, and Dynamo would trace a call from a backward in eager code
 def _start_late_backward(event: Any) -> None:
-    """Enter the context of a backward, as torch's callback at the start of a compilation."""
+    """Enter the registered context if a late backward is compiled.
+
+    torch calls this before every compilation.
+    """
     if event.callback_trigger.name == "LAZY_BACKWARD" and event.compile_id in _late_backwards:
         _entered_backwards.enter_context(_late_backwards.pop(event.compile_id)())
 
 
 @torch.compiler.disable
 def _finish_late_backward(event: Any) -> None:
-    """Exit the context of a backward, as torch's callback at the end of a compilation."""
+    """Exit the context that `_start_late_backward` entered, if any.
+
+    torch calls this after every compilation.
+    """
     _entered_backwards.close()
 
 
@@ -42,13 +55,13 @@ def find_backward_nodes(
 ) -> list[tuple[Any, frozenset[int]]]:
     """Return AOTAutograd's autograd nodes of outputs, and make their backwards run in `context()`.
 
-    The context covers the compiled backward, which torch 2.13 stores where no hook reaches it, and the unpacking of
-    saved tensors.
+    The caller registers hooks on the nodes, which run before their backwards. Hooks cannot run code around a backward;
+    the context can, from the unpacking of saved tensors to the end of the compiled code.
 
     Args:
-        outputs: Outputs of a compiled function.
-        selected: Indices of selected outputs.
-        context: Returns the context of the backwards.
+        outputs: Outputs of one call of a compiled function.
+        selected: Indices of the outputs whose gradients the caller's hook handles in another way.
+        context: Returns a new context, for each run of a backward.
 
     Returns:
         Each node once, with the indices of its results that are, or compute, the selected outputs.
@@ -62,7 +75,7 @@ def find_backward_nodes(
         function_class: Any = getattr(type(node), "_forward_cls", None)
         if function_class is not None:
             backward = function_class.backward
-            if isinstance(backward, _InContext):  # of an earlier call
+            if isinstance(backward, _InContext):  # an earlier call of the program has replaced it: unwrap
                 backward = backward.function
             function_class.backward = staticmethod(_InContext(backward, context))
     return [(node, frozenset(indices)) for node, indices in selected_results.items()]
@@ -71,7 +84,8 @@ def find_backward_nodes(
 def _compiled_backward_of(x: torch.Tensor) -> tuple[Any, int]:
     """Return AOTAutograd's autograd node of a result and the result's index, or (None, 0) if it has none.
 
-    If x is a view that was created after the program had run, this is the program's result of which x is a view.
+    A view of a result that was created after the program had run has own autograd nodes: they are followed to the node
+    of the program, and the index is that of the viewed result.
     """
     node, result_index = x.grad_fn, x.output_nr
     for _ in range(8):  # the number of views; inputs have longer chains of nodes, from earlier ops
@@ -84,12 +98,13 @@ def _compiled_backward_of(x: torch.Tensor) -> tuple[Any, int]:
 
 
 class _InContext:
-    """Function that runs inside a context."""
+    """Function that runs inside a new context at each call; the class marks backwards as wrapped."""
 
     def __init__(self, function: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]) -> None:
         self.function, self.context = function, context
 
     @torch.compiler.disable
     def __call__(self, *args: Any) -> Any:
+        """Run the function inside a new context."""
         with self.context():
             return self.function(*args)

@@ -1,8 +1,9 @@
 """Compile graphs with torch.compile's backends and added passes, and C++ by Inductor's cache.
 
 AOTAutograd traces a graph to a joint graph of forward and backward, a partitioner splits it into the two partitions,
-and a compiler (Inductor) compiles each. This module inserts a `JointTransform` before the partitioner and a
-`PartitionTransform` after it, and finds the source nodes of a line of compiled code.
+and a compiler (Inductor) compiles each. A graph without gradients is an inference graph: one forward, no partitions.
+This module inserts a `JointTransform` before the partitioner and a `PartitionTransform` after it. It also finds the
+source nodes of a line of compiled code: the nodes of AOTAutograd's input graph that the line computes.
 """
 
 from __future__ import annotations
@@ -29,15 +30,21 @@ class PartitionTransform(Protocol):
 
     @property
     def key(self) -> str:
-        """Return the key in caches of compiled code, equal for passes of equal effect."""
+        """Return the part of the keys of caches of compiled code that represents this pass.
+
+        It is equal for passes with equal effect, so that cached code can replace compilation with this pass.
+        """
         ...
 
     def run_training(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, results: int) -> None:
-        """Change a forward and its backward. The first `results` outputs of the forward are the caller's."""
+        """Change a forward and its backward in place, before they are compiled.
+
+        The first `results` outputs of the forward are returned to the caller; the others are saved for the backward.
+        """
         ...
 
     def run_inference(self, forward: torch.fx.GraphModule) -> None:
-        """Change a forward without a backward."""
+        """Change an inference graph in place, before it is compiled."""
         ...
 
 
@@ -45,13 +52,13 @@ JOINT_COMPILERS = ("inductor", "aot_eager")  # compilers that run passes on join
 
 
 def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that limits the share of activations that AOTAutograd's partitioner saves.
+    """Return a context in which AOTAutograd's partitioner saves at most this share of the activations.
 
-    The partitioner selects recomputed ops by FLOPs. The context includes the package's operators, as by default only
-    ATen ops have a cost.
+    The partitioner recomputes the others, cheap ones (in FLOPs) first. By default it has costs of ATen ops only; in the
+    context it also counts the package's own operators, whose recomputation would seem free.
 
     Args:
-        budget: Share from 0 to 1. None keeps torch's setting.
+        budget: Share of the bytes of all activations, from 0 to 1. None keeps torch's setting.
     """
     import torch._functorch.config as functorch_config
 
@@ -74,13 +81,14 @@ def get_compiler(name: str | Callable[..., Any], patches: Mapping[str, Any] | No
 
 
 def nested_compiler(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiler for independent graphs inside a compilation, isolated from its context.
+    """Return the compiler for independent graphs, such as tile bodies, inside a running compilation.
 
-    The graphs have fake inputs and no gradients.
+    torch's context of the outer compilation is not active while the returned compiler runs. The graphs have fake inputs
+    and no gradients.
     """
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a graph in the fake mode of its inputs."""
+        """Compile a graph in a new tracing context, with the fake mode of its inputs."""
         # torch 2.15 would otherwise use the mode of the outer compilation, whose guards would contain their symbols.
         mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
         with tracing(TracingContext(mode)), torch.no_grad():
@@ -121,7 +129,10 @@ def inductor_mode_options() -> dict[str, dict[str, Any]]:
 
 
 def current_partition() -> str:
-    """Return the kind of graph that AOTAutograd compiles now, in any thread.
+    """Return the kind of graph that AOTAutograd compiles now, for the progress line and `CustomPass`.
+
+    The progress line is shown by a second thread while the main thread compiles. The result is right in both, since
+    torch's list of the graphs that are being compiled is a global of the process.
 
     Returns:
         "joint", "forward", "backward", "inference", or "" if it compiles nothing.
@@ -132,24 +143,25 @@ def current_partition() -> str:
     return str(graph_names[0]).partition("_")[2] if graph_names else ""
 
 
-# Comment of Inductor above a line: the source nodes of the line.
+# Comment of Inductor above a line of its code: the source nodes of the line.
 SOURCES_MARK = re.compile(r"\s*# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*?)\]")
 # Call of a kernel of Inductor; the group is the names of its ops.
 KERNEL_PATTERN = re.compile(r"\s*(?:cpp|triton_\w+?)_fused_(\w+)_\d+(?:\.run)?\(")
 
 
 class CodeLine(NamedTuple):
-    """Line of compiled code."""
+    """Line of compiled code that an error passed through, with the nodes that it computes."""
 
-    sources: list[str]  # source nodes, by names in AOTAutograd's input graph
-    trace: str = ""  # stack trace of the line's node, or ""
+    sources: list[str]  # names of the source nodes
+    trace: str = ""  # user's stack trace of the line's node; "" for Inductor's code, which has none
     kernel: str = ""  # ops in the name of an Inductor kernel without a comment; sources are of the next such line
 
 
 def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
     """Yield the line of each frame of compiled code in an error's traceback, outermost first.
 
-    In Inductor's code the comment above a line names its sources. In an uncompiled graph the line belongs to one node.
+    Used to name the user's line in errors at run time. In Inductor's code the comment above a line names its source
+    nodes. In a graph that runs uncompiled (aot_eager) the line belongs to one node.
     """
     traceback = error.__traceback__
     while traceback is not None:
@@ -168,7 +180,10 @@ def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
 
 
 def _line_of_node(gm: torch.fx.GraphModule, name: str) -> CodeLine:
-    """Return the line of an uncompiled graph that computes the node `name`."""
+    """Return the line of the node `name` of an uncompiled graph, as in the traceback of its forward.
+
+    Its sources are the node and the node of AOTAutograd's input graph that it was traced from.
+    """
     nodes = [node for node in gm.graph.nodes if node.name == name]
     traces = [node.meta.get("stack_trace") or "" for node in nodes]
     sources = [source.name for node in nodes for source in node.meta.get("from_node", [])[:1]]
@@ -176,16 +191,22 @@ def _line_of_node(gm: torch.fx.GraphModule, name: str) -> CodeLine:
 
 
 def count_cache_hits() -> int:
-    """Return the number of graphs that this process has loaded from Inductor's and AOTAutograd's caches."""
+    """Return the number of graphs that this process has loaded from torch's caches, for the progress line.
+
+    These are Inductor's and AOTAutograd's caches. The count increases from the start of the process.
+    """
     from torch._dynamo.utils import counters
 
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def on_recompile_limit(warn: Callable[[str], object]) -> None:
-    """Call `warn` with torch's log message that Dynamo reached its recompile limit and falls back to eager.
+    """Call `warn` when Dynamo reaches its recompile limit: this rank then runs the model eagerly.
 
     torch has no hook for this, so that a filter reads its log.
+
+    Args:
+        warn: Called with torch's message.
     """
 
     def report_recompile_limit(record: logging.LogRecord) -> bool:
@@ -198,7 +219,7 @@ def on_recompile_limit(warn: Callable[[str], object]) -> None:
 
 
 def has_cpp_compiler() -> bool:
-    """Return True if Inductor finds a C++ compiler."""
+    """Return True if Inductor finds a C++ compiler, so that `compile_cpp` can compile the CPU kernels."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -225,11 +246,11 @@ def joint_compiler(
     patches: Mapping[str, Any] | None = None,
     partition_transform: PartitionTransform | None = None,
 ) -> Callable[..., Any]:
-    """Return a compiler that changes AOTAutograd's graph in place before it is partitioned.
+    """Return a torch.compile backend that runs `transform` and `partition_transform` on its graphs.
 
     Args:
         name: A compiler of `JOINT_COMPILERS`.
-        transform: Changes the joint graph, or the forward of an inference.
+        transform: Changes the joint graph, or the inference graph, in place before it is partitioned.
         key: Key of `transform` in caches of compiled code. None disables caching, as required if it communicates with
             other ranks: a rank with a cache hit would not respond.
         patches: Changes of Inductor's settings.
@@ -248,9 +269,10 @@ def _joint_inductor(
     patches: Mapping[str, Any] | None,
     partition_transform: PartitionTransform | None,
 ) -> Callable[..., Any]:
-    """Return Inductor with one more pass on joint graphs, after the user's own, and one on partitions.
+    """Return Inductor as a backend with one more pass on joint graphs, and one on partitions.
 
-    2.11 and 2.12 accept one pass, 2.13 and newer also a list: the additional pass calls the user's.
+    They run after the passes in the user's Inductor settings. 2.11 and 2.12 accept one pass on joint graphs, 2.13 and
+    newer also a list: therefore one `CustomPass` replaces the user's passes and calls them.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -261,12 +283,13 @@ def _joint_inductor(
         partition_key = partition_transform.key
 
     class CustomPass(CustomGraphPass):
-        """Pass on the joint graph that runs the user's passes first."""
+        """Pass on the joint or inference graph: the user's passes, then `transform`."""
 
         def __init__(self, user_passes: Sequence[Callable[[torch.fx.Graph], None]]) -> None:
             self.user_passes = user_passes
 
         def __call__(self, graph: torch.fx.Graph) -> None:
+            """Run all passes in place; on an inference graph also `partition_transform`, as it has no partitioner."""
             for user_pass in self.user_passes:
                 user_pass(graph)
             transform(graph.owning_module)
@@ -294,7 +317,7 @@ def _joint_inductor(
 
 
 def _make_partitioner(partition_transform: PartitionTransform) -> Any:
-    """Return a partitioner for Inductor: torch's, or the user's own, followed by `partition_transform`."""
+    """Return a partitioner for Inductor: the user's or else torch's, then `partition_transform`."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -302,9 +325,10 @@ def _make_partitioner(partition_transform: PartitionTransform) -> Any:
     class Partitioner(CustomPartitionerFn):
         """Partitioner that transforms the forward and the backward after the partition."""
 
-        user_partitioner = config.custom_partitioner_fn
+        user_partitioner = config.custom_partitioner_fn  # of the user's Inductor settings; None for torch's
 
         def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
+            """Return the transformed forward and backward of a joint graph."""
             partition = self.user_partitioner or min_cut_rematerialization_partition
             forward, backward = partition(gm, inputs, **options)
             partition_transform.run_training(forward, backward, options["num_fwd_outputs"])
@@ -317,7 +341,7 @@ def _make_partitioner(partition_transform: PartitionTransform) -> Any:
             return None if None in keys else keys
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return tuple, (self.uuid(),)  # caches use only the key
+            return tuple, (self.uuid(),)  # caches pickle the partitioner, to use the bytes in their keys
 
     return Partitioner()
 
@@ -329,7 +353,7 @@ def partition_joint_graph(
     for_inductor: bool,
     partition_transform: PartitionTransform | None = None,
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule | None]:
-    """Return the forward and the backward of a graph, as AOTAutograd creates them, not compiled.
+    """Return the forward and backward that AOTAutograd would compile, to estimate time and memory.
 
     Args:
         gm: The graph.
@@ -354,7 +378,7 @@ def _uncompiled_backend(
     for_inductor: bool,
     on_partition: Callable[[torch.fx.GraphModule, torch.fx.GraphModule | None], object],
 ) -> Callable[..., Any]:
-    """Return AOTAutograd as a torch.compile backend that runs the transformed graphs without compiling them.
+    """Return AOTAutograd as a torch.compile backend that runs transformed graphs uncompiled.
 
     Args:
         transform: Changes the joint graph, or an inference graph, in place.
@@ -400,10 +424,10 @@ def _uncompiled_backend(
 
 
 def _apply_inductor_passes(gm: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
-    """Run Inductor's passes on a joint or inference graph and return the result. 2.12 and older change it in place.
+    """Run Inductor's passes on a joint or inference graph and return the result.
 
-    Inputs on the meta device represent those of another device. Constant folding is off for them, as it would treat all
-    values as constants.
+    An estimate for Inductor needs them, as they change which values the partitioner saves. Inputs on the meta device
+    represent those of another device. Constant folding is off for them, as it would treat all values as constants.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_joint_graph_passes as joint_graph_passes
@@ -413,12 +437,12 @@ def _apply_inductor_passes(gm: torch.fx.GraphModule, inputs: Any) -> torch.fx.Gr
     has_device_argument = "input_device" in inspect.signature(joint_graph_passes).parameters
     device_kwargs = {"input_device": device} if has_device_argument and not is_meta else {}
     with config.patch(joint_graph_constant_folding=config.joint_graph_constant_folding and not is_meta):
-        changed = joint_graph_passes(gm, **device_kwargs)
+        changed = joint_graph_passes(gm, **device_kwargs)  # None in 2.12 and older, which change gm in place
     return gm if changed is None else changed
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return Inductor's decompositions of ATen ops."""
+    """Return Inductor's decompositions by ATen op, for graphs that are decomposed as Inductor would."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()

@@ -1,7 +1,10 @@
 """Query Dynamo's private state: sources of values, graph breaks, and fallbacks to eager.
 
 A source describes where Dynamo reads the value of a placeholder: an argument, an attribute of the model, a global. A
-frame is one call of a Python function; Dynamo compiles each frame of user code, or falls back to eager for it.
+frame is one call of a Python function; Dynamo compiles each frame of user code, or falls back to eager for it: Python
+then runs the frame uncompiled. A graph break splits a frame at code that Dynamo cannot trace, into several graphs.
+DDPOptimizer, Dynamo's mode for DistributedDataParallel, splits graphs too: one per bucket, a set of parameters whose
+gradients are reduced together.
 """
 
 from __future__ import annotations
@@ -32,22 +35,26 @@ from torch.fx import GraphModule, Node
 
 
 def keep_source(new: Node, old: Node) -> None:
-    """Copy Dynamo's source of a placeholder to its copy."""
+    """Copy Dynamo's source of a placeholder to its copy in another graph, for later guards and names."""
     if hasattr(old, "_dynamo_source"):
         new._dynamo_source = old._dynamo_source
 
 
 def keep_state_sources(new: GraphModule, old: GraphModule) -> None:
-    """Copy Dynamo's sources of parameters and buffers to a new graph, and add those of its own buffers."""
+    """Copy Dynamo's sources of parameters and buffers to a new graph, as AOTAutograd requires them.
+
+    Buffers of the new graph itself, which are constants of the program, have constant sources.
+    """
     if hasattr(old, "_param_name_to_source"):
         constants = {name: ConstantSource(name) for name, _ in new.named_buffers()}
         new._param_name_to_source = {**old._param_name_to_source, **constants}
 
 
 def unmark_static(placeholder: Node) -> None:
-    """Mark the memory of a placeholder as mutable.
+    """Mark a placeholder that the program writes to as an input whose memory changes.
 
-    From static inputs a partitioner may recompute values after the program has written to them.
+    Dynamo marks parameters and buffers as static. From static inputs a partitioner may recompute values in the
+    backward, after the program has written to them.
     """
     if attributes := placeholder.meta.get("tensor_dict"):
         placeholder.meta["tensor_dict"] = {k: v for k, v in attributes.items() if k != "_dynamo_static_input_type"}
@@ -75,12 +82,12 @@ def is_fallback_error(error: BaseException) -> bool:
 
 
 def is_compiling() -> bool:
-    """Return True if Dynamo or a backend compiles in this thread."""
+    """Return True if Dynamo traces or a backend compiles in this thread."""
     return CompileContext.try_get() is not None
 
 
 def hide_views(cls: Any) -> None:
-    """Make Dynamo treat views of this wrapper subclass as independent tensors.
+    """Make Dynamo treat views of this wrapper subclass as tensors without a base.
 
     It would otherwise repeat the view on a fake base, with symbols for the integers of its ops. torch 2.13 can neither
     write guards on them nor create inputs for them.
@@ -90,7 +97,10 @@ def hide_views(cls: Any) -> None:
 
 
 def is_fragment(gm: GraphModule) -> bool:
-    """Return True if a Dynamo graph is a part of a model: next to a graph break, or a DDP bucket."""
+    """Return True if a Dynamo graph is only a part of a model, so that others have the remaining layers.
+
+    A fragment is next to a graph break, is a DDP bucket, or is called by user code that is not compiled.
+    """
     reason = getattr(gm, "compile_subgraph_reason", None)  # set by Dynamo; absent from the graphs of DDP's buckets
     if reason is not None and reason.graph_break:
         return True
@@ -98,7 +108,7 @@ def is_fragment(gm: GraphModule) -> bool:
 
 
 def is_cut_by_ddp(gm: GraphModule) -> bool:
-    """Return True if a Dynamo graph is a bucket of DDPOptimizer."""
+    """Return True if DDPOptimizer has split this Dynamo graph off at the end of a bucket."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return reason is not None and "DDPOptimizer" in reason.reason
 
@@ -127,7 +137,7 @@ def _is_called_by_user_code() -> bool:
     # Leave the backend's frames.
     while frame is not None and frame.f_code.co_filename != compiler_file:
         frame = frame.f_back
-    # Any frame up to the wrapper that is neither torch's nor that of `on_eager` is the user's.
+    # Any frame up to the wrapper that is neither torch's nor the wrapper of `on_eager` is the user's.
     while frame is not None and frame.f_code.co_filename != wrapper_file:
         file = frame.f_code.co_filename
         if file != __file__ and not Path(file).is_relative_to(dynamo.parent):
@@ -137,13 +147,13 @@ def _is_called_by_user_code() -> bool:
 
 
 def retrace_with_symbols(dims: Iterable[tuple[torch.Tensor, int]]) -> None:
-    """Make Dynamo trace the frame again with symbols for these dims of inputs, by raising its restart exception.
+    """Raise Dynamo's restart exception, so that it traces the frame again with symbols for these dims.
 
     Does nothing if all of them were marked as dynamic before: then Dynamo has specialized them in spite of the mark.
     The exception is the only restart that Dynamo accepts from a backend.
 
     Args:
-        dims: Inputs and dims.
+        dims: Pairs of an input and the dim of it that must be a symbol.
     """
     unmarked = [(x, dim) for x, dim in dims if dim not in getattr(x, "_dynamo_weak_dynamic_indices", ())]
     for x, dim in unmarked:
@@ -153,7 +163,7 @@ def retrace_with_symbols(dims: Iterable[tuple[torch.Tensor, int]]) -> None:
 
 
 def refuse_eager_fallback() -> None:
-    """Make Dynamo raise at its recompile limit: the eager model is wrong for inputs that are shards."""
+    """Make Dynamo raise at its recompile limit, because eager code is wrong for inputs that are shards."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
@@ -200,14 +210,18 @@ def on_eager(
 
 
 def _backend_of(callback: Any) -> Any:
-    """Return the backend passed to torch.compile, from Dynamo's callback for new code."""
+    """Return the backend passed to torch.compile, which Dynamo's callback for new code wraps."""
     while hasattr(callback, "_torchdynamo_orig_backend"):
         callback = callback._torchdynamo_orig_backend
     return getattr(callback, "compiler_fn", callback)
 
 
 def _describe_callee(fn: Any) -> tuple[Any, CodeType | None]:
-    """Return the module that a call of `fn` runs, or the name of the function, and the code of the call."""
+    """Return the module or the name that `on_eager` reports for a compiled function, and its code.
+
+    Args:
+        fn: The function, or a bound method of the module.
+    """
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, torch.nn.Module):
         return owner, getattr(owner.forward, "__code__", None)
@@ -215,7 +229,7 @@ def _describe_callee(fn: Any) -> tuple[Any, CodeType | None]:
 
 
 def _compiled_module(frame: FrameType | None) -> torch.nn.Module | None:
-    """Return the compiled module whose call contains this frame, or None for a function."""
+    """Return the compiled module whose call contains this frame, or None if a function was compiled."""
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _COMPILED_CALL:
         frame = frame.f_back
     if frame is None:
@@ -229,9 +243,9 @@ _COMPILED_CALL = eval_frame.__file__, "compile_wrapper"
 
 
 def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
-    """Return the module, or the name of the function, that was passed to torch.compile if `code` is its own code.
+    """Return the module, or the function's name, that was passed to torch.compile, if `code` is its code.
 
-    Return None for other code, such as that after a graph break.
+    Return None for other code, such as that after a graph break or of a submodule.
 
     Args:
         code: The code that Dynamo compiles.
@@ -247,12 +261,12 @@ def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
     if code.co_filename in (module_file, external_utils.__file__):
         return None
     _, callee_code = _describe_callee(caller.f_locals.get("fn"))
-    # Other code than that of the callee: callbacks of the garbage collector can run at any time.
+    # Other code than that of the callee is a callback of the garbage collector, which can run at any time.
     return code.co_qualname if callee_code is None or callee_code is code else None
 
 
 def _shorten_reason(text: str) -> str:
-    """Return the first line of Dynamo's message on unsupported code, or of each message if there are several."""
+    """Return the first line of each of Dynamo's messages on unsupported code, for a warning."""
     messages = text.split("*** While handling this graph break, another graph break occurred: ***")
     return ", and then: ".join(message.strip().partition("\n")[0] for message in messages)
 
@@ -264,7 +278,7 @@ def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwarg
 
     Args:
         model: The model.
-        before: Called before each call of the model.
+        before: Check that is called before each call of the model, and may raise.
         **kwargs: Arguments of torch.compile.
     """
     model.compile(**kwargs)
@@ -286,7 +300,7 @@ def is_under_ddp() -> bool:
 
 
 def is_under_no_sync() -> bool:
-    """Return True while the forward of a DistributedDataParallel runs whose backward will not reduce gradients."""
+    """Return True while a DistributedDataParallel runs under no_sync, without gradient reductions."""
     ddp = _running_ddp()
     return ddp is not None and not ddp.require_backward_grad_sync
 
@@ -302,7 +316,10 @@ def is_compiled(model: torch.nn.Module) -> bool:
 
 
 def line_of_meta_constant(error: TorchRuntimeError) -> str | None:
-    """Return the user's line, "file:12", if the error is about a `torch.tensor(...)` on the meta device; else None."""
+    """Return the user's line, "file:12", of a `torch.tensor(...)` on the meta device that has failed.
+
+    Return None for errors of other kinds.
+    """
     text = str(error)
     if "convert all Tensors to FakeTensors" not in text or "device='meta'" not in text:
         return None

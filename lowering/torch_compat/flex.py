@@ -3,7 +3,8 @@
 Ring attention computes one block at a time: all queries of a rank with the keys of one rank. The public function
 differentiates only its own result, but the backward of a block requires the output and the log-sum-exps over the keys
 of all ranks. `score_mod` and `mask_mod` are the functions of flex_attention; the tensors that they read are passed as
-`reads`. A tile is the square of rows and keys that flex_attention computes or skips together.
+`reads`. A tile is the square of rows and keys that flex_attention computes or skips together; the block tables are the
+tensors of a BlockMask, which list the tiles to compute. Log-sum-exps are those of a row of scores, natural logarithms.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ModFunction = Callable[..., Tensor]
 
 @contextmanager
 def flex_on_any_device() -> Iterator[None]:
-    """Remove the device check of flex_attention inside the block.
+    """Remove the device check of flex_attention inside the block, for dry runs on meta or a CPU.
 
     torch 2.11 to 2.15 reject training on a CPU, and any call on the meta device, only by this function. On a CPU the
     eager form has gradients, and a dry run does not run a kernel.
@@ -67,7 +68,9 @@ def flex_forward(
     options: Mapping[str, int],
     reads: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Run flex_attention and return out (B, Hq, Q, E) and the natural log-sum-exps (B, Hq, Q).
+    """Run flex_attention on one block, and return out (B, Hq, Q, E) and the log-sum-exps (B, Hq, Q).
+
+    The caller merges the results of blocks by their log-sum-exps.
 
     Args:
         q: (B, Hq, Q, D), any floating dtype.
@@ -104,7 +107,7 @@ def flex_backward(
     reads: Sequence[Tensor],
     learned: Collection[int],
 ) -> tuple[Tensor, ...]:
-    """Return dq, dk, dv of one block from out and lse over all keys, and gradients of captured tensors.
+    """Return dq, dk, dv of one block, then the gradients of learned captured tensors.
 
     Args:
         grad: (B, Hq, Q, E), gradient of out.
@@ -136,7 +139,14 @@ def flex_backward(
 
 
 def flex_lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
-    """Index a table inside of a score_mod, with the gradient that flex_attention's kernels accumulate."""
+    """Index a table inside of a score_mod such that flex_attention's kernels accumulate its gradient.
+
+    It replaces aten.index, of which they have no gradient.
+
+    Args:
+        table: A captured tensor.
+        indices: An integer tensor for each dim.
+    """
     return mod_index(table, indices)
 
 
@@ -148,9 +158,10 @@ def _make_block_mask(
 
 
 def _kernel_options(options: Mapping[str, int]) -> dict[str, Any]:
-    """Return the kernel options, without the kernel for few queries, which lacks lse of blocks.
+    """Return the options of a kernel call: torch's own, the exclusion of flex decoding, and the caller's.
 
-    Versions 2.11 to 2.15 use one of two names for this option.
+    Flex decoding is the kernel for few queries, which returns no log-sum-exps of blocks. Versions 2.11 to 2.15 use one
+    of two names for the option that excludes it.
     """
     known_options = getattr(public, "FlexKernelOptions", None)
     has_backend_option = "BACKEND" in getattr(known_options, "__annotations__", {})
@@ -161,11 +172,13 @@ def _kernel_options(options: Mapping[str, int]) -> dict[str, Any]:
 class FlexProgram:
     """Compiled program of a function of tensors, with static or dynamic lengths.
 
+    A caller stores several programs of a function, and runs the first one whose guards `fits` the lengths of a call.
+
     Args:
         fn: The function.
         xs: Example tensors.
         dynamic: Dims of each tensor whose sizes may differ in other calls.
-        compile_graph: Compiler of the graph and its fake inputs, without decompositions, in place of Inductor.
+        compile_graph: Function of the graph, not decomposed, and its fake inputs, that compiles it; None for Inductor.
     """
 
     def __init__(
@@ -184,7 +197,7 @@ class FlexProgram:
                 )
 
     def fits(self, xs: Sequence[Tensor]) -> bool:
-        """Return True if the guards on lengths hold for these tensors."""
+        """Return True if the guards on lengths hold for these tensors, so that the program may run on them."""
         return not self._has_dynamic_dims or bool(self._shape_env.evaluate_guards_for_args(self._fakes, list(xs)))
 
     def __call__(self, xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -193,7 +206,7 @@ class FlexProgram:
 
 
 def _compile_fx(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Any:
-    """Compile a graph of Inductor's decompositions, without Inductor's padding of strides."""
+    """Compile a decomposed graph with Inductor; strides are not padded, as in `compile_with_inductor`."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 

@@ -1,4 +1,9 @@
-"""Access torch.distributed's private state: groups by name, flattened meshes, symmetric memory."""
+"""Access torch.distributed's private state: groups by name, flattened meshes, symmetric memory.
+
+Functional collectives (torch.ops._c10d_functional), the ones in graphs, refer to a process group by its name. A group
+has one backend per device type: NCCL for GPUs, Gloo for CPUs. Symmetric memory is memory on each GPU of a group that
+the other GPUs can read and write directly.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +25,12 @@ import torch.distributed._functional_collectives
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group of this name, as functional collectives find it."""
+    """Return the process group of this name, the one on which functional collectives run."""
     return dist.distributed_c10d._resolve_process_group(name)
 
 
 def known_process_group(name: str) -> bool:
-    """Return True if functional collectives find a process group of this name."""
+    """Return True if this process has registered a group of this name, so that collectives can run."""
     try:
         return process_group(name) is not None
     except RuntimeError:
@@ -33,7 +38,7 @@ def known_process_group(name: str) -> bool:
 
 
 def register_process_group(name: str, group: dist.ProcessGroup) -> None:
-    """Register `group` under this name for functional collectives."""
+    """Register a group that the package implements itself, for functional collectives in graphs."""
     torch._C._distributed_c10d._register_process_group(name, group)
 
 
@@ -46,7 +51,7 @@ class GroupRecord(NamedTuple):
 
 
 def process_groups() -> list[GroupRecord]:
-    """Return a description of every group of this process, oldest first."""
+    """Return the name, ranks and backends of every group of this process, oldest first."""
     world, records = dist.distributed_c10d._world, list[GroupRecord]()
     for group in all_groups():
         group_ranks = world.pg_group_ranks[group]  # rank in the group by global rank
@@ -62,7 +67,9 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 
 def abort_waits(group: dist.ProcessGroup) -> None:
-    """Abort every collective of the group that waits in this process; the group is unusable afterwards.
+    """Abort every collective of the group that waits in this process, after another rank has failed.
+
+    The group is unusable afterwards.
 
     Gloo cannot abort (torch 2.13: `abort()` does nothing). There a receive with a timeout ends all waits on the group's
     connections and closes them, which also ends the waits of the other ranks.
@@ -78,7 +85,7 @@ def abort_waits(group: dist.ProcessGroup) -> None:
 
 
 def _time_out_receive(backend: Any, rank: int) -> bool:
-    """Time out a Gloo receive from a rank; return False if that connection was closed already."""
+    """Time out a Gloo receive from a rank, to end all waits; return False if it is not connected."""
     buffer = torch.empty(1, device="cpu")
     with contextlib.suppress(RuntimeError):
         work = backend.recv([buffer], rank, NEVER_SENT)
@@ -90,11 +97,11 @@ def _time_out_receive(backend: Any, rank: int) -> bool:
     return False
 
 
-NEVER_SENT = 0x5B_0057  # tag of a message that is never sent
+NEVER_SENT = 0x5B_0057  # tag of a message that no rank sends, so that a receive of it times out
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of the group's collectives."""
+    """Return the timeout of the group's collectives, the shortest one of its backends."""
     backend_options: list[Any] = [getattr(group._get_backend(kind), "options", None) for kind in group._device_types]
     timeouts: list[timedelta] = [options._timeout for options in backend_options if hasattr(options, "_timeout")]
     return min(timeouts, default=timedelta(minutes=30))
@@ -114,7 +121,7 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a CPU communicator outside of torch's tables, so that it is neither destroyed nor listed.
+    """Return a CPU communicator for the package's own messages, which torch does not list or destroy.
 
     Args:
         store: Store through which the ranks connect.
@@ -129,12 +136,12 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> A
 
 
 def leak(x: object) -> None:
-    """Leak an object, so that it is not destroyed at the end of the process."""
+    """Leak an object whose destructor would block or crash, so that it is never destroyed."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))
 
 
 def drain_gloo_threads(seconds: float = 1.0) -> None:
-    """Wait until Gloo's threads have released the tensors of their last exchange.
+    """Wait until Gloo's threads have released the tensors of their last exchange, before Python ends.
 
     A waiting caller resumes before the thread of its exchange has released the tensors. To release a tensor with a
     Python object the thread takes the GIL. If Python has ended by then, the process aborts ("terminate called without
@@ -168,7 +175,7 @@ def _is_gloo_thread_busy(thread: Path) -> bool:
 
 
 def group_names(mesh: dist.DeviceMesh) -> list[str]:
-    """Return the names of this rank's process groups along each axis of a mesh."""
+    """Return the name of this rank's process group along each axis of a mesh, in order."""
     return [mesh.get_group(i).group_name for i in range(mesh.ndim)]
 
 
@@ -178,7 +185,10 @@ def flatten_mesh(mesh: dist.DeviceMesh, name: str) -> dist.DeviceMesh:
 
 
 def symmetric_all_to_all() -> Callable[..., None] | None:
-    """Return torch's all_to_all_nd(input, out, scatter_dim, gather_dim, *, group), or None before 2.14."""
+    """Return torch's all-to-all on symmetric memory, or None before 2.14.
+
+    Its signature is all_to_all_nd(input, out, scatter_dim, gather_dim, *, group).
+    """
     from torch.distributed import _symmetric_memory
 
     return getattr(_symmetric_memory, "all_to_all_nd", None)
@@ -204,7 +214,7 @@ def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return True if a collective timed out or lost a connection."""
+    """Return True if a collective raised this because it timed out or lost a connection to a rank."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
         return True
     pattern = "Timed out waiting|Application timeout|Connection (closed|reset) by peer|Broken pipe|Read error"

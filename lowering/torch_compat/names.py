@@ -1,7 +1,9 @@
 """Name values and graph breaks of Dynamo graphs as the user's code does, for messages and options.
 
 Dynamo's placeholders have names such as `l_args_0_` and a source, the path from a local variable of the compiled
-function to the value: `L['self']._modules['fc']._parameters['weight']` is the argument `fc.weight` in this module.
+function to the value: `L['self']._modules['fc']._parameters['weight']` is the argument `fc.weight` in this module. The
+compiled function is the forward of a model or a function of the user. Dynamo represents each value in it by one of its
+own variables (VariableTracker).
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ def argument_name(node: Node) -> str:
 
 
 def is_python_number(node: Node) -> bool:
-    """Return True if the placeholder is a Python scalar, or a float as a 0-dim tensor, but not a size."""
+    """Return True if the placeholder is a Python scalar that the user passed, not the size of a tensor.
+
+    Dynamo passes a float as a 0-dim tensor.
+    """
     argument = node.meta.get("grapharg")
     if argument is None or isinstance(argument.source, TensorPropertySource):
         return False
@@ -60,7 +65,10 @@ def is_python_number(node: Node) -> bool:
 
 
 def _positional_name(index: int) -> str:
-    """Return the name of a positional argument of the model that is compiled now; "" if it has none."""
+    """Return the model's parameter name for the argument at `index` of the compiled function's *args.
+
+    Returns "" if no model is compiled, or its forward has no parameter at this position.
+    """
     local_variables = _dynamo_locals("convert_frame", "_compile").get("locals", {})  # of the compiled function
     if "self" in local_variables:
         model = local_variables["self"]
@@ -74,7 +82,7 @@ def _positional_name(index: int) -> str:
 
 
 def result_names(gm: GraphModule) -> dict[str, str]:
-    """Return names of the tensors in a compiled function's return value, by the names of their nodes.
+    """Return the user's names of the tensors in a compiled function's return value, by node name.
 
     Names are keys of a dict, and fields of a dataclass, as in transformers, or of a named tuple. Empty if there are
     none, for a graph that ends at a graph break, and for torch versions whose internals differ from 2.13.
@@ -98,7 +106,7 @@ UNKNOWN_BREAK = {"step_unsupported": "code there that it does not trace; TORCH_L
 
 
 def graph_break_reason(gm: GraphModule) -> tuple[str, str] | None:
-    """Return the stack trace of the graph break after this graph and its reason, or None without a break.
+    """Return the user's stack trace and the reason of the graph break that ends this graph, or None.
 
     Dynamo's reason is a heading, followed by lines such as "Explanation: ..." and "Hint: ...".
     """
@@ -112,11 +120,11 @@ def graph_break_reason(gm: GraphModule) -> tuple[str, str] | None:
 
 
 def _tracked_fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, Dynamo's variable) of the attributes, dict items or named tuple fields of a value.
+    """Yield the name and Dynamo's variable of each attribute, dict item or tuple field of a value.
 
     Args:
         value: Dynamo's variable for the value.
-        attributes: Attributes that Dynamo has set on objects that it created, by object.
+        attributes: Attributes that the traced code has set on objects, by Dynamo's variable of the object.
     """
     yield from attributes.get(value, {}).items()
     items = getattr(getattr(value, "_base_vt", value), "items", None)
@@ -130,7 +138,14 @@ def _tracked_fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _dynamo_locals(module: str, function: str) -> dict[str, Any]:
-    """Return the local variables of the innermost running call of a Dynamo function."""
+    """Return the local variables of the innermost running call of a Dynamo function; {} if none runs.
+
+    Dynamo passes to backends neither the model nor the returned structure.
+
+    Args:
+        module: Name of the module in torch._dynamo.
+        function: Name of the function in it.
+    """
     file = str(Path(torch._dynamo.__file__).parent / f"{module}.py")
     frame: FrameType | None = sys._getframe()
     while frame is not None and not (frame.f_code.co_filename == file and frame.f_code.co_name == function):

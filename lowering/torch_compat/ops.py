@@ -1,7 +1,8 @@
 """Access torch's private operators and schemas.
 
-Higher-order operators have sub-graphs as arguments, such as the body of a scan. The other names are the functions that
-Dynamo calls in its graphs to change grad mode, autocast and the backend of attention.
+Higher-order operators have sub-graphs as arguments, such as the body of a scan. A packet (torch.ops.aten.add) is the
+set of overloads of an operator (torch.ops.aten.add.Tensor). The other names are the functions that Dynamo calls in its
+graphs to change grad mode, autocast and the backend of attention.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ PYTHON_STATE_CALLS = frozenset({torch.nn.attention._backend_from_string, torch.n
 
 
 def active_flash_attention() -> str:
-    """Return the active implementation of aten's flash attention, such as "FA3"; "" for torch's own."""
+    """Return the name of the flash attention that the user has activated, or "" for torch's own.
+
+    An example is "FA3". It replaces the kernels of aten's flash attention ops.
+    """
     active_name = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # from 2.11 or 2.12 on
     return "" if active_name is None else active_name() or ""
 
@@ -67,7 +71,10 @@ def namespace_of(target: Any) -> str:
 
 
 def has_derivative(target: Any) -> bool:
-    """Return True if autograd may differentiate a call. Operators outside of torch need a registration."""
+    """Return True if autograd may differentiate a call of an operator or function.
+
+    Operators outside of torch need a registration: a kernel for the dispatch key Autograd.
+    """
     if not isinstance(target, OpOverload) or namespace_of(target) in ("aten", "prims", "_c10d_functional"):
         return True
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -75,7 +82,10 @@ def has_derivative(target: Any) -> bool:
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
-    """Return True if autocast changes the dtype in which `op` computes. False without autocast."""
+    """Return True if autocast changes the dtype in which `op` computes on this type of device.
+
+    False for devices without autocast.
+    """
     return torch.amp.is_autocast_available(device_type) and torch._C._dispatch_has_kernel_for_dispatch_key(
         op.name(), f"Autocast{device_type.upper()}"
     )
@@ -83,10 +93,9 @@ def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
 
 @contextmanager
 def enable_losses_on_meta() -> Iterator[None]:
-    """Register gradients of class losses on the meta device inside the block, where torch has none.
+    """Register gradients of nll_loss and nll_loss2d on the meta device inside the block, for dry runs.
 
-    Tested on 2.13. Under AOTAutograd the losses otherwise have gradients of zeros there, and the joint graph omits the
-    backward.
+    Without them, tested on 2.13, AOTAutograd traces gradients of zeros there, and the joint graph lacks the backward.
     """
     key = torch._C.DispatchKey.AutogradMeta
     aten: Any = torch.ops.aten

@@ -1,7 +1,9 @@
 """Access torch's private state of tensors, fake tensors and symbolic sizes.
 
 A symbolic size is a SymInt: an expression of symbols, with a hint (its value in the call that is traced) and a shape
-environment, which records the guards: conditions on sizes under which the compiled program is valid.
+environment, which records the guards: conditions on sizes under which the compiled program is valid. A call with other
+sizes compiles the program again, so that functions which add a guard may cause this. A wrapper is a tensor of a
+subclass that stores its values in other tensors, the inner ones.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_in_backward() -> bool:
-    """Return True if this thread runs a backward. Autograd has separate threads for backwards on a device."""
+    """Return True if autograd runs a backward in this thread, which may be one of its own for a device."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -59,13 +61,13 @@ def pause_gc() -> Iterator[None]:
 
 
 def backward_threads() -> list[int]:
-    """Return the threads that have called a running backward."""
+    """Return the identifiers of the Python threads that have called a backward and wait for its end."""
     with pause_gc():
         return [thread for thread, frame in sys._current_frames().items() if _calls_backward(frame)]
 
 
 def _calls_backward(frame: FrameType | None) -> bool:
-    """Return True if the frame or one of its callers runs autograd's engine."""
+    """Return True if the frame or one of its callers has called autograd's engine."""
     while frame is not None and frame.f_code is not torch.autograd.graph._engine_run_backward.__code__:
         frame = frame.f_back
     return frame is not None
@@ -78,7 +80,10 @@ def is_in_transform() -> bool:
 
 @contextmanager
 def enable_autograd() -> Iterator[None]:
-    """Enable autograd inside the block, also in operators below autograd and in a torch_dispatch mode."""
+    """Enable autograd inside the block, for gradients that the kernel of an operator computes.
+
+    Kernels run below autograd, which torch disables for them by excluded dispatch keys.
+    """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
         excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
@@ -90,12 +95,15 @@ is_batch = torch._C._functorch.is_legacy_batchedtensor  # batched gradients of i
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """Return the identity of the memory of a strided tensor, real or fake."""
+    """Return the identity of the storage of a strided tensor, real or fake; views share their base's."""
     return x.untyped_storage()._cdata
 
 
 def tensor_versions(xs: Sequence[torch.Tensor]) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]:
-    """Return the version counter of each tensor; 0 for inference tensors, which have none."""
+    """Return the version counter of each tensor, which changes when its memory is written to.
+
+    Inference tensors have no counter: their result is 0.
+    """
     try:
         return numpy.fromiter(map(_get_version, xs), numpy.int64, len(xs))
     except RuntimeError:
@@ -107,7 +115,7 @@ _get_version = attrgetter("_version")
 
 @dataclass(frozen=True)
 class _ElementAddresses:
-    """Addresses of the elements of a strided tensor, for numpy, which does not read them."""
+    """Array of a tensor's elements for numpy, which compares their addresses and does not read them."""
 
     tensor: torch.Tensor
 
@@ -120,25 +128,28 @@ class _ElementAddresses:
 
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if two strided tensors may share an element; also if that is too expensive to decide."""
+    """Return True if two strided tensors may share an element of memory.
+
+    Also True if this is too expensive to decide exactly.
+    """
     x, y = (numpy.asarray(_ElementAddresses(tensor)) for tensor in (a, b))
     return bool(numpy.may_share_memory(x, y, max_work=10_000))  # type: ignore[arg-type]
 
 
 def follows_from_guards(mode: FakeTensorMode | None, fact: Any) -> bool:
-    """Return True if a sympy relation follows from the guards of the program. Adds no guard."""
+    """Return True if a sympy relation of sizes follows from the guards so far. Adds no guard."""
     env = mode.shape_env if mode is not None else None
     return env is not None and bool(env._maybe_evaluate_static(fact) == sympy.true)  # None: not known
 
 
 def length_guards(mode: FakeTensorMode) -> list[sympy.Basic]:
-    """Return the guards on symbolic sizes so far."""
+    """Return the guards on symbolic sizes that the mode's compilation has recorded so far."""
     env = mode.shape_env
     return [guard.expr for guard in env.guards] if env is not None else []
 
 
 def unify_symbols(mode: FakeTensorMode, fact: Any) -> Any:
-    """Return an expression of sizes in which each symbol is replaced by the one to which the guards equate it."""
+    """Return an expression of sizes with one symbol in place of those that the guards equate."""
     return mode.shape_env.replace(fact) if mode.shape_env is not None else fact
 
 
@@ -147,13 +158,14 @@ def assume_fact(mode: FakeTensorMode, fact: Any) -> bool:
     return mode.shape_env is not None and bool(mode.shape_env.evaluate_expr(fact))
 
 
-WIDE_RANGE = 1 << 21  # maximum number of values that `single_value` checks
+WIDE_RANGE = 1 << 21  # maximum difference of the bounds of a symbol whose values `single_value` checks
 
 
 def single_value(size: torch.SymInt) -> int | None:
     """Return the value of a symbol if the guards admit no other, else None. Adds no guard.
 
-    A tree reduction over every second row has a guard for each bit of its length. Returns None for wide ranges, too.
+    Such a symbol can be replaced by a constant. An example is a tree reduction over every second row, which has a guard
+    for each bit of its length. Returns None for ranges wider than `WIDE_RANGE`, too.
     """
     symbol, hint, env = size.node.expr, size.node.hint, size.node.shape_env
     if symbol.is_Integer:  # replaced by a constant since
@@ -178,15 +190,16 @@ def single_value(size: torch.SymInt) -> int | None:
 
 
 def _symbol_checks(size: torch.SymInt) -> list[CodeType]:
-    """Return the guards on this symbol alone, as compiled Python expressions."""
+    """Return the guards on this symbol alone as compiled Python expressions, for `_check_holds`."""
     guards = [guard.expr for guard in size.node.shape_env.guards if guard.expr.free_symbols == {size.node.expr}]
     return [compile(PythonPrinter().doprint(expr), "guard", "eval") for expr in guards]
 
 
 def depends_on_size(size: torch.SymInt) -> bool:
-    """Return True if guards distinguish values of a size, or if it has become a constant.
+    """Return True if the traced program depends on a size: a guard distinguishes values of it.
 
-    A guard distinguishes values if it does not hold for one of about 60 other sizes, smaller and larger ones.
+    A guard does so if it does not hold for one of about 60 other sizes, smaller and larger ones. The result is also
+    True if the size has become a constant.
     """
     symbol, hint = size.node.expr, size.node.hint
     if symbol.is_Integer:
@@ -244,7 +257,7 @@ def make_symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """Return the value of a size in the current call, for cost estimates only. Adds no guard."""
+    """Return the value of a size in the call that is traced, for estimates and messages. Adds no guard."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
@@ -262,7 +275,7 @@ def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
 
 
 def evaluate_expr(expr: sympy.Expr, values: Mapping[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
-    """Evaluate an expression of sizes for values of its symbols, which may be symbols themselves."""
+    """Evaluate an expression of sizes for these values of its symbols, which may be symbols, too."""
     result: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, dict(values), expr)
     return result
 
@@ -291,9 +304,9 @@ def wait_async_tensor(x: AsyncCollectiveTensor) -> torch.Tensor:
 
 
 def to_plain_tensor(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor as a plain tensor; for a wrapper, the concatenated inner bytes.
+    """Return the values of a tensor as a plain tensor, to compare them between ranks.
 
-    Waits for an asynchronous collective.
+    For a wrapper these are the concatenated bytes of its inner tensors. Waits for an asynchronous collective.
     """
     if isinstance(x, AsyncCollectiveTensor):
         return x.trigger_wait()
@@ -310,7 +323,7 @@ def make_wrapper(cls: type, shape: Sequence[int], strides: Sequence[int], like: 
     Args:
         cls: The subclass.
         shape: Shape of the tensor.
-        strides: Strides of the tensor.
-        like: Tensor of its dtype and device.
+        strides: Strides of the tensor, in elements.
+        like: Tensor with its dtype and device.
     """
     return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=like.dtype, device=like.device)

@@ -1,7 +1,8 @@
 """Preserve torch's thread state, which a failed trace does not restore.
 
 Entering `torch.no_grad()`, `torch.autocast()`, a torch.func transform, forward-mode AD or `sdpa_kernel` changes the
-state of the thread, and leaving it restores the state. A trace that fails in between does not leave it.
+state of the thread, and leaving it restores the state. A trace that fails in between does not leave it, and Dynamo
+falls back to eager code that would run in the wrong state. Each function `_restore_x` sets one part of the state.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _restore_transforms(depth: int) -> None:
 
 
 def _restore_forward_mode(was_open: bool) -> None:
-    """Close the level of forward-mode AD if it was not open before."""
+    """Close the level of forward-mode AD (`torch.autograd.forward_ad`) if it was not open before."""
     if _is_forward_mode_open() and not was_open:
         torch._C._exit_dual_level(level=0)
 
@@ -64,7 +65,10 @@ def _restore_saved_tensor_hooks(message: str | None) -> None:
 
 
 def _restore_autocast_nesting(nesting: int) -> None:
-    """Close autocast regions until `nesting` of them are open. The end of the outermost one clears the cache."""
+    """Close autocast regions until `nesting` of them are open.
+
+    The end of the outermost one clears the cache of cast weights.
+    """
     while _autocast_nesting() > nesting:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
@@ -88,7 +92,10 @@ def _autocast_nesting() -> int:
 
 
 def _is_forward_mode_open() -> bool:
-    """Return True if a level of forward-mode AD is open. torch permits one, so that entering a second one fails."""
+    """Return True if a level of forward-mode AD is open.
+
+    torch permits one level, so that entering a second one fails; it has no query.
+    """
     try:
         level = torch._C._enter_dual_level()
     except RuntimeError:

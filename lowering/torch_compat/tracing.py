@@ -1,6 +1,8 @@
-"""Access torch's private state of running tracers (make_fx, Dynamo) and of the graphs that they record.
+"""Access torch's private state of running tracers (make_fx, Dynamo) and of the recorded graphs.
 
-A tracer records ops as nodes; the proxy of a tensor is its node in the graph that is being recorded.
+A tracer records ops as nodes; the proxy of a tensor is its node in the graph that is being recorded. Dispatch modes are
+the objects through which a tracer intercepts ops; a pre-dispatch mode does so before autograd. A structured trace is
+torch's log of a compilation, which the tool tlparse shows.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from .tensors import is_in_transform
 
 
 def is_tracing_enabled() -> bool:
-    """Return True if structured traces (tlparse) are collected. Graphs are printed only for them."""
+    """Return True if structured traces are collected, so that the text of graphs must be created."""
     return any(getattr(handler, "root_dir", "") is not None for handler in trace_log.handlers)
 
 
 def trace_graph(name: str, text: str) -> None:
-    """Log a graph's text as an artifact for tlparse."""
+    """Log a graph's text under this name in the structured trace, for tlparse."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
@@ -51,17 +53,17 @@ def trace_graph(name: str, text: str) -> None:
 
 
 def active_tracer() -> Any:
-    """Return the tracer of the running make_fx."""
+    """Return the tracer of the running make_fx, to record nodes that are not ops."""
     return get_proxy_mode().tracer
 
 
 def proxy_of(x: torch.Tensor) -> Any:
-    """Return the proxy of a tensor in the graph that is traced, or None."""
+    """Return the proxy of a tensor in the graph that is traced, or None if the trace does not know it."""
     return active_tracer().tensor_tracker.get(x)
 
 
 def set_proxy(x: torch.Tensor, proxy: Any) -> None:
-    """Set the proxy of a tensor to a value that `proxy_of` returned."""
+    """Set the proxy of a tensor to a value that `proxy_of` returned, so that later ops read that node."""
     active_tracer().tensor_tracker[x] = proxy
 
 
@@ -81,7 +83,10 @@ def skip_graph_printing() -> Iterator[None]:
 
 @contextmanager
 def suspend_trace(fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
-    """Run without dispatch, pre-dispatch and torch-function modes inside the block, except `fake_mode`."""
+    """Disable the running trace inside the block, so that ops there compute in `fake_mode` only.
+
+    Removes all dispatch, pre-dispatch and torch-function modes, then enters `fake_mode`.
+    """
     with (
         _temp_remove_pre_dispatch_torch_function_mode(),
         _temp_remove_metadata_torch_function_mode(),
@@ -93,10 +98,10 @@ def suspend_trace(fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
 
 @contextmanager
 def use_real_tensors() -> Iterator[None]:
-    """Compute on real tensors inside a compilation or a torch.func transform.
+    """Compute on real tensors inside the block, also during a compilation or a torch.func transform.
 
-    The Python dispatcher is off, too: with it c10d takes the GIL inside a collective, and then waits for a thread of
-    Gloo that waits for the GIL.
+    The package exchanges its own messages between ranks there. The Python dispatcher is off, too: with it c10d takes
+    the GIL inside a collective, and then waits for a thread of Gloo that waits for the GIL.
     """
     has_modes = (  # all of these queries exist in torch 2.11 to 2.15
         torch._C._len_torch_dispatch_stack()
@@ -113,7 +118,10 @@ def use_real_tensors() -> Iterator[None]:
 
 
 def keep_calling_convention(new: Graph, old: Graph) -> None:
-    """Make a new graph use the input and output containers of the old one."""
+    """Make a copy of a graph accept inputs and return outputs in the containers of the old one.
+
+    An exported program has nested containers, which its code generator flattens.
+    """
     new.set_codegen(old._codegen)
 
 

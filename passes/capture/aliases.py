@@ -1,7 +1,9 @@
 """Track storage sharing and gradient flow in a captured graph with in-place ops.
 
 In `a = x[0]; a.add_(1)`, a is a view of x: both nodes have the same storage, so that the write changes x as well.
-`functionalize.py` and `view_writes.py` visit a graph in order, and record each node here.
+`functionalize.py` and `view_writes.py` visit a graph in order, and record each node here. A node is differentiable if
+autograd records a gradient for its value. A view that is created by detach or under no_grad is detached: it shares
+memory with its base, but gradients do not pass between them.
 """
 
 from __future__ import annotations
@@ -39,13 +41,16 @@ class Aliases:
         self.grad_enabled = torch.is_grad_enabled()  # at the visited node
         # True if gradients are enabled anywhere in the graph.
         self.any_grad = self.grad_enabled or any(n.target is set_grad_enabled and n.args[0] for n in graph.nodes)
-        self._replacements: dict[Node, Node] = {}
+        self._replacements: dict[Node, Node] = {}  # node -> node that later nodes read in its place
         self._owners: dict[int, Node] = {}  # first node by storage
         self._differentiable: set[Node] = set()
         self._detached_views: set[Node] = set()
 
     def resolve(self, node: Node) -> Node:
-        """Return the node that later nodes read as `node`: an in-place op may return or reshape its argument."""
+        """Return the node that later nodes read in place of `node`, after the replacements so far.
+
+        An in-place op that returns its argument is read as this argument; one that reshapes it is read in its place.
+        """
         while node in self._replacements:
             node = self._replacements[node]
         return node
@@ -61,7 +66,7 @@ class Aliases:
         return node
 
     def record(self, node: Node) -> bool:
-        """Record the storage, the base and the gradient of a visited node, and return True if it is a view."""
+        """Record the storage, base and gradient of the visited node; return True if it is a view."""
         inputs = collect_nodes(self.calls[node])
         if self._has_gradient_path(node, inputs):
             self._differentiable.add(node)
@@ -93,7 +98,10 @@ class Aliases:
         return has_float_result and any(map(self.is_differentiable, inputs))
 
     def other_owner(self, root: Node) -> Node | None:
-        """Return another owner of the same memory, such as an overlapping input or a result that hides a view."""
+        """Return another node that owns the memory of a root, or None; a mutation of the root would miss it.
+
+        An example is an input that overlaps with another one, or the result of an op that hides a view.
+        """
         owners = {self._owners.get(storage, root) for storage in node_storages(root)}
         return next(iter(owners - {root}), None)
 
@@ -107,12 +115,15 @@ class Aliases:
         return node in self._differentiable or is_view_of_differentiable
 
     def has_differentiable_input(self, node: Node) -> bool:
-        """Return True if an argument of `node`, or the storage of one, has a gradient."""
+        """Return True if an argument of `node`, or the root of one, is differentiable.
+
+        The value that an in-place op writes is then differentiable, too.
+        """
         inputs = [] if node.target in SILENT_WRITERS else collect_nodes(self.calls[node])
         return any(self.is_differentiable(x) or self.is_differentiable(self.root(x)) for x in inputs)
 
     def mark_differentiable(self, target: Node) -> None:
-        """Record that a differentiable value was written to `target`."""
+        """Record that a mutation has made `target` differentiable, and its root unless `target` is detached."""
         self._differentiable |= {target} if target in self._detached_views else {target, self.root(target)}
 
 

@@ -2,7 +2,9 @@
 
 The IR: pre-dispatch ATen (composite ops such as linear, scaled_dot_product_attention and cross_entropy_loss are single
 nodes, autograd has not run), functional, with a fake value in every node's meta["val"] and the user's lines in
-meta["stack_trace"].
+meta["stack_trace"]. Fake tensors have shapes and no data; those of one program have one fake mode, and Dynamo's symbols
+as sizes of dynamic dims. A guard restricts the sizes with which a compiled program runs. To specialize a size is to
+replace its symbol by a constant.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
 
 @contextmanager
 def cache_captures(cache: dict[GraphModule, GraphModule]) -> Iterator[None]:
-    """Cache captures in this context, for repeated analyses of the same graphs with the same inputs.
+    """Capture each graph once inside the block, for dry runs of the same graphs with other options.
 
     Args:
         cache: Captured graph by Dynamo graph; updated.
@@ -88,7 +90,7 @@ _capture_cache: ContextVar[dict[GraphModule, GraphModule] | None] = ContextVar("
 
 
 def _capture(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any] | None) -> GraphModule:
-    """Return the captured graph, as `capture` without a cache."""
+    """Return the captured graph, as `capture` does without a cache; the arguments are those of `capture`."""
     fake_mode, call_fakes = fake_inputs(example_inputs)
     captured = trace(gm, call_fakes if fakes is None else fakes, fake_mode)
     erase_dead(captured.graph, ("call_function", "get_attr"))
@@ -103,16 +105,16 @@ def _capture(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any
 
 
 def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
-    """Return the fake mode of the compilation, and the inputs as fake tensors with dynamic dims.
+    """Return the fake mode of the compilation, and the inputs as fake tensors, for the trace of the graph.
 
-    A `Sharded` input is the full tensor. A dim that the guards restrict to one length has this length.
+    The fake of a `Sharded` input is the full tensor. A dim that the guards restrict to one length has this length.
     """
     mode, fakes = _fake_inputs(example_inputs)
     return mode, _replace_single_values(fakes, mode)
 
 
 def specialize_inputs(example_inputs: Sequence[Any]) -> list[Any]:
-    """Return the inputs, with fake tensors for those that have a constant size where Dynamo has a symbol."""
+    """Return the inputs, with fakes for those with a dim that Dynamo made dynamic and that has one length."""
     mode, fakes = _fake_inputs(example_inputs)
     results = list(example_inputs)
     for i, specialized in enumerate(_replace_single_values(fakes, mode)):
@@ -122,9 +124,10 @@ def specialize_inputs(example_inputs: Sequence[Any]) -> list[Any]:
 
 
 def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Specialize the sizes that the program depends on, so that unrolled code may show a sequence.
+    """Specialize the symbolic sizes that the program depends on, before passes run on it once more.
 
-    Sizes that the user marked as dynamic stay symbols: Dynamo raises if one is specialized.
+    A pass has refused the program with symbols: with constant sizes, code that is unrolled along the sequence may show
+    it. Sizes that the user marked as dynamic stay symbols, as Dynamo would raise.
 
     Returns:
         True if any size was specialized.
@@ -149,15 +152,15 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
 
 
 def _symbolic_sizes(fakes: Sequence[Any]) -> list[torch.SymInt]:
-    """Return the symbolic ints among inputs and their sizes."""
+    """Return the symbolic sizes of fake inputs, and the inputs that are symbolic ints."""
     sizes = [size for x in fakes for size in (x.shape if isinstance(x, torch.Tensor) else [x])]
     return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
-    """Return the fake mode, and the inputs in it with all dynamic dims of Dynamo.
+    """Return the fake mode of the compilation, and the inputs in it with symbols for all dynamic dims.
 
-    The values in meta["example_value"] belong to Dynamo's finished trace and must not be mixed in.
+    The values in Dynamo's meta["example_value"] belong to its finished trace and must not be mixed in.
     """
     context = torch_compat.TracingContext.try_get()
     if context is None or context.fake_mode is None:
@@ -165,7 +168,7 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
     mode = context.fake_mode
 
     def make_fake(x: Any) -> Any:
-        """Return the fake tensor of an input; other values unchanged."""
+        """Return the fake tensor of an input; return other values, such as SymInts, unchanged."""
         if not isinstance(x, torch.Tensor):
             return x
         if torch_compat.is_wrapper(x):  # the full tensor, for any storage
@@ -177,7 +180,7 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
         return convert_to_mode(x)
 
     def convert_to_mode(x: torch.Tensor) -> Any:
-        """Convert a tensor to the mode, with the symbols that Dynamo chose."""
+        """Convert a tensor to the mode, with the symbols of Dynamo; constant sizes if Dynamo has none."""
         symbolic = context.tensor_to_context.get(x)
         source = symbolic.tensor_source if symbolic else None
         static = None if symbolic else True
@@ -187,12 +190,15 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
 
 
 def _new_fake(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
-    """Return a fake tensor of another shape, with the dtype, device and place in autograd (leaf or not) of x."""
+    """Return a fake tensor of another shape, with the dtype, device and autograd state of x.
+
+    This is requires_grad, and being a leaf or not: a program may write in place to non-leaves only.
+    """
     with mode, torch.enable_grad():
         leaf = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
         if x.is_leaf:
             return leaf
-        non_leaf = leaf.clone()  # a program may write to it
+        non_leaf = leaf.clone()
         if is_same_shape(as_sizes(non_leaf.stride()), as_sizes(stride)):
             return non_leaf
         # clone does not preserve these strides.
@@ -202,7 +208,7 @@ def _new_fake(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode
 
 
 def _replace_single_values(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
-    """Return the fake inputs, with constants for symbols that can have one value only."""
+    """Return the fake inputs, with constants for the symbols to which the guards permit one value only."""
     symbols: dict[Any, Any] = {as_size(size): size for size in _symbolic_sizes(fakes)}
     all_values = {symbol: torch_compat.single_value(size) for symbol, size in symbols.items()}
     values = {symbol: value for symbol, value in all_values.items() if value is not None}
@@ -214,7 +220,7 @@ def _replace_single_values(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
         return isinstance(x, torch.SymInt) and not sympy.sympify(as_size(x)).free_symbols.isdisjoint(values)
 
     def specialize(x: Any) -> Any:
-        """Replace symbols with a single value in a size or in the sizes of a tensor."""
+        """Return a size or a tensor with its single-value symbols replaced by constants."""
         if isinstance(x, torch.SymInt):
             return torch_compat.evaluate_expr(sympy.sympify(as_size(x)), symbols | values)
         if not isinstance(x, torch.Tensor) or not any(map(has_single_value, x.shape)):
@@ -264,7 +270,7 @@ def _single_fake_mode(gm: GraphModule) -> FakeTensorMode | None:
 
 
 def _copy_bodies(gm: GraphModule) -> None:
-    """Replace the bodies of region ops (sub-modules of the graph) by copies, which may be rewritten."""
+    """Replace the bodies of region ops, sub-graphs of the user's module, by copies that may be rewritten."""
     for name, child in list(gm.named_children()):
         if isinstance(child, GraphModule):
             setattr(gm, name, inline_regions(child))
@@ -272,7 +278,10 @@ def _copy_bodies(gm: GraphModule) -> None:
 
 
 def _copy_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
-    """Copy the metadata and sources of a Dynamo graph and of its placeholders to the captured graph."""
+    """Copy the metadata of a Dynamo graph that later compilers read to the captured graph.
+
+    The metadata and sources of placeholders are copied, too.
+    """
     for new, old in zip(*(g.graph.find_nodes(op="placeholder") for g in (captured, gm)), strict=True):
         new.meta.update({key: old.meta[key] for key in _PLACEHOLDER_META if key in old.meta})
     captured.meta.update(gm.meta)
@@ -280,16 +289,16 @@ def _copy_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
 
 
 def _copy_sources(new_gm: GraphModule, old_gm: GraphModule) -> None:
-    """Copy Dynamo's sources of inputs and module state to a graph with the same placeholders."""
+    """Copy Dynamo's sources (origins) of inputs and module state to a graph with the same placeholders."""
     for new, old in zip(*(gm.graph.find_nodes(op="placeholder") for gm in (new_gm, old_gm)), strict=True):
         torch_compat.keep_source(new, old)
     torch_compat.keep_state_sources(new_gm, old_gm)
 
 
 def _check_written_inputs(captured: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Raise if an input is written through one name and shares memory with another input.
+    """Raise if the program writes to an input that shares memory with another input.
 
-    A graph over separate values cannot represent this.
+    The other one would not change in the captured graph, whose values are separate.
     """
     placeholders = captured.graph.find_nodes(op="placeholder")
     owners: dict[int, list[Node]] = {}
@@ -333,7 +342,10 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _finish_capture(gm: GraphModule) -> GraphModule:
-    """Set missing values to None, make the ends of no-grad regions explicit, and return the same graph."""
+    """Complete the IR in place: values of all nodes, and detaches at the ends of no-grad regions.
+
+    Returns the same graph.
+    """
     for node in gm.graph.nodes:
         node.meta.setdefault("val", None)
     detach_no_grad_regions(gm.graph)

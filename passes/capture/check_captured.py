@@ -18,7 +18,7 @@ STRICT_EXPORT = "Export the program with strict=True, where collectives are func
 
 
 def require_ops(gm: GraphModule, name: str) -> None:
-    """Check that the graph calls ops on fake values; mutations are permitted.
+    """Check that the graph calls only ops on fake values, as passes expect; mutations are permitted.
 
     Args:
         gm: Graph.
@@ -34,7 +34,7 @@ def require_ops(gm: GraphModule, name: str) -> None:
 
 
 def require_functional(gm: GraphModule, name: str) -> None:
-    """Check that no op mutates a value, except an input at the end of the program.
+    """Check that no op mutates a value, which passes may assume; inputs are written at the end only.
 
     Args:
         gm: Graph.
@@ -66,9 +66,9 @@ def _non_op_reason(node: Node) -> str:
 
 
 def _mutates_other_reads(node: Node) -> bool:
-    """Return True if the node may mutate a value that is read elsewhere.
+    """Return True if the node may mutate a value that other nodes read.
 
-    Writing an input back at the end of the program does not count.
+    A write-back, the copy of a new value to an input at the end of the program, does not count.
     """
     target: Any = node.target
     if namespace_of(target) == "c10d":

@@ -3,7 +3,8 @@
     y = x[0]; y.add_(1); return x   ->   y = x[0]; y1 = y + 1; x1 = select_scatter(x, y1, 0, 0); return x1
 
 Each mutation creates a new value (y1), as in static single assignment (SSA). Aliases are derived from the fake values
-(same storage). An in-place op on a view becomes the functional op; the new value of the base is computed by inverting
+(same storage): y is a view of its base x, and the root of a chain of views is the node that owns the storage
+(`aliases.py`). An in-place op on a view becomes the functional op; the new value of the base is computed by inverting
 the view ops (`view_inverses.py`), and other views are recomputed from the new base at their next use. A mutated
 placeholder or buffer is written back by one aten.copy_ at the end. Two kinds of mutation remain: these copies, and ops
 without functional form (custom ops, out= variants, norms with running statistics), which mutate a private clone.
@@ -41,7 +42,7 @@ COMPLEX_ERROR = {aten.silu_.default: "x * x.sigmoid()"}  # ops with wrong gradie
 
 
 def functionalize(gm: GraphModule) -> None:
-    """Functionalize `gm` and the bodies of its region ops in place.
+    """Functionalize `gm` in place, and the bodies of its region ops (sub-graphs such as that of a cond).
 
     Args:
         gm: Graph whose nodes have meta["val"]; the metadata of inputs may have requires_grad. Mutated placeholders are
@@ -59,9 +60,9 @@ def functionalize(gm: GraphModule) -> None:
 
 
 class _ViewValue(NamedTuple):
-    """Last computed value of a node, a view or a mutated node."""
+    """Node that has the value of a view or of a mutated node, at some version of its root."""
 
-    value: Node
+    value: Node  # the node that readers of the view read
     version: int  # version of the root when the value was computed
     with_grad: bool  # True if it was computed with gradients enabled
 
@@ -69,8 +70,9 @@ class _ViewValue(NamedTuple):
 class _Functionalizer:
     """Rewrite of one graph, in program order.
 
-    The version of a root is the number of its mutations. The value of a view is outdated if it was computed at an
-    earlier version of its root.
+    The version of a root is the number of its mutations so far, also those through its views. The value of a view is
+    outdated if it was computed at an earlier version of its root. The target of a mutation is the argument that an
+    in-place op writes to. Operands are nodes of the original program; each has a current value, a node of the new one.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -79,7 +81,7 @@ class _Functionalizer:
         self.aliases = Aliases(gm.graph)
         self.version: dict[Node, int] = {}  # of mutated roots
         self.root_values: dict[Node, Node] = {}  # current values of mutated roots
-        self.values: dict[Node, _ViewValue] = {}
+        self.values: dict[Node, _ViewValue] = {}  # last computed value by view or mutated node
         self.replaced: list[Node] = []  # in-place nodes, erased at the end
         # Number of entered autocast regions.
         self.autocast_depth = int(torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
@@ -123,7 +125,7 @@ class _Functionalizer:
             self.autocast_depth -= 1
 
     def record(self, node: Node) -> None:
-        """Record the memory of a node's result, and the version of a view."""
+        """Record the aliases of a node that stays in the graph; a view gets the current version of its root."""
         if self.aliases.record(node):
             version = self.version.get(self.aliases.root(node), 0)
             self.values[node] = _ViewValue(node, version, self.aliases.grad_enabled)
@@ -131,11 +133,15 @@ class _Functionalizer:
     # ---- value of a node at this point of the program
 
     def current_arguments(self, node: Node) -> tuple[Any, Any]:
-        """Return the arguments of a node with the current value of each operand."""
+        """Return the arguments of a node, with each operand replaced by its current value."""
         return map_arg(self.aliases.calls[node], self.current_value)
 
     def current_value(self, node: Node) -> Node:
-        """Return the current value of `node`, a result of `Aliases.resolve`; emit a new view if it is outdated."""
+        """Return the node to read for `node` at this point of the program; emit it if it is outdated.
+
+        Args:
+            node: Node of the original program, a result of `Aliases.resolve`.
+        """
         aliases, root = self.aliases, self.aliases.root(node)
         version, last = self.version.get(root, 0), self.values.get(node, _ViewValue(node, 0, True))
         # A view that was computed without gradients is computed again for a reader with gradients.
@@ -147,7 +153,7 @@ class _Functionalizer:
         return value
 
     def emit_view(self, node: Node) -> Node:
-        """Emit the view op of a node again, on the current value of its base."""
+        """Emit the op of an outdated view again, on the current value of its base, and return the new view."""
         if not isinstance(node.target, torch_compat.OpOverload) and node.target is not operator.getitem:
             raise WriteError(
                 "SP222", f"{node.name}: {node_line(node)} is read after memory that it shares was changed."
@@ -167,7 +173,7 @@ class _Functionalizer:
     # ---- mutations
 
     def replace_view_change(self, node: Node) -> None:
-        """Convert `x.unsqueeze_(0)` to `y = x.unsqueeze(0)`, which later nodes read as x."""
+        """Convert `x.unsqueeze_(0)`, which writes no memory, to `x.unsqueeze(0)`, read as x from then on."""
         target = self.aliases.calls[node][0][0]
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
@@ -178,7 +184,7 @@ class _Functionalizer:
         self.aliases.replace(target, node)
 
     def replace_mutation(self, node: Node) -> None:
-        """Replace an in-place op by its functional form, or make an op without one mutate clones."""
+        """Replace an in-place op by its functional form, or else let it mutate clones of its targets."""
         mutation = find_mutation(node, *self.aliases.calls[node])
         for target in mutation.targets:
             self.check_mutation(node, target)
@@ -200,7 +206,7 @@ class _Functionalizer:
             self.record(node)
 
     def check_mutation(self, node: Node, target: Node) -> None:
-        """Raise if new values cannot reproduce the mutation of `target` by `node`, or its gradient."""
+        """Raise if functionalization would lose the mutation of `target` by `node`, or its gradient."""
         root = self.aliases.root(target)
         other_owner = self.aliases.other_owner(root)
         if other_owner is not None:
@@ -226,7 +232,10 @@ class _Functionalizer:
             )
 
     def new_value(self, node: Node, mutation: Mutation) -> Node:
-        """Emit the value that an in-place node writes, with the dtype, shape and contiguity of its target."""
+        """Emit the value that an in-place op writes, converted to the dtype and shape of its target.
+
+        It is contiguous if the target is.
+        """
         assert mutation.value is not None
         emit = self.emitter(node)
         args, kwargs = self.current_arguments(node)
@@ -259,7 +268,10 @@ class _Functionalizer:
         token.meta["val"] = exit_node.meta["val"] = None
 
     def assign(self, node: Node, target: Node, value: Node) -> None:
-        """Set the value of `target` after the mutation `node`, and that of the root of which `target` is a view."""
+        """Set `value` as the current value of `target` after the mutation `node`, and update its root.
+
+        Increments the version of the root, so that other views of it are outdated.
+        """
         emit = self.emitter(node)
         if self.aliases.has_differentiable_input(node):
             if self.aliases.grad_enabled:
@@ -279,7 +291,14 @@ class _Functionalizer:
         self.values[target] = _ViewValue(value, version, True)
 
     def emit_new_base(self, node: Node, view: Node, new: Node, emit: view_inverses.Emit) -> Node:
-        """Emit the value of the base of `view` after `node` has changed the value of `view` to `new`."""
+        """Emit the new value of the base of `view`, and return it.
+
+        Args:
+            node: The mutation.
+            view: The view that it has changed, directly or through a view of it.
+            new: The new value of the view.
+            emit: Emits a node.
+        """
         if view.target is operator.getitem:
             split = self.aliases.calls[view][0][0]
             new_base = view_inverses.rejoin_split(self.current_view_call(split), view, new, emit)
@@ -292,12 +311,12 @@ class _Functionalizer:
         return new_base
 
     def current_view_call(self, view: Node) -> view_inverses.ViewCall:
-        """Return the call of a view op on the current value of its base."""
+        """Return the call of a view op on the current value of its base, as `view_inverses` inverts it."""
         base, *args = to_positional(view.target, *self.current_arguments(view))
         return view_inverses.ViewCall(view, base, tuple(args))
 
     def write_back(self) -> None:
-        """Copy changed values to the inputs and buffers at the end of the graph."""
+        """Emit a copy_ of the current value to each mutated input and buffer, before the graph's output."""
         for root, value in self.root_values.items():
             if root.op == "placeholder" or (root.op == "get_attr" and not node_info(root).constant):
                 torch_compat.unmark_static(root)

@@ -2,10 +2,10 @@
 
     tag_activation_checkpoint(body, x), body: sin(cos(x))   ->   cos(x), sin(...), both with meta["ac_graph_id"]
 
-A region op is a node `op(..., body, *operands)` that runs a sub-graph. Its body is copied into the outer graph, so that
-shardings can propagate through it. Its effect is preserved in other forms: checkpointing as `meta["recompute"]` and
-`meta["ac_graph_id"]`, which AOTAutograd's partitioner reads; grad mode and autocast as enter and exit nodes. Inference
-mode is converted to a grad mode.
+A region op is a node `op(..., body, *operands)` that runs a sub-graph, the body, on the operands. The body is copied
+into the outer graph, so that shardings can propagate through it. The effect of the op is preserved in other forms:
+checkpointing as `meta["recompute"]` and `meta["ac_graph_id"]`, which AOTAutograd's partitioner reads; grad mode and
+autocast as enter and exit nodes. Inference mode is converted to a grad mode.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _REGION_CHECKPOINTS = (torch_compat.tag_activation_checkpoint, torch_compat.wrap
 
 
 def inline_regions(gm: GraphModule) -> GraphModule:
-    """Return a copy of `gm` with the same parameters and submodules, without inlinable region ops."""
+    """Return a copy of `gm` in which the ops of `_BODY_INDEX` are replaced by the nodes of their bodies.
+
+    It shares the parameters and submodules of `gm`.
+    """
     inliner = _RegionInliner(gm, Graph())
     output = inliner.graph.output(inliner.inline_graph(gm, "", {}, {}))
     output.meta = dict(gm.graph.output_node().meta)
@@ -60,9 +63,9 @@ def inline_regions(gm: GraphModule) -> GraphModule:
 class _RegionInliner:
     """Copy of a graph and of the bodies of its region ops into one new graph.
 
-    In all methods `path` is the attribute path from the root to the copied body, "" for the root. `copies` has the new
-    node (or value) of each node of the body, and is extended. `tags` is metadata for the new nodes: that of the
-    outermost checkpoint, else empty.
+    In all methods `gm` is the body that is copied, or the root; `path` is the attribute path from the root to it, ""
+    for the root. `copies` maps each node of it to the new node, or to the results of a region op; it is extended. `tags`
+    is metadata for the new nodes: that of the outermost checkpoint around them, else empty.
     """
 
     root: GraphModule  # graph whose regions are inlined
@@ -88,7 +91,7 @@ class _RegionInliner:
         raise AssertionError("a graph without an output node")
 
     def copy(self, node: Node, path: str, copies: dict[Node, Any], tags: dict[str, Any]) -> Node:
-        """Copy a node that is not a region op, with the attribute path and metadata of the new graph."""
+        """Return a copy of a node that is not inlined, with its attribute path in the root and the tags."""
         new = self.graph.node_copy(node, copies.__getitem__)
         if node.op in ("get_attr", "call_module") and path:
             new.target = f"{path}.{node.target}"
@@ -112,7 +115,7 @@ class _RegionInliner:
     def inline_region(
         self, gm: GraphModule, path: str, node: Node, copies: dict[Node, Any], tags: dict[str, Any]
     ) -> Any:
-        """Copy the body of a region op of `gm`, and return its results."""
+        """Copy the body of the region op `node` between its enter and exit nodes, and return its results."""
         index = _BODY_INDEX[node.target]
         attribute = node.args[index]
         if not isinstance(attribute, Node) or attribute.op != "get_attr":
@@ -138,7 +141,10 @@ class _RegionInliner:
 
     @contextmanager
     def emit_region_state(self, node: Node) -> Iterator[None]:
-        """Emit the grad mode or autocast of a region op before the nodes of the block, and restore it after them."""
+        """Emit the enter node of a region op before the nodes of the block, and the exit node after them.
+
+        Only region ops of grad mode and autocast have such nodes.
+        """
         if node.target is torch_compat.wrap_with_set_grad_enabled:
             self.emit_state_change(set_grad_enabled, (node.args[0],))
             self.grad_modes.append(bool(node.args[0]))
@@ -153,14 +159,14 @@ class _RegionInliner:
             yield
 
     def emit_state_change(self, target: Callable[..., Any], args: tuple[Any, ...]) -> Node:
-        """Emit a call without a value, which changes the grad mode or autocast."""
+        """Emit a call that changes the grad mode or autocast of later nodes; its value is None."""
         node = self.graph.call_function(target, args)
         node.meta["val"] = None
         return node
 
 
 def _recompute_tags(node: Node, body: GraphModule) -> dict[str, Any]:
-    """Return the metadata of the nodes of a new checkpointed region; warn if its `context_fn` has no policy."""
+    """Return the tags of a new checkpointed region; warn if its `context_fn` has no policy."""
     context_fn = body.meta.get("_checkpoint_context_fn")
     policy = None if context_fn is None else torch_compat.policy_of(context_fn)
     if context_fn is not None and policy is None:

@@ -1,9 +1,10 @@
 """Trace a Dynamo graph on fake inputs to pre-dispatch ATen with composite ops.
 
 The graph runs node by node under make_fx(pre_dispatch=True), which records the ops that the nodes call before autograd
-runs. Region ops (nodes that run sub-graphs) with their own backward (tensor hooks, autograd.Function) would lose it
-there, and values under vmap would become constants: these are handled here. Every other region op (cond, scan,
-flex_attention, ...) records itself.
+runs. Region ops (nodes that run sub-graphs, their bodies) with their own backward (tensor hooks, autograd.Function)
+would lose it there, and values under vmap would become constants: these are handled here. Every other region op (cond,
+scan, flex_attention, ...) records itself. A functorch region is the nodes of a torch.func transform (vmap, grad, jvp)
+from the start of its outermost level to the end. The proxy of a tensor is its node in the graph that is recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .regions import inline_regions
 
 
 def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> GraphModule:
-    """Record `gm` on fake inputs; the result is not functional.
+    """Record the ops that `gm` calls on fake inputs, as a graph that may still mutate values.
 
     Args:
         gm: Dynamo graph.
@@ -53,12 +54,12 @@ class _TracingInterpreter(Interpreter):
         super().__init__(gm)
         self.extra_traceback = False
         self.fake_mode = fake_mode
-        self.functorch = _functorch_regions(gm.graph)
+        self.functorch = _functorch_regions(gm.graph)  # nodes of each functorch region, by its first node
         self.done: set[Node] = set()  # nodes of functorch regions that have run
         self.state_nodes: dict[Any, Node] = {}  # result of a call that changes Python state -> its node in the trace
 
     def run_node(self, n: Node) -> Any:
-        """Run a node; raise CaptureError with its source line if it fails."""
+        """Run a node, or the functorch region that starts with it; errors become CaptureError with its line."""
         if n in self.done:
             return self.env.get(n)
         try:
@@ -89,7 +90,10 @@ class _TracingInterpreter(Interpreter):
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call; record state changes, autograd functions and hooks as nodes."""
+        """Run a call, for the trace to record its ops.
+
+        State changes, autograd functions and hooks, which the trace does not see, are recorded as nodes here.
+        """
         if target in torch_compat.PYTHON_STATE_CALLS:
             return self.python_state(target, args, kwargs)
         if target is torch_compat.get_data:
@@ -101,7 +105,10 @@ class _TracingInterpreter(Interpreter):
         return super().call_function(target, args, kwargs)
 
     def python_state(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that changes Python state, for its effect on later nodes, and record it."""
+        """Run a call that changes Python state, such as the attention backend, and record it as a node.
+
+        It affects later nodes of this trace, and must affect them when the graph runs, too.
+        """
         result = target(*args, **kwargs)
 
         def to_node(x: Any) -> Any:
@@ -116,7 +123,7 @@ class _TracingInterpreter(Interpreter):
         return result
 
     def autograd_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace the forward and the backward of an autograd function, and record it as one node.
+        """Trace the forward and the backward of an autograd function, and record the call as one node.
 
         The backward has the gradients of all results as inputs, followed by the values that the forward saves.
         """
@@ -137,7 +144,7 @@ class _TracingInterpreter(Interpreter):
         return _record_node(target, args, kwargs, {forward: lowered_forward, backward: lowered_backward}, out)
 
     def register_hook(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace the body of a tensor hook, and record it as one node.
+        """Trace the body of a tensor hook, record the call as one node, and return the hooked tensor.
 
         The body has the gradient as an input, followed by the closed-over values of the hook.
         """
@@ -151,7 +158,7 @@ class _TracingInterpreter(Interpreter):
         return result
 
     def inline_functorch(self, nodes: list[Node], first: Node) -> Any:
-        """Record a vmap or grad region as ATen below functorch, and replay it in the outer trace.
+        """Record a functorch region as plain ATen ops, without transforms, and replay it in the outer trace.
 
         The replay is differentiable; the recording runs on detached inputs, with grad mode enabled because
         torch.func.grad needs it. A no_grad inside of the region is recorded, too, because it applies to outer
@@ -162,7 +169,8 @@ class _TracingInterpreter(Interpreter):
             first: The first of them.
 
         Returns:
-            The value of the first node. Sets the values of all nodes that are read outside of the region.
+            The value of the first node, None if it is read only inside. Sets the values of all nodes that are read
+            outside of the region, in `env`.
         """
         inside = set(nodes)
         inputs = dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in inside)
@@ -206,7 +214,7 @@ class _TracingInterpreter(Interpreter):
 def _record_node(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bodies: dict[GraphModule, GraphModule], out: Any
 ) -> Any:
-    """Record one node target(*args) with the value `out` in the active trace, and return the tracked value.
+    """Record one node target(*args) with the value `out`, and return `out` with the node as its proxy.
 
     Args:
         target: The region op.
@@ -232,9 +240,16 @@ def _record_node(
 
 
 def _hook_every_use(tensor: Any, hooked: Any) -> None:
-    """Replace all uses of a tensor by its hooked value.
+    """Make all users of a tensor in the trace read its hooked value.
 
     A hook receives the full gradient of its tensor, including uses before its registration, and under no_grad, too.
+
+    The hook is moved after the tensor, before its first use. Does nothing if the hook is that use, unless under
+    no_grad.
+
+    Args:
+        tensor: The tensor with the hook.
+        hooked: Result of the hook's node.
 
     Raises:
         CaptureError: If the hook reads values that are computed after the tensor, which earlier uses cannot wait for.
@@ -262,7 +277,10 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
 
 
 def _make_leaves(args: Sequence[Any]) -> list[Any]:
-    """Return values (also nested in containers) as new autograd leaves, to trace a body separately."""
+    """Return detached copies of values (also nested in containers), to trace a body without its callers.
+
+    They require gradients as before.
+    """
 
     def make_leaf(x: torch.Tensor) -> torch.Tensor:
         """Return a leaf with the same metadata."""
@@ -272,7 +290,7 @@ def _make_leaves(args: Sequence[Any]) -> list[Any]:
 
 
 def _functorch_regions(graph: Graph) -> dict[Node, list[Node]]:
-    """Map the first node of each outermost vmap, grad or jvp region to all its nodes.
+    """Return the nodes of each functorch region of a Dynamo graph, by its first node.
 
     In Dynamo's graphs a call that increments the nesting starts such a region, and one that decrements it ends it.
     """

@@ -1,6 +1,8 @@
 """Fall back to unsplit graphs that run on gathered inputs, with a warning.
 
 As with any torch.compile backend that cannot compile a graph, the results are correct, and one warning has the reason.
+An unsplit program computes the complete sequence on every rank. A CaptureError is an SpError that leads to this; other
+SpErrors are raised to the user.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ _warned_unsplit: set[tuple[str, str]] = set()  # subject and reason of earlier w
 
 @contextmanager
 def wrap_failures() -> Iterator[None]:
-    """Convert exceptions inside the block to CaptureError, except SpError, Dynamo's own errors and MemoryError.
+    """Convert unexpected exceptions of the lowering to CaptureError, so that the program runs unsplit.
 
-    Torch's errors on which Dynamo falls back to eager are raised unchanged, too.
+    SpError, MemoryError, Dynamo's own errors, and torch's errors on which Dynamo falls back to eager are not converted.
     """
     try:
         yield
@@ -42,7 +44,7 @@ def wrap_failures() -> Iterator[None]:
 
 
 def unsplit_reason(error: Exception) -> str:
-    """Return the reason for running a program unsplit after this error, or "" if the error must be raised."""
+    """Return the reason to run a program unsplit after this error, or "" if the error must be raised."""
     if isinstance(error, CaptureError):
         return str(error)
     return f"{NOT_TRACED_CAUSE} ({type(error).__name__}: {error})." if is_fallback_error(error) else ""

@@ -1,6 +1,9 @@
 """Convert in-place collectives, which torch.distributed records outside of Dynamo, to functional ones.
 
 c10d.alltoall_base_(out, x, group, [], [])   ->   out.copy_(wait_tensor(all_to_all_single(x, ...)))
+
+The two lists are the split sizes: the numbers of rows received from and sent to each rank; empty ones mean equal
+numbers. `capture_export` converts the collectives before it functionalizes the copies.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ aten = torch.ops.aten
 
 
 def functionalize_collectives(gm: GraphModule) -> None:
-    """Convert the collectives of a graph in place.
+    """Convert the in-place all-to-alls of an exported graph in place.
 
-    Nodes with a buffer of another shape or unknown split sizes are not changed.
+    Those with an output tensor of another shape than the input, or with unknown split sizes, are not changed; a later
+    check reports them.
     """
     if not dist.is_available():
         return
@@ -37,9 +41,9 @@ def functionalize_collectives(gm: GraphModule) -> None:
 
 
 def _split_sizes(editor: GraphEditor, node: Node, n: int) -> list[list[Any]] | None:
-    """Return the numbers of rows received from and sent to each of n ranks, or None if they are unknown.
+    """Return the received and the sent split sizes of an all-to-all among n ranks; None if not known.
 
-    Empty arguments of the node mean equal numbers; symbolic ones are computed by nodes that are inserted before it.
+    Empty ones are replaced by equal numbers; symbolic numbers are computed by nodes that are inserted before the node.
     """
     out, x, _, *split_sizes = node.args[:5]
     shape = node_shape(x)

@@ -1,4 +1,8 @@
-"""Define the program that torch.compile passes to the backend, and a store of captured programs."""
+"""Define the program that torch.compile passes to the backend, and a store of captured programs.
+
+A Dynamo graph is the program as Dynamo has traced it; the captured graph is the package's IR of it (`capture.py`). A
+dry run (the planner, `explain`) examines the program of a model for several options without running it.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +49,10 @@ class UserProgram:
         return any(isinstance(x, Sharded) and x.sharding.is_balanced for x in self.inputs)
 
     def has_only_user_exchanges(self) -> bool:
-        """Return True if the user's program has collectives and no sequence to shard.
+        """Return True if the user's program has collectives and no sequence that the package can shard.
 
-        No rank communicates to decide this: all ranks with the same program have the same result.
+        The backend then optimizes these collectives instead of splitting the program. Ranks do not communicate to
+        decide this: all ranks with the same program have the same result.
         """
         if not has_user_exchanges(self.graph):
             return False
@@ -65,15 +70,15 @@ class UserProgram:
 
 @dataclass
 class CapturedGraphs:
-    """Graphs that Dynamo traced for a model with certain layers, for analyses with other options."""
+    """Graphs that Dynamo traced for a model, so that later dry runs need not trace it again."""
 
-    # the only graph, its inputs and context; None for several graphs or symbolic lengths
+    # the graph of the complete model, its inputs and context; None for several graphs or symbolic lengths
     graph: tuple[GraphModule, Sequence[Any], torch_compat.TracingContext] | None = None
     graphs: int = 0  # number of graphs
     captured: dict[GraphModule, GraphModule] = field(default_factory=dict)  # captured graph by Dynamo graph
 
     def add(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
-        """Add a graph that is being compiled, which sets `graph` if it is the only one and complete."""
+        """Add a graph that is being compiled: set `graph` if it is the first one and complete, else clear it."""
         self.graphs += 1
         context = torch_compat.TracingContext.try_get()
         has_static_sizes = all(isinstance(x, torch.Tensor) for x in inputs)
