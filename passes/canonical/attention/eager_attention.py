@@ -45,7 +45,7 @@ from .lse_sinks import match_lse_sinks
 from .parse_masks import has_key_per_query, keeps_a_key, parse_bias, try_parse_mask
 from .score_functions import SCORE, register_expression
 from .scores import ScoreChain, is_between_products, is_neutral_op, match_scores, order_before, scores_refusal
-from .sinks import SinkValue, SoftmaxSource, match_readers
+from .sinks import SinkValue, SoftmaxSource, match_softmax_source
 from .softmaxes import SoftmaxMatch, match_softmax
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -114,7 +114,7 @@ class FuseEagerAttention(CanonicalPass):
         scores, sinks, last, operands = attention.scores, attention.sinks, attention.last, attention.operands
         # q, k and v have the leading dims (batch, heads) of the masks or sinks, if they are grouped differently.
         value_leading, order = operands[2].shape[:-2], attention.values.order
-        leading = value_leading if scores.masked is None else scores.masked[:-2]
+        leading = value_leading if scores.masked_shape is None else scores.masked_shape[:-2]
         leading = leading if sinks is None else sinks.batch_and_heads
         shape = (*leading, operands[0].shape[-2], operands[1].shape[-2])
         # Sinks without fills keep some weight in every row, so that fills remove all weight of their keys.
@@ -240,7 +240,7 @@ def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
     # Backward from the softmax: its log-sum-exp, sinks, then the scores down to the product of queries and keys.
     x, keys_dim = softmax.source, softmax.dim
     lse = _match_lse(x, softmax.result) if keys_dim == x.meta["val"].ndim - 1 else None
-    source = match_readers(x, keys_dim, *([lse] if lse is not None else []), *softmax.readers)
+    source = match_softmax_source(x, keys_dim, *([lse] if lse is not None else []), *softmax.readers)
     scores = match_scores(source.scores, keys_dim, *source.readers)
     if scores is None:
         return scores_refusal(source.scores)
@@ -354,7 +354,7 @@ def _has_sink_per_head(sinks: SinkValue | None, source: SoftmaxSource, scores: S
     masks += [scores.gate] if scores.gate is not None else []
     if sinks.groups and any(not is_same_size(size_product(mask.shape[:-2]), 1) for mask in masks):
         return False
-    return scores.masked is None or is_same_shape(scores.masked[:-2], sinks.leading)
+    return scores.masked_shape is None or is_same_shape(scores.masked_shape[:-2], sinks.leading)
 
 
 def _has_known_fills(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) -> bool:

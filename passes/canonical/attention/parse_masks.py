@@ -157,7 +157,7 @@ def _print_predicate(printer: MaskPrinter, mask: AttentionMask) -> Boolean:
 
     Raises NotSymbolic if it needs the index of a head or a batch entry.
     """
-    predicate = printer.to_text(mask.allowed)
+    predicate = printer.rename_symbols(mask.allowed)
     if predicate.free_symbols & {BATCH_INDEX, HEAD_INDEX}:
         raise NotSymbolic("its condition on data differs between heads or batches")
     return predicate
@@ -204,7 +204,7 @@ class MaskPrinter:
     cols: list[AppliedUndef] = field(default_factory=list)  # leaves of keys, named col0, col1, ...
     sizes: list[sympy.Expr] = field(default_factory=list)  # sizes, named n0, n1, ...
 
-    def to_text(self, e: Any) -> Any:
+    def rename_symbols(self, e: Any) -> Any:
         """Return the expression with row, col and n symbols for leaves and sizes."""
         if isinstance(e, AppliedUndef):
             leaves, prefix = (self.rows, "row") if e.has(QUERY_INDEX) else (self.cols, "col")
@@ -216,8 +216,8 @@ class MaskPrinter:
         size_terms = [term for term in terms if not term.has(*INDICES, AppliedUndef)]
         if any(not term.is_number for term in size_terms):
             index_terms = sympy.Add(*(term for term in terms if term not in size_terms))
-            return self._symbol(self.sizes, sympy.Add(*size_terms), "n") + self.to_text(index_terms)
-        return e.func(*(self.to_text(a) for a in e.args))
+            return self._symbol(self.sizes, sympy.Add(*size_terms), "n") + self.rename_symbols(index_terms)
+        return e.func(*(self.rename_symbols(a) for a in e.args))
 
     def _symbol(self, values: list[Any], e: Any, prefix: str) -> sympy.Symbol:
         """Return the symbol of an entry of `values`, which is added if it is new."""
