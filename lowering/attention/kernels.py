@@ -6,7 +6,7 @@ kernels of ``kernels_cuda.py``. Masks and score functions that these do not supp
 
     block           a rectangle of local queries x local keys that one kernel call computes (``masks/blocks.py``)
     fused kernel    flex: it evaluates the text of the mask and the score function itself
-    fill            a large finite score in place of -inf, as many models write into masks (at least ``MIN_FILL``)
+    fill            a large finite score in place of -inf, which models write into masks (at least ``MIN_FILL``)
     bias            an additive mask
     lse             log-sum-exps of rows of scores; -inf in a row that attends to nothing
 """

@@ -204,7 +204,7 @@ def balanced_rows(
     replays=False,
 )
 def balanced_tables(vectors: Sequence[Tensor], chunks: Tensor, length: int) -> list[Tensor]:
-    """Compute the tables of mask vectors for an order that another graph, with ``sp::deal``, has computed.
+    """Compute the tables of mask vectors for an order that another graph has computed.
 
     Args:
         vectors: int or bool (B, length) each, replicated.
