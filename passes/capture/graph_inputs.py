@@ -66,7 +66,14 @@ def capture_shards(
     ]
     torch_compat.retrace_with_symbols(static_dims)
     symbols = _sequence_symbols(nodes, dims)
-    _check_guards_of_sequence(guards, symbols, n, mode)
+    unified = (torch_compat.unify_symbols(mode, guard) for guard in guards)
+    # Values do not depend on strides, whose guards hold for this rank's memory only.
+    size_symbols = _size_symbols(
+        node
+        for source, node in zip(gm.graph.find_nodes(op="placeholder"), nodes)
+        if not torch_compat.is_memory_layout(source)
+    )
+    _check_guards_of_sequence([guard for guard in unified if guard.free_symbols <= size_symbols], symbols, n, mode)
     global_fakes = [_global_fake(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
     graph = capture(gm, example_inputs, fakes=global_fakes)
     placements: dict[str, Placement] = {}
@@ -141,13 +148,19 @@ def _sequence_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sym
     return symbols
 
 
+def _size_symbols(nodes: Iterable[Node]) -> set[sympy.Basic]:
+    """Return the symbols of the sizes of tensors, and of the numbers, that are these inputs."""
+    values = [node.meta.get("val") for node in nodes]
+    sizes = [x for value in values for x in (value.shape if isinstance(value, torch.Tensor) else [value])]
+    return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+
+
 def _check_guards_of_sequence(
     guards: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: torch_compat.FakeTensorMode
 ) -> None:
     """Raise unless each guard on the length of a shard also holds for the full sequence; add it as a guard."""
     global_lengths = {symbol: n * symbol for symbol in symbols}
-    for guard in guards:
-        condition = torch_compat.unify_symbols(mode, guard)
+    for condition in guards:
         if condition.free_symbols & symbols and not torch_compat.assume_fact(mode, condition.xreplace(global_lengths)):
             readable = condition.xreplace({symbol: sympy.Symbol("length") for symbol in symbols})
             raise SpError(
