@@ -113,8 +113,11 @@ class CompileProtocol:
     def _run_next(self, error: Exception | None) -> None:
         """Run the next exchange for the other ranks: send the error of this rank, ignore the result."""
         ranks, name = self.remaining.pop(0)
+        # The ranks of another group do not know an error that this rank received.
+        received = SpError(error.code, error.cause, error.fix) if isinstance(error, RemoteError) else None
         if ranks.has_other_processes:
-            self._all_gather(ranks, Message(COMPILE_VERB, name, error=not_compiled(error), expects_answer=True))
+            sent = received or not_compiled(error)
+            self._all_gather(ranks, Message(COMPILE_VERB, name, error=sent, expects_answer=True))
 
     def _all_gather(self, ranks: Ranks, mine: Message) -> list[Message]:
         """Return the message of every rank, or [] if all are equal and none expects an answer.
