@@ -154,7 +154,7 @@ class PassContext:
     aligned: frozenset[str] | None = None  # groups of the program whose ranks have the same rows; None for all
     repeats: FewLayers | None = None  # a program of a few layers that represents one of many
     fragment: bool = False  # a piece of a model (graph break), which need not contain a sequence
-    has_outer_job: bool = False  # another program of these ranks has sharded outputs: need not contain a sequence
+    has_sharded_peer: bool = False  # another program of these ranks has sharded outputs: need not contain a sequence
     # Results of passes, for later passes and for the report.
     input_placements: PlacementPlan | None = None  # the plan of the local graph; its nodes are of the global graph
     refusal: Refusal | None = None  # why the graph cannot be split with its inputs; no pass runs after it

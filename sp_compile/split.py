@@ -128,7 +128,7 @@ class SplitProgram:
             aligned=self.session.aligned,
             repeats=self.repeats,
             fragment=view.fragment,
-            has_outer_job=has_sharded_outputs(ranks),
+            has_sharded_peer=has_sharded_outputs(ranks),
         )
         result = run_pipeline(view.graph, job)
         if isinstance(result, Refusal):

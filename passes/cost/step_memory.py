@@ -192,6 +192,7 @@ class StepMemory:
             if graph.backward is None:
                 continue
             moments = graph.backward.moments
+            # The walk of this backward counts its saved values and tangents, so they are no bytes of other graphs.
             other_bytes -= graph.saved + min(later_gradients, graph.tangents)
             loss_end = next((i for i, moment in enumerate(moments) if moment.product), 0) if g == last else 0
             # FSDP gathers the next layer until the last layer of the step begins.
@@ -202,8 +203,10 @@ class StepMemory:
             unsharded = _unsharded_bytes(moments, self.weights.unit)
             for i, moment in enumerate(moments):
                 phase = "loss" if i < loss_end else "backward"
-                nbytes = other_bytes + (graph.copied if i == 0 else 0) + moment.nbytes
-                yield StepMoment(phase, moment, nbytes, g, i, True, moment.results, i < gather_end, unsharded[i])
+                copied = graph.copied if i == 0 else 0  # tangents are copied to row-major strides before it starts
+                nbytes, arriving = other_bytes + copied + moment.nbytes, i < gather_end
+                gradients = moment.results
+                yield StepMoment(phase, moment, nbytes, g, i, True, gradients, arriving, unsharded[i])
             later_gradients = graph.backward.end
             other_bytes += later_gradients
 
@@ -323,20 +326,26 @@ def _last_layer_start(moments: Sequence[WalkMoment]) -> int:
 def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
     """Return the bytes of unsharded gradients at each moment of a backward.
 
-    They are those outside of layers, of the current layer, and of the previous one, which has at most `unit` bytes. A
-    layer starts where the path changes, or where the first node of the path occurs again (one of several equal layers).
+    FSDP reduces the gradients of a layer after the backward of the next one, so these are the gradients outside of
+    layers, of the current layer, and of the previous one. `moment.results` are the bytes of all gradients computed so
+    far. The moments of one traced layer are repeated for equal layers: a layer starts where the path changes, or where
+    the first node of the path occurs again.
+
+    Args:
+        moments: The moments of the backward, in order.
+        unit: Bytes of the largest layer.
     """
     unsharded: list[int] = []
     layer_start = "", ""  # path and node of the first moment of the current layer
-    before_layers = before_layer = gradients = 0  # bytes before the first and the current layer, and at the last moment
+    outside_layers = at_layer_start = gradients = 0  # bytes before the first layer, the current one, and this moment
     for moment in moments:
         key = moment.layer, moment.name
         if moment.layer and (moment.layer != layer_start[0] or key == layer_start):
             if not layer_start[0]:
-                before_layers = gradients
-            before_layer, layer_start = gradients, key
-        previous_layer = min(unit, before_layer - before_layers)
-        unsharded.append(before_layers + previous_layer + moment.results - before_layer)
+                outside_layers = gradients
+            at_layer_start, layer_start = gradients, key
+        previous_layer = min(unit, at_layer_start - outside_layers)
+        unsharded.append(outside_layers + previous_layer + moment.results - at_layer_start)
         gradients = moment.results
     return unsharded
 

@@ -83,10 +83,14 @@ class FindSequences(Pass):
         return fixed
 
     def _refuse_without_sequence(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
-        """Set the refusal of a model without a sequence; note that a part of a model runs replicated."""
+        """Set the refusal of a model without a sequence, or note that the graph runs replicated.
+
+        A part of a model need not have a sequence, nor a graph next to a program with sharded outputs: eager code
+        between them may have gathered its inputs.
+        """
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
-        if not job.fragment and (not job.has_outer_job or job.options.fallback == "error"):
+        if not job.fragment and (not job.has_sharded_peer or job.options.fallback == "error"):
             text = f"the model has no attention or scan whose dim could be traced to an input{_describe_candidates(gm)}"
             job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, fix)
             return

@@ -159,7 +159,11 @@ class ShardedProgram:
     calls: int = 0  # number of calls so far
 
     def __call__(self, *args: Any) -> Any:
-        """Run the program on the rows of this rank, and wrap its sharded results."""
+        """Run the program on the rows of this rank; return its results, of which sharded ones are wrapped.
+
+        The outputs of `run` are results, then written arguments, the row order of balanced results, and the tokens and
+        operands of deferred results. Only results are returned, with those that are views of each other rebuilt.
+        """
         out = self.run(*args)
         self.calls += 1
         values, boundary = list(out), self.boundary
@@ -167,14 +171,14 @@ class ShardedProgram:
         orders = RowPermutation(*order_tensors) if order_tensors else input_orders(args, boundary.layouts)
         wrapped: dict[tuple[Any, ...], torch.Tensor] = {}  # a value that is returned twice is wrapped once
         for i, result in boundary.results.items():
-            # A window of a value has the same rows.
+            # The key has the length, as a window of a value may have the same rows as the value.
             key = id(result.deferred or values[i]), result.layout, result.length, *result.parts.items()
             if key not in wrapped:
                 wrapped[key] = self._wrap(result, values[i], orders, args, out)
             values[i] = wrapped[key]
         for i, number in boundary.writes.items():
             write(args[i], values[number])
-        num_outputs = len(values) if boundary.num_base_outputs is None else boundary.num_base_outputs
+        num_outputs = len(values) if boundary.num_program_outputs is None else boundary.num_program_outputs
         values = values[: num_outputs - len(boundary.writes) - len(boundary.balanced_order)]
         return type(out)(rebuild_views(values, args, boundary))
 
