@@ -25,7 +25,7 @@ from sp_compile.lowering.collectives.shard_storage import Layout
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.torch_compat import argument_name, pytree
 from sp_compile.passes.graph.node_info import node_info, set_node_info
-from sp_compile.passes.graph.sizes import as_size
+from sp_compile.passes.graph.sizes import as_size, symbolic_sizes
 from sp_compile.passes.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.passes.sharding.placement import Frame, Placement, Shard
 
@@ -68,12 +68,14 @@ def capture_shards(
     symbols = _sequence_symbols(nodes, dims)
     unified = (torch_compat.unify_symbols(mode, guard) for guard in guards)
     # Values do not depend on strides, whose guards hold for this rank's memory only.
-    size_symbols = _size_symbols(
-        node
+    known = {
+        symbol
         for source, node in zip(gm.graph.find_nodes(op="placeholder"), nodes)
         if not torch_compat.is_memory_layout(source)
-    )
-    _check_guards_of_sequence([guard for guard in unified if guard.free_symbols <= size_symbols], symbols, n, mode)
+        for size in symbolic_sizes(node)
+        for symbol in size.free_symbols
+    }
+    _check_guards_of_sequence([guard for guard in unified if guard.free_symbols <= known], symbols, n, mode)
     global_fakes = [_global_fake(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
     graph = capture(gm, example_inputs, fakes=global_fakes)
     placements: dict[str, Placement] = {}
@@ -146,13 +148,6 @@ def _sequence_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sym
                     f"({extent}), so the sequence dim is ambiguous.",
                 )
     return symbols
-
-
-def _size_symbols(nodes: Iterable[Node]) -> set[sympy.Basic]:
-    """Return the symbols of the sizes of tensors, and of the numbers, that are these inputs."""
-    values = [node.meta.get("val") for node in nodes]
-    sizes = [x for value in values for x in (value.shape if isinstance(value, torch.Tensor) else [value])]
-    return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
 
 
 def _check_guards_of_sequence(

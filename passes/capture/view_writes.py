@@ -25,7 +25,7 @@ from sp_compile.lowering.torch_compat import evaluate_expr, pytree, schema_of, s
 from sp_compile.passes.graph.call import is_tensor, parse_overloads
 from sp_compile.passes.graph.edit import erase_dead
 from sp_compile.passes.graph.mutation import find_mutation, functional_form, is_mutation, is_view_change, to_positional
-from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_shape
+from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_shape, symbolic_sizes
 
 from .aliases import Aliases, node_storages
 
@@ -110,7 +110,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
         return SharedResults()
     aliases = _read_aliases(gm.graph)
     nodes = {i: aliases.resolve(x) for i, x in tensors.items()}  # result index -> its node at the end of the program
-    known = {symbol for node in inputs for symbol in _size_symbols(node)}
+    known = {size for node in inputs for size in symbolic_sizes(node) if isinstance(size, sympy.Symbol)}
     results_of_root: dict[Node, list[int]] = {}
     for i, node in nodes.items():
         results_of_root.setdefault(aliases.root(node), []).append(i)
@@ -309,10 +309,3 @@ def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
 def _as_strided(x: Tensor, shape: Sequence[int], strides: Sequence[int], start: int) -> Tensor:
     """Return a strided view that starts `start` elements after the start of x."""
     return x.as_strided(shape, strides, int(x.storage_offset()) + start)
-
-
-def _size_symbols(node: Node) -> set[sympy.Symbol]:
-    """Return the symbols that are the value of an input, or sizes of it."""
-    value = node.meta.get("val")
-    sizes = value.shape if isinstance(value, Tensor) else [value] if isinstance(value, torch.SymInt) else []
-    return {size for size in as_sizes(sizes) if isinstance(size, sympy.Symbol)}

@@ -144,6 +144,13 @@ def assume_large(a: Size) -> int:
     return int(a.subs({s: 1 << 20 for s in a.free_symbols}))
 
 
+def symbolic_sizes(node: Node) -> set[sympy.Expr]:
+    """Return the symbolic sizes of an input that is a tensor, or its value if it is a size."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, torch.Tensor) else [value] if isinstance(value, torch.SymInt) else []
+    return {size for size in as_sizes(sizes) if isinstance(size, sympy.Expr)}
+
+
 class SizeBuilder:
     """Builder of size arguments for graph nodes; each expression is computed once, after the inputs."""
 
