@@ -25,6 +25,7 @@ from sp_compile.runtime.control.message import CALL_VERB
 from .rank_call import RankCall, check_dim, check_tensors, needs_gradient, op_or_body, require_on_all
 
 sp = torch.ops.sp
+SIZE_FIX = "Pass bytes as an int, such as 64 * 2**20."
 
 
 def all_to_all_permute(
@@ -215,7 +216,7 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     ranks = ranks_of(group)
     device = _group_device(device)
     is_positive = isinstance(size, int) and size > 0
-    problem = None if is_positive else SpError("SP507", f"size: expected a positive number of bytes, got {size!r}.")
+    problem = None if is_positive else SpError("SP507", f"size: expected a positive int, got {size!r}.", SIZE_FIX)
     compared = ranks if ranks.n > 1 else None
     require_on_all("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is equal")
     if ranks.n == 1:

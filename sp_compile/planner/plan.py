@@ -229,7 +229,7 @@ def plan(
     result = StepPlan(parse_bytes(memory), ModelBytes.of(model), unit=parse_unit(memory), host_memory=host)
     all_ranks = sorted({ranks} if isinstance(ranks, int) else {*ranks})
     if not all_ranks or not all(type(n) is int and n > 0 for n in all_ranks):
-        raise SpError("SP711", f"ranks: expected numbers of ranks, 1 or more, got {ranks!r}.")
+        raise SpError("SP711", f"ranks: expected an int or ints of 1 or more, got {ranks!r}.")
     args: list[Any] = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     named: dict[str, Any] = {}
     if isinstance(inputs, Mapping):

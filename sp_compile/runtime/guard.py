@@ -256,7 +256,7 @@ class GuardedProgram:
             return self.error
         reasons = [message.program.unsplit_reason for message in messages]
         if any(reasons) and not all(reasons):
-            rows = [f"whole: {reason}" if reason else "as backend='sp' compiles it" for reason in reasons]
+            rows = [f"not sharded: {reason}" if reason else "sharded" for reason in reasons]
             return SpError("SP609", format_mismatch(SPLIT_ON_SOME, rows))
         modes = [{**message.program.options, "mode": message.mode} for message in messages]
         cause = describe_field_mismatch(modes, OTHER_OPTIONS)

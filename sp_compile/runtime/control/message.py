@@ -98,11 +98,10 @@ CALL_VERB = "calls"
 COMPILE_VERB = "compiles"
 READ_VERB = "reads"  # a sharded value
 LIKELY_CAUSE = (
-    "Likely causes: a rank that has skipped a batch or a backward, has ended (killed, a shorter loop) or has destroyed "
-    "its process group, runs this part of the model eagerly (the recompile limit, torch.compiler.disable, another "
-    "backend, a mode as FlopCounterMode is, after which torch compiles this code no more), has caught an exception of "
-    "this step and gone on, or has begun a collective of its own over the group (a barrier or all_reduce under "
-    "`if rank == 0`)."
+    "Likely causes: a rank that has skipped a batch or a backward, left the loop early, was killed, or destroyed its "
+    "process group; that runs this part of the model eagerly (torch.compiler.disable, another backend, the recompile "
+    "limit, a dispatch mode such as FlopCounterMode); that has caught an exception of this step and continued; or that "
+    "has started another collective of the group (a barrier or all_reduce under `if rank == 0`)."
 )
 GROUP_ENDED = "The process group cannot be used any more, as exchanges were under way."
 BACKWARD = "runs the backward of"  # in the device's autograd thread, if it has one
