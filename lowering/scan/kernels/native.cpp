@@ -134,8 +134,8 @@ INLINE V log1p_of_positive(V x) {
 }
 
 // ---- Machines, the operations. A state has `planes` vectors, of which scans row after row use `carried`. `lift` makes
-// the state of one element, x and b of a row; `join` combines s with `left`, the state before it. The result is `value` of
-// the state after an element or, if the scan is exclusive or lagged, `before` of the state before it.
+// the state of one element, x and b of a row; `join` combines s with `left`, the state before it. The result is `value`
+// of the state after an element or, if the scan is exclusive or lagged, `before` of the state before it.
 
 struct Add { template <class V> static INLINE V combine(V a, V b) { return a + b; } };
 struct Multiply { template <class V> static INLINE V combine(V a, V b) { return a * b; } };
