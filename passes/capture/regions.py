@@ -64,8 +64,8 @@ class _RegionInliner:
     """Copy of a graph and of the bodies of its region ops into one new graph.
 
     In all methods `gm` is the body that is copied, or the root; `path` is the attribute path from the root to it, ""
-    for the root. `copies` maps each node of it to the new node, or to the results of a region op; it is extended. `tags`
-    is metadata for the new nodes: that of the outermost checkpoint around them, else empty.
+    for the root. `copies` maps each node of it to the new node, or to the results of a region op; it is extended.
+    `tags` is metadata for the new nodes: that of the outermost checkpoint around them, else empty.
     """
 
     root: GraphModule  # graph whose regions are inlined
