@@ -11,8 +11,10 @@
 
     register_pass(DoubleSum)                                # or @register_pass above the class
 
-Run a pass directly, `DoubleSum()(graph_module)`, or in the pipeline. Properties order the passes: all that provide a
-property run before all that require it. Each pipeline starts with the property "captured".
+A job is the context in which passes run on a graph: options, analysis and results. A pass either edits the graph in
+place or sets `gm` to a new one. Run a pass directly, `DoubleSum()(graph_module)`, or in the pipeline. Properties order
+the passes: all that provide a property run before all that require it. Each pipeline starts with the property
+"captured".
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ class Pass(PassBase, GraphEditor):
 
     @classmethod
     def of(cls, job: Any) -> Pass | None:
-        """Create the pass for a job, or return None if it does not apply.
+        """Create the pass as a part of `Passes`, or return None if it does not apply to the job.
 
         Args:
             job: A job of the kind that the pass expects.
@@ -203,7 +205,7 @@ class Passes(Pass):
 
 
 def iterate_passes(root: type[Pass]) -> tuple[type[Pass], ...]:
-    """Return a pass and all passes that it contains, in order, each before the one that contains it."""
+    """Return a pass and all passes that it contains, in order, to check their order (`check_pass_order`)."""
     parts = root.parts() if issubclass(root, Passes) else ()
     return (*(contained for part in parts for contained in iterate_passes(part)), root)
 
@@ -217,7 +219,8 @@ class CanonicalPass(Pass):
 class CollectivePass(Pass):
     """A pass over the collectives of a joint graph, for graphs that all ranks rewrite equally.
 
-    The job is a `CollectiveContext` of `passes.collectives.collective_context`.
+    The job is a `CollectiveContext` of `passes.collectives.collective_context`. A subclass defines `of(context)`, which
+    returns the pass, or None if it does not apply, such as for a program without process groups of its own.
     """
 
 
@@ -245,7 +248,7 @@ def register_pass(pass_class: type[P]) -> type[P]:
 
 
 def registered_passes(kind: type[P]) -> list[type[P]]:
-    """Return all registered passes of a kind, in an order of their properties, then by name."""
+    """Return all registered passes of a kind in the order in which they run: by properties, then by name."""
     return list(order_passes(tuple(entry for entry in PASSES.values() if issubclass(entry, kind))))
 
 
@@ -312,4 +315,5 @@ def check_pass_order(passes: tuple[type[Pass], ...], initial: frozenset[str] = C
 
 
 def _quote_names(names: Iterable[str]) -> str:
+    """Return the names of properties as text for errors: "'a' and 'b'"."""
     return " and ".join(map(repr, sorted(names)))

@@ -1,4 +1,8 @@
-"""Define the context of passes over one graph: their options, analysis and results."""
+"""Define the context of passes over one graph, called `job`: their options, analysis and results.
+
+Notes are lines of the report. A refusal ends the passes, so that the caller changes the inputs and runs them again. The
+analysis is the names of the graph's axes and the placements of its values; it is cached until the graph changes.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +154,7 @@ class PassContext:
     aligned: frozenset[str] | None = None  # groups of the program whose ranks have the same rows; None for all
     repeats: FewLayers | None = None  # a program of a few layers that represents one of many
     fragment: bool = False  # a piece of a model (graph break), which need not contain a sequence
-    has_outer_job: bool = False  # another program of these ranks has sharded outputs: need not contain a sequence
+    has_sharded_peer: bool = False  # another program of these ranks has sharded outputs: need not contain a sequence
     # Results of passes, for later passes and for the report.
     input_placements: PlacementPlan | None = None  # the plan of the local graph; its nodes are of the global graph
     refusal: Refusal | None = None  # why the graph cannot be split with its inputs; no pass runs after it
@@ -195,7 +199,7 @@ class PassContext:
         return self.folds == BALANCED.folds or (order is not None and order.is_balanced)
 
     def times(self, node: Node) -> int:
-        """Return the number of nodes that the node represents.
+        """Return the number of nodes that the node represents, by which its costs are multiplied.
 
         Args:
             node: A node of a program with a few layers of many.
@@ -244,10 +248,11 @@ class PassContext:
             if isinstance(placement, Shard):
                 axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][placement.dim])
         return axes, align_window_starts(
-            lambda begins: propagate(gm, axes, self.ranks.n, inputs, self.outputs, begins=begins)
+            lambda window_starts: propagate(gm, axes, self.ranks.n, inputs, self.outputs, window_starts=window_starts)
         )
 
     def _analysis(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
+        """Return the cached result of `analyze`, which runs after the graph has changed."""
         if self._analyzed is None:
             self._analyzed = self.analyze(gm)
         return self._analyzed

@@ -8,7 +8,8 @@ is a local slice. Propagation never inserts a collective. It follows Shardy's fa
     x: S(1), linear(x, w) -> S(1); mean(x, 1) -> Partial(), with a demand of kind "mean" for a later pass
 
 Names: `have` are the placements of a node's operands, `wants` those with which it runs on shards; n is the number of
-ranks. A factor is a named index of a sharding rule ("b s d, d e -> b s e").
+ranks. A factor is a named index of a rule ("b s d, d e -> b s e"), of kind "pass" if the op runs row by row along it. A
+step is the `wants`, results and demands of one node.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from sp_compile.passes.sharding.window_rules import place_window
 def shard_of_factor(
     rule: BoundRule, base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int
 ) -> Shard | None:
-    """Return the placement of a tensor if `factor` is sharded as in `base`; None without the factor.
+    """Return the placement of an operand or result if `factor` is sharded as in `base`, or None.
 
     Args:
         rule: The rule of the op.
@@ -92,15 +93,15 @@ FACTORIES = parse_overloads("full ones zeros")
 
 @dataclass(frozen=True)
 class NodeStep:
-    """The placements of one node: its operands, its results, and its open demands."""
+    """Placements of one node: of its operands and results, and the demands that passes must discharge."""
 
     wants: tuple[Placement, ...] | None  # placements of the operands; None if the node does not run on shards
     results: tuple[Placement, ...]
-    demands: Demands = ()  # the demands that passes must discharge
+    demands: Demands = ()
 
 
 def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -> NodeStep:
-    """Return the step of a call that determines the placement of its operands.
+    """Return the step of an op whose rule fixes the placements of its operands and results.
 
     An operand with another placement is gathered first and sharded again.
     """
@@ -117,7 +118,7 @@ def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -
 
 
 def varying_result(node: Node, have: Sequence[Placement], result: Placement, results: int) -> NodeStep:
-    """Return the step of a node with varying operands or results, which demands all rows of its shards."""
+    """Return the step of a node with varying (rank-specific) values; it demands all rows of its shards."""
     return NodeStep(
         None, (result,) * results, _make_demands(node, have, "varying", DIFFERENT_PLACEMENT, keeps_sharding=True)
     )
@@ -137,7 +138,7 @@ def _make_demands(node: Node, have: Sequence[Placement], kind: str, why: str, ke
 def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Frame | None = None) -> NodeStep | None:
     """Return a step on shards if a sequence of floats starts at a replicated node, else None.
 
-    A sequence also starts at draws, and at results that are much larger than the operands.
+    A sequence also starts at draws and at results much larger than the operands, but not at ops that only move data.
 
     Args:
         axes: The axes of the graph.
@@ -146,7 +147,6 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         n: The number of ranks.
         window: The window of another sequence as which it starts, if any.
     """
-    # A sequence starts at numbers, draws and large results, but not at an op that only moves its operand.
     node, value = call.node, next(iter(call.results()), None)
     is_draw = is_random(node)
     if value is None or (rule.lazy and not is_draw and not node_info(node).starts_sequence):
@@ -282,9 +282,9 @@ def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) 
 def _shard_factor(
     call: OpCall, rule: BoundRule, have: Sequence[Placement], factor: str, base: Shard, n: int, demands: Demands
 ) -> NodeStep:
-    """Return the step that runs the node on shards of `factor`, placed as in `base`.
+    """Return the step, with `demands`, that runs the node on shards of `factor`, placed as in `base`.
 
-    The step also has the `demands`. The node runs replicated if the factor has different lengths in its tensors.
+    The node runs replicated if the factor has different lengths in its tensors.
     """
     wants: list[Placement] = [
         shard_of_factor(rule, base, dims, call.shape(i), factor, n) or SUMMAND_DEMAND
@@ -337,9 +337,9 @@ def propagate(
     n: int,
     inputs: Mapping[Node, Placement] | None = None,
     outputs: str | Sequence[str] = "gather",
-    begin: bool = True,
+    starts_sequences: bool = True,
     declines: DeclineRule | None = None,
-    begins: Mapping[Node, Frame] | None = None,
+    window_starts: Mapping[Node, Frame] | None = None,
 ) -> PlacementPlan:
     """Return the placement plan of a graph for `n` ranks.
 
@@ -349,22 +349,22 @@ def propagate(
         n: The number of ranks.
         inputs: The placements of placeholders and attributes that are not replicated.
         outputs: The outputs that stay sharded, see `output_options`.
-        begin: True if replicated values may be sharded where a sequence starts; else only inputs and exchanges shard.
+        starts_sequences: True if replicated values may be sharded; else only inputs and exchanges start shards.
         declines: Returns a reason for which a node should not run on shards, or None.
-        begins: Nodes at which a sequence starts as a window of another one (`sharding/window_starts.py`).
+        window_starts: Nodes at which a sequence starts as a window of another one (`sharding/window_starts.py`).
 
     Returns:
         The plan, with the demands that are not discharged yet.
     """
     plan = PlacementPlan()
-    replicated = mask_values(gm) if begin else frozenset(gm.graph.nodes)
+    replicated = mask_values(gm) if starts_sequences else frozenset(gm.graph.nodes)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             plan.placements[node] = ((inputs or {}).get(node, REPLICATE),)
         elif node.op == "output":
             _visit_output(plan, node, outputs)
         elif node.op == "call_function":
-            step = _visit(plan, axes, node, n, node in replicated, declines, (begins or {}).get(node))
+            step = _visit(plan, axes, node, n, node in replicated, declines, (window_starts or {}).get(node))
             if step.wants is not None:
                 plan.wants[node] = step.wants
             plan.placements[node] = step.results
@@ -374,7 +374,7 @@ def propagate(
 
 
 def _shard_constants(plan: PlacementPlan, gm: GraphModule) -> None:
-    """Shard constants with one value that are only demanded sharded."""
+    """Shard constants with one value, such as zeros, that are only demanded sharded."""
     for node in gm.graph.nodes:
         if node.target in FACTORIES and node.users:
             demanded = {p for user in node.users for p in demanded_placements(node, user, plan) or [REPLICATE]}
@@ -384,7 +384,7 @@ def _shard_constants(plan: PlacementPlan, gm: GraphModule) -> None:
 
 
 def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Placement]:
-    """Return the placements that a user on shards demands of an operand, one for each read."""
+    """Return the placements in which a user on shards reads a node, one for each read."""
     if user not in plan.wants or transfer_of(user.target) is not None:
         return []
     call, _ = lookup_rule(user) or (None, None)
@@ -468,7 +468,7 @@ def _visit(
 
 
 def random_results(node: Node) -> list[Node]:
-    """Return the results of a random op."""
+    """Return the results of a random op: its node, or the nodes that select them from a tuple."""
     return [node] if is_tensor(node) else [u for u in node.users if u.target is operator.getitem and is_tensor(u)]
 
 

@@ -78,7 +78,7 @@ class Report:
 
     @property
     def fallbacks(self) -> list[Note]:
-        """Return the notes on work that every rank does on all rows, because no pass runs it on shards."""
+        """Return the notes on fallbacks: work that every rank does on all rows, as no pass runs it on shards."""
         return self.find_notes(*FALLBACKS)
 
     def find_notes(self, *kinds: NoteKind, subject: str | None = None) -> list[Note]:
@@ -154,7 +154,7 @@ class Report:
 
 
 def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
-    """Return distinct rows with their count before them, since layers repeat."""
+    """Return the distinct rows of a table with their count before them, since layers repeat."""
     return [(times, *row) for row, times in Counter(rows).items()]
 
 

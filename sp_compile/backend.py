@@ -2,7 +2,8 @@
 
 Every graph that Dynamo passes to the backend is captured, split by the passes along its sequence, given a boundary for
 sharded inputs and outputs, and compiled. `sp` runs these stages among the ranks of one compilation; `lower` decides
-whether a graph is split.
+whether a graph is split. To lower is to rewrite a program to that of one rank; the guard is the compiled program with
+the checks that all ranks run the same call.
 """
 
 from __future__ import annotations

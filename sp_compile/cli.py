@@ -79,7 +79,7 @@ def _run_command(args: argparse.Namespace) -> int:
 
 
 def _memory_hint(args: argparse.Namespace) -> str:
-    """Return a suffix for errors on arguments, since `memory` is an argument of `sp_compile.explain` only."""
+    """Return a suffix for errors on arguments: the command has no `memory`, `sp_compile.explain` has."""
     return " (explain always predicts the memory)" if args.command == "explain" else ""
 
 
@@ -134,7 +134,11 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _call_target(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    """Return the result of the function; raise SpError if it is missing or returns something else."""
+    """Call the target of a command, module:function, and return its (model, args, kwargs).
+
+    Raises:
+        SpError: The function is missing or returns something else.
+    """
     module, _, name = target.partition(":")
     sys.path[:0] = [""] if "" not in sys.path else []
     try:
@@ -150,7 +154,7 @@ def _call_target(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
 
 
 def _parse_ranks(texts: Sequence[str]) -> list[int]:
-    """Parse numbers separated by commas or spaces."""
+    """Parse the numbers of --ranks, separated by commas or spaces; raise SpError for other text."""
     numbers = [number for text in texts for number in text.split(",") if number]
     if not numbers or not all(number.isdecimal() for number in numbers):
         raise SpError("SP711", f"--ranks: expected numbers of ranks such as 8 16 64, got {' '.join(texts)!r}.")

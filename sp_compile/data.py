@@ -1,4 +1,7 @@
-"""Sample a dataset for the data-parallel replicas of a mesh; ranks that share a sequence get the same samples.
+"""Sample a dataset for the data-parallel replicas of a mesh.
+
+A replica is the ranks that share a sequence, and thus a copy of the model: they get the same samples. Other replicas
+get other samples.
 
 mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "sp"))
 loader = DataLoader(dataset, batch_size=2, sampler=SequenceSampler(dataset, mesh))
@@ -65,7 +68,16 @@ def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | 
 
 
 def _replica_on_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Sequence[str] | None) -> Replica:
-    """Return the replica of this rank in a mesh of several axes: its position along those of different batches."""
+    """Return the replica of this rank in a mesh of several axes, its position along the data axes.
+
+    Args:
+        mesh: The mesh.
+        mesh_dim: The axis of the sequence, or None.
+        data_dims: The data axes, along which ranks take different batches; None for the default of `replica_of`.
+
+    Raises:
+        SpError: As `replica_of`.
+    """
     names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
     if not names:
         raise SpError("SP812", f"mesh: expected names of the {mesh.ndim} axes, got None.")
@@ -89,7 +101,13 @@ def _replica_on_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Se
 
 
 def _replica_of_group(ranks: Ranks) -> Replica:
-    """Return the replica of this rank if each process group, such as `ranks`, is a replica."""
+    """Return the replica of this rank if each group of a sequence, such as `ranks`, is a replica.
+
+    All ranks of the default process group call it and exchange their groups, to count the replicas.
+
+    Raises:
+        SpError: The groups do not split the default process group evenly.
+    """
     group = ranks.process_group
     if group is None or not ranks.has_other_processes:
         return Replica(0, 1)

@@ -1,6 +1,7 @@
 """Run the passes, in order, on one captured graph.
 
-The graph is checked and analyzed again after each pass, and the report records the changes and the time of the pass.
+A demand is a node's need for rows of other ranks, which a strategy pass satisfies by an exchange. The graph is checked
+and analyzed again after each pass, and the report records the changes and the time of the pass.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def run_pipeline(gm: GraphModule, job: PassContext) -> tuple[GraphModule, Report
 
 
 def _note_idle_options(job: PassContext) -> Iterator[Note]:
-    """Yield a note for each option that has no effect on one rank, so that a script also runs without other ranks."""
+    """Yield a note for each option without effect on one rank, in place of an error, so that scripts run."""
     for option, requested in (("attention", job.options.attention), ("layout", job.options.layout)):
         if requested != "auto":
             yield Note(NoteKind.DECLINED, requested, f"{option}={requested!r} has no effect on one rank")

@@ -63,7 +63,7 @@ class RankProgram:
 
     @property
     def exchanges(self) -> bool:
-        """Return True if the program contains its own collectives."""
+        """Return True if the user's program contains collectives, which joint passes may change."""
         return bool(self.joint.job.session.groups)
 
     @property
@@ -72,10 +72,11 @@ class RankProgram:
         inputs = self.graph.graph.find_nodes(op="placeholder")
         return sum(nbytes_of(x) for node in inputs if node_info(node).parameter is False for x in node_tensors(node))
 
-    def return_edges(self) -> None:
-        """Add the outputs to the graph that sharded results need, and update the boundary.
+    def add_boundary_outputs(self) -> None:
+        """Add the outputs to the graph that sharded results need, and update the boundary, before compilation.
 
-        They are gradient tokens, inputs of deferred results, and row orders.
+        They are gradient tokens (numbers of stored gradients), operands of deferred results (computed when they are
+        read), and row orders.
         """
         job = BoundaryContext(
             self.ranks,
@@ -89,8 +90,8 @@ class RankProgram:
         self.boundary = job.boundary
         self.report.passes += job.runs
 
-    def halves(self, options: SPConfig | None = None) -> PartitionedPasses | None:
-        """Return the passes over the forward and the backward, or None without one.
+    def partitioned_passes(self, options: SPConfig | None = None) -> PartitionedPasses | None:
+        """Return the passes over the forward and the backward, after the partition of the joint graph.
 
         Args:
             options: Options that replace those of the program.
@@ -108,7 +109,7 @@ class RankProgram:
 
 
 def make_joint_passes(example_inputs: Sequence[Any], options: SPConfig, session: CompileSession) -> JointPasses:
-    """Return the passes over the joint graph of a program."""
+    """Return the passes over the joint graph of a program, which its compiler runs."""
     shapes = [tuple(x.shape) for x in local_tensors(example_inputs)]
     return JointPasses(JointContext(options=options, session=session, shapes=shapes))
 
@@ -119,20 +120,20 @@ def compile_rank_program(lowered: RankProgram, mode: str | None) -> Callable[...
         return lowered.graph.forward
     if not lowered.unsplit_reason:
         with torch_compat.without_saved_tensor_hooks():
-            lowered.return_edges()
+            lowered.add_boundary_outputs()
     return compile_local(lowered, mode)
 
 
 def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[..., Any]:
-    """Compile the local graph with Inductor, or with the compiler that the options name."""
+    """Compile the local graph and its joint passes with Inductor, or with the compiler of the options."""
     options, joint, local = lowered.options, lowered.joint, lowered.graph
     patches, name = _mode_options(mode, options.compiler), options.compiler
     compiler = torch_compat.get_compiler(name, patches)
     policies: AbstractContextManager[Any] = nullcontext()
-    halves = lowered.halves()
-    has_rewrites = lowered.exchanges or halves is not None or torch_compat.has_checkpoint_regions(local)
+    partitioned = lowered.partitioned_passes()
+    has_rewrites = lowered.exchanges or partitioned is not None or torch_compat.has_checkpoint_regions(local)
     if options.has_joint_passes and has_rewrites:
-        compiler = torch_compat.joint_compiler(name, joint, joint.key(), patches, halves)
+        compiler = torch_compat.joint_compiler(name, joint, joint.key(), patches, partitioned)
         policies = apply_checkpoint_policies(local)
     elif lowered.exchanges:
         log.warning("%s", NO_COLLECTIVE_PASSES.format(name))
@@ -150,7 +151,11 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
 
 
 def _mode_options(mode: str | None, compiler: str | Callable[..., Any]) -> Mapping[str, Any]:
-    """Return Inductor's settings of a mode; raise SpError for another compiler and for modes with CUDA graphs."""
+    """Return Inductor's settings of a mode, or {} without one.
+
+    Raises:
+        SpError: The compiler is not Inductor, or the mode is unknown or uses CUDA graphs.
+    """
     if mode is None:
         return {}
     if compiler != "inductor":

@@ -1,7 +1,9 @@
 """Lower a program that has a sequence: capture it, run the passes, determine its boundary.
 
 The captured graph has the shapes of the full sequence (the global view). The passes rewrite it to the graph of one
-rank. The boundary describes which inputs and results of that graph are sharded.
+rank. The boundary describes which inputs and results of that graph are sharded. A refusal is a pass's decision that the
+graph cannot be split with its inputs; other lengths or orders of the inputs may allow it. Balanced inputs have
+load-balanced rows, in the order of an earlier graph.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class SplitProgram:
 
     @staticmethod
     def _view(program: UserProgram, config: SPConfig, session: CompileSession, balanced: bool) -> GlobalView:
+        """Capture the graph; `balanced`: its inputs keep their load-balanced order, else these are gathered."""
         return global_view(program.graph, program.inputs, config, session.ranks, balanced)
 
     def lower(self) -> RankProgram:
@@ -125,7 +128,7 @@ class SplitProgram:
             aligned=self.session.aligned,
             repeats=self.repeats,
             fragment=view.fragment,
-            has_outer_job=has_sharded_outputs(ranks),
+            has_sharded_peer=has_sharded_outputs(ranks),
         )
         result = run_pipeline(view.graph, job)
         if isinstance(result, Refusal):

@@ -1,6 +1,7 @@
 """Lower programs that are not split along a sequence.
 
-These have collectives of their own and no sequence, or cannot be split. Each rank runs the graph as it was written.
+These have collectives of their own and no sequence, or cannot be split. Each rank runs the graph as it was written, on
+full tensors. A fragment is a graph between graph breaks, a part of a model.
 """
 
 from __future__ import annotations
@@ -49,7 +50,14 @@ def lower_unsplit(program: UserProgram, options: AnyOptions, session: CompileSes
 
 
 def keep_unsplit(program: UserProgram, options: AnyOptions, session: CompileSession, why: str) -> RankProgram:
-    """Return a program that cannot be split, for the reason `why`; every rank runs its graph as it was written."""
+    """Return a program that cannot be split, whose graph every rank runs as it was written.
+
+    Args:
+        program: The program.
+        options: The options of the backend.
+        session: The ranks that would share the sequence.
+        why: The reason, for the report and a warning.
+    """
     gm, config, inputs = program.graph, SPConfig.of(options), local_inputs(program.inputs)
     where = next((node_line(node) for node in gm.graph.nodes if node.op == "call_function"), program_subject(gm))
     report = Report(session.ranks.n, [Note(NoteKind.REPLICATED, "capture", f"{CANNOT_SPLIT}: {why}", where=where)])
@@ -58,7 +66,7 @@ def keep_unsplit(program: UserProgram, options: AnyOptions, session: CompileSess
 
 
 def must_split(program: UserProgram, options: AnyOptions) -> bool:
-    """Return True if the graph may not run unsplit: options forbid it, or its inputs or results are rank-local."""
+    """Return True if the graph may not run unsplit, since options forbid it or its values are rank-local."""
     config = SPConfig.of(options)
     has_local_values = "local" in (config.inputs, config.outputs)
     return config.fallback == "error" or has_local_values or program.has_dtensors

@@ -1,4 +1,7 @@
-"""Compare simulated ranks with a single device, without processes and without GPUs."""
+"""Compare simulated ranks with a single device, without processes and without GPUs.
+
+Simulated ranks are threads of one process that run the local graph in turns, up to its next collective.
+"""
 
 from __future__ import annotations
 

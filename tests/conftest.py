@@ -26,7 +26,7 @@ settings.load_profile("suite")  # fixed programs; `make properties` draws others
 
 QUICK = """
 tree/test_layers.py capture cost sharding/test_rules.py
-canonical/test_eager_attention.py canonical/test_masks.py canonical/loops/test_reroll_graphs.py canonical/test_scan_idioms.py
+canonical/attention/test_eager_attention.py canonical/attention/test_masks.py canonical/loops/test_reroll_graphs.py canonical/test_scan_idioms.py
 attention/test_attend.py attention/test_attention_passes.py attention/masks/test_predicate.py
 backend/test_explain.py backend/test_pass_form.py backend/test_passes.py
 collectives/test_collectives.py collectives/permute/test_permute_all_to_all.py collectives/merge/test_merge_reductions.py

@@ -5,6 +5,13 @@
 
 They read the rank, and the vectors that masks compare (documents, positions), at run time, so their Python bodies can
 skip blocks in which no pair attends. The graph that contains them is equal on every rank.
+
+    block          a rectangle of local queries x local keys, with a `Kind`: the form of its mask (``masks/blocks.py``)
+    packed call    one kernel call for several sequences, such as documents, each with a window
+    window         a range of keys around the position of each query; a BAND is a block with a window
+    strip          kernel calls with the same queries, whose results are merged
+    fill           a large finite score in place of -inf, which a score function may return
+    dmask          the gradient of the tensor mask, or the flat one of the tables that a score function indexes
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +67,7 @@ def _retry_without_flex(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dmask_shape(args: LocalArgs, is_needed: bool) -> Sequence[int]:
-    """Return the shape of dmask: that of the mask, (number of table elements,), or (0,) if it is not needed."""
+    """Return the shape of dmask: that of the mask, (number of table elements,), or (0,) if not needed."""
     if not is_needed:
         return (0,)
     return (args.num_learned(),) if args.mask is None else args.mask.shape
@@ -112,14 +119,14 @@ class KernelSelector:
         return kernel_for(self._key._replace(kind=kind, rows=rows, window=window, square=square))
 
     def _select_for(self, call: Block | PackedCall) -> Kernel:
-        """Return the kernel of a block or of a packed call."""
+        """Return the kernel of a block or of a packed call, from its sizes and window."""
         queries, keys = call.query_rows[1], call.key_rows[1]
         if isinstance(call, PackedCall):  # without a window it does not matter whether it is square
             return self.select(call.kind, queries, call.window, call.window.left is not None and call.square)
         return self.select(call.kind, min(queries, keys), call.window, queries == keys)
 
     def select_all(self) -> tuple[list[PackedKernelCall], list[BlockCall]]:
-        """Return the packed calls and the other blocks of the plan, with their kernels.
+        """Return the packed calls and the other blocks that the attention runs, with their kernels.
 
         A kernel that supports mask tensors would compute a window from a mask. If one is selected for a window or for
         packed sequences, there are no packed calls, and all pairs are in blocks without windows.
@@ -182,22 +189,22 @@ def _merge_same_queries(calls: Sequence[BlockCall], predicate: str, selector: Ke
 
 
 def _max_strip_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block, kernel: Kernel) -> int:
-    """Return the maximum number of query rows of one call, so that its scores or masks fit the limits above."""
+    """Return the maximum number of query rows of one call whose scores or masks fit GPU_SCORES and others."""
     if kernel.dense or mask_grad:
-        tensors = q.shape[0] * q.shape[1]
+        matrices = q.shape[0] * q.shape[1]
     elif masking.mask is not None:
-        tensors = masking.mask.shape[0] * masking.mask.shape[1]
+        matrices = masking.mask.shape[0] * masking.mask.shape[1]
     else:
         return block.q_len
     elements = GPU_SCORES if kernel.dense else GPU_BIAS
     if q.device.type == "cpu":
         elements = CPU_SCORES
     elements //= num_saved_tensors(masking.score)
-    return max(1, min(block.q_len, elements // (tensors * block.k_len)))
+    return max(1, min(block.q_len, elements // (matrices * block.k_len)))
 
 
 def _slice_block_rows(block: Block, low: int, rows: int, kernel: Kernel) -> Block:
-    """Return the query rows [low, low + rows) of a block, clipped to its end."""
+    """Return the part of a block with its query rows [low, low + rows), clipped to its end, for a strip."""
     if rows >= block.q_len:
         return block
     rows = min(rows, block.q_len - low)
@@ -209,12 +216,15 @@ def _slice_block_rows(block: Block, low: int, rows: int, kernel: Kernel) -> Bloc
 
 
 def _block_operands(q: Tensor, k: Tensor, v: Tensor, block: Block | PackedCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views of the block's queries, keys and values."""
+    """Return views of the block's queries, keys and values, the operands of its kernel."""
     return q.narrow(2, *block.query_rows), k.narrow(2, *block.key_rows), v.narrow(2, *block.key_rows)
 
 
 def _split_scale_sign(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
-    """Return (q * sign, sign, positive scale): PyTorch's causal kernel returns NaN for other scales."""
+    """Return (q * sign, sign, positive scale): PyTorch's causal kernel returns NaN for other scales.
+
+    A scale of 0 becomes a sign of 0 and a scale of 1. The backward multiplies dq by the sign.
+    """
     if scale > 0:
         return q, 1, scale
     sign = -1 if scale < 0 else 0
@@ -230,14 +240,17 @@ def _parse_backward(arguments: Sequence[Any]) -> tuple[LocalArgs, bool, str]:
 def _fake_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    """Return empty results of ``attend_backward``."""
+    """Return empty results of ``attend_backward``, for fake tensors."""
     (args, mask_grad, packed), dtype = _parse_backward(arguments), accumulation_dtype(q.dtype)
     dmask = q.new_empty(_dmask_shape(args, mask_grad), dtype=dtype)
     return empty_rows_first(q, dtype), *_key_grad_buffers(k, v, dtype, packed), dmask
 
 
 def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str) -> tuple[Tensor, Tensor]:
-    """Create the buffers of dk and dv: separate, or one for both and an empty tensor (see ``attend_backward``)."""
+    """Create the results dk and dv, empty: separate, or one for both and a tensor (0,).
+
+    ``packed`` is the layout of the one for both, see ``attend_backward``.
+    """
     if not packed:
         return empty_rows_first(k, dtype), empty_rows_first(v, dtype)
     batch, heads, rows, width = k.shape
@@ -251,7 +264,10 @@ def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str) -> 
 
 
 def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, tensors: int) -> int:
-    """Return the bytes of ``tensors`` score tensors of a strip for a dense kernel; 0 for other kernels."""
+    """Return the bytes of ``tensors`` score tensors of one strip if the kernel is dense, else 0.
+
+    Estimates of memory call it before the attention runs, so the kernel is that of the newest device.
+    """
     queries, keys = size_hint(q.shape[2]), size_hint(k.shape[2])
     device, has_dropout = torch.device("cuda") if q.is_meta else q.device, args.dropout_p > 0
     key = _kernel_key(device, q, v, min(queries, keys), args.mask, mask_grad, has_dropout, bool(args.score))
@@ -264,9 +280,10 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
 
 
 def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> int:
-    """Return the peak memory of the forward, without its operands and results, in bytes.
+    """Return the peak memory of the forward, without its operands and results, in bytes, for estimates.
 
-    A kernel has its workspace, copies of its operands and another lse. Then its output may be copied.
+    A kernel has its ``workspace`` (bytes of a kernel that is not dense), copies of its operands and another lse. Then
+    its output may be copied.
     """
     args, _ = LocalArgs.of(arguments)
     workspace = _score_bytes(q, k, v, args, False, 4 if args.dropout_p else 3) or workspace
@@ -279,7 +296,7 @@ def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *argumen
 def _backward_workspace(
     workspace: int, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> int:
-    """Return the peak memory of the backward, without its operands and results, in bytes.
+    """Return the peak memory of the backward, without its operands and results, in bytes, for estimates.
 
     First a kernel has its workspace and its results; then these are cast, or copied to the tensor that is sent. The
     gradients of a single kernel without either are results without a copy. For a zigzag shard each kernel has half of

@@ -1,7 +1,9 @@
 """Define attention as one differentiable function for every exchange of keys.
 
 Local queries attend to the keys that a ``KeySource`` provides: it gathers the shards of all ranks, or rotates them in a
-ring. The forward saves shards, the output and its log-sum-exps; the backward exchanges the keys again.
+ring. The forward saves shards, the output and its log-sum-exps (lse); the backward exchanges the keys again.
+
+Sinks are one additional logit per head, of no key. Tables are the tensors that a score function indexes.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def attention(
 
 
 class _AttentionFunction(Function):
-    """Autograd function of `attention`; its operands are listed in the order of `forward`."""
+    """Autograd function of `attention`. `backward` returns a gradient per argument of `forward`, in order."""
 
     @staticmethod
     def forward(

@@ -11,6 +11,13 @@ With a tensor mask every pair counts.
 
 Most pairs belong to bands, which have a closed form. Of masked blocks, those at the edge of the mask are evaluated pair
 by pair. If there are too many, a sample of them is evaluated.
+
+    pair       a query and a key; it attends if the mask's predicate holds
+    plan       blocks of queries x keys in which pairs attend; other blocks are skipped (``masks/block_plan.py``)
+    band       a block whose attending pairs are those of a window
+    masked     a block whose predicate must be evaluated for each pair. Bounds of the vectors settle most parts of it;
+               the remaining ones are undecided
+    table      bounds of a vector on the host (``masks/pieces.py``); it is exact where both bounds are equal
 """
 
 from __future__ import annotations
@@ -81,7 +88,7 @@ def _attended_pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
 
 
 def _table_values(vector: Pieces) -> Tensor:
-    """Return the values of a vector whose table is exact, int64 (1, length)."""
+    """Return the values of a vector from its exact table, on the CPU: int64 (1, length)."""
     lows, _, _ = vector.lines(np.arange(vector.length))
     return torch.from_numpy(lows)[None]
 
@@ -91,7 +98,7 @@ def _count_known_pairs(
     predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...], row_tables: tuple[Pieces, ...] = (),
     col_tables: tuple[Pieces, ...] = (),
 ) -> int:  # fmt: skip
-    """Count the attending pairs of one batch entry from tables that determine all values."""
+    """Count the attending pairs of one batch entry from exact tables, so that the device is not read."""
     args = predicate, q_rows, k_rows, sizes, row_tables, col_tables
     plan = plan_blocks(*args) if row_tables or col_tables else tiles_by_position(*args[:4])
     rows, cols = list(map(_table_values, row_tables)), list(map(_table_values, col_tables))
@@ -101,7 +108,7 @@ def _count_known_pairs(
 def _count_planned_pairs(
     plan: BlockPlan, args: PlanArgs, rows: Sequence[Tensor], cols: Sequence[Tensor], batch: int, device: torch.device
 ) -> int:
-    """Count the attending pairs of all batch entries.
+    """Count the attending pairs of all batch entries; those of many undecided blocks from a sample.
 
     Args:
         plan: Blocks of the attention.
@@ -119,7 +126,7 @@ def _count_planned_pairs(
 
 
 def _evaluation_mask(args: PlanArgs, rows: Sequence[Tensor], cols: Sequence[Tensor], device: torch.device) -> CallMask:
-    """Return a mask without a plan, which evaluates the predicate of blocks."""
+    """Return a mask without a plan, for `CallMask.evaluate_predicate` of undecided blocks."""
     predicate, q_rows, k_rows, sizes, *_ = args
     vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
     numbers = {f"n{i}": size for i, size in enumerate(sizes)}
@@ -127,7 +134,7 @@ def _evaluation_mask(args: PlanArgs, rows: Sequence[Tensor], cols: Sequence[Tens
 
 
 def _count_block_pairs(masking: CallMask, blocks: Sequence[tuple[float, Block]], batch: int) -> float:
-    """Count the attending pairs of (weight, block) over all batch entries, with one synchronization.
+    """Count the attending pairs of undecided (weight, block) in all batch entries; synchronizes once.
 
     A block of a sample has the weight of all blocks that it represents.
     """
@@ -147,7 +154,7 @@ def _count_block_pairs(masking: CallMask, blocks: Sequence[tuple[float, Block]],
 def _mean_pairs(
     predicate: str, q_span: Sequence[int], k_span: Sequence[int], queries: int, keys: int, sizes: tuple[int, ...]
 ) -> int:
-    """Return the mean number of pairs over the ranks, from the conditions on positions only.
+    """Return the mean number of pairs over the ranks for fake tensors, from conditions on positions only.
 
     The result does not depend on the order of a rank's rows.
     """

@@ -3,6 +3,13 @@
 q (B, H, s, D), k (B, Hkv, t, D) and v (B, Hkv, t, E) are this rank's shards, described by q_frame and k_frame. The
 result is (B, H, s, E), or (B, H, s, E + 1) with log-sum-exps. H is a multiple of Hkv. In the global view each operator
 computes attention over the full sequences. ``ShardArgs`` describes the arguments that they share.
+
+    ring           keys and values rotate over the ranks, queries do not move (``ring_kernel.py``)
+    neighborhood   adjacent ranks, ``stride`` (or ``ulysses``) of them, that exchange heads for rows
+                   (Ulysses, ``ulysses_kernel.py``)
+    hybrid         Ulysses in each neighborhood; rings link every stride-th rank
+    gathered       each rank all-gathers keys and values (``gathered_kernel.py``)
+    zigzag         rank r stores chunks r and 2n - 1 - r of 2n, which balances causal attention (``zigzag.py``)
 """
 
 from __future__ import annotations
@@ -26,7 +33,11 @@ ATTENTION_ARGUMENTS = f"Tensor q, Tensor k, Tensor v, {ShardArgs.schema()}"
 
 
 def _attend_in_rings(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps: int, grads: str) -> Tensor:
-    """Compute attention with Ulysses among ``stride`` neighbors and a ring of every stride-th rank."""
+    """Compute ring attention (a stride of 1), or hybrid attention in neighborhoods of ``stride`` ranks.
+
+    ``args.balance`` exchanges contiguous shards for zigzag ones first, and the result back. For ``steps`` and ``grads``
+    see `ring_attention`.
+    """
     if args.balance:
         q, k, v = to_zigzag_rows([q, k, v], args.n, args.group)
         out = _attend_in_rings(q, k, v, args.to_zigzag(), stride, steps, grads)
@@ -80,7 +91,8 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor
         k: (B, Hkv, t, D), Shard(2).
         v: (B, Hkv, t, E), Shard(2).
         *arguments: The fields of ``ShardArgs``, then:
-            ulysses: The number of neighboring ranks that split the heads. Divides n and the number of query heads.
+            ulysses: The number of ranks of a neighborhood, which split the heads. Divides n and the number of query
+                heads.
             grads: As for ``ring_attention``.
 
     Returns:

@@ -12,6 +12,12 @@ columns would have to be copied instead, which are more.
 
 Llama 3 uses this method (arXiv:2407.21783, section 3.3.2): it is cheap with few key heads, and every block is large.
 The causal part of a contiguous or zigzag shard is cut into full blocks and diagonals (``masks/block_plan.py``).
+
+    zigzag         rank r stores chunks r and 2n - 1 - r of 2n (the first and the second chunk of the rank)
+    part           the keys of one all-gather: all keys, or those of the first or of the second chunks
+    rank order     the rows of rank 0, then those of rank 1, ..., with their padding; not always the sequence order
+    cat            the function that concatenates K and V before an exchange: torch.cat, or in a backward one that waits
+                   for the cotangent, so that a compiler does not save the forward's gathered keys instead
 """
 
 from __future__ import annotations
@@ -71,7 +77,7 @@ class GatheredKeys(NamedTuple):
         return dq, dk, dv, dmask
 
     def _keeps_rank_order(self, args: LocalArgs) -> bool:
-        """Return True if queries attend to the gathered keys in rank order, including padding, in one or two parts.
+        """Return True if queries attend to the gathered keys in rank order, with padding, in one or two parts.
 
         A tensor mask has a column for each key in sequence order. Tensor masks and score functions may also hold fills
         (large finite numbers in place of -inf), and the results of two parts with fills cannot be merged.
@@ -81,7 +87,10 @@ class GatheredKeys(NamedTuple):
         return args.mask is None and not may_have_fills(args.score)
 
     def _gather_parts(self, k: Tensor, v: Tensor, args: LocalArgs, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span]]:
-        """Yield the gathered keys, values and their span: in two parts for zigzag shards in rank order, else in one."""
+        """Yield keys, values and span of each gathered part: two for zigzag shards in rank order, else one.
+
+        Parts in rank order need no copy: their span describes which rows of the sequence they contain.
+        """
         if self.frame is None or not self._keeps_rank_order(args):
             keys, values = self._gather(k, v, cat)
             yield keys, values, full_span(keys.shape[SEQUENCE])
@@ -92,7 +101,7 @@ class GatheredKeys(NamedTuple):
             yield *split_keys_values(rows.movedim(0, SEQUENCE), k, v), span
 
     def _gather(self, k: Tensor, v: Tensor, cat: Cat) -> tuple[Tensor, Tensor]:
-        """Return all keys and values in sequence order, without padding."""
+        """Return all keys and values in sequence order, without padding, for calls that need that order."""
         frame, n = self.frame, self.n
         if frame is None:
             return k, v
@@ -106,7 +115,12 @@ class GatheredKeys(NamedTuple):
         return split_keys_values(rows.movedim(0, SEQUENCE), k, v)
 
     def _reduce_scatter(self, both: Tensor, in_rank_order: bool) -> Tensor:
-        """Reduce-scatter the gradients (B, Hkv, S, D + E) of a gathered part to this rank's (B, Hkv, s, D + E)."""
+        """Reduce-scatter the key gradients of a gathered part: (B, Hkv, S, D + E) to (B, Hkv, s, D + E).
+
+        Args:
+            both: dk and dv of the part, concatenated along the last dim.
+            in_rank_order: Whether the rows are in rank order already. Else they are reordered and padded first.
+        """
         frame, n = self.frame, self.n
         assert frame is not None
         rows = both.movedim(SEQUENCE, 0)
@@ -117,5 +131,5 @@ class GatheredKeys(NamedTuple):
 
 
 def _concat_keys_values(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
-    """Concatenate (B, Hkv, s, D) and (B, Hkv, s, E) to (s, B, Hkv, D + E) with one copy."""
+    """Concatenate (B, Hkv, s, D) and (B, Hkv, s, E) to (s, B, Hkv, D + E) with one copy, to gather rows."""
     return cat([x.movedim(SEQUENCE, 0) for x in (k, v)], 3)

@@ -3,6 +3,12 @@
 Shapes: q (B, Hq, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, E), out and grad (B, Hq, Q, E), lse (B, Hq, Q). No dim
 is empty, and Hkv divides Hq. The ``out`` and ``lse`` of a backward are those over all keys, of which the block has
 some. A row that attends to nothing has out 0 and lse -inf, and contributes no gradient.
+
+    block      a rectangle of queries x keys that one kernel call computes; its `Kind` is the form of its mask
+    bias       an additive mask
+    dense      a kernel that stores all scores of its block
+    fused      a kernel that evaluates the texts of masks and score functions itself
+    packed     a call for several sequences, as cu_seqlens (``packed.py``)
 """
 
 from __future__ import annotations
@@ -80,7 +86,7 @@ class BiasSupport(NamedTuple):
     grad: bool = False  # the gradient of the bias
 
     def supports(self, key: KernelKey) -> bool:
-        """Return True if the kernel supports the bias of such a block."""
+        """Return True if the kernel supports the bias of a block with this key, or that it has none."""
         if key.bias is None:
             return self.none
         if key.bias_grad and not self.grad:
@@ -127,7 +133,7 @@ class Kernel:
         return self.kinds is None or Kind.MASKED in self.kinds
 
     def can_run(self, key: KernelKey) -> bool:
-        """Return True if it can run such a block on this device."""
+        """Return True if it can run a block with this key on its device, in this process."""
         return self.is_for_device(key) and self._supports_capability(key.device) and self.switch()
 
     def _supports_capability(self, device: torch.device) -> bool:
@@ -138,7 +144,10 @@ class Kernel:
         return self.capability <= capability and (self.generations is None or capability[0] in self.generations)
 
     def is_for_device(self, key: KernelKey) -> bool:
-        """Return True if it can run such a block on a device of this type with a supported capability."""
+        """Return True if it can run a block with this key on some device of the key's type.
+
+        The device itself is not read, so that all ranks get the same answer.
+        """
         if self.device not in (None, key.device.type):
             return False
         if not self.dense and (key.dropout or key.head_dim == 0 or (key.score and not self.fused)):
@@ -158,12 +167,12 @@ class Kernel:
 
 
 def _is_within(width: int, limit: int | None) -> bool:
-    """Return True if ``width`` is at most ``limit``; None means no limit."""
+    """Return True if ``width`` is at most ``limit`` (inclusive); None means no limit."""
     return limit is None or width <= limit
 
 
 def _active_flash_attention() -> str:
-    """Return the active implementation if the table has rows for it, else "" for torch's own."""
+    """Return the active implementation if ``BLOCK_KERNELS`` has entries for it, else "" for torch's own."""
     active = active_flash_attention()
     return active if active in ("FA3", "FA4") else ""
 
@@ -175,12 +184,12 @@ def _device_capability(device: torch.device) -> tuple[int, int]:
 
 
 def finite_lse(lse: Tensor) -> Tensor:
-    """Replace -inf by +inf, so that exp(score - lse) is 0 in rows that attend to nothing."""
+    """Replace -inf by +inf, so that exp(score - lse) is 0, and not NaN, in rows that attend to nothing."""
     return torch.where(lse == -torch.inf, torch.inf, lse)
 
 
 def operand_bytes(*xs: Tensor) -> int:
-    """Return the total size of tensors in the current call, in bytes."""
+    """Return the total bytes of tensors; symbolic sizes count with the sizes of the current call."""
     return sum(size_hint(x.numel()) * x.element_size() for x in xs)
 
 
@@ -197,13 +206,14 @@ def cpu_copy_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
     return copied_bytes if copied_bytes <= _MAX_COPIED_BYTES else 0
 
 
-_MAX_COPIED_BYTES = 64 << 20
+_MAX_COPIED_BYTES = 64 << 20  # the maximum bytes of these copies
 
 
 def pad_last_dim(width: int, *xs: Tensor) -> list[Tensor]:
-    """Pad the last dim with zeros to ``width``, which changes neither scores nor the first elements of outputs.
+    """Pad the last dim with zeros to ``width``, as kernels require it, and make it contiguous.
 
-    The kernels assume that the last dim is contiguous.
+    Zeros change neither scores nor the first elements of outputs, to which callers trim results. The kernels assume
+    that the last dim is contiguous.
     """
     padded = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
     return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]

@@ -3,6 +3,12 @@
 See ``kernel_args.py`` for shapes and for rows that attend to nothing. The CPU uses PyTorch's flash kernel, CUDA the
 kernels of ``kernels_cuda.py``. Masks and score functions that these do not support are compiled into a flex kernel
 (``triton/flex``). The dense fallback computes all scores of a block.
+
+    block           a rectangle of local queries x local keys that one kernel call computes (``masks/blocks.py``)
+    fused kernel    flex: it evaluates the text of the mask and the score function itself
+    fill            a large finite score in place of -inf, which models write into masks (at least ``MIN_FILL``)
+    bias            an additive mask
+    lse             log-sum-exps of rows of scores; -inf in a row that attends to nothing
 """
 
 from collections.abc import Sequence
@@ -39,7 +45,7 @@ def _copy_rows(*xs: Tensor) -> Sequence[Tensor]:
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-    """Run PyTorch's CPU flash kernel, which requires equal widths of keys and values."""
+    """Run PyTorch's CPU flash kernel on operands that are padded to one width, as it requires."""
     mask, width = _additive_mask(args, q), max(q.shape[-1], v.shape[-1])
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         *_copy_rows(*pad_last_dim(width, q, k, v)), 0.0, args.causal, attn_mask=mask, scale=args.scale
@@ -52,7 +58,7 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Ten
 def _cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
-    """Run the backward of PyTorch's CPU flash kernel."""
+    """Run the backward of PyTorch's CPU flash kernel, padded as in `_cpu_forward`; dbias is None."""
     mask, width = _additive_mask(args, q), max(q.shape[-1], v.shape[-1])
     grad, query, key, value, out = pad_last_dim(width, grad, q, k, v, out)
     query, key, value = _copy_rows(query, key, value)
@@ -66,12 +72,12 @@ def _cpu_backward(
 
 
 def _fused_width(x: Tensor) -> int:
-    """Return the head dim, at least the minimum size of a matrix product in Triton."""
+    """Return the width to which flex pads x: its head dim, at least 16, the minimum of products in Triton."""
     return max(x.shape[-1], 16)
 
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-    """Run flex_attention on all queries and keys of a call."""
+    """Run flex_attention on all queries and keys of a call, for the texts in ``args.pairs``."""
     assert args.pairs is not None
     query, key = pad_last_dim(_fused_width(q), q, k)
     (value,) = pad_last_dim(_fused_width(v), v)
@@ -94,7 +100,10 @@ def _fused_backward(
 
 
 def _group_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """Reshape (B, Hq, Q, X) to (B, Hkv, Hq / Hkv * Q, X)."""
+    """Reshape (B, Hq, Q, X) to (B, Hkv, Hq / Hkv * Q, X), with Hkv = ``heads``, and cast to ``dtype``.
+
+    Query heads that share a key head become rows of one matrix product with it.
+    """
     return x.to(dtype).unflatten(1, (heads, -1)).flatten(2, 3)
 
 
@@ -106,7 +115,7 @@ def _scaled_scores(q: Tensor, k: Tensor, args: KernelArgs) -> Tensor:
 
 
 def _masked_scores(scaled: Tensor, args: KernelArgs) -> Tensor:
-    """Apply the score function, the bias and the mask; masked scores are -inf."""
+    """Apply the score function, the bias and the mask to scaled scores; masked scores become -inf."""
     scores, dtype = scaled, scaled.dtype
     if args.score is not None:
         scores = evaluate_score(args.score.name, scores, args.score.values)
@@ -124,9 +133,12 @@ def _apply_dropout(weights: Tensor, args: KernelArgs) -> Tensor:
 
 
 def _softmax_weights(scores: Tensor, lse: Tensor, args: KernelArgs) -> Tensor:
-    """Return the weights of these keys in the softmax over all keys.
+    """Return the weights (B, Hq, Q, K) of a block's keys in the softmax over all keys.
 
-    If scores may hold fills, the block must contain all keys of its queries.
+    Args:
+        scores: (B, Hq, Q, K), masked.
+        lse: (B, Hq, Q), over all keys; in a forward, over the block's. A row of -inf has weights 0.
+        args: Arguments of the call. If its score function may return fills, the block must contain all keys.
     """
     if args.score is not None and may_have_fills(args.score.name):
         return scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
@@ -217,12 +229,12 @@ BLOCK_KERNELS = (
 
 
 def kernel_for(key: KernelKey) -> Kernel:
-    """Return the first kernel that can run the block on this device."""
+    """Return the first kernel that can run the block on this device, for the call of the block."""
     return next(kernel for kernel in BLOCK_KERNELS if kernel.can_run(key))
 
 
 def expected_kernel(key: KernelKey) -> Kernel:
-    """Return the kernel for the newest device of this type.
+    """Return the kernel for the newest device of this type, for estimates of time and memory.
 
     All ranks get the same result, independent of their own device.
     """

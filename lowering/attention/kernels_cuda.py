@@ -23,6 +23,9 @@ keys, and treats values below -2.3e38 as -inf. This is from its source; it has n
 
 Each kernel has its own form of log-sum-exp. cuDNN: (B, H, S, 1). FlashAttention: (B, H, S), with +inf for a row without
 keys (-inf in -3 and -4). Efficient attention: padded along S to a multiple of 32.
+
+In this module, a bias is an additive mask, `added` the bias and the bool mask as one tensor, and a packed call one for
+several sequences per batch entry, as cu_seqlens.
 """
 
 from __future__ import annotations
@@ -43,17 +46,17 @@ aten = torch.ops.aten
 
 
 def _padded_width(q: Tensor, v: Tensor) -> int:
-    """Return the larger head dim, rounded up to a multiple of 8."""
+    """Return the larger head dim, rounded up to a multiple of 8: the width to which operands are padded."""
     return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
 
 
 def _trim_grads(q: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
-    """Remove the padding of the head dims from the gradients."""
+    """Trim gradients of padded operands to the head dims of q (and k) and v; dbias is None."""
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], None
 
 
 def _unused_rng_state(q: Tensor) -> Tensor:
-    """Return a placeholder of the random state for calls without dropout."""
+    """Return a placeholder of the random state, which backward kernels take also without dropout."""
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
@@ -95,7 +98,7 @@ class _FlashLayout(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, args: KernelArgs) -> _FlashLayout:
-        """Create the layout of a call."""
+        """Create the layout of a call from its shapes, window and sequences."""
         window = CAUSAL_WINDOW if args.causal else args.window
         window_args: dict[str, int | None] = {}
         if window not in (FULL_WINDOW, CAUSAL_WINDOW):
@@ -114,7 +117,7 @@ class _FlashLayout(NamedTuple):
         return swapped if self.ends[0] is None else [x.flatten(0, 1) for x in swapped]
 
     def from_kernel(self, batch: int, *xs: Tensor) -> list[Tensor]:
-        """Undo `to_kernel`."""
+        """Undo `to_kernel`, for outputs and gradients of ``batch`` batch entries."""
         return [(x if self.ends[0] is None else x.unflatten(0, (batch, -1))).transpose(1, 2) for x in xs]
 
 
@@ -184,7 +187,7 @@ class _EfficientLayout(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, args: KernelArgs) -> _EfficientLayout:
-        """Create the layout of a call."""
+        """Create the layout of a call from its shapes and sequences."""
         if args.sequences is None:
             return _EfficientLayout(None, None, q.shape[0], (None, None), (q.shape[2], k.shape[2]))
         queries, keys = args.sequences
@@ -225,7 +228,7 @@ class _EfficientLayout(NamedTuple):
 
 
 def _is_bias_aligned(bias: Tensor, keys: int) -> bool:
-    """Return True if the kernel can read the bias without a copy.
+    """Return True if efficient attention can read the bias without a copy.
 
     It reads 16 bytes at a time, so rows must be aligned and must not end before a read does.
     """
@@ -236,7 +239,7 @@ def _is_bias_aligned(bias: Tensor, keys: int) -> bool:
 
 
 def _combine_bias_and_mask(q: Tensor, args: KernelArgs, keys: int) -> Tensor | None:
-    """Combine bias and mask to (B | 1, H | 1, Q | 1, K); copy only if necessary.
+    """Combine bias and mask to one bias (B | 1, H | 1, Q | 1, K), as the kernel requires; None without either.
 
     A copy is necessary if there is a mask or if rows are not aligned.
     """
@@ -250,7 +253,15 @@ def _combine_bias_and_mask(q: Tensor, args: KernelArgs, keys: int) -> Tensor | N
 
 
 def _rows_without_keys(added: Tensor, args: KernelArgs, queries: int) -> Tensor:
-    """Return a mask of the rows that attend to nothing, bool (B | 1, H | 1, Q | 1)."""
+    """Return a mask of the rows that attend to nothing, bool (B | 1, H | 1, Q | 1).
+
+    The kernel returns an lse of 0 for them, which the caller replaces by -inf.
+
+    Args:
+        added: (B | 1, H | 1, Q | 1, K), bias and mask as one tensor.
+        args: Arguments of the call; with ``causal``, later keys than the query's do not count.
+        queries: The number of queries.
+    """
     keys, masked_score = added.shape[3], -torch.inf if added.dtype == torch.float16 else _MIN_SCORE
     if not args.causal:
         return added.amax(-1) <= masked_score
@@ -298,7 +309,10 @@ def efficient_backward(
 
 
 def _bias_grad(grad: Tensor, shape: torch.Size, causal: bool) -> Tensor:
-    """Sum (B, H, Q, K) in float32 to the bias's shape; pairs that a causal block skips are uninitialized."""
+    """Sum the kernel's bias gradient (B, H, Q, K) in float32 to the bias's shape.
+
+    Pairs that a causal block skips are uninitialized memory, so they are set to 0 first.
+    """
     if causal:
         grad = grad.tril_(grad.shape[3] - grad.shape[2])
     dims = [dim for dim, size in enumerate(shape) if size == 1 and grad.shape[dim] > 1]

@@ -81,6 +81,7 @@ def masked_attention(
 
 @torch.compiler.assume_constant_result  # Dynamo of torch 2.11 cannot trace it
 def _has_autocast(device: str) -> bool:
+    """Return True if autocast supports this type of device."""
     return torch.amp.is_autocast_available(device)
 
 
@@ -94,14 +95,14 @@ def autocast(*xs: Tensor) -> list[Tensor]:
 
 
 def autocast_args(args: LocalArgs) -> LocalArgs:
-    """Cast the mask to the dtype of the autocast operands, which the kernels require."""
+    """Cast a floating-point mask as `autocast` casts q, k and v, because kernels require their dtype."""
     return args if args.mask is None else replace(args, mask=autocast(args.mask)[0])
 
 
 def _expand_mask(mask: Tensor, batch: torch.Size, headless: bool) -> Tensor:
     """Reshape a mask that broadcasts to (*batch, H, Sq, Sk) to (B | 1, H | 1, Sq | 1, Sk | 1).
 
-    If ``headless``, the mask broadcasts to (*batch, Sq, Sk).
+    If ``headless``, the operands have no dim of heads, and the mask broadcasts to (*batch, Sq, Sk).
     """
     mask = mask[(None,) * max(2 - mask.ndim, 0)]
     mask = mask.unsqueeze(-3) if headless or mask.ndim == 2 else mask
@@ -121,7 +122,7 @@ def _to_four_dims(
     heads = q.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(q.shape[-3:-2], key_heads)
 
     def expand(x: Tensor, heads: torch.Size) -> Tensor:
-        """Broadcast the leading dims, and merge those of the batch."""
+        """Broadcast the leading dims of x to the batch dims and `heads`, and merge those of the batch."""
         return x.expand(*batch, *heads, *x.shape[-2:]).reshape(batch.numel(), *heads, *x.shape[-2:])
 
     return expand(q, heads), expand(k, key_heads), expand(v, key_heads)

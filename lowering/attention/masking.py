@@ -6,6 +6,11 @@ mask tensor, the evaluated predicate ("(k <= q) & Eq(row0, col0)"), the dropout 
 Dropout selects weights by a hash of their global position, not by a stream of random numbers. The backward therefore
 computes the mask again instead of saving it. Every partition of a sequence or its heads over ranks and blocks drops the
 same weights.
+
+    predicate     the text of a mask. Its symbols: q and k (indices of the query and the key in the sequence), b (the
+                  batch entry), row<i> and col<i> (vectors of the queries and of the keys), n<i> (sizes)
+    conditions    the parts of a predicate that remain to be evaluated in a block; the plan has settled the others
+    tables        (of pieces) bounds of the vectors on the host, for the plan; (of a score function) tensors it indexes
 """
 
 from dataclasses import dataclass
@@ -45,7 +50,9 @@ class Dropout(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, args: LocalArgs) -> "Dropout | None":
-        """Return the dropout of the local queries q (B, H, Q, D), or None if nothing is dropped.
+        """Return the dropout for this rank's heads of q (B, H, Q, D), or None if nothing is dropped.
+
+        If a neighborhood of ranks splits the heads, global head indices start at this rank's first head.
 
         Raises:
             SpError: If there is no seed.
@@ -80,7 +87,7 @@ class Dropout(NamedTuple):
 
 
 def _split_int64(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split the 64 bits of x into two int32 tensors."""
+    """Split the 64 bits of each hash into two int32 tensors: the lower and the upper half."""
     return x.to(torch.int32), (x >> 32).to(torch.int32)
 
 
@@ -116,7 +123,7 @@ class CallMask:
 
     @staticmethod
     def of(q: Tensor, k: Tensor, args: LocalArgs) -> "CallMask":
-        """Create the mask from the arguments of ``sp::attend``.
+        """Create the mask from the arguments of ``sp::attend``, and plan the blocks in which pairs attend.
 
         Raises:
             SpError: If there is dropout without a seed.
@@ -167,7 +174,7 @@ class CallMask:
         return KernelArgs(scale, causal, allowed, bias, keep_mask, self._score_call(block), keep_prob)
 
     def _score_call(self, block: Block) -> ScoreCall | None:
-        """Return the score function of a block with the values that it reads."""
+        """Return the score function with its inputs for a block, for dense kernels; None without one."""
         if not self.score:
             return None
         values: dict[str, Any] = {f"head{i}": x[:, None, None] for i, x in enumerate(self.heads)}
@@ -177,7 +184,10 @@ class CallMask:
         return ScoreCall(self.score, values)
 
     def evaluate_predicate(self, block: Block) -> Tensor | None:
-        """Evaluate the block's remaining conditions for each pair: bool (B | 1, 1, Q | 1, K | 1), or None."""
+        """Evaluate the block's remaining conditions for each pair: bool (B | 1, 1, Q | 1, K | 1).
+
+        None if it has none, because all of its pairs attend.
+        """
         if not block.conditions:
             return None
         names = frozenset().union(*map(language.predicate_symbols, block.conditions))
@@ -187,7 +197,7 @@ class CallMask:
         return allowed.view([1] * (4 - allowed.ndim) + list(allowed.shape))
 
     def _symbol_value(self, name: str, block: Block) -> Any:
-        """Return a symbol's values in a shape that broadcasts to (B, 1, Q, K); an int for a size."""
+        """Return a symbol's values for a block in a shape that broadcasts to (B, 1, Q, K); an int for a size."""
         if name in self.sizes:
             return self.sizes[name]
         if name == "b":
@@ -201,26 +211,26 @@ class CallMask:
         return values.to(torch.int64) if values.dtype == torch.bool else values
 
     def _mask_block(self, block: Block) -> Tensor | None:
-        """Return the block's part of the tensor mask."""
+        """Return the block's part of the tensor mask, of its queries and keys; None without a tensor mask."""
         if self.mask is None:
             return None
         mask = self.mask.narrow(2, *block.query_rows) if self.mask.shape[2] > 1 else self.mask
         return take_rows(mask, 3, *self._key_rows(block)) if mask.shape[3] > 1 else mask
 
     def _query_rows(self, block: Block) -> tuple[Rows, int, int]:
-        """Return the rows of the local queries, and the first and the end of the block's."""
+        """Return the block's queries for `row_indices`: all local rows, its first row, its end (exclusive)."""
         return self.q_rows, block.q_off, block.q_off + block.q_len
 
     def _key_rows(self, block: Block) -> tuple[Rows, int, int]:
-        """Return the rows of the local keys, and the first and the end of the block's."""
+        """Return the block's keys for `row_indices`: all local rows, its first row, its end (exclusive)."""
         return self.k_rows, block.k_off, block.k_off + block.k_len
 
     def add_grad(self, dmask: Tensor, block_dmask: Tensor, block: Block) -> None:
-        """Add the gradient of a block's mask to the gradient of the mask in place.
+        """Add the gradient of a block's bias to that of the tensor mask in place, after its backward.
 
         Args:
             dmask: The gradient of the mask, in the shape of the mask.
-            block_dmask: The gradient of the block's mask.
+            block_dmask: The gradient of the block's part of the mask.
             block: The block.
         """
         rows = dmask.narrow(2, *block.query_rows) if dmask.shape[2] > 1 else dmask

@@ -1,4 +1,11 @@
-"""Merge block results of attention by their log-sum-exps, and accumulate parts of rows.
+"""Merge block results of attention by their log-sum-exps (lse), and accumulate parts of rows.
+
+An attention runs as several kernel calls (blocks). Each has some of the query rows and some of the keys:
+
+    other keys of the same rows    outputs are merged by lse, gradients of queries are added
+    other rows                     results are written to their rows of one buffer
+
+Sinks are one additional logit per head, of no key.
 
 A compiler that traces additions may postpone them: it adds all parts in one kernel at the end and stores them until
 then. The accumulators of a ring are therefore updated in place, by opaque operators.
@@ -42,13 +49,13 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def merge_pointwise(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``merge`` with pointwise operations."""
+    """Compute ``merge`` with pointwise operations of PyTorch: on the CPU, and when a compiler fuses them."""
     weight_a, weight_b, lse = _merge_weights(lse_a, lse_b)
     return out_a.to(lse.dtype) * weight_a + out_b.to(lse.dtype) * weight_b, lse
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add one key per head with logit ``sinks`` and value 0 to the softmax.
+    """Add one key per head with logit ``sinks`` and value 0 to the softmax of a finished attention.
 
     The output is computed from the new lse. A partitioner that saves both for the backward needs no other tensor.
 
@@ -65,7 +72,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of ``sinks`` (H,).
+    """Return the gradient of ``sinks`` (H,), from results that include the sinks as by `add_sinks`.
 
     Args:
         grad: (B, H, S, E), the cotangent of ``out``.
@@ -78,7 +85,7 @@ def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights (..., S, 1) of both operands and the merged lse (..., S)."""
+    """Return the weights (..., S, 1) of two outputs in their merged output, and the merged lse (..., S)."""
     max_lse = torch.maximum(lse_a, lse_b)
     finite_max = torch.where(max_lse == -torch.inf, 0.0, max_lse)
     exp_a, exp_b = torch.exp(lse_a - finite_max), torch.exp(lse_b - finite_max)
@@ -93,7 +100,7 @@ def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor
     lambda out, lse, block, block_lse: None,
 )
 def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
-    """Merge a block into the accumulators ``out`` and ``lse`` in place.
+    """Merge a block into the accumulators ``out`` and ``lse`` in place, in ring steps after the first.
 
     Args:
         out: (..., S, E), contiguous, in lse's dtype.
@@ -117,7 +124,7 @@ def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> No
 
 
 def _rows_with_keys(lse: Tensor) -> slice:
-    """Return the slice from the first to the last row that attends to a key.
+    """Return the slice from the first to the last row that attends to a key, to merge only these rows.
 
     In most steps of a ring this is half of a zigzag shard.
     """
@@ -127,7 +134,7 @@ def _rows_with_keys(lse: Tensor) -> slice:
 
 @opaque("add_into(Tensor(a!) total, Tensor part) -> ()", lambda total, part: None)
 def add_into(total: Tensor, part: Tensor) -> None:
-    """Add ``part`` to ``total`` in place. Shapes: any, equal. Bytes: none."""
+    """Add ``part`` to ``total`` in place; opaque, see the module. Shapes: any, equal. Bytes: none."""
     total.add_(part)
 
 
@@ -140,14 +147,14 @@ class RowRange(NamedTuple):
 
 
 class WrittenRows:
-    """Record of the written rows of a buffer."""
+    """Record of the written rows of a buffer: parts are copied to new rows, and added or merged to others."""
 
     def __init__(self, length: int) -> None:
         """Create a record of ``length`` unwritten rows."""
         self._is_written = np.zeros(length, np.bool_)
 
     def add(self, rows: tuple[int, int]) -> list[RowRange]:
-        """Mark the rows (offset, length) as written; return them in order, split by their state before."""
+        """Mark the rows (offset, length) as written; return them in order, split into new and written ranges."""
         offset, length = rows
         is_written = self._is_written[offset : offset + length]
         ranges = [RowRange(offset + start, length, is_new) for start, length, is_new in _split_by_state(is_written)]
@@ -155,12 +162,12 @@ class WrittenRows:
         return ranges
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Return the unwritten rows as a list of (offset, length)."""
+        """Return the unwritten rows as a list of (offset, length), for the caller to fill at the end."""
         return [(offset, length) for offset, length, is_new in _split_by_state(self._is_written) if is_new]
 
 
 def _split_by_state(is_written: Flags) -> list[RowRange]:
-    """Split rows where their state changes."""
+    """Split rows into ranges of equal flags in ``is_written``, one per row; offsets count from its start."""
     edges = [0, *(np.flatnonzero(np.diff(is_written)) + 1).tolist(), len(is_written)]
     return [RowRange(start, stop - start, not is_written[start]) for start, stop in pairwise(edges) if start < stop]
 
@@ -168,7 +175,8 @@ def _split_by_state(is_written: Flags) -> list[RowRange]:
 class GradAccumulator:
     """Accumulator of a gradient (B, H, S, D) whose parts along S are added one after the other.
 
-    A first part that covers all rows is stored without a copy if its dtype matches.
+    ``sp::attend_backward`` has one for each of dq, dk and dv. A first part that covers all rows is stored without a
+    copy if its dtype matches and no buffer is passed.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype, buffer: Tensor | None = None) -> None:
@@ -183,7 +191,7 @@ class GradAccumulator:
         self._written = WrittenRows(like.shape[2])
 
     def add(self, part: Tensor, rows: tuple[int, int]) -> None:
-        """Add ``part`` to the rows (offset, length)."""
+        """Add ``part`` (B, H, length, D) to the rows (offset, length); write it where nothing is written yet."""
         parts = self._written.add(rows)
         if self._total is None and rows == (0, self._like.shape[2]) and part.dtype == self._dtype:
             self._total = part
@@ -213,7 +221,7 @@ def empty_rows_first(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class SoftmaxAccumulator:
-    """Accumulator of the outputs of several kernel calls.
+    """Accumulator of the outputs of the kernel calls of ``sp::attend``.
 
     Each call has other queries, or other keys of the same queries. In the second case outputs are merged.
     """
@@ -256,7 +264,7 @@ class SoftmaxAccumulator:
         return self._total
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """Return (out, lse), contiguous, out in q's dtype; 0 and -inf in unwritten rows."""
+        """Return (out, lse), contiguous, out in q's dtype; 0 and -inf in unwritten rows, which have no keys."""
         out, lse = self._buffers()
         for gap in self._written.gaps():
             out.narrow(2, *gap).zero_()

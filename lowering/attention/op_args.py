@@ -5,6 +5,15 @@ operator's positional arguments, and `to_flat()` returns them in order.
 
     LocalArgs   of ``sp::attend`` and ``sp::attend_backward``: this rank's queries over one block of keys
     ShardArgs   of the operators over shards, in ``attention_ops.py``
+
+    frame          how the sequence dim of a tensor is sharded over n ranks (``base/frames.py``)
+    span           which rows of the sequence a local tensor contains, as six ints (``masks/spans.py``)
+    neighborhood   `stride` adjacent ranks that exchange heads for queries: each then has all of their queries, and
+                   1 / stride of the heads. With a stride of 1 there is no exchange
+    padded rows    rows that a shard stores beyond the sequence; their values repeat the nearest valid row
+    zigzag         the layout in which rank r stores chunks r and 2n - 1 - r of 2n, which balances causal attention
+    tables         (of pieces) bounds of the vectors on the host, from which blocks of pairs are planned
+                   (of a score function) tensors that the function indexes; floating-point ones are learned
 """
 
 from __future__ import annotations
@@ -34,7 +43,7 @@ _SCHEMA_TYPES = {  # types of fields in an operator's schema, where they differ 
 
 @dataclass(frozen=True)
 class AttentionArgs:
-    """Arguments of the softmax weights that all attention operators share."""
+    """Arguments that determine the softmax weights; all attention operators share them."""
 
     mask: Tensor | None  # tensor mask: bool or additive, (B | 1, H | 1, S | 1, T | 1)
     rows: list[Tensor]  # query vectors that the predicate reads, (B | 1, S), replicated
@@ -51,7 +60,7 @@ class AttentionArgs:
 
     @classmethod
     def schema(cls) -> str:
-        """Return the arguments as the text of an operator schema."""
+        """Return the arguments as the text of an operator schema, for the registration of the operators."""
         return ", ".join(f"{_SCHEMA_TYPES.get(str(f.type), f.type)} {f.name}" for f in fields(cls))
 
     @classmethod
@@ -65,11 +74,15 @@ class AttentionArgs:
         return cls(*args[: len(names)]), args[len(names) :]
 
     def to_flat(self) -> tuple[Any, ...]:
-        """Return the arguments in the operator's order."""
+        """Return the arguments in the operator's order, for a call of the operator."""
         return tuple(getattr(self, name) for name in self.__match_args__)
 
     def make_pieces(self) -> list[Tensor]:
-        """Return the tables of rows and cols; create them if necessary, which synchronizes with the device."""
+        """Return the tables of rows and cols, which the plan of an attention reads.
+
+        Tables that do not exist yet are created, which synchronizes with the device. A vector that is passed several
+        times gets one table.
+        """
         vectors = [*self.rows, *self.cols]
         if self.pieces or not vectors:
             return self.pieces
@@ -80,25 +93,25 @@ class AttentionArgs:
 
 @dataclass(frozen=True)
 class LocalArgs(AttentionArgs):
-    """Arguments of attention over local queries and local keys."""
+    """Arguments of attention over local queries and local keys: of one block of keys, with its span."""
 
     scale: float  # factor of the scores
     q_span: Span  # span of the local queries (see ``masks/spans.py``)
     k_span: Span  # span of the local keys
-    split_heads: int  # number of neighboring ranks that split the heads
+    split_heads: int  # number of ranks in a neighborhood, each of which has 1 / split_heads of the heads
     group: str  # process group of the spans
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, k_span: Span, after: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention of the local queries over these keys only.
+        """Compute attention of the local queries over these keys only, for a later merge with other keys.
 
         Args:
             q: (B, H, s, D).
             k: (B, Hkv, t, D).
             v: (B, Hkv, t, E).
             k_span: The span of the keys.
-            after: Tensors that must exist before the operator runs.
+            after: Tensors that must exist before the operator runs, such as the shift of the next keys.
 
         Returns:
             out (B, H, s, E) and lse (B, H, s).
@@ -109,7 +122,7 @@ class LocalArgs(AttentionArgs):
         self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, k_span: Span, mask_grad: bool,
         after: list[Tensor] | None = None, packed: str = "",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return dq, dk, dv and the gradient of the mask or of the tables from these keys.
+        """Return dq, dk, dv and the gradient of the mask or of the tables, as far as these keys contribute.
 
         Args:
             upstream: The cotangent, and the out and lse over all keys.
@@ -126,22 +139,29 @@ class LocalArgs(AttentionArgs):
         return torch.ops.sp.attend_backward(grad, q, k, v, out, lse, *args, mask_grad, after, packed)
 
     def tensors(self) -> list[Tensor | None]:
-        """Return the tensors that a backward must save."""
+        """Return the tensors that a backward must save; `with_tensors` restores them."""
         return [self.mask, self.seed, *self.rows, *self.cols, *self.pieces, *self.heads, *self.tables]
 
     def with_tensors(self, tensors: list[Tensor | None]) -> LocalArgs:
-        """Return a copy with other `tensors()`, in their order."""
+        """Return a copy with other `tensors()`, in their order, so that autograd can save tensors separately."""
         mask, seed, *vectors = tensors
         names, remaining = ("rows", "cols", "pieces", "heads", "tables"), iter(vectors)
         lists: dict[str, Any] = {name: list(islice(remaining, len(getattr(self, name)))) for name in names}
         return replace(self, mask=mask, seed=seed, **lists)
 
     def num_learned(self) -> int:
-        """Return the number of elements of the floating-point tables, whose gradients form one flat tensor."""
+        """Return the number of elements of the learned (floating-point) tables.
+
+        ``sp::attend_backward`` returns the gradients of these tables as one flat tensor of this size.
+        """
         return sum(x.numel() for x in self.tables if x.is_floating_point())
 
     def split_tables(self, learned: Tensor) -> list[Tensor | None]:
-        """Split the flat gradient into a view per table; None for tables without a floating dtype."""
+        """Split the flat gradient of the learned tables into a view per table; None for other tables.
+
+        Args:
+            learned: (num_learned(),), the concatenated gradients.
+        """
         ends = accumulate(x.numel() if x.is_floating_point() else 0 for x in self.tables)
         return [
             learned[end - x.numel() : end].view(x.shape) if x.is_floating_point() else None
@@ -149,7 +169,7 @@ class LocalArgs(AttentionArgs):
         ]
 
     def table_grads(self, learned: Tensor) -> list[Tensor | None]:
-        """Split the flat gradient into a tensor per table, in the tables' dtypes."""
+        """Split the flat gradient as `split_tables`; cast each part to its table's dtype for autograd."""
         return [None if x is None else x.to(table.dtype) for x, table in zip(self.split_tables(learned), self.tables)]
 
 
@@ -157,7 +177,7 @@ class LocalArgs(AttentionArgs):
 class ShardArgs(AttentionArgs):
     """Arguments of attention over sequence shards of n ranks.
 
-    The mask is replicated and its cotangent is partial. A seed of None is drawn.
+    The mask is replicated and its cotangent is partial. If there is dropout and the seed is None, a seed is drawn.
     """
 
     sinks: Tensor | None  # (H,), a logit per query head that belongs to no key; replicated, with a partial cotangent
@@ -169,11 +189,14 @@ class ShardArgs(AttentionArgs):
     balance: bool  # whether the operator exchanges contiguous shards for zigzag ones, and back
 
     def local(self, q: Tensor, stride: int) -> LocalArgs:
-        """Return the arguments of this rank's blocks.
+        """Return the arguments of this rank's part of the attention, after the exchange in its neighborhood.
+
+        Mask rows, heads and the span of the queries are those of this rank. ``k_span`` is empty: `attend` and `grads`
+        set it.
 
         Args:
-            q: (B, H, s, D), the queries of this rank's neighborhood.
-            stride: The number of ranks of a neighborhood, which split the heads.
+            q: (B, H, s, D), this rank's queries; only its device and width are read.
+            stride: The number of ranks of a neighborhood.
         """
         seed = self.seed
         if self.dropout_p and seed is None:
@@ -187,11 +210,15 @@ class ShardArgs(AttentionArgs):
         )  # fmt: skip
 
     def local_sinks(self, stride: int) -> Tensor | None:
-        """Return the sinks of this rank's heads among ``stride`` neighbors."""
+        """Return the sinks of this rank's heads in a neighborhood of ``stride`` ranks."""
         return None if self.sinks is None else self._local_heads(self.sinks, 0, stride)
 
     def _local_heads(self, x: Tensor, dim: int, stride: int) -> Tensor:
-        """Return this rank's share of a dim of heads among ``stride`` neighbors."""
+        """Select this rank's heads, one of ``stride`` equal parts of x along ``dim``.
+
+        The ranks of a neighborhood have the parts in order. The rank is read at run time, so that the graph is equal on
+        every rank.
+        """
         if stride == 1:
             return x
         heads = x.shape[dim] // stride
@@ -199,16 +226,21 @@ class ShardArgs(AttentionArgs):
         return x.index_select(dim, first + torch.arange(heads, device=x.device))
 
     def _local_mask(self, stride: int) -> Tensor | None:
-        """Return the mask of the neighborhood's queries and this rank's heads."""
+        """Return the rows of the mask for all queries of this rank's neighborhood, and for this rank's heads.
+
+        A neighborhood is the `stride` adjacent ranks that exchange heads for queries (see the module docstring). Dims
+        of size 1 broadcast and remain.
+        """
         mask, n, group = self.mask, self.n, self.group
         if mask is None or (n == 1 and not is_padded(self.q_frame, 1)):
             return mask
         if mask.shape[SEQUENCE] != 1:
             positions = own_positions(self.q_frame, n, group, mask.device, stride)
+            # Padded rows repeat the nearest valid row of the mask.
             mask = mask.index_select(SEQUENCE, nearest_rows(positions, self.q_frame, 1))
         return mask if mask.shape[HEADS] == 1 else self._local_heads(mask, HEADS, stride)
 
     def to_zigzag(self) -> ShardArgs:
-        """Return a copy whose frames have the zigzag layout (two folds), without a further exchange."""
+        """Return a copy for operands that are in the zigzag layout already, so that ``balance`` is False."""
         q_frame, k_frame = ([*frame[:4], 2] if len(frame) else frame for frame in (self.q_frame, self.k_frame))
         return replace(self, q_frame=q_frame, k_frame=k_frame, balance=False)

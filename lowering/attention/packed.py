@@ -1,4 +1,4 @@
-"""Prepare the sequences of a packed kernel call (varlen attention): boundaries, packed rows, padded log-sum-exps.
+"""Prepare packed kernel calls (varlen attention): boundaries, packed rows, padded log-sum-exps (lse).
 
 FlashAttention treats rows between two sequences as sequences of their own that attend to nothing. Memory-efficient
 attention allocates memory for every sequence as for the longest, and its backward divides by the number of queries. It
@@ -8,6 +8,12 @@ gets only sequences that have both queries and keys; if there are other rows bet
 
 If one sequence is many times as long as the others, much of that memory is wasted. Sequences are therefore split by
 length into several calls (``split_by_length``).
+
+    sequence       consecutive queries that attend to consecutive keys only, such as a document
+    run            the same as ranges of rows, with the window of the call (`AttendedRun`)
+    side           the queries, or the keys, of all sequences of a call
+    all rows       the rows of a side, batch entries concatenated, including rows ("." above) of no sequence
+    packed rows    those of them that belong to a sequence, concatenated
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ ROW_ALIGNMENT = 32  # memory-efficient attention pads log-sum-exps to a multiple
 
 
 class SequenceSide(NamedTuple):
-    """The sequences of the queries or of the keys of a call, on the host."""
+    """One side (queries or keys) of the sequences of a packed call, on the host."""
 
     # int32 (2, sequences + 1): each sequence's end in the packed rows, from 0 on; and its first row in all rows
     table: Tensor
@@ -53,7 +59,7 @@ class PackedRows:
 
     @property
     def ends(self) -> Tensor:
-        """Return the ends of the sequences in the packed rows: int32 (sequences + 1,), contiguous."""
+        """Return the ends of the sequences in the packed rows, from 0 on (cu_seqlens): int32 (sequences + 1,)."""
         return self.table[0]
 
     @property
@@ -62,23 +68,23 @@ class PackedRows:
         return self.side.max_length
 
     def _repeat_per_row(self, numbers: Tensor) -> Tensor:
-        """Repeat a number of each sequence for each of its rows: (sequences,) to (total,)."""
+        """Repeat a number of each sequence for each of its packed rows: (sequences,) to (total,)."""
         return numbers.repeat_interleave(self.ends.diff(), output_size=self.side.total)
 
     @cached_property
     def _packed_positions(self) -> Tensor:
-        """Return the position of each packed row in all rows: int64 (total,)."""
+        """Return the index of each packed row in all rows, to copy between them: int64 (total,)."""
         shifts = self.table[1, :-1] - self.ends[:-1]
         return torch.arange(self.side.total, device=self.table.device) + self._repeat_per_row(shifts)
 
     @cached_property
     def _padded_positions(self) -> tuple[Tensor, slice, Tensor]:
-        """Return the indices of the packed rows in (sequences, heads, max_length)."""
+        """Return the index of the packed rows into (sequences, heads, max_length), the padded form of an lse."""
         sequence = self._repeat_per_row(torch.arange(len(self.ends) - 1, device=self.table.device))
         return sequence, slice(None), torch.arange(self.side.total, device=self.table.device) - self.ends[sequence]
 
     def pack(self, x: Tensor) -> Tensor:
-        """Pack (B, S, ...) to (1, total, ...); a view if every row belongs to a sequence."""
+        """Pack all rows (B, S, ...) to packed rows (1, total, ...); a view if every row belongs to a sequence."""
         rows = x.flatten(0, 1)
         return (rows.index_select(0, self._packed_positions) if self.side.is_scattered else rows)[None]
 
@@ -90,19 +96,22 @@ class PackedRows:
         return rows.unflatten(0, (batch, -1))
 
     def pad_per_sequence(self, x: Tensor) -> Tensor:
-        """Pad (1, total, H) to (sequences, H, max_length rounded up to ROW_ALIGNMENT) with +inf."""
+        """Pad an lse (1, total, H) to (sequences, H, max_length rounded up to ROW_ALIGNMENT) with +inf.
+
+        Memory-efficient attention stores log-sum-exps in this form.
+        """
         padded_length = self.max_length + -self.max_length % ROW_ALIGNMENT
         padded = x.new_full((len(self.ends) - 1, x.shape[2], padded_length), torch.inf)
         padded[self._padded_positions] = x[0]
         return padded
 
     def unpad_per_sequence(self, x: Tensor) -> Tensor:
-        """Undo `pad_per_sequence`."""
+        """Undo `pad_per_sequence`, for an lse that the kernel returned."""
         return x[self._padded_positions][None]
 
 
 class PackedSequences(NamedTuple):
-    """The queries and keys of a PACKED call."""
+    """Both sides of a PACKED call, on its device, as kernels read them."""
 
     queries: PackedRows  # query rows
     keys: PackedRows  # key rows
@@ -136,7 +145,7 @@ def _packed_sides(call: PackedCall, batch: int, unpadded: bool, pinned: bool) ->
 
 
 def _packed_side(bounds: Ints, batch: int, rows: tuple[int, int], pinned: bool) -> SequenceSide:
-    """Return one side of a call.
+    """Return one side of a call, from its boundaries in one batch entry.
 
     Args:
         bounds: (sequences, 2), first row and end of each sequence of a batch entry.
@@ -177,7 +186,7 @@ def split_by_length(
 def _split_by_length(
     calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, other_calls: int
 ) -> tuple[PackedCall, ...]:
-    """Return the result of `split_by_length` where a call may have to be split."""
+    """Compute `split_by_length` where a call may have to be split; cached for equal calls."""
     # Split calls into parts (lists of sequences) that fit CUDA's grid.
     max_runs = MAX_SEQUENCES // batch
     if row_bytes is None:
@@ -198,7 +207,7 @@ def _split_by_length(
 
 
 def _padded_lengths(runs: Sequence[AttendedRun]) -> Ints:
-    """Return the number of query rows of each run, padded to ROW_ALIGNMENT."""
+    """Return the number of query rows of each run, padded to ROW_ALIGNMENT, as the kernel allocates it."""
     lengths = np.array([run.q[1] - run.q[0] for run in runs])
     return lengths + -lengths % ROW_ALIGNMENT
 

@@ -10,6 +10,12 @@ The forward shifts packed K and V R - 1 times, the backward again. dK and dV are
 the blocks ("travel"), or returned in one all-to-all of the same number of bytes ("scatter", which stores all R parts).
 Each step decides at run time which of its blocks are needed (causal, zigzag, windows, documents), so every rank has the
 same graph.
+
+    hop, step i    the keys of a step were sent i times to the next rank: they are those of the rank i places back
+    stride         number of adjacent ranks that split the heads (a neighborhood). A ring links every stride-th rank
+    owner          the rank whose shard contains a key; gradients of the key are summed there
+    packed         keys and values (or dK and dV) in one tensor, for one exchange
+    steps          number of steps R. A sliding window needs fewer than the ring has ranks
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ class RingStep(NamedTuple):
 
 
 def window_hops(window: int, rows: int, n: int) -> int:
-    """Return the number of preceding ranks that a causal window reaches.
+    """Return the number of preceding ranks whose keys a causal window reaches: the ring's steps - 1.
 
     Args:
         window: The number of keys of a query, counted backward from its own position.
@@ -63,11 +69,11 @@ class RingKeys(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of ranks of the ring."""
+        """Return the number of ranks of the ring: of n, every stride-th."""
         return self.n // self.stride
 
     def shift(self, offset: int) -> str:
-        """Return the route of a shift by ``offset`` places in the ring."""
+        """Return the route on which each rank sends to the rank ``offset`` places further in its ring."""
         return routes.shift_route(self.group, offset, self.stride)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
@@ -141,12 +147,12 @@ class RingKeys(NamedTuple):
 
 
 def _drop_none(*tensors: Tensor | None) -> list[Tensor]:
-    """Return the tensors that are not None."""
+    """Return the tensors that are not None, as the ``after`` of an attention: it runs after they exist."""
     return [x for x in tensors if x is not None]
 
 
 def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
-    """Add ``part`` to ``total`` in place and return it; return ``part`` if there is no total."""
+    """Add ``part`` to ``total`` in place and return the total; return ``part`` if it is the first one."""
     if total is None:
         return part
     torch.ops.sp.add_into(total, part)
@@ -162,7 +168,7 @@ def wait_then_concat(tensor: Tensor) -> Cat:
 
 
 def _can_stack(k: Tensor, v: Tensor) -> bool:
-    """Return True if keys and values are known to have the same width."""
+    """Return True if keys and values are known to have equal widths, so that they are packed by stacking."""
     return is_known(k.shape[3] == v.shape[3])
 
 
@@ -175,7 +181,7 @@ def _pack_keys_values(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
 
 
 def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a packed tensor into views of keys and values, for any number of rows.
+    """Split a packed tensor, or its gradient, into views of keys and values, for any number of rows.
 
     Args:
         both: (2, B, Hkv, S, D) or (B, Hkv, S, D + E).
@@ -187,16 +193,16 @@ def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 
 class _RingGradients:
-    """Gradients of keys that rotate one step after the keys and return to their owners at the end.
+    """Gradients of keys that rotate a step after the keys and return to their owners at the end ("travel").
 
-    `pending` is the shift in progress.
+    `pending` is the shift in progress; the next block runs after it has started.
     """
 
     def __init__(self, ring: RingKeys) -> None:
         self.ring, self.num_added, self.pending = ring, 0, None
 
     def add(self, key_grads: Tensor) -> None:
-        """Add the packed gradients of the next step's keys and values, which are one rank further away.
+        """Add the packed gradients of the keys of one step, which belong to a rank one place further back.
 
         Adds the received sum to ``key_grads`` in place and sends it to the next rank, in the last step to the owner.
         """
@@ -207,13 +213,13 @@ class _RingGradients:
         self.pending = current_communicator().start_shift(key_grads, self.ring.shift(hops))
 
     def collect(self) -> Tensor:
-        """Return the sum over all ranks for this rank's keys."""
+        """Wait for the last shift, and return the packed gradients of this rank's keys, summed over the ranks."""
         assert self.pending is not None
         return current_communicator().wait(self.pending)
 
 
 class _ScatteredGradients:
-    """Gradients of keys that are stored until the end and then sent to their owners in one exchange."""
+    """Gradients of keys that are stored until the end, then sent to their owners at once ("scatter")."""
 
     pending = None  # no shift is in progress between steps
 
@@ -222,11 +228,11 @@ class _ScatteredGradients:
         self.step_grads: list[Tensor] = []
 
     def add(self, key_grads: Tensor) -> None:
-        """Store the packed gradients of the next step's keys and values."""
+        """Store the packed gradients of the keys of one step, until `collect` sends all of them."""
         self.step_grads.append(key_grads)
 
     def collect(self) -> Tensor:
-        """Return the sum over all ranks for this rank's keys."""
+        """Exchange the gradients of all steps, and return those of this rank's keys, summed over the ranks."""
         ring = self.ring
         by_owner = torch.ops.sp.pack_by_owner(self.step_grads, ring.stride, ring.group)
         route = routes.cross_route(ring.group, ring.stride)

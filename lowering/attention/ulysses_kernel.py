@@ -1,4 +1,6 @@
-"""Exchange row shards for head shards between neighboring ranks, and back (Ulysses).
+"""Exchange row shards for head shards between the ranks of a neighborhood, and back (Ulysses).
+
+A neighborhood is `ranks` adjacent ranks. Before, a rank has its own rows of all heads; after, all rows of its heads:
 
     q (B, H, s, D), k, v (B, Hkv, t, D)   ->   (B, H / ranks, ranks * s, D), (B, Hkv / ranks, ranks * t, D)
 
@@ -20,14 +22,14 @@ from .op_args import HEADS, SEQUENCE, ShardArgs
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> list[Tensor]:
-    """Exchange q, k and v for this rank's heads with the rows of all neighbors.
+    """Exchange shards q, k and v of all heads for this rank's heads with the rows of its neighborhood.
 
     Args:
         q: (B, H, s, D).
         k: (B, Hkv, t, D). Key heads are repeated until ``ranks`` divides their number.
         v: (B, Hkv, t, E).
         args: Arguments of the sharded operator.
-        ranks: The number of neighboring ranks that split the heads.
+        ranks: The number of ranks of a neighborhood.
 
     Returns:
         [q, k, v], shaped (B, heads / ranks, ranks * rows, width).
@@ -49,7 +51,7 @@ def to_sequence(out: Tensor, args: ShardArgs, ranks: int) -> Tensor:
     Args:
         out: (B, H / ranks, ranks * s, E).
         args: Arguments of the sharded operator.
-        ranks: The number of neighboring ranks that split the heads.
+        ranks: The number of ranks of a neighborhood.
 
     Returns:
         (B, H, s, E).
@@ -66,5 +68,9 @@ def _repeat_key_heads(x: Tensor, ranks: int) -> Tensor:
 
 
 def _neighborhood_frame(frame: FrameArg, length: int) -> FrameArg:
-    """Return a frame of all rows of a neighborhood: without trimming, zigzag halves in order."""
+    """Return a frame of the ``length`` rows of a neighborhood, for ``sp::all_to_all``.
+
+    The exchange then removes no padding. Zigzag rows arrive in sequence order: the first chunks of all ranks, then
+    their second chunks in reverse.
+    """
     return [1, length, 0, length, frame_folds(frame)]

@@ -5,6 +5,7 @@ Used inside an operator, where no other tensor may be permuted:
     rank r holds chunks 2r, 2r + 1 of 2n    ->    chunks r, 2n - 1 - r
 
 One exchange for all tensors: each rank sends two chunks to at most two ranks. The adjoint is the inverse exchange.
+To fold is to exchange contiguous rows for zigzag rows; to unfold is the inverse.
 """
 
 from __future__ import annotations
@@ -41,22 +42,23 @@ def to_zigzag_rows(xs: list[Tensor], n: int, group: str, back: bool = False) -> 
 
 
 def _fold(x: Tensor, n: int, group: str) -> Tensor:
-    """Exchange contiguous rows (s, ..) for zigzag rows."""
+    """Exchange contiguous rows (s, ..) for zigzag rows: send this rank's two chunks to their owners."""
     chunks = x.unflatten(0, (2, x.shape[0] // 2)).index_select(0, _chunks_by_owner(n, group, x.device))
     return current_communicator().all_to_all(chunks, 2, routes.fold_route(group)).flatten(0, 1)
 
 
 def _unfold(x: Tensor, n: int, group: str) -> Tensor:
-    """Exchange zigzag rows (s, ..) for contiguous rows."""
+    """Exchange zigzag rows (s, ..) for contiguous rows: the inverse and the adjoint of `_fold`."""
     chunks = x.unflatten(0, (2, x.shape[0] // 2))
     chunks = current_communicator().all_to_all(chunks, 2, routes.fold_route(group, back=True))
     return chunks.index_select(0, _chunks_by_owner(n, group, x.device)).flatten(0, 1)
 
 
 def _chunks_by_owner(n: int, group: str, device: torch.device) -> Tensor:
-    """Return the order of chunks 2r, 2r + 1 by the ranks that own them in the zigzag layout: int64 (2,).
+    """Return the order of this rank's contiguous chunks 2r, 2r + 1 by their zigzag owners: int64 (2,).
 
-    It is [0, 1] for the first n chunks and [1, 0] for the others, whose owners descend.
+    An all-to-all sends blocks in ascending order of ranks. The order is [0, 1] for the first n of the 2n chunks and
+    [1, 0] for the others, whose owners descend. It is its own inverse.
     """
     in_second_half = torch.ops.sp.rank(group, device) * 2 >= n
     first = in_second_half.to(torch.int64)

@@ -465,11 +465,11 @@ def from_replicated(x: Tensor, layout: Layout, origin: Origin | None = None) -> 
 
 
 class _FromReplicatedFunction(torch.autograd.Function):
-    """Full tensor -> value that is read already, whose gradient is the full gradient."""
+    """Wrap a full tensor for a dry run as a value that is read already, whose gradient is the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, origin: Origin) -> Tensor:
-        """Wrap the full tensor; the rows of this rank are uninitialized."""
+        """Wrap the full tensor; the rows are uninitialized, as a dry run has no rank that uses them."""
         length = x.shape[layout.dim]
         rows = layout.outer * local_row_count(layout.frame(length), layout.n) * layout.inner
         shape = [rows if dim == layout.dim else extent for dim, extent in enumerate(x.shape)]

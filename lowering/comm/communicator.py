@@ -4,6 +4,10 @@
 Every exchange works on dim 0 with equal shares, accepts any strides and returns a new contiguous tensor. With a single
 rank each primitive returns its argument. None is differentiable: the operators define pairs of forward and backward. A
 shift is started first and waited for later. The group of an all-to-all may be a route (see ``routes.py``).
+
+    share      the rows of dim 0 that one rank sends to another, or that it receives from it
+    shift      an exchange in which each rank sends its tensor to one rank and receives that of another, as on a ring
+    summed     of a collective that adds the tensors of the ranks
 """
 
 import contextlib
@@ -57,7 +61,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def start_shift(self, x: Tensor, route: str) -> Tensor:
-        """Start to send x along a route of shifts: (...) -> (...). The result is valid after ``wait``."""
+        """Start to send x along a route of shifts: (...) -> (...). Pass the result to ``wait`` before it is read."""
 
     @abstractmethod
     def wait(self, x: Tensor) -> Tensor:
@@ -71,7 +75,7 @@ class Communicator(ABC):
     def rank(self, group: str) -> int:
         """Return this rank's index in the group. Only operators that are opaque in graphs may call it."""
 
-    # The collectives above for n > 1.
+    # The collectives above for n > 1, with the same arguments.
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor: ...
@@ -87,7 +91,7 @@ class Communicator(ABC):
 
 
 class FunctionalCommunicator(Communicator):
-    """Communicator of real ranks: torch's functional collectives, traceable and compilable."""
+    """Communicator of real ranks: torch's functional collectives, which can be traced and compiled."""
 
     def broadcast(self, x: Tensor, group: str) -> Tensor:
         """Broadcast with ``_c10d_functional.broadcast``."""
@@ -140,7 +144,7 @@ def to_sendable(x: Tensor, summed: bool = False) -> Tensor:
 
 
 def from_sendable(x: Tensor, like: Tensor) -> Tensor:
-    """Convert a received tensor to the dtype of the tensor that was sent."""
+    """Undo `to_sendable`: convert a received tensor to the dtype of ``like``, before its conversion."""
     if like.dtype == torch.bool:
         return x.to(torch.bool)
     if like.is_complex():
@@ -149,7 +153,10 @@ def from_sendable(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _run_collective(x: Tensor, collective: Callable[[Tensor], Tensor], summed: bool = False) -> Tensor:
-    """Return the result of one collective, after waiting for it, in the dtype of x; `summed` as in `to_sendable`."""
+    """Run a collective on x in a dtype that it supports, wait, and return its result in the dtype of x.
+
+    `summed` as in `to_sendable`.
+    """
     received = c10d.wait_tensor(collective(to_sendable(x, summed).contiguous()))
     return from_sendable(received, x)
 
@@ -165,7 +172,7 @@ def current_communicator() -> Communicator:
 
 @contextlib.contextmanager
 def use_communicator(communicator: Communicator) -> Iterator[None]:
-    """Run this thread's collectives on ``communicator`` inside the block."""
+    """Run this thread's collectives on ``communicator`` inside the block, as for a simulated rank."""
     previous = current_communicator()
     _active.communicator = communicator
     try:

@@ -11,6 +11,12 @@ It runs as an all_to_all_single of the parent group `<group>` whose split sizes 
 at run time, so that the graph is equal on every rank. All routes use one communicator, so that all ranks issue its
 collectives in one order. A mesh of (ring, ulysses) axes needs no collective setup, which a compiler pass could not do
 safely.
+
+    neighborhood   ranks of consecutive indices that share the heads of an attention
+    ring           ranks that pass rows to each other in a circle
+    chunk          one of 2n equal parts of a sequence. Contiguous ranks store chunks 2r and 2r + 1, zigzag ranks chunks
+                   r and 2n - 1 - r. To fold is to exchange the first for the second
+    block          the rows that one rank sends to another
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ def shift_route(group: str, offset: int, stride: int = 1) -> str:
 
 
 def neighborhood_route(group: str, size: int) -> str:
-    """Return the route of all-to-alls between `size` adjacent ranks."""
+    """Return the route of all-to-alls between the ranks of a neighborhood of `size` adjacent ranks."""
     return f"{group}/among:{size}"
 
 
@@ -86,7 +92,10 @@ def _all_members(members: range) -> RouteEnds:
 
 
 def _fold_ends(rank: int, n: int) -> RouteEnds:
-    """Return the ranks of a rank's contiguous chunks in zigzag order, and of its zigzag chunks in contiguous order."""
+    """Return the ends of a fold: a rank sends its two contiguous chunks, and receives its two zigzag chunks.
+
+    Destinations are the zigzag owners of the sent chunks, sources the contiguous owners of the received ones.
+    """
     zigzag_ranks = sorted(min(chunk, 2 * n - 1 - chunk) for chunk in (2 * rank, 2 * rank + 1))
     return RouteEnds(zigzag_ranks, [rank // 2, (2 * n - 1 - rank) // 2])
 
@@ -102,11 +111,11 @@ _ENDS: dict[str, Callable[..., RouteEnds]] = {
 
 
 def declare_attention_routes(group: str, stride: int, steps: int) -> None:
-    """Register every route of a sharded attention, for programs that a cache loads without tracing.
+    """Register every route of a sharded attention, for programs that a cache loads without tracing it.
 
     Args:
         group: Name of the parent group.
-        stride: Number of adjacent ranks that share heads.
+        stride: Number of ranks of a neighborhood.
         steps: Number of steps of the ring.
     """
     shifts = [shift_route(group, offset, stride) for offset in (1, 1 - steps)]
@@ -116,7 +125,7 @@ def declare_attention_routes(group: str, stride: int, steps: int) -> None:
 
 
 def declare_shift_routes(group: str, offsets: Iterable[int]) -> None:
-    """Register the routes of shifts around the ring of all ranks, and of their gradients."""
+    """Register the routes of shifts around the ring of all ranks and of their gradients, as for attention."""
     for offset in offsets:
         ensure_route(shift_route(group, offset))
         ensure_route(shift_route(group, -offset))
@@ -128,7 +137,7 @@ _routes: dict[str, dist.ProcessGroup] = {}  # strong references: the registry of
 def ensure_route(group: str) -> str:
     """Register the route in this process, without communication, and return `group`.
 
-    Does nothing for a plain group, and if the parent is not registered.
+    A collective over a route requires it. Does nothing for a plain group, and if the parent is not registered.
     """
     name = parent_group(group)
     if name != group and known_process_group(name) and not known_process_group(group):

@@ -3,6 +3,10 @@
 The ranks take turns: each runs until its next collective, then the next rank runs. Runs are therefore deterministic.
 Every rank has its own random number generator, which starts from the caller's state, as in processes with one seed. A
 rank that misses a collective raises an error instead of a timeout.
+
+    turn       the permission to run, a semaphore per rank; rank r passes it to rank r + 1, the last one to rank 0
+    call       the next collective of a rank (its name and operand), which the rank stores before it passes its turn
+    combine    the function that computes a collective: operands of all ranks -> results of all ranks
 """
 
 import threading
@@ -32,7 +36,7 @@ class SimulationError(SpError):
 
 
 class _RankStopped(BaseException):
-    """Exit of a rank's thread after a failure of another rank. ``except Exception`` must not catch it."""
+    """Exit of a rank's thread after a failure of another rank; ``except Exception`` must not catch it."""
 
 
 def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None = None) -> list[T]:
@@ -89,7 +93,7 @@ def _autocast_settings() -> list[tuple[str, torch.dtype, bool, bool]]:
 
 
 class _SimulatedWorld:
-    """Turns, pending collective calls and first error of the simulated ranks."""
+    """State that the threads of the simulated ranks share: turns, pending collective calls and the first error."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -121,7 +125,9 @@ class _SimulatedWorld:
             self._stop(error)
 
     def exchange(self, rank: int, name: str, x: Tensor, combine: Collective) -> Tensor:
-        """Run a collective and return this rank's entry of ``combine(all ranks' tensors)``, which the last rank calls.
+        """Run a collective: store this rank's operand, let the others run, and return this rank's result.
+
+        The last rank checks that all ranks call the same collective, and computes the results of all ranks.
 
         Args:
             rank: The calling rank.
@@ -146,7 +152,7 @@ class _SimulatedWorld:
             raise SimulationError("SP571", f"the next collectives of the simulated ranks differ:\n{lines}")
 
     def _pass_turn(self, rank: int) -> None:
-        """Save the random state of a rank and let the next rank run."""
+        """Save the random state of a rank and let the next rank run, as in each collective."""
         self._random_states[rank] = torch.get_rng_state()
         self._turns[(rank + 1) % self.n].release()
 
@@ -206,7 +212,7 @@ class _SimulatedRank(Communicator):
         return self._exchange("shift", x, lambda xs: [xs[source].clone() for source in sources])
 
     def wait(self, x: Tensor) -> Tensor:
-        """Return x, which ``start_shift`` has received already."""
+        """Return x, the result of ``start_shift``, which has received it already."""
         return x
 
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:

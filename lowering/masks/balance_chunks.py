@@ -5,8 +5,9 @@
     balanced           40 10 1 1   | 30 20 1 1      by decreasing work, each to the rank with the least work that has
                                                     capacity; then the busiest rank exchanges chunks if it has too much
 
-Every rank has the same number of rows as in contiguous shards: its run of the new order. Chunks at both ends of the
-sequence may be fixed: where it is padded, and where values of the program are shorter.
+Work is the number of attending pairs; the load of a rank is the work of its chunks, and imbalance the largest load
+over the mean. Every rank has the same number of rows as in contiguous shards: its run of the new order. Chunks at both
+ends of the sequence may be fixed, that is, not moved: where it is padded, and where values of the program are shorter.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ChunkOrder(NamedTuple):
         return np.cumsum(self.lengths) - self.lengths
 
     def encode(self, n: int) -> Ints:
-        """Encode firsts and lengths as (2, max_chunk_count(n)), padded with zeros."""
+        """Encode firsts and lengths as (2, max_chunk_count(n)), padded with zeros to a static shape."""
         encoded = np.zeros((2, max_chunk_count(n)), np.int64)
         encoded[:, : len(self.firsts)] = self.firsts, self.lengths
         return encoded
@@ -72,7 +73,7 @@ class _EvenChunks(NamedTuple):
 
     @property
     def min_rank_work(self) -> float:
-        """Return a lower bound of the busiest rank's share of the work: the share of the heaviest chunk."""
+        """Return the share of the heaviest chunk in the work, a lower bound of the busiest rank's share."""
         total = self.works.sum()
         return float(self.works.max() / total) if total else 0.0
 
@@ -122,7 +123,7 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
 
 
 def _chunk_counts(limit: int) -> Iterator[int]:
-    """Yield the numbers of chunks per rank to try, up to the limit."""
+    """Yield the numbers of chunks per rank to try in turn, from few to the limit."""
     counts = [*range(2, 16), 16, 24, 32, 48, MAX_CHUNKS]
     return (count for count in counts if count <= limit)
 
@@ -140,7 +141,7 @@ def _order_chunks(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
 
 
 def _assign_owners(cut: _EvenChunks, n: int) -> Ints:
-    """Return the owner of each chunk.
+    """Return the rank that owns each chunk.
 
     Chunks are assigned by decreasing work to the rank with the least work that has capacity for a chunk of that size.
     """
@@ -163,7 +164,7 @@ def _assign_owners(cut: _EvenChunks, n: int) -> Ints:
 
 
 def _exchange_chunks(cut: _EvenChunks, owners: Ints, loads: np.ndarray) -> None:
-    """Exchange chunks of the busiest rank for lighter ones of ranks with little work while that helps.
+    """Exchange chunks of the busiest rank for lighter ones of less busy ranks while its load shrinks.
 
     Changes owners (chunks,), and loads (n,), the work of each rank.
     """

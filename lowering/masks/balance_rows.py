@@ -1,4 +1,4 @@
-"""Compute the load-balanced order in which ranks store a sequence, at run time, and permute mask vectors to it.
+"""Compute the load-balanced order of a sequence's rows at run time, and permute mask vectors to it.
 
 The work is the number of attending pairs, from one plan of all queries and keys; `balance_chunks.py` assigns it to
 ranks. Equal vectors give equal orders, so ranks with replicated vectors need no communication.
@@ -73,7 +73,7 @@ def balance_rows(
 
 
 def order_tensors(order: ChunkOrder, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the positions in the new order, and the inverse, int64 (length,) each, without synchronization.
+    """Return the positions in the new order, and the inverse, int64 (length,), without synchronization.
 
     Args:
         order: The order of chunks.
@@ -92,20 +92,20 @@ def order_tensors(order: ChunkOrder, device: torch.device) -> tuple[Tensor, Tens
 
 
 def identity_order(length: int, n: int, device: torch.device) -> list[Tensor]:
-    """Return the order, its inverse and its chunks, for rows that are not moved."""
+    """Return the order, its inverse and its chunks, for an argument whose rows are not moved."""
     order = ChunkOrder.of(np.array([[0], [length]]))
     return [*order_tensors(order, device), torch.from_numpy(order.encode(n))]
 
 
 def ordered_positions_table(order: ChunkOrder) -> Tensor:
-    """Return the table (see `pieces.py`) of the positions in the new order."""
+    """Return the table (see `pieces.py`) of the positions in the new order, which replaces ``q`` or ``k``."""
     slopes = np.ones_like(order.firsts)
     table = np.stack([order.offsets, order.firsts, order.firsts, slopes])
     return pad_table(_merge_continued(table), 1, int(order.lengths.sum()))
 
 
 def reorder_table(vector: Pieces, order: ChunkOrder) -> Tensor:
-    """Return the table of a vector whose values are permuted to the new order."""
+    """Return the table of a vector whose values are permuted to the new order, without reading the values."""
     table = cut_pieces(vector.table, order.firsts)
     by_position = np.argsort(order.firsts)
     chunks = by_position[np.searchsorted(order.firsts[by_position], table[0], "right") - 1]  # of each piece
@@ -114,7 +114,7 @@ def reorder_table(vector: Pieces, order: ChunkOrder) -> Tensor:
 
 
 def _merge_continued(table: Ints) -> Ints:
-    """Remove the pieces, of (4, pieces), that continue the line, or the bounds, of the previous piece."""
+    """Remove the pieces of a table that continue the line of the previous piece, as cuts at chunks create."""
     starts, lows, highs, slopes = table
     rise = slopes[:-1] * np.diff(starts)
     continues = (lows[1:] == lows[:-1] + rise) & (highs[1:] == highs[:-1] + rise) & (slopes[1:] == slopes[:-1])
@@ -134,18 +134,19 @@ def fake_orders(length: Any, n: int, device: torch.device) -> list[Tensor]:
 
 
 def _fake_tables(vectors: Sequence[Tensor], length: Any) -> list[Tensor]:
-    """Return fake results of `_ordered_tables`."""
+    """Return fake results of `_ordered_tables` for vectors of any length."""
     lengths = [length, *2 * [x.shape[1] for x in vectors]]
     return [torch.empty([table_size(x)], dtype=torch.int64, device="cpu") for x in lengths]
 
 
 def _fake_balanced(vectors: Sequence[Tensor], *others: Any) -> list[Tensor]:
+    """Return fake results of `balanced_rows`."""
     _predicates, _weights, _sizes, length, _front, _back, n, _stride, device = others
     return [*fake_orders(length, n, device), *_fake_tables(vectors, length)]
 
 
 def _ordered_tables(tables: Sequence[Tensor], order: ChunkOrder) -> list[Tensor]:
-    """Return the tables of the positions in the order, of each vector (unchanged), and of each vector in the order."""
+    """Return the tables of the positions in the order, of each vector, and of each vector in the order."""
     return [ordered_positions_table(order), *tables, *(reorder_table(Pieces.of(table), order) for table in tables)]
 
 

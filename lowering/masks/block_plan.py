@@ -3,10 +3,15 @@
     k <= q on 8 x 8 rows, one rank          one CAUSAL block
     the same, rank 1 of 2, all keys         a FULL block of 4 x 4 and a CAUSAL one of 4 x 4
 
-The plan is pure Python over run-time numbers: the local rows (``spans.py``) and pieces of mask vectors (``pieces.py``).
-It is computed once for all layers, forward and backward. If the pieces determine which cells meet (packed documents),
-its time grows with their number (``cells.py``). Otherwise rows x keys are halved as long as that saves work, with the
-bounds of the vectors over every part. Ranges [low, high) q and k are of local query and key rows.
+The plan is pure Python over run-time numbers, and is computed once for all layers, forward and backward. If the pieces
+of the mask vectors determine which cells meet (packed documents), its time grows with their number (``cells.py``).
+Otherwise rows x keys are halved as long as that saves work: bounds of the symbols decide a part, True or False.
+
+    q, k        ranges [low, high) of local query and key rows; the index of a row is its position in the sequence
+    segment     local rows with consecutive indices (``spans.py``); a zigzag shard has two
+    vector      values per query or key that the predicate reads, such as document numbers, in pieces (``pieces.py``)
+    condition   one operand of the predicate's "and"; undecided where it does not hold for all pairs
+    tile, run   a rectangle that is planned as one; the pairs of a tile that a window determines (``blocks.py``)
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from .blocks import (
     split_run,
     tile_runs,
 )
-from .cells import MAX_PARTS, Band, CellGrid, CellPair, Range, cells_of, valid_segments, without_padding
+from .cells import MAX_PARTS, Band, CellGrid, CellPair, Range, cells_of, valid_ranges, without_padding
 from .pieces import Pieces
 from .predicate import Verdict, is_query_symbol
 from .spans import Rows, index_boundaries, index_intervals, valid_extent
@@ -72,10 +77,7 @@ def plan_blocks(
 
 
 def tiles_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...] = ()) -> BlockPlan:
-    """Return a plan for a predicate that reads no vectors, faster than `plan_blocks`.
-
-    It has a few blocks, or bands, or one MASKED block of all rows and keys.
-    """
+    """Return a small plan for a predicate that reads no vectors, with which FLOP counters count pairs."""
     if not q_rows or not k_rows:
         return BlockPlan()
     planner = _Planner(predicate, q_rows, k_rows, sizes, (), ())
@@ -90,7 +92,7 @@ def tiles_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[i
 
 
 def settle_blocks(blocks: Sequence[Block], limit: int, *args: Any) -> tuple[float, list[tuple[float, Block]]]:
-    """Count the attending pairs of masked blocks from bounds, and return the undecided parts.
+    """Count the pairs of masked blocks that bounds decide, and return the parts to evaluate pair by pair.
 
     Args:
         blocks: Masked blocks.
@@ -118,7 +120,7 @@ def settle_blocks(blocks: Sequence[Block], limit: int, *args: Any) -> tuple[floa
 
 
 def _halve_block(block: Block) -> list[Block]:
-    """Halve a block across its longer side."""
+    """Halve an undecided block across its longer side: bounds may decide a half."""
     q, k = block.query_range, block.key_range
     if block.q_len >= block.k_len:
         cut = q[0] + block.q_len // 2
@@ -138,17 +140,17 @@ class _Planner:
         self._conditions = language.split_conjuncts(predicate)
         self._linears = {text: language.as_linear(text, sizes) for text in self._conditions}
         self._q_rows, self._k_rows = q_rows, k_rows
-        self._key_ranges = valid_segments(k_rows)  # keys between padding
+        self._key_ranges = valid_ranges(k_rows)  # keys between padding
         # Vectors that the predicate reads, and bounds of the sizes, by symbol.
         symbols = language.predicate_symbols(predicate)
-        self._rows = {f"row{i}": vector for i, vector in enumerate(rows) if f"row{i}" in symbols}
-        self._cols = {f"col{i}": vector for i, vector in enumerate(cols) if f"col{i}" in symbols}
+        self._row_vectors = {f"row{i}": vector for i, vector in enumerate(rows) if f"row{i}" in symbols}
+        self._col_vectors = {f"col{i}": vector for i, vector in enumerate(cols) if f"col{i}" in symbols}
         self._sizes = {f"n{i}": (size, size) for i, size in enumerate(sizes)}
-        language.check_known(predicate, {"q", "k", *self._rows, *self._cols, *self._sizes})
+        language.check_known(predicate, {"q", "k", *self._row_vectors, *self._col_vectors, *self._sizes})
 
     def plan(self) -> BlockPlan:
         """Return the plan: by cells, if vectors are read and their cells meet few others."""
-        tiles = self._nonempty_tiles() if self._rows or self._cols else None
+        tiles = self._nonempty_tiles() if self._row_vectors or self._col_vectors else None
         if tiles is None:
             all_blocks = tuple(self.all_blocks())
             # Many or masked blocks, as those of a window, are bands where possible.
@@ -185,7 +187,7 @@ class _Planner:
         return ((valid_extent(self._q_rows), keys) for keys in self._key_ranges)
 
     def band_blocks(self) -> tuple[Block, ...] | None:
-        """Return one block per run of queries and keys; None if a tile has undetermined pairs."""
+        """Return one block, with any window, per run; None if only the predicate determines a tile's pairs."""
         tiles = self._nonempty_tiles()
         runs_of_tiles = None if tiles is None else [part_runs(tile) for tile in tiles]
         if runs_of_tiles is None or None in runs_of_tiles:
@@ -193,12 +195,12 @@ class _Planner:
         return tuple(block_of(run) for runs in runs_of_tiles for run in runs or ())
 
     def _covers_all(self, run: AttendedRun) -> bool:
-        """Return True if the run has all rows, a constant shape that suits shape-specific kernels."""
+        """Return True if the run has all rows: its shape is constant, so a shape-specific kernel may run it."""
         return (run.q, run.k) == (valid_extent(self._q_rows), valid_extent(self._k_rows))
 
     def _nonempty_tiles(self) -> list[CellPair] | None:
         """Return the tiles of cells that meet, without padding; None if cells meet too many others."""
-        q, k = cells_of(self._q_rows, self._rows, "q"), cells_of(self._k_rows, self._cols, "k")
+        q, k = cells_of(self._q_rows, self._row_vectors, "q"), cells_of(self._k_rows, self._col_vectors, "k")
         linears = [self._linears[c] for c in self._conditions]
         tiles = CellGrid(self._conditions, linears, q, k, self._sizes).tiles()
         if tiles is None or len(self._key_ranges) == 1:
@@ -206,13 +208,13 @@ class _Planner:
         return [part for tile in tiles for part in without_padding(tile, self._key_ranges)]
 
     def _run_blocks(self, tile: CellPair, runs: list[AttendedRun]) -> Sequence[Block]:
-        """Return the blocks of a tile that consists of these runs."""
+        """Return the blocks, for kernels without windows, of a tile that consists of these runs."""
         if runs and all(run.window in (FULL_WINDOW, CAUSAL_WINDOW) for run in runs):
             return [block for run in runs for block in run_blocks(run, tile.undecided)]
         return self._cover_tile(tile)
 
     def _cover_tile(self, tile: CellPair) -> list[Block]:
-        """Return the blocks of a tile whose pairs only the predicate determines."""
+        """Return blocks without windows of a tile: one MASKED block if it is small, else strips or halves."""
         if max(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) < 2 * TILE_ROWS:
             return [Block.of(tile.q, tile.k, Kind.MASKED, tile.undecided)]
         if tile.band is not None:
@@ -222,7 +224,7 @@ class _Planner:
     def _band_strips(self, q: Range, k: Range, band: Band, undecided: tuple[str, ...]) -> list[Block]:
         """Cut a band into strips of queries: a masked triangle, keys that all queries see, and a causal block.
 
-        A window over packed documents has ten thousands of strips, so the loop avoids function calls.
+        A window over packed documents has tens of thousands of strips, so the loop avoids function calls.
         """
         lower, upper = band
         rows, keys, q_off, k_off = q[1] - q[0], k[1] - k[0], q[0], k[0]
@@ -301,7 +303,7 @@ class _Planner:
             yield Block.of(q, part, Kind.MASKED if conditions else Kind.FULL, conditions)
 
     def _trim(self, q: Range, k: Range) -> tuple[Range, Range]:
-        """Remove rows without pairs from the ends of q and k; both results are empty or neither is."""
+        """Remove rows without attending pairs from the ends of q and k; both or neither become empty."""
         while True:
             fewer_k = _trim_part(k, partial(self.verdict, q))
             fewer_q = _trim_part(q, partial(self.verdict, k=fewer_k))
@@ -310,15 +312,15 @@ class _Planner:
             q, k = fewer_q, fewer_k
 
     def _causal_shift(self, q: Range, k: Range, condition: str) -> int | None:
-        """Return c if the condition is ``k <= q + c`` for these indices, else None."""
+        """Return c if the condition is ``k <= q + c`` in all segments, by the same c, else None."""
         linear = self._linears[condition]
         if linear is None or linear.relation != "<=":
             return None
         shifts = set[int]()
         for of_query in index_intervals(self._q_rows, *q):
-            query_line = _linear_side(linear.of_query, "q", self._rows, *of_query)
+            query_line = _linear_side(linear.of_query, "q", self._row_vectors, *of_query)
             for of_key in index_intervals(self._k_rows, *k):
-                key_line = _linear_side(linear.of_key, "k", self._cols, *of_key)
+                key_line = _linear_side(linear.of_key, "k", self._col_vectors, *of_key)
                 if query_line is None or key_line is None:
                     return None
                 (query_value, query_slope), (key_value, key_slope) = query_line, key_line
@@ -328,7 +330,7 @@ class _Planner:
         return shifts.pop() if len(shifts) == 1 else None
 
     def _cover_causal(self, q: Range, k: Range, shift: int, undecided: tuple[str, ...]) -> Iterator[Block]:
-        """Yield rectangles and triangles of ``k <= q + shift``, where every query has a key and vice versa."""
+        """Yield FULL and CAUSAL blocks of ``k <= q + shift``, where every query has a key and vice versa."""
         if shift == 0 and index_intervals(self._q_rows, *q) == index_intervals(self._k_rows, *k):
             yield Block.of(q, k, Kind.CAUSAL, undecided)  # the same indices, in any number of segments
             return
@@ -355,7 +357,7 @@ class _Planner:
         return blocks + [Block.of(q, keys, Kind.FULL) for keys in full_ranges]
 
     def _cut_causal(self, q: Range, k: Range, shift: int) -> Iterator[int]:
-        """Yield the rows that do not have exactly one key more than the previous row; some may be outside q."""
+        """Yield where to cut: rows without exactly one key more than the previous row; some may be outside q."""
         yield from index_boundaries(self._q_rows)
         (first_index, _), *_ = index_intervals(self._q_rows, *q)
         segments = index_intervals(self._k_rows, *k)
@@ -364,7 +366,7 @@ class _Planner:
             yield q[0] + index - shift - first_index
 
     def _best_cut(self, q: Range, k: Range, undecided: tuple[str, ...]) -> int | None:
-        """Return the row at which to cut a tile: its mask is too large, or its halves have less work."""
+        """Return the row at which to cut q: the mask is too large, or halves have less work; None to keep q."""
         symbols = {name for condition in undecided for name in language.predicate_symbols(condition)}
         if q[1] - q[0] < 2 or not any(map(is_query_symbol, symbols)):
             return None
@@ -377,29 +379,29 @@ class _Planner:
         return cut if halves_work <= MIN_CUT_SAVING * self._needed_pairs(q, k) else None
 
     def _middle_cut(self, q: Range) -> int:
-        """Return a row near the middle, preferably where a vector's piece or a segment of rows begins."""
+        """Return a row to cut q near its middle, preferably where a vector's piece or a segment begins."""
         low, high = q
         middle, slack = (low + high) // 2, (high - low) // 4
         candidates = list(index_boundaries(self._q_rows))
         for segment in self._q_rows:
             shift = segment.offset - segment.first  # from the index of a row to its local offset
-            for vector in self._rows.values():
+            for vector in self._row_vectors.values():
                 candidates += [start + shift for start in vector.nearest_starts(middle - shift)]
         near = [row for row in candidates if low < row < high and abs(row - middle) <= slack]
         return min(near, key=lambda row: abs(row - middle), default=middle)
 
     def _mask_batch(self, conditions: tuple[str, ...]) -> int:
         """Return the number of batch entries of the mask of these conditions."""
-        vectors = self._rows | self._cols
+        vectors = self._row_vectors | self._col_vectors
         symbols = {name for condition in conditions for name in language.predicate_symbols(condition)}
         return max((vectors[name].batch for name in symbols & vectors.keys()), default=1)
 
     def _needed_pairs(self, q: Range, k: Range) -> int:
-        """Return the number of pairs of q with the keys that any of its blocks needs."""
+        """Return the work of q: its number of rows times that of the keys to which it may attend."""
         return (q[1] - q[0]) * sum(high - low for low, high in self._attended_parts(q, k))
 
     def _skip_unneeded(self, q: Range, k: Range, undecided: tuple[str, ...]) -> list[Range]:
-        """Return the required parts of k if much of it is not required, else [k]."""
+        """Return the parts of k to which q may attend if that saves much of k, else [k]: few calls are faster."""
         parts = self._attended_parts(q, k) if undecided else [k]
         return parts if sum(high - low for low, high in parts) <= MIN_CUT_SAVING * (k[1] - k[0]) else [k]
 
@@ -417,7 +419,7 @@ class _Planner:
         return before + after
 
     def _undecided_conditions(self, q: Range, k: Range) -> tuple[str, ...]:
-        """Return the conditions that do not hold for all pairs."""
+        """Return the conditions that do not hold for all pairs, which a block of q x k must evaluate."""
         boxes = list(self._index_boxes(q, k))
         return tuple(
             condition
@@ -426,12 +428,12 @@ class _Planner:
         )
 
     def verdict(self, q: Range, k: Range) -> Verdict:
-        """Return True if all pairs may attend, False if none may or there is none, None if unknown."""
+        """Return True if all pairs of q x k attend, False if none does or there is none, None if unknown."""
         verdicts = {self._box_verdict(box) for box in self._index_boxes(q, k)} or {False}
         return verdicts.pop() if len(verdicts) == 1 else None
 
     def _box_verdict(self, box: dict[str, tuple[int, int]]) -> Verdict:
-        """Return the verdict of all conditions for symbols within these bounds."""
+        """Return the verdict of all conditions together for symbols within the bounds of `_index_boxes`."""
         result: Verdict = True
         for condition in self._conditions:
             verdict = language.evaluate_over(condition, box)
@@ -441,18 +443,22 @@ class _Planner:
         return result
 
     def _index_boxes(self, q: Range, k: Range) -> Iterator[dict[str, tuple[int, int]]]:
-        """Yield the bounds of all symbols for each pair of query and key segments."""
+        """Yield the inclusive bounds of all symbols for each pair of a query and a key segment in q x k.
+
+        Rows [low, high) of several segments, as in zigzag order, are several intervals of indices, each with its own
+        bounds, which are closer. `verdict` evaluates the conditions over them.
+        """
         keys = [
-            {"k": ends} | {name: pieces.bounds_over(*ends) for name, pieces in self._cols.items()}
+            {"k": ends} | {name: x.bounds_over(*ends) for name, x in self._col_vectors.items()}
             for ends in index_intervals(self._k_rows, *k)
         ]
         for ends in index_intervals(self._q_rows, *q):
-            query = self._sizes | {"q": ends} | {name: pieces.bounds_over(*ends) for name, pieces in self._rows.items()}
+            query = self._sizes | {"q": ends} | {name: x.bounds_over(*ends) for name, x in self._row_vectors.items()}
             yield from (query | key for key in keys)
 
 
 def _known_runs(tile: CellPair) -> list[AttendedRun] | None:
-    """Return the runs of a tile, or those of its parts if they need no windows; None if there are no such runs."""
+    """Return the runs of a tile, or those of its parts if they need no windows; None if neither is known."""
     runs = tile_runs(tile)
     if runs is None and tile.parts:
         runs_of_parts = part_runs(tile)
@@ -463,10 +469,7 @@ def _known_runs(tile: CellPair) -> list[AttendedRun] | None:
 def _linear_side(
     terms: Sequence[tuple[str, int]], index: str, vectors: Mapping[str, Pieces], first: int, last: int
 ) -> tuple[int, int] | None:
-    """Return one side of a linear condition as (value at index ``first``, slope).
-
-    None if it is not a line from ``first`` to ``last``.
-    """
+    """Return one side of a linear condition as (value at index first, slope); None if it is not one line."""
     value = slope = 0
     for name, factor in terms:
         line = (first, 1) if name == index else vectors[name].line(first, last)
@@ -477,7 +480,7 @@ def _linear_side(
 
 
 def _trim_part(part: Range, verdict: Callable[[Range], Verdict]) -> Range:
-    """Remove the rows without pairs from the ends of ``part``."""
+    """Remove the rows without attending pairs, by their verdict, from the ends of ``part``."""
     if verdict(part) is False:
         return part[0], part[0]
     first, last = _find_edge(part, verdict, last=False), _find_edge(part, verdict, last=True)
@@ -485,10 +488,7 @@ def _trim_part(part: Range, verdict: Callable[[Range], Verdict]) -> Range:
 
 
 def _find_edge(part: Range, verdict: Callable[[Range], Verdict], last: bool) -> int:
-    """Return the first or last row that may have a pair, by bisection.
-
-    The result never excludes a row with a pair; the first row is after the last one if there is none.
-    """
+    """Return the first or last row that may have a pair, by bisection; without any, first exceeds last."""
     low, high = part
     while high - low > 1:
         middle = (low + high) // 2

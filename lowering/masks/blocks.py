@@ -5,7 +5,9 @@
     for other kernels                           MASKED blocks, or FULL and CAUSAL ones if the window has no left limit
 
 A run is a rectangle of queries and keys with a window, which determines all pairs that attend. Several runs, such as
-packed documents, are one packed call (cu_seqlens). Offsets and ranges are of the rows of local tensors.
+packed documents, are one packed call, in which each is a sequence: cu_seqlens has the boundaries. A tile is a rectangle
+of the mask that is planned as one, with a band if the pairs are lower <= key - query <= upper (``cells.py``). Offsets
+and ranges are of the rows of local tensors.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ class PackedCall(NamedTuple):
 
     @property
     def square(self) -> bool:
-        """Return True if each sequence has the same number of queries and keys."""
+        """Return True if each sequence has equal numbers of queries and keys, as some kernels require."""
         return all(run.num_queries == run.num_keys for run in self.runs())
 
 
@@ -134,7 +136,7 @@ class BlockPlan:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Return the blocks, created on first use, because a window has many."""
+        """Return the blocks, created on first use: a window has many, which kernels with windows never need."""
         return tuple(self.create_blocks())
 
 
@@ -156,7 +158,10 @@ class AttendedRun(NamedTuple):
         return self.k[1] - self.k[0]
 
     def can_use_window(self, window: Window) -> bool:
-        """Return True if the same pairs attend in another window that kernels support (`supports_window`)."""
+        """Return True if the same pairs attend in another window, so that the run can join a call with it.
+
+        False for more queries than keys, of which kernels support only some windows (`supports_window`).
+        """
         if window == self.window:
             return True
         if self.num_queries > self.num_keys + 1:
@@ -168,12 +173,18 @@ class AttendedRun(NamedTuple):
 
 
 def _has_same_effect(limit: int | None, run_limit: int | None, farthest: int) -> bool:
-    """Return True if the limit of a window allows the same keys as that of a run; no key is beyond ``farthest``."""
+    """Return True if the limit of a window, on one side, allows the same keys as that of a run.
+
+    Args:
+        limit: Limit of the window; None for no limit.
+        run_limit: Limit of the run's own window.
+        farthest: Largest distance from a query of the run to a key on this side.
+    """
     return limit == run_limit or (run_limit is None and limit is not None and limit >= farthest)
 
 
 def tile_runs(tile: CellPair) -> list[AttendedRun] | None:
-    """Return the pairs of a tile as runs; None if only the predicate determines them."""
+    """Return the pairs of a tile as runs, by its band; None if only the predicate determines them."""
     if not tile.undecided:
         return [AttendedRun(tile.q, tile.k, FULL_WINDOW)]
     return None if tile.band is None else _band_runs(tile.q, tile.k, *tile.band)
@@ -226,9 +237,9 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
 
 
 def split_run(run: AttendedRun) -> list[AttendedRun]:
-    """Split off the queries that see all keys, if only the right side of the window has a limit.
+    """Split off the last queries, which see all keys, if the window has only a right limit above 0.
 
-    The remaining run is causal, and can share a call with others.
+    The remaining run is causal, so that it can share a packed call with others, and FULL and CAUSAL blocks suffice.
     """
     left, right = run.window
     if left is not None or not right:
@@ -239,7 +250,7 @@ def split_run(run: AttendedRun) -> list[AttendedRun]:
 
 
 def part_runs(tile: CellPair) -> list[AttendedRun] | None:
-    """Return the runs of a tile's parts, or of the tile without parts; None if one is unknown."""
+    """Return the runs of a tile's parts, or of a tile that has no parts; None if those of one are unknown."""
     runs = list[AttendedRun]()
     for part in tile.parts or (tile,):
         known_runs = tile_runs(part)
@@ -260,12 +271,12 @@ def need_no_windows(runs: Sequence[AttendedRun]) -> bool:
 
 
 def has_masked(blocks: Sequence[Block]) -> bool:
-    """Return True if a block is MASKED."""
+    """Return True if a block is MASKED, so that the planner tries bands or runs in place of the blocks."""
     return any(block.kind is Kind.MASKED for block in blocks)
 
 
 def block_of(run: AttendedRun) -> Block:
-    """Return a run as one block, with any window."""
+    """Return a run as one block: FULL, CAUSAL, or a BAND for kernels that support its window."""
     if run.window == FULL_WINDOW:
         return Block.of(run.q, run.k, Kind.FULL)
     is_causal = run.window == CAUSAL_WINDOW and run.num_queries == run.num_keys
@@ -275,8 +286,8 @@ def block_of(run: AttendedRun) -> Block:
 def as_band(block: Block) -> Block:
     """Return a FULL or CAUSAL block as a BAND, and a MASKED one unchanged.
 
-    Its shape depends on the documents and changes with each call, which is slow in kernels that are built per shape;
-    kernels for a BAND are not.
+    Planners call it for blocks of documents, whose shapes change with each call. FULL and CAUSAL kernels may be built
+    per shape, which is slow then; kernels for a BAND are not.
     """
     if block.kind is Kind.MASKED:
         return block
@@ -285,7 +296,7 @@ def as_band(block: Block) -> Block:
 
 
 def run_blocks(run: AttendedRun, conditions: tuple[str, ...]) -> Iterator[Block]:
-    """Yield the FULL and CAUSAL blocks of a run in a full or causal window.
+    """Yield the FULL and CAUSAL blocks of a run in a full or causal window, for kernels without windows.
 
     Args:
         run: The run.
@@ -320,7 +331,11 @@ def packed_calls(runs: Sequence[AttendedRun]) -> list[PackedCall]:
 
 
 def _split_single_rows(run: AttendedRun) -> list[AttendedRun]:
-    """Split a short run whose queries see one key each into its rows, which fit any window."""
+    """Split a run in which each query sees one key, as of one-token documents, into runs of one row.
+
+    Any window allows the only pair of a row, so these runs join a packed call of another window and need no call of
+    their own. A longer run keeps its window: its rows would be more than LONG_ROWS sequences of a call.
+    """
     rows = run.num_queries
     if run.window != SELF_WINDOW or rows > LONG_ROWS or rows != run.num_keys:
         return [run]
@@ -329,15 +344,15 @@ def _split_single_rows(run: AttendedRun) -> list[AttendedRun]:
 
 
 def _group_calls(runs_by_window: Mapping[Window, Sequence[AttendedRun]]) -> list[PackedCall]:
-    """Return the packed calls of the runs of each window."""
+    """Return the packed calls that compute these runs, each in the window that is its key."""
     return [merge_runs(chain, window) for window, runs in runs_by_window.items() for chain in _chain_runs(runs)]
 
 
 def _chain_runs(runs: Sequence[AttendedRun]) -> list[list[AttendedRun]]:
-    """Group runs, sorted by queries, into few lists in which both queries and keys ascend.
+    """Group runs, sorted by queries, into few lists with ascending queries and keys, one per packed call.
 
-    A document in both chunks of a rank is several runs. Without the grouping, all documents after it would need another
-    call.
+    A document in both chunks of a zigzag rank is several runs, and the keys of one begin before those of the previous
+    one end. If runs only joined the list of the previous run, all documents after it would need another call.
     """
     chains = list[list[AttendedRun]]()
     for run in runs:
@@ -365,12 +380,12 @@ def merge_runs(runs: Sequence[AttendedRun], window: Window) -> PackedCall:
 
 
 def count_pairs(plan: BlockPlan) -> int:
-    """Return the number of attending (query, key) pairs; all pairs of a MASKED block count."""
+    """Return the number of attending (query, key) pairs, for FLOPs; all pairs of a MASKED block count."""
     return sum(_count_attended(run, run.q[1]) for run in _plan_runs(plan))
 
 
 def count_pairs_before(plan: BlockPlan, rows: Sequence[int]) -> list[int]:
-    """Return, for each of these sorted query rows, the number of pairs of queries before it."""
+    """Return the number of pairs of all queries before each of these sorted rows, to balance work."""
     # Of runs that contain rows[i], the pairs before it; of runs that end in (rows[i - 1], rows[i]], all pairs.
     inside_pairs, ended_pairs = [0] * len(rows), [0] * (len(rows) + 1)
     for run in _plan_runs(plan):
@@ -382,7 +397,7 @@ def count_pairs_before(plan: BlockPlan, rows: Sequence[int]) -> list[int]:
 
 
 def _plan_runs(plan: BlockPlan) -> Iterator[AttendedRun]:
-    """Yield the blocks and the sequences of packed calls as runs; MASKED blocks count as full."""
+    """Yield the blocks and the sequences of packed calls as runs, to count pairs; MASKED blocks as full."""
     for block in plan.others:
         window = CAUSAL_WINDOW if block.kind is Kind.CAUSAL else block.window
         yield AttendedRun(block.query_range, block.key_range, window)

@@ -1,7 +1,8 @@
-"""Find tiles of a mask: rectangles of queries and keys, of which some pairs attend and which are planned together.
+"""Find tiles of a mask: rectangles of queries and keys with attending pairs, each planned as one.
 
-A cell is a range of local rows in which every vector of the mask is one line. Cells meet if some of their pairs may
-attend.
+A cell is a range of local rows with consecutive indices (positions in the sequence) in which every vector of the mask
+is one line, or bounded by one (``pieces.py``). A query cell and a key cell meet if some of their pairs may attend. A
+condition is linear if it compares a sum of query terms with a sum of key terms. Symbols are the inputs of a predicate.
 
     Eq(row0, col0) & (col1 <= row1), packed documents     a query cell is (a part of) a document, and meets the key
                                                           cell of the same document: a tile, full or causal, or none
@@ -29,14 +30,14 @@ Band = tuple[int, int]  # minimum and maximum of the key's offset minus the quer
 
 
 class Cells(NamedTuple):
-    """Cells of the local queries or keys in order, cut where a vector's piece ends or the index is not consecutive."""
+    """Cells of the local queries or keys in order, cut where a vector's piece or a segment ends."""
 
     offsets: Ints  # local offset of each cell
     lengths: Ints  # number of rows of each cell
     lines: dict[str, tuple[Ints, Ints, Ints]]  # (lows, highs, slopes) of each symbol, relative to the cell's first row
 
     def bounds(self, i: int) -> dict[str, tuple[int, int]]:
-        """Return the inclusive bounds of all symbols in one cell."""
+        """Return the inclusive bounds of all symbols in cell i, over which any condition can be evaluated."""
         bounds = {}
         for name, (lows, highs, slopes) in self.lines.items():
             rise = int(slopes[i] * (self.lengths[i] - 1))
@@ -45,12 +46,12 @@ class Cells(NamedTuple):
 
 
 def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
-    """Return all cells of a local tensor.
+    """Return all cells of the local queries or keys.
 
     Args:
         rows: The valid rows.
         vectors: The vectors that the predicate reads, by symbol.
-        index: The symbol of a row's index.
+        index: The symbol of a row's index, "q" or "k".
     """
     indices, offsets, lengths = [], [], []
     for first, offset, length in rows:
@@ -68,8 +69,8 @@ def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
     return Cells(np.concatenate(offsets), np.concatenate(lengths), lines)
 
 
-def valid_segments(rows: Rows) -> list[Range]:
-    """Return the ranges of local rows between padding."""
+def valid_ranges(rows: Rows) -> list[Range]:
+    """Return the valid rows as ranges of local rows, which are more than one if padding is between them."""
     ranges: list[Range] = []
     for _, offset, length in rows:
         if ranges and ranges[-1][1] == offset:
@@ -90,7 +91,7 @@ class _ConditionSide(NamedTuple):
 
 
 def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _ConditionSide:
-    """Return the sum of the terms in every cell."""
+    """Return the sum of (symbol, factor) terms in every cell: one side of a linear condition."""
     zeros = np.zeros_like(cells.offsets)
     lows, highs, slopes = zeros, zeros, zeros
     for name, factor in terms:
@@ -101,7 +102,7 @@ def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _Condit
 
 
 class _LinearSums(NamedTuple):
-    """A linear condition, and both sides of it in every cell."""
+    """A linear condition and both of its sides in every cell, for verdicts and bands as arrays."""
 
     linear: Linear  # the condition
     of_query: _ConditionSide  # its query terms, in every query cell
@@ -109,7 +110,7 @@ class _LinearSums(NamedTuple):
 
 
 class CellPair(NamedTuple):
-    """Cells of local queries and keys that meet."""
+    """Query and key rows that meet: a pair of cells, or a tile that joins several."""
 
     q: Range  # query rows
     k: Range  # key rows
@@ -261,9 +262,10 @@ class CellGrid:
         return tiles
 
     def _bands(self, rows: Ints, keys: Ints, undecided: Flags) -> list[Band | None]:
-        """Return the band of each pair of cells; None if it does not cover all conditions.
+        """Return the band of each pair of cells; None if the band does not express all undecided conditions.
 
-        Args: as of `_join_pairs`.
+        Each linear condition limits key - query, in offsets from the first rows of the cells, to a half-line or a value
+        where its two sides are lines of opposite slope. Args: as of `_join_pairs`.
         """
         lower, upper = -self._q.lengths[rows], self._k.lengths[keys]
         covers_all = np.ones(len(rows), np.bool_)
@@ -288,7 +290,7 @@ class CellGrid:
 
 
 def without_padding(tile: CellPair, key_ranges: Sequence[Range]) -> Iterator[CellPair]:
-    """Yield the parts of a tile inside these key ranges, between which there is padding."""
+    """Yield the parts of a tile in these key ranges: blocks must not contain the padding between them."""
     for low, high in key_ranges:
         k = max(low, tile.k[0]), min(high, tile.k[1])
         if k == tile.k:
@@ -302,7 +304,7 @@ def without_padding(tile: CellPair, key_ranges: Sequence[Range]) -> Iterator[Cel
 
 
 def _merge_cells(pairs: list[CellPair]) -> Iterator[CellPair]:
-    """Merge adjacent key cells that the queries of these pairs see in full."""
+    """Merge pairs of one query cell with adjacent key cells that it sees in full: fewer tiles remain."""
     previous = pairs[0]
     for pair in pairs[1:]:
         if previous.undecided or pair.undecided or previous.k[1] != pair.k[0]:
@@ -314,6 +316,6 @@ def _merge_cells(pairs: list[CellPair]) -> Iterator[CellPair]:
 
 
 def _keep_few_parts(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
-    """Return the parts if they are few or long, else ()."""
+    """Return the parts if they are few or long, else (): their runs would be many short sequences."""
     rows = sum(pair.q[1] - pair.q[0] for pair in parts)
     return parts if rows >= len(parts) * LONG_ROWS or len(parts) <= MAX_PARTS else ()

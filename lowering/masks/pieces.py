@@ -6,7 +6,8 @@
 
 A piece that starts at position s with (low, high, slope) means: the value at p, in every batch entry, is at least
 low + slope * (p - s) and at most high + slope * (p - s). The value is known where low == high. Irregular data is only
-bounded, cell by cell, so that a table is a fraction of its vector and plans stay cheap.
+bounded, by one piece for each cell of CELL positions, so that a table is a fraction of its vector and plans stay cheap.
+A table is the starts, lows, highs and slopes of all pieces, (4, pieces). Positions [first, last] are inclusive.
 
 ``sp::pieces`` copies vectors to the host and computes their pieces. It is the only synchronization: a graph has one
 such call at its beginning, and every attention reads the tables.
@@ -40,7 +41,7 @@ _HEADER = 5  # number of pieces, batch, length, and a digest of 16 bytes
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The pieces of a (batch, length) vector, compared by the digests of their tables."""
+    """The pieces of a (batch, length) vector; keys of cached plans, compared by the digests of tables."""
 
     digest: tuple[int, int]  # digest of the table
     batch: int  # number of batch entries
@@ -52,7 +53,7 @@ class Pieces:
 
     @staticmethod
     def of(table: Tensor) -> Pieces:
-        """Return the pieces of a table of ``sp::pieces`` without a copy."""
+        """Return the pieces of a padded table, a result of ``sp::pieces``, without a copy."""
         header = table.numpy()
         count, batch, length, *digest = header[:_HEADER].tolist()
         return Pieces((digest[0], digest[1]), batch, length, *header[_HEADER : _HEADER + 4 * count].reshape(4, count))
@@ -69,11 +70,11 @@ class Pieces:
         return np.stack([self.starts, self.lows, self.highs, self.slopes])
 
     def lines(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return (lows, highs, slopes) at these positions, each valid to the end of its piece."""
+        """Return (lows, highs, slopes) at these positions, where cells begin; valid to the end of a piece."""
         return _lines_at((self.starts, self.lows, self.highs, self.slopes), positions)
 
     def line(self, first: int, last: int) -> tuple[int, int] | None:
-        """Return (value at ``first``, slope) if [first, last] is one known line, else None."""
+        """Return (value at ``first``, slope) if the values at [first, last] are one known line, else None."""
         i = bisect_right(self._start_list, first) - 1
         if bisect_right(self._start_list, last) - 1 != i or self.lows[i] != self.highs[i]:
             return None
@@ -81,7 +82,7 @@ class Pieces:
         return int(self.lows[i]) + slope * (first - self._start_list[i]), slope
 
     def bounds_over(self, first: int, last: int) -> tuple[int, int]:
-        """Return the inclusive bounds of the values at the positions [first, last], by binary search."""
+        """Return the minimum and maximum of the values at the positions [first, last], or wider bounds."""
         starts = self._start_list
         i, j = bisect_right(starts, first) - 1, bisect_right(starts, last) - 1
         if i == j:
@@ -94,7 +95,10 @@ class Pieces:
         return min(low for low, _ in bounds), max(high for _, high in bounds)
 
     def nearest_starts(self, position: int) -> list[int]:
-        """Return the last start before a position and the first one at or after it, where they exist."""
+        """Return the last piece's start before a position and the first one at or after it, if they exist.
+
+        A planner prefers them to cut a tile near its middle.
+        """
         i = bisect_left(self._start_list, position)
         return self._start_list[max(i - 1, 0) : i + 1]
 
@@ -104,7 +108,10 @@ class Pieces:
 
     @cached_property
     def _bound_levels(self) -> list[list[tuple[int, int]]]:
-        """Return levels of (low, high); entry i of level p has the bounds of the pieces i to i + 2 ** p - 1."""
+        """Return levels of (low, high), a sparse table of range minima and maxima for `bounds_over`.
+
+        Entry i of level p has the bounds of the pieces i to i + 2 ** p - 1.
+        """
         lows, highs = _piece_extremes(self.table, self.length)
         levels = []
         while True:
@@ -115,14 +122,14 @@ class Pieces:
             lows, highs = np.minimum(lows[:-step], lows[step:]), np.maximum(highs[:-step], highs[step:])
 
     def _bounds_within(self, piece: int, first: int, last: int) -> tuple[int, int]:
-        """Return the bounds of the values at the positions [first, last], which one piece contains."""
+        """Return the bounds of the values at the positions [first, last] inside of one piece."""
         slope, start = int(self.slopes[piece]), self._start_list[piece]
         rises = slope * (first - start), slope * (last - start)
         return int(self.lows[piece]) + min(rises), int(self.highs[piece]) + max(rises)
 
 
 def table_size(length: Any) -> Any:
-    """Return the number of int64 elements of a table for ``length`` positions: 0.14 per position, plus 41."""
+    """Return the number of int64 elements of a padded table, about length / 2: a fixed shape for a length."""
     return _HEADER + 4 * (MAX_PIECES + 1) * (length // CELL + 1)
 
 
@@ -150,7 +157,7 @@ def pieces(vectors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copy_to_host(vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors to the host asynchronously, then synchronize once."""
+    """Copy all vectors to the host asynchronously, then synchronize once for all of them."""
     copies = [x.detach().to("cpu", non_blocking=True) for x in vectors]
     for device in {x.device for x in vectors if x.device.type != "cpu"}:
         torch.accelerator.current_stream(device).synchronize()
@@ -158,12 +165,12 @@ def _copy_to_host(vectors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copy_async(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to a device without synchronization."""
+    """Copy a host tensor to a device without synchronization, from pinned memory."""
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def pad_table(table: Ints, batch: int, length: int) -> Tensor:
-    """Return the result of ``sp::pieces``: a header, the pieces, and zeros.
+    """Return a result of ``sp::pieces``: a header, the pieces in at most `table_size` elements, and zeros.
 
     Args:
         table: Starts, lows, highs and slopes, int64 (4, pieces).
@@ -204,18 +211,24 @@ def _fit_pieces(values: Ints) -> Ints:
         starts = np.append(starts, length - 1)
     # Move the last position of a piece to the next one if it fits there better.
     ends = np.append(starts[1:], length) - 1
-    starts[1:] -= _continues_line(values, starts, ends)
+    starts[1:] -= _last_fits_next(values, starts, ends)
     ends = np.append(starts[1:], length) - 1
     first, last = values[:, starts], values[:, ends]
     slopes = np.where(ends > starts, values[:, np.minimum(starts + 1, length - 1)] - first, 0)
     return np.stack([starts, *_batch_bounds(first, last, slopes, ends - starts)])
 
 
-def _continues_line(values: Ints, starts: Ints, ends: Ints) -> Flags:
-    """Return, for each piece but the last, whether its last position fits the next piece's line better.
+def _last_fits_next(values: Ints, starts: Ints, ends: Ints) -> Flags:
+    """Return, for each piece but the last one, True if its last position fits the next piece better.
 
-    It does if it is on that line and the next piece is then the longer one. The number of a one-token document is on a
-    line with the first position of the next document, to which it does not belong.
+    It does if it is on the line of the next piece, which is then the longer one. In the document numbers 0 0 0 1 2 2 2,
+    the one-token document and the first 2 are a line too, but this 2 belongs to the next document. The position of a
+    piece that has only one is never moved, because the piece would be empty.
+
+    Args:
+        values: The vectors, (batch, length).
+        starts: First position of each piece.
+        ends: Last position of each piece, inclusive.
     """
     spans = ends - starts
     last, next_first = ends[:-1], starts[1:]
@@ -225,9 +238,9 @@ def _continues_line(values: Ints, starts: Ints, ends: Ints) -> Flags:
 
 
 def _slope_changes(values: Ints) -> Ints:
-    """Return the positions p > 0 where the step changes in any batch entry, sorted.
+    """Return the positions p > 0 where the slope changes in any batch entry, sorted: two lines meet there.
 
-    Reads _SCAN_CHUNK positions at a time into buffers that stay in the cache.
+    The slope at p is the step to p + 1. Reads _SCAN_CHUNK positions at a time into buffers that stay in the cache.
     """
     changes = [np.empty(0, np.int64)]
     for row in values:
@@ -250,7 +263,7 @@ def sorted_unique(x: Ints) -> Ints:
 
 
 def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return (lows, highs, slopes) over the batch: lines of one slope, or bounds where slopes differ or are too large.
+    """Return (lows, highs, slopes) over the batch: lines of one slope, or bounds if slopes differ.
 
     Args:
         first: (batch, pieces), the value at the first position of each piece.
@@ -268,16 +281,16 @@ def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[I
 
 
 def _piece_extremes(table: Ints, length: int) -> tuple[Ints, Ints]:
-    """Return the minimum and maximum value of each piece."""
+    """Return the lower and the upper bound of all values of each piece, which are at one of its ends."""
     starts, lows, highs, slopes = table
     rise = slopes * (np.append(starts[1:], length) - 1 - starts)
     return lows + np.minimum(rise, 0), highs + np.maximum(rise, 0)
 
 
 def _coarsen(table: Ints, length: int) -> Ints:
-    """Replace the pieces of crowded cells by one bounding piece each, and merge equal neighbors.
+    """Replace the pieces of each cell in which more than MAX_PIECES start by one bounding piece.
 
-    Table: (4, pieces), of positions [0, length).
+    The result fits `table_size` elements. Equal neighbors are merged. Table: (4, pieces), of positions [0, length).
     """
     crowded = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
     if not crowded.any():
@@ -300,13 +313,13 @@ def _coarsen(table: Ints, length: int) -> Ints:
 
 
 def cut_pieces(table: Ints, positions: Ints) -> Ints:
-    """Cut the pieces (4, pieces) at these positions too."""
+    """Return a table (4, pieces) of the same lines in which pieces start at these positions, too."""
     starts = sorted_unique(np.concatenate([table[0], positions]))
     return np.stack([starts, *_lines_at(table, starts)])
 
 
 def _lines_at(table: Iterable[Ints], positions: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return (lows, highs, slopes) of the pieces (4, pieces) at these positions."""
+    """Return (lows, highs, slopes) of the table (4, pieces), as if pieces started at these positions."""
     starts, lows, highs, slopes = table
     piece = np.searchsorted(starts, positions, "right") - 1
     rise = slopes[piece] * (positions - starts[piece])

@@ -244,9 +244,9 @@ SHOWN_CHARACTERS = 1000  # characters of a text, in an error message
 def _power(base: Any, exponent: Any) -> Any:
     """Return the power, limited so that a text cannot fill the memory."""
     if not exponent.is_Integer or not 0 <= exponent <= 8:
-        raise _syntax_error(f"({base})**{exponent}", "powers are from 0 to 8")
+        raise SyntaxError(f"the exponent of ({base})**{exponent} is not from 0 to 8")
     if base.is_Rational and max(abs(base.p), base.q) >= 1 << 64:
-        raise _syntax_error(f"({base})**{exponent}", "the base is too large")
+        raise SyntaxError(f"the base of ({base})**{exponent} is too large")
     return base**exponent
 
 
@@ -289,7 +289,7 @@ def _read_node(node: ast.AST) -> Any:
             return sympy.Integer(number)
         case ast.Name(id=name):
             if not _PREDICATE_SYMBOL.fullmatch(name):
-                raise _syntax_error(name, "known symbols are q, k, row<i>, col<i> and n<i>")
+                raise SyntaxError(f"{name!r} is not one of q, k, row<i>, col<i> and n<i>")
             return sympy.Symbol(name, integer=True)
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATIONS:
             return _OPERATIONS[type(op)](_read_node(operand))
@@ -299,7 +299,7 @@ def _read_node(node: ast.AST) -> Any:
             return _OPERATIONS[type(op)](_read_node(left), _read_node(right))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _PREDICATE_FUNCTIONS:
             return _PREDICATE_FUNCTIONS[name](*map(_read_node, args))
-    raise _syntax_error(ast.unparse(node), f"{type(node).__name__} is not in the language")
+    raise SyntaxError(f"{ast.unparse(node)!r} is not a sum, product, comparison or known function of integers")
 
 
 @lru_cache(maxsize=1024)
@@ -313,8 +313,6 @@ def parse_predicate(text: str) -> Any:
         return sympy.true
     try:
         expr = _read_node(ast.parse(text.strip(), mode="eval").body)
-    except SpError:
-        raise
     except _PARSE_ERRORS as error:
         raise _syntax_error(text, error) from error
     if any(_is_condition(side) for relation in expr.atoms(Relational) for side in relation.args):
@@ -325,7 +323,8 @@ def parse_predicate(text: str) -> Any:
 
 
 def _syntax_error(text: str, cause: object) -> SpError:
-    return SpError("SP441", f"mask predicate: {text[:SHOWN_CHARACTERS]!r} is malformed: {cause}.")
+    """Return the error of a predicate that cannot be parsed."""
+    return SpError("SP441", f"The mask predicate {text[:SHOWN_CHARACTERS]!r} is malformed: {cause}.")
 
 
 def _is_condition(expr: Any) -> bool:

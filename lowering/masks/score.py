@@ -1,4 +1,4 @@
-"""Register, run and differentiate score functions, which modify scaled attention scores before the softmax.
+"""Register, run and differentiate score functions, which modify attention scores before the softmax.
 
     def forward(self, s, q, k, head0):            ALiBi: head0 is a slope per query head
         sub = torch.ops.aten.sub.Tensor(k, q)
@@ -62,23 +62,24 @@ def register_score(graph: Graph, fills: bool = False, names: Mapping[str, str] =
 
 
 def score_symbols(name: str) -> frozenset[str]:
-    """Return the names of the inputs, except the score."""
+    """Return the names of the inputs, except the score, whose values a call must pass."""
     return frozenset(str(node.target) for node in _score_inputs(name)) - {"s"} if name else frozenset()
 
 
 def _score_inputs(name: str) -> list[Node]:
+    """Return the placeholders of a score function, named as its inputs."""
     return SCORES[name].graph.graph.find_nodes(op="placeholder")
 
 
 def may_have_fills(name: str) -> bool:
-    """Return True if results may be fills, large and finite."""
+    """Return True if results may be fills, so that all keys of a row must be computed at once."""
     return bool(name) and SCORES[name].fills
 
 
 def num_saved_tensors(name: str) -> int:
     """Estimate the factor by which a function multiplies the score tensors that a backward saves.
 
-    About one operation in four saves a tensor; casts save none.
+    Attention computes fewer queries at a time by it. About one operation in four saves a tensor; casts save none.
     """
     if not name:
         return 1
@@ -87,7 +88,10 @@ def num_saved_tensors(name: str) -> int:
 
 
 def rename_score(name: str, names: Mapping[str, str]) -> str:
-    """Rename inputs, and return the name of the function that has them."""
+    """Return the name of the same function with renamed inputs, registered.
+
+    In a balanced layout, for example, ``q`` becomes a vector of the positions of reordered rows.
+    """
     if names.keys().isdisjoint(score_symbols(name)):
         return name
     return register_score(SCORES[name].graph.graph, SCORES[name].fills, names)
@@ -101,7 +105,10 @@ class _ScoreInterpreter(Interpreter):
         self.score, self.replacements = score, replacements
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator or its replacement; create constants on the device of the scores, with their ndim."""
+        """Run an operator or its replacement; create constants on the device of the scores, with their ndim.
+
+        With that ndim a constant broadcasts to the scores and takes part in type promotion as a tensor does.
+        """
         if target is aten.full.default:
             fill_value = args[1]
             return torch.full((1,) * self.score.ndim, fill_value, dtype=kwargs["dtype"], device=self.score.device)
@@ -133,7 +140,7 @@ def evaluate_score(
 
 
 class _Lookup(NamedTuple):
-    """One indexing of a table by a score function."""
+    """One indexing of a table by a score function; its gradient is added at these indices."""
 
     table: str  # name of the table
     indices: list[Tensor]  # one for each dim of the table

@@ -1,4 +1,4 @@
-"""Describe the rows of a sequence that a local tensor contains, as six ints and as segments of consecutive rows.
+"""Describe the rows of a local tensor, as a span of six ints and as segments of consecutive rows.
 
     8 rows, zigzag over 2 ranks: rank 0 has the rows 0, 1, 6, 7
     span      [2, 2, 1, 0, 0, 8]
@@ -25,7 +25,7 @@ from sp_compile.lowering.comm.communicator import current_communicator
 
 
 class Segment(NamedTuple):
-    """Consecutive rows with consecutive indices."""
+    """Consecutive local rows with consecutive indices; a plain shard has one, a zigzag shard two."""
 
     first: int  # index of the first row
     offset: int  # local offset of the first row
@@ -45,21 +45,21 @@ def full_span(length: int) -> Span:
 
 
 def shard_spans(frame: FrameArg, n: int) -> list[Span]:
-    """Return the spans of the concatenated shards of n ranks.
+    """Return the spans of the shards of n ranks, gathered but not reordered.
 
-    A zigzag frame has two: one of the first chunks and one of the second chunks.
+    A zigzag frame has two: one of the first chunks of all ranks and one of the second chunks.
     """
     ends = [frame[2], frame[3]]
     return [[1, folds, 1, 0, *ends] for folds in (1, -n)[: frame_folds(frame)]]
 
 
 def shard_span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span:
-    """Return the span of a shard.
+    """Return the span of a rank's shard, or of the one that it has received by a ring.
 
     Args:
         frame: Placement of the sequence dim.
         n: The number of ranks.
-        stride: The number of ranks of a neighborhood, which have the same rows.
+        stride: The number of ranks of a neighborhood: consecutive ranks that split the heads and have the same rows.
         shift: The number of ring steps by which the shard has moved.
     """
     return [n // stride, frame_folds(frame), stride, shift, frame[2], frame[3]]
@@ -83,7 +83,7 @@ def span_rows(span: Sequence[int], local_length: int, rank: int) -> Rows:
     Args:
         span: The span.
         local_length: The number of local rows.
-        rank: The rank, or the index of its neighborhood: rank // stride.
+        rank: The rank, or the index of its neighborhood, rank // stride, see `shard_span`.
     """
     n, folds, _, shift, start, length = (int(x) for x in span)
     r = (rank - shift) % n
@@ -100,7 +100,7 @@ def span_rows(span: Sequence[int], local_length: int, rank: int) -> Rows:
 
 
 def _join_segments(segments: Iterable[Segment]) -> Rows:
-    """Join segments whose indices and offsets are consecutive."""
+    """Join segments whose indices and offsets are consecutive, such as the last zigzag rank's."""
     joined: list[Segment] = []
     for segment in segments:
         last = joined[-1] if joined else Segment(-1, -1, 0)
@@ -112,14 +112,14 @@ def _join_segments(segments: Iterable[Segment]) -> Rows:
 
 
 def sort_by_index(rows: Rows) -> Rows:
-    """Return rows with the same indices, sorted and without padding, in the fewest segments."""
+    """Return rows with the same indices, sorted and without padding: a form in which to count pairs."""
     ordered = sorted(rows)
     offsets = accumulate((segment.length for segment in ordered), initial=0)
     return _join_segments(segment._replace(offset=offset) for segment, offset in zip(ordered, offsets))
 
 
 def valid_extent(rows: Rows) -> tuple[int, int]:
-    """Return the local offsets [low, high) from the first valid row to the last."""
+    """Return the local offsets [low, high) of all valid rows and of padding between them."""
     return (rows[0].offset, rows[-1].offset + rows[-1].length) if rows else (0, 0)
 
 
@@ -134,13 +134,13 @@ def index_intervals(rows: Rows, low: int, high: int) -> list[tuple[int, int]]:
 
 
 def row_indices(rows: Rows, low: int, high: int, device: torch.device) -> Tensor:
-    """Return the indices of the local rows [low, high): int64 (high - low,)."""
+    """Return the indices of the local rows [low, high), the values of ``q`` or ``k``: int64 (high - low,)."""
     parts = [torch.arange(first, last + 1, device=device) for first, last in index_intervals(rows, low, high)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def take_rows(x: Tensor, dim: int, rows: Rows, low: int, high: int) -> Tensor:
-    """Return the entries of an unsharded x for some local rows; a view if they are contiguous.
+    """Return the entries of an unsharded x, a mask or a vector, for some local rows; a view if contiguous.
 
     Args:
         x: An unsharded tensor, indexed by the rows' indices.
@@ -154,5 +154,5 @@ def take_rows(x: Tensor, dim: int, rows: Rows, low: int, high: int) -> Tensor:
 
 
 def index_boundaries(rows: Rows) -> list[int]:
-    """Return the local offsets at which indices are not consecutive."""
+    """Return the local offsets at which a new segment begins, so that plans can cut there."""
     return [second.offset for _, second in pairwise(rows)]

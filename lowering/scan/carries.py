@@ -8,7 +8,8 @@ earlier chunks in scan order.
     "steps"    ceil(log2 n) shifts, step k to the rank 2^k later: at most ceil(log2 n) * C bytes
 
 Summaries have shape (folds, ...), in the order of the chunks of this rank. Nothing here is differentiable, except
-where a docstring declares it.
+where a docstring declares it. A segment is a run of rows with one id; nothing is carried from a segment into the next.
+A stop marks a chunk in which a segment begins. A monoid is an operation with a neutral element (``monoids.py``).
 
 ``sp::to_bytes`` and ``sp::from_bytes`` pack values of several dtypes into one buffer, so that one collective exchanges
 them. They are opaque, because the code that a compiler generates for reinterpreted bytes depends on their alignment.
@@ -56,12 +57,12 @@ class CarryExchange(NamedTuple):
 
     @property
     def backward(self) -> CarryExchange:
-        """Return the exchange of a scan in the other direction."""
+        """Return the exchange of a scan in the other direction, as a backward needs it."""
         return self._replace(reverse=not self.reverse)
 
     @property
     def frame(self) -> list[int]:
-        """Return the frame of one row per chunk."""
+        """Return the frame of a sequence with one row per chunk, by which gathered summaries are reordered."""
         chunks = self.n * self.folds
         return [1, chunks, 0, chunks, self.folds]
 
@@ -109,7 +110,7 @@ def scan_carry(
 
 
 def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchange) -> Pair:
-    """Return the extreme before the chunks of this rank and its index.
+    """Return the running max or min of all rows before the chunks of this rank, and its index.
 
     Args:
         value: (folds, ...), the extreme of each chunk.
@@ -158,10 +159,10 @@ def recurrence_carry(
 
 
 def previous_ends(ends: Tensor, first: Tensor, exchange: CarryExchange) -> Tensor:
-    """Return the ends of the chunks before those of this rank. Differentiable.
+    """Return the ends of the chunks before those of this rank. Differentiable, for second derivatives.
 
     Args:
-        ends: (folds, ...), the end of each chunk.
+        ends: (folds, ...), the end of each chunk: the result of the scan at its last row in scan order.
         first: (...), the value before the first chunk.
         exchange: The direction and the exchange.
     """
@@ -172,13 +173,13 @@ def previous_ends(ends: Tensor, first: Tensor, exchange: CarryExchange) -> Tenso
 
 
 def last_end(ends: Tensor, exchange: CarryExchange) -> Tensor:
-    """Return the end (...) of the last chunk, an invariant value, from ends (folds, ...). Differentiable."""
+    """Return the end (...) of the last chunk, on every rank, from ends (folds, ...). Differentiable."""
     rows = sp.unshard(ends, 0, exchange.frame, exchange.n, exchange.group)
     return rows[0] if exchange.reverse else rows[-1]
 
 
 def _gather_parts(parts: list[Tensor], exchange: CarryExchange) -> list[Tensor]:
-    """Gather the parts of all chunks, (n * folds, ...) each, in scan order."""
+    """Gather several tensors of summaries by one all-gather: all chunks, (n * folds, ...), in scan order."""
     sent = parts[0] if len(parts) == 1 else sp.to_bytes(parts)
     gathered = current_communicator().all_gather(sent, exchange.n, exchange.group)
     rows = to_sequence_order(gathered, exchange.frame, exchange.n)
@@ -187,7 +188,7 @@ def _gather_parts(parts: list[Tensor], exchange: CarryExchange) -> list[Tensor]:
 
 
 def _shift_results(inclusive: Tensor, identity: float, positions: Tensor) -> Tensor:
-    """Return the running results before the chunks at these positions of the scan order."""
+    """Return the carries into the chunks at these positions of the scan order, from results after them."""
     first = torch.full_like(inclusive[:1], identity)
     return torch.cat([first, inclusive[:-1]]).index_select(0, positions)
 
@@ -246,6 +247,7 @@ def _shift_state(state: Any, step: int, exchange: CarryExchange) -> Any:
 
 
 def _row_bytes(part: Tensor) -> int:
+    """Return the bytes of one row of a part in the packed message."""
     return math.prod(part.shape[1:]) * part.element_size()  # Size.numel would make symbolic sizes constants
 
 
@@ -254,7 +256,7 @@ def _row_bytes(part: Tensor) -> int:
     lambda parts: parts[0].new_empty((parts[0].shape[0], sum(map(_row_bytes, parts))), dtype=torch.uint8),
 )
 def to_bytes(parts: list[Tensor]) -> Tensor:
-    """Pack the rows of several tensors of any dtypes: (k, ...) each -> (k, bytes) uint8.
+    """Pack the rows of tensors of any dtypes, to send them as one: (k, ...) each -> (k, bytes) uint8.
 
     Source: views and one copy.
     """

@@ -120,7 +120,7 @@ def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bo
 
 
 def _to_three_dims(x: Tensor, dim: int) -> Tensor:
-    """Return x as (outer, length, inner), contiguous."""
+    """Return x as (outer, length, inner), contiguous, as kernels read it; `dim` becomes the length."""
     if x.ndim == 0:
         return x.reshape(1, 1, 1)
     dim %= x.ndim
@@ -129,7 +129,7 @@ def _to_three_dims(x: Tensor, dim: int) -> Tensor:
 
 
 def _compact_starts(starts: Tensor | None, x: Tensor, dim: int) -> Tensor | None:
-    """Return starts as (outer|1, length, inner|1), not repeated where outer or inner share them."""
+    """Return starts for kernels, (outer|1, length, inner|1): a size of 1 where all of x shares them."""
     if starts is None:
         return None
     dim %= max(x.ndim, 1)
@@ -141,12 +141,12 @@ def _compact_starts(starts: Tensor | None, x: Tensor, dim: int) -> Tensor | None
 
 
 def _common_sizes(sizes: Sequence[int], x_sizes: Sequence[int]) -> Sequence[int]:
-    """Return the sizes to expand to: their own if all are 1, else those of x."""
+    """Return the sizes to which `starts` are expanded before or after dim: all 1 if they are, else x's."""
     return sizes if math.prod(sizes) == 1 else x_sizes
 
 
 def _total_shape(x: Tensor, dim: int) -> list[int]:
-    """Return the shape of x without dim."""
+    """Return the shape of x without dim, which is that of a total."""
     shape = list(x.shape)
     if shape:
         del shape[dim]

@@ -1,4 +1,4 @@
-"""Define the combine functions of scans: five operations, their segmented forms and the diagonal recurrence.
+"""Define the combine functions of scans: five operations, their segmented forms and the recurrence.
 
 All are associative, none needs to commute: ``combine(left, right)`` has the earlier state first. A state is a tensor or
 a pytree of tensors, such as (value, index) of a running maximum.
@@ -35,7 +35,7 @@ class Monoid:
         return self.name in ("max", "min")
 
     def identity(self, dtype: torch.dtype) -> float:
-        """Return e with combine(e, x) == x for every x of the dtype."""
+        """Return the neutral element e of a dtype, with combine(e, x) == x: the result before any row."""
         if dtype.is_floating_point or abs(self.neutral) != torch.inf:
             return self.neutral
         if dtype is torch.bool:
@@ -57,9 +57,9 @@ MONOIDS = {
 
 
 def segment_combine(combine: Combine) -> Combine:
-    """Return a combine function of states (start, values).
+    """Return the combine function of states (start, values) for a scan of segments.
 
-    Nothing is carried into a state that contains the start of a segment.
+    `start` is True if a segment begins in the rows of the state; nothing before that is carried into it.
     """
 
     def join(left: Any, right: Any) -> Any:
@@ -81,7 +81,7 @@ def is_later_extreme(op: str, later: Tensor, earlier: Tensor) -> Tensor:
 
 
 def select_combine(op: str) -> Combine:
-    """Return a combine function of states (value, index) under max or min."""
+    """Return the combine function of states (value, index) for a running max or min with its index."""
 
     def select(left: Pair, right: Pair) -> Pair:
         """Return the extreme of two values with its index."""
@@ -93,7 +93,7 @@ def select_combine(op: str) -> Combine:
 
 
 def compose_affine(left: Pair, right: Pair) -> Pair:
-    """Compose states (a, b), the maps h -> a * h + b; left is applied first."""
+    """Compose states (a, b), the maps h -> a * h + b of rows of a recurrence; left is applied first."""
     (left_a, left_b), (a, b) = left, right
     return left_a * a, torch.addcmul(b, a, left_b)
 
@@ -113,7 +113,7 @@ def accumulate_dtype(op: str, dtype: torch.dtype, device: torch.device | str) ->
 
 
 def is_scannable(dtype: torch.dtype) -> bool:
-    """Return True if scans support the dtype.
+    """Return True if the scans of this package support the dtype, so that they may replace torch's.
 
     These are bool, uint8, int8 to int64, and floating-point numbers of 16 bits or more.
     """

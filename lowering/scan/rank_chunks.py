@@ -52,7 +52,7 @@ def segment_starts(cuts: Tensor, exchange: CarryExchange) -> Tensor:
 
 
 def shift_rows(x: Tensor, carry: Tensor, exchange: CarryExchange) -> Tensor:
-    """Return the previous row of each row, in scan order.
+    """Return the previous row of each row in scan order: y_(i-1) for the derivatives of y_i.
 
     The row before a chunk's first is its `carry`, (..., chunks, 1, ...).
     """
@@ -61,7 +61,7 @@ def shift_rows(x: Tensor, carry: Tensor, exchange: CarryExchange) -> Tensor:
 
 
 def chunks_first(x: Tensor, exchange: CarryExchange) -> Tensor:
-    """Move the chunks first: (..., chunks, ...) without the dim of rows -> (chunks, ...)."""
+    """Move the chunks first, as of summaries: (..., chunks, ...) without the dim of rows -> (chunks, ...)."""
     return x.movedim(exchange.dim, 0)
 
 
@@ -78,7 +78,7 @@ def last_rows(x: Tensor, exchange: CarryExchange) -> Tensor:
 def scan_chunks(
     x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, spec: ScanSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the scan in spec.dtype, the carries into the chunks, and whether a segment begins at their first rows.
+    """Return the scan in spec.dtype, the carries, and whether a segment begins at each chunk's first row.
 
     The carry is None on one rank; the flag (cut) is None unless first and last were compared. Both are rows,
     (..., chunks, 1, ...).
@@ -106,13 +106,16 @@ def scan_chunks(
 
 
 def join_boundaries(cuts: Tensor, cut: Tensor, exchange: CarryExchange) -> Tensor:
-    """Return cuts with the first row of each chunk, in scan order, compared with the row before it."""
+    """Return cuts with a cut before each chunk's first row, in scan order, if `cut` is True for the chunk.
+
+    A backward needs all cuts; the forward has compared the ends of chunks with those of other ranks.
+    """
     first_row = cuts.shape[exchange.rows] - 1 if exchange.reverse else 0
     return cuts | (cut & (_row_indices(cuts, exchange) == first_row))
 
 
 def _row_indices(x: Tensor, exchange: CarryExchange) -> Tensor:
-    """Return the indices of the rows, int64, broadcast to x."""
+    """Return the indices of the rows within their chunk, int64, with the number of dims of x."""
     return column_along(torch.arange(x.shape[exchange.rows], device=x.device), exchange.rows, x.ndim)
 
 

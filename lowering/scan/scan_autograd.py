@@ -42,12 +42,12 @@ from .rank_chunks import (
 
 
 def scan_with_grad(x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, spec: ScanSpec) -> Tensor:
-    """Return `scan_chunks` of these arguments, without the carries. Differentiable in x any number of times."""
+    """Return the scan of `scan_chunks`, differentiable in x any number of times."""
     return _ScanFunction.apply(x, cuts, first, last, spec)[0]
 
 
 def extremes_with_grad(x: Tensor, op: str, exchange: CarryExchange) -> Pair:
-    """Return the running extreme, differentiable, and its position, int64."""
+    """Return the running max or min of `extremum_chunks`, differentiable, and its position, int64."""
     best, index, _ = _ExtremesFunction.apply(x, op, exchange)
     return best, index
 
@@ -63,12 +63,17 @@ def recurrence_with_grad(
 
 
 def _mark_undifferentiated(ctx: Any, *results: Tensor | None) -> None:
-    """Mark results of an autograd function, some of which may be None; their cotangents are None, not zeros."""
+    """Mark results of an autograd function that have no gradient; those that are None are skipped.
+
+    Missing cotangents are then None instead of zeros, for which a backward would exchange carries.
+    """
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(result for result in results if result is not None))
 
 
 class _ScanFunction(Function):
+    """Scan of chunks, whose backward is a scan or a recurrence in the other direction."""
+
     generate_vmap_rule = True
     forward = staticmethod(scan_chunks)
 
@@ -99,6 +104,8 @@ class _ScanFunction(Function):
 
 
 class _ExtremesFunction(Function):
+    """Running extreme of chunks and its position, whose backward is a recurrence the other way."""
+
     generate_vmap_rule = True
     forward = staticmethod(extremum_chunks)
 
@@ -121,6 +128,8 @@ class _ExtremesFunction(Function):
 
 
 class _RecurrenceFunction(Function):
+    """Diagonal recurrence of chunks, whose backward is a recurrence in the other direction."""
+
     generate_vmap_rule = True
     forward = staticmethod(recurrence_chunks)
 
@@ -156,7 +165,7 @@ class _RecurrenceFunction(Function):
 
 
 def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, spec: ScanSpec) -> Tensor:
-    """Return the cotangent of x, by the recurrence of the table above in the other direction.
+    """Return the cotangent of x, by the recurrence of the module's table in the other direction.
 
     Args:
         grad: The cotangent of y.
@@ -186,7 +195,9 @@ def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Te
 
 
 def _carried_states(y: Tensor, carry: Tensor | None, first: Tensor | None, exchange: CarryExchange) -> Tensor:
-    """Return the end of the chunk before each chunk, (..., chunks, 1, ...).
+    """Return the end of the chunk before each chunk: the result at its last row, (..., chunks, 1, ...).
+
+    These are the saved carries. They are constants, so that a second derivative exchanges the ends again.
 
     Args:
         y: The result of the scan.
@@ -204,6 +215,8 @@ def _carried_states(y: Tensor, carry: Tensor | None, first: Tensor | None, excha
 def _final_state(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, exchange: CarryExchange) -> Tensor:
     """Return the state after the last chunk, (...), of the recurrence w with the factors a.
 
+    In a backward it is the gradient of the initial state.
+
     Args:
         a: The factors.
         w: The result of the recurrence.
@@ -218,7 +231,7 @@ def _final_state(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, excha
 
 
 def _linearize_scan(op: str, x: Tensor, previous: Tensor, y: Tensor | None) -> Pair:
-    """Return a and c of the table above.
+    """Return the factors a and c of the module's table, which make the derivative of a scan a recurrence.
 
     Args:
         op: The operation.

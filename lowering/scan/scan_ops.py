@@ -1,4 +1,4 @@
-"""Define ``sp::scan``, ``sp::extremes`` and ``sp::linear_scan``, which scan a full or a sharded tensor along a dim.
+"""Define ``sp::scan``, ``sp::extremes`` and ``sp::linear_scan``, for full tensors and for shards.
 
     sp.scan(x, None, 1, "sum", frame=[1, 8, 0, 8], n=2, group="sp")    x: columns 4 r to 4 r + 3 of rank r, of 8
 
@@ -55,7 +55,7 @@ class ScanShards(NamedTuple):
         return CarryExchange(dim % x.ndim, reverse, n, folds, self.exchange, self.group)
 
     def fill_padding(self, x: Tensor, dim: int, fill: float) -> Tensor:
-        """Write ``fill`` into the padding."""
+        """Write ``fill``, the neutral element, into padded rows, so that they change no result of valid rows."""
         return x if self.frame is None else sp.mask(x, dim, self.frame, fill, self.n, self.group)
 
     def window(self, y: Tensor, dim: int) -> Tensor:
@@ -176,12 +176,12 @@ def linear_scan(
 
 
 def _to_chunks(x: Tensor, exchange: CarryExchange) -> Tensor:
-    """View (..., S, ...) as (..., chunks, rows, ...)."""
+    """View (..., S, ...) as (..., chunks, rows, ...), the form of operands in ``rank_chunks.py``."""
     return x.unflatten(exchange.dim, (exchange.folds, x.shape[exchange.dim] // exchange.folds))
 
 
 def _expand_segments(segments: Tensor, x: Tensor, dim: int) -> Tensor:
-    """Return the ids with the number of dims of x, sizes that broadcast, and S in dim."""
+    """Return segment ids with the number of dims of x: S rows in dim, other sizes broadcast to x."""
     if segments.ndim == 1:
         segments = column_along(segments, dim, x.ndim)
     segments = segments.view([1] * (x.ndim - segments.ndim) + list(segments.shape))
@@ -189,7 +189,10 @@ def _expand_segments(segments: Tensor, x: Tensor, dim: int) -> Tensor:
 
 
 def _segment_cuts(segments: Tensor | None, x: Tensor, exchange: CarryExchange) -> Cuts:
-    """Return the cuts of x from its segment ids; without ids on one rank, as those are compared here."""
+    """Return the cuts between segments, and the ids at the ends of chunks, which the exchange compares.
+
+    All are None without segments. On one rank the ends are None, because all ids are compared here.
+    """
     if segments is None:
         return None, None, None
     ids = _to_chunks(_expand_segments(segments, x, exchange.dim), exchange)

@@ -1,5 +1,9 @@
 """Select the implementation of a scan from the lowering table.
 
+Operands are (outer, length, inner): a scan along `length`, of outer * inner independent lines. With segments, `starts`
+is bool (outer|1, length, inner|1), True for rows at which a segment begins, so that nothing is carried into them; a dim
+of size 1 has the same starts for all of x. The kinds "linear" and "linear_total" are recurrences.
+
 An implementation registers itself, under a name and with a rank; the one with the lowest rank that fits a problem runs
 it. It is a `ScanLowering` (or another object) with `fits(problem) -> bool` and the functions scan, extremes, linear and
 linear_total of a problem and its tensors, as `kernels.generic.GenericKernels` describes them. It needs only those for
@@ -67,14 +71,15 @@ def choose_kernel(problem: ScanProblem) -> Callable[..., Any]:
 
 
 def is_torch_lowering(problem: ScanProblem) -> bool:
-    """Return True if the first implementation that fits is an operator of torch."""
+    """Return True if an operator of torch would run the problem: replacing torch's scan gains nothing."""
     return getattr(LOWERINGS[choose_lowering(problem)], "is_torch", False)
 
 
 def start_strides(starts: Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of starts (outer|1, length, inner|1) for outer, row and inner.
+    """Return the strides, in elements, with which a kernel reads starts for an (outer, row, inner) of x.
 
-    A stride is 0 for a dim of size 1, which all share.
+    `starts` is bool (outer|1, length, inner|1), True where a segment begins, or None. A dim of size 1 has stride 0: all
+    of x reads the same entry, and starts are not repeated in memory.
     """
     if starts is None:
         return 0, 0, 0

@@ -28,7 +28,7 @@ from torch._dynamo.exc import (
     TorchRuntimeError,
     exceptions_allowed_to_be_fallback,
 )
-from torch._dynamo.source import ConstantSource, LocalSource
+from torch._dynamo.source import ConstantSource, LocalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.utils import counters
 from torch._guards import ChainedSource, CompileContext, TracingContext
 from torch.fx import GraphModule, Node
@@ -74,6 +74,12 @@ def is_argument(node: Node) -> bool:
     if source is not None and (not isinstance(source, LocalSource) or source.is_derefed_cell_contents):
         return False  # a global or a closed-over value
     return not is_module_state(node)
+
+
+def is_memory_layout(node: Node) -> bool:
+    """Return True if the placeholder of a Dynamo graph is a symbolic stride or storage offset of an argument."""
+    source = getattr(node, "_dynamo_source", None)
+    return isinstance(source, TensorPropertySource) and source.prop is not TensorProperty.SIZE
 
 
 def is_fallback_error(error: BaseException) -> bool:

@@ -5,6 +5,12 @@
 A causal convolution of width k reads low = 1 - k, high = s: one shift of k - 1 rows to the next rank. The backward
 shifts the cotangents of these rows back, and adds them to those of their owner. A ``HaloPart`` contains the rows of one
 rank, and takes one shift. Frames have one fold: in the zigzag layout adjacent chunks are not on adjacent ranks.
+
+    s          rows per rank, including padding; n is the number of ranks
+    frame      how the dim is sharded; its window are the valid positions, all others are padding (``base/frames.py``)
+    part       the rows [first, last) of one rank that this rank reads; ``hop`` is how many ranks before it that is
+    piece      the tensor of a part: received, own rows, or ``fill`` beyond the first or the last rank
+    wraps      whether the ranks form a ring, so that the rows after the last are those of rank 0 (for rolls)
 """
 
 from __future__ import annotations
@@ -24,11 +30,11 @@ from sp_compile.lowering.comm.communicator import current_communicator, from_sen
 
 
 class HaloPart(NamedTuple):
-    """Rows [first, last) of the rank `hop` ranks before."""
+    """Rows [first, last) of the rank `hop` ranks before this one."""
 
-    hop: int  # distance to the owner, in ranks
+    hop: int  # distance to the owner, in ranks; negative for an owner after this rank
     first: int  # first local row of the owner
-    last: int  # end of the local rows
+    last: int  # end of the local rows, exclusive
 
     @property
     def rows(self) -> int:
@@ -48,7 +54,7 @@ class HaloPart(NamedTuple):
 
 
 def split_by_owner(low: int, high: int, s: int) -> list[HaloPart]:
-    """Split the positions [low, high) by the ranks that own them, in order.
+    """Split the positions [low, high) that a rank reads by the ranks that own them, in order.
 
     Args:
         low: First position, relative to a rank's first.
@@ -60,7 +66,7 @@ def split_by_owner(low: int, high: int, s: int) -> list[HaloPart]:
 
 
 def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
-    """Return positions [low, high) around a rank's shard, ``fill`` outside the window. Differentiable.
+    """Return the rows [low, high), relative to this rank's first; ``fill`` outside the window. Differentiable.
 
     Shapes: dim of s -> high - low; outer and inner 1. Bytes: those of the rows that other ranks own, in the backward,
     too.
@@ -73,7 +79,7 @@ def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill:
 
 
 def read_around_ring(x: Tensor, dim: int, low: int, high: int, s: int, n: int, group: str) -> Tensor:
-    """Return positions [low, high) around this rank's shard on a ring without padding. Differentiable.
+    """Return the rows [low, high), relative to this rank's first, on a ring without padding. Differentiable.
 
     As ``read_around``, but rank 0 follows the last rank and every row is valid.
     """
@@ -88,7 +94,10 @@ def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
 def _collect_parts(
     x: Tensor, dim: int, parts: list[HaloPart], wraps: bool, fill: float, n: int, group: str
 ) -> list[Tensor]:
-    """Return a tensor per part: local rows, those of other ranks, or ``fill`` beyond the ends."""
+    """Return the piece of each part: local rows, those of other ranks, or ``fill`` beyond the ends.
+
+    The rows of all other ranks are fetched in one differentiable map, so that their shifts overlap.
+    """
     remote_parts = tuple(part for part in parts if part.is_received(n, wraps))
     received: Iterator[Tensor] = iter(())
     if remote_parts:
@@ -109,7 +118,7 @@ def _collect_parts(
 def _fill_outside(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
     """Replace the rows of x that are padding or beyond the sequence by ``fill``.
 
-    The rows have the positions [low, high) relative to this rank's first. A comparison is left out if it is known to
+    The rows have the positions [low, high) relative to this rank's first. A comparison is omitted if it is known to
     hold on every rank.
     """
     s, (start, length) = local_row_count(frame, n), frame[2:4]
@@ -130,7 +139,10 @@ def _fill_outside(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fil
 
 
 def _fetch_parts(x: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n: int, group: str) -> Tensor:
-    """Fetch rows of other ranks: (.., s, ..) -> (.., rows of all parts, ..)."""
+    """Fetch rows of other ranks: (.., s, ..) -> (.., rows of all parts, ..).
+
+    Every rank has the same parts, so it sends of its own rows those that it reads of others.
+    """
     local_rows = [x.narrow(dim, part.first, part.rows) for part in parts]
     return _join_pieces(_shift_all(local_rows, dim, [part.hop for part in parts], n, group), dim)
 
@@ -144,7 +156,7 @@ def _return_parts(grad: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n
 
 
 def _shift_all(xs: list[Tensor], dim: int, hops: list[int], n: int, group: str) -> list[Tensor]:
-    """Send each x to the rank `hop` further; start all shifts before waiting for the first."""
+    """Send each x to the rank `hop` further on the ring, and return the received ones; all shifts overlap."""
     communicator = current_communicator()
     shifts = [
         communicator.start_shift(to_sendable(x.movedim(dim, 0)), routes.shift_route(group, _ring_offset(hop, n)))
@@ -154,12 +166,15 @@ def _shift_all(xs: list[Tensor], dim: int, hops: list[int], n: int, group: str) 
 
 
 def _ring_offset(hop: int, n: int) -> int:
-    """Return the offset of the rank `hop` further on a ring of n ranks, in the shorter direction."""
+    """Return the offset of the rank `hop` further on a ring of n ranks, negative if that is shorter."""
     hop %= n
     return hop if 2 * hop <= n else hop - n
 
 
 def ring_shifts(low: int, high: int, s: int, n: int, wraps: bool = False) -> list[tuple[int, Any]]:
-    """Return (offset on the ring, rows) of each shift in the forward; the backward negates the offsets."""
+    """Return (offset on the ring, rows) of each shift in the forward, for cost estimates and routes.
+
+    The backward negates the offsets. Arguments: as of `split_by_owner` and `HaloPart.is_received`.
+    """
     parts = split_by_owner(low, high, s)
     return [(_ring_offset(part.hop, n), part.rows) for part in parts if part.is_received(n, wraps)]

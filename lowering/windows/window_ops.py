@@ -9,6 +9,13 @@ stride positions. ``stride`` must divide s. The outer and inner factors of both 
 Bytes: those of the rows that other ranks own, forward and backward, in one shift per owner (see ``halo_exchange.py``):
 one for each direction if a window reaches no further than the next rank. Cotangents of rows outside the window are
 exact zeros. The dim of the sequence is the last one of x unless there is an argument ``dim``.
+
+    window         `width` rows of x, from which one row of the result is computed
+    before, after  rows of ``fill`` before the first and after the last row of x; negative to remove rows
+    frame          how a sequence is sharded over n ranks. Its valid positions are [start, start + length); all others
+                   are padded rows (``base/frames.py``)
+    s              rows of x per rank, including padding
+    wrapped rows   (of a roll) rows of the result whose source is at the other end of the sequence
 """
 
 from __future__ import annotations
@@ -37,7 +44,10 @@ WINDOW_ARGUMENTS = "SymInt[]? frame=None, SymInt[]? result=None, int n=1, str gr
 
 
 def _read_rows(before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int) -> tuple[int, int]:
-    """Return the rows [low, high) that one rank's results read, relative to its first row."""
+    """Return the rows [low, high) that one rank's results read, relative to its first row.
+
+    Arguments: as of `window_shifts`.
+    """
     assert frame_folds(frame) == frame_folds(result) == 1, "the zigzag layout separates the neighbors of a window"
     low = frame[2] - before - stride * result[2]
     return low, low + local_row_count(frame, n) + width - stride
@@ -46,7 +56,7 @@ def _read_rows(before: int, width: int, stride: int, frame: FrameArg, result: Fr
 def window_shifts(
     before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int
 ) -> list[tuple[int, int]]:
-    """Return (offset in ranks, rows) of every shift in the forward of a window on shards.
+    """Return (offset in ranks, rows) of every shift in the forward of a window on shards, for its cost.
 
     Args:
         before: Rows of padding before the first position.
@@ -69,14 +79,27 @@ class WindowPlacement(NamedTuple):
     group: str = ""  # name of the process group
 
     def rows(self, x: Tensor, dim: int, before: int, after: int, width: int, stride: int, fill: float) -> Tensor:
-        """Return the rows that the results of this rank read: padded, or fetched from other ranks."""
+        """Return the rows that this rank's windows read: a padded full tensor, or shards with rows of others.
+
+        Args:
+            x: The operand; its sequence is along ``dim``.
+            dim: The dim of the sequence.
+            before: Rows of ``fill`` before the first row.
+            after: Rows of ``fill`` after the last row.
+            width: Rows of a window.
+            stride: Distance between windows, in rows.
+            fill: The value of rows outside x.
+        """
         if self.frame is None:
             return _pad_rows(x, dim, before, after, fill)
         low, high = _read_rows(before, width, stride, self.frame, self.result or self.frame, self.n)
         return read_around(x, dim, low, high, self.frame, fill, self.n, self.group)
 
     def finish(self, y: Tensor, dim: int) -> Tensor:
-        """Replace padded rows of the result by the nearest valid row. Their cotangents become exact zeros."""
+        """Replace padded rows of the result y by the nearest valid row, as every operator must; last step of each.
+
+        Their cotangents become exact zeros.
+        """
         result = self.result or self.frame
         if self.frame is None or result is None or not is_padded(result, self.n):
             return y
@@ -113,7 +136,7 @@ def conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, before: int, after: int, stride: int = 1, dilation: int = 1,
     groups: int = 1, *placement_args: Any,
 ) -> Tensor:  # fmt: skip
-    """Convolve with ``before`` and ``after`` rows of zeros at the two ends.
+    """Convolve along the sequence, with ``before`` and ``after`` rows of zeros at the two ends.
 
     Shapes: ([B,] C, S), (O, C / groups, K), (O,) -> ([B,] O, (S + before + after - width) // stride + 1), where width =
     dilation * (K - 1) + 1.
@@ -174,13 +197,16 @@ def unfold(
 
 
 class WrappedRows(NamedTuple):
-    """Rows of a roll's result whose source is at the other end of the sequence."""
+    """Wrapped rows: rows of a roll's result whose source is at the other end of the sequence.
+
+    ``low`` and ``high`` are equal on all ranks, and cover the local rows that wrap on any rank.
+    """
 
     first: int  # first result position
-    last: int  # end of the result positions
+    last: int  # end of the result positions, exclusive
     delta: int  # offset from a result position to its source
     low: int  # first local row that wraps on some rank
-    high: int  # end of these local rows
+    high: int  # end of these local rows, exclusive
 
     @property
     def source(self) -> tuple[int, int]:
@@ -189,7 +215,13 @@ class WrappedRows(NamedTuple):
 
 
 def wrapped_rows(shift: int, frame: FrameArg, s: int) -> WrappedRows:
-    """Return the wrapped rows of a roll by 0 < abs(shift) < length along the frame's sequence, s rows per rank."""
+    """Return the wrapped rows of a roll by 0 < abs(shift) < length, if the sequence has padding.
+
+    Args:
+        shift: Number of rows, as of `roll`.
+        frame: Frame of the sequence.
+        s: Rows per rank.
+    """
     _, _, start, length = frame[:4]
     first = start if shift > 0 else start + length + shift
     delta = length - shift if shift > 0 else -(length + shift)
@@ -199,7 +231,7 @@ def wrapped_rows(shift: int, frame: FrameArg, s: int) -> WrappedRows:
 
 
 def roll_shifts(shift: int, frame: FrameArg, n: int) -> list[tuple[int, int]]:
-    """Return (offset in ranks, rows) of every shift in the forward of a roll on shards."""
+    """Return (offset in ranks, rows) of every shift in the forward of a roll on shards, for its cost."""
     s = local_row_count(frame, n)
     if shift == 0 or is_known(s == 0):
         return []

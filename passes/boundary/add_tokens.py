@@ -105,5 +105,5 @@ class BoundaryPasses(Passes):
         num_outputs += len(context.boundary.balanced_order)
         added = range(num_outputs, len(output_leaves(gm)))  # tokens, and rows of deferred outputs' operands
         rows = context.boundary.rows.union(added)
-        context.boundary = replace(context.boundary, num_base_outputs=num_outputs, rows=rows)
+        context.boundary = replace(context.boundary, num_program_outputs=num_outputs, rows=rows)
         return changes

@@ -38,7 +38,7 @@ class GraphBoundary:
     writes: Mapping[int, int] = field(default_factory=dict)  # outputs that are written to sharded inputs, by input
     # The input that is the symbol, or the input and its dim, see `symbol_sources` of `runtime/sharded_values.py`.
     symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
-    num_base_outputs: int | None = None  # outputs without gradient tokens and operands of deferred outputs
+    num_program_outputs: int | None = None  # outputs without gradient tokens and operands of deferred outputs
     balanced_order: tuple[int, ...] = ()  # numbers of the three outputs that are a `RowPermutation`
     views: Sequence[ResultView] = ()  # outputs that are views of other outputs or of arguments
     hidden: int = 0  # number of outputs that exist only for `views`

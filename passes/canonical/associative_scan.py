@@ -1,7 +1,7 @@
 """Replace torch.associative_scan by a scan, or by a tree of combinations.
 
-A call `associative_scan(f, leaves, dim)` folds the rows of a tuple of tensors, its leaves, by an associative combine
-function f(left leaves, right leaves):
+A call `associative_scan(f, leaves, dim)` folds the rows of a tuple of tensors, its *leaves*. The *combine function*
+f(left leaves, right leaves) returns the leaves of the combined rows, and may read other, *captured* values:
 
     (l, r) -> l + r                              sp.scan(x, None, 0, "sum"), for each leaf; also *, maximum,
                                                  minimum, logaddexp
@@ -50,7 +50,7 @@ class CombineOp:
 
 
 def recognize_combine(function: GraphModule, num_leaves: int) -> list[CombineOp] | None:
-    """Recognize the combine function of a scan over a tuple of tensors, its leaves.
+    """Recognize a combine function, and return the scans that compute the same leaves.
 
     Args:
         function: Its graph, a function of the left leaves, the right leaves and captured values.
@@ -71,10 +71,11 @@ def recognize_combine(function: GraphModule, num_leaves: int) -> list[CombineOp]
 
 
 def _logaddexp(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-    """Return a term that is equal for both orders of the operands."""
+    """Return logaddexp(a, b) as a term that is equal for both orders, so that expressions can be compared."""
     return sympy.Function("logaddexp")(*sorted((a, b), key=str))
 
 
+# ops that a recognized combine function may contain, as functions of expressions
 _COMBINE_OPS: dict[Any, Callable[..., sympy.Expr]] = {
     aten.add.Tensor: lambda a, b: a + b,
     aten.sub.Tensor: lambda a, b: a - b,
@@ -91,7 +92,7 @@ _COMBINE_OPS: dict[Any, Callable[..., sympy.Expr]] = {
 
 
 def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) -> sympy.Expr | None:
-    """Return a value as an expanded expression of the nodes with a symbol, or None if an operation is unknown.
+    """Return a value as an expanded expression of symbols, to compare functions; None if an op is unknown.
 
     Args:
         value: The tensor.
@@ -107,7 +108,7 @@ def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) ->
 
 
 def _evaluate_node(node: Node, expressions: Mapping[Node, sympy.Expr]) -> sympy.Expr | None:
-    """Return the expression of a call; None for other ops than those of the table, scaled sums and mixed dtypes."""
+    """Return the expression of a call; None for ops without an entry, scaled sums and mixed dtypes."""
     combine = _COMBINE_OPS.get(node.target)
     if combine is None or any(option not in (1, None) for option in node.kwargs.values()):
         return None
@@ -131,13 +132,17 @@ def scan_of_leaf(e: sympy.Expr | None, i: int, left: list[Any], right: list[Any]
 
 
 def _match_recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
-    """Return a recurrence if result i is right[i] + right[j] * left[i], and result j left[j] * right[j]; else None."""
+    """Return the recurrence that computes leaf i, right[i] + right[j] * left[i], with factors j; else None.
+
+    Leaf j must be the product of the factors, left[j] * right[j].
+    """
     for j, factors in enumerate(results):
         if factors == left[j] * right[j] and results[i] == sympy.expand(right[j] * left[i] + right[i]):
             return CombineOp("linear", (j, i))
     return None
 
 
+# Reasons in the report why a call is gathered.
 UNKNOWN_FUNCTION = "its combine function is not a sum, product, maximum, minimum, log-sum-exp or linear recurrence"
 
 OTHER_DTYPE = "its combine function is not supported for these dtypes: a sum of bools, or a recurrence of two dtypes"
@@ -156,7 +161,7 @@ class _ScanOperands:
 
 @register_pass
 class RewriteAssociativeScans(CanonicalPass):
-    """Replacement of the calls with a recognized combine function."""
+    """Replacement of the associative_scan calls with a recognized combine function."""
 
     requires = frozenset({"normalized"})
     provides = frozenset({"canonical", "scans"})
@@ -176,21 +181,26 @@ class RewriteAssociativeScans(CanonicalPass):
         return changes
 
     def supports_dtypes(self, leaves: Sequence[Node], scan: CombineOp) -> bool:
-        """Return False for a sum of bools, counted by sp.scan, and for unsupported dtypes of a recurrence."""
+        """Return True if sp ops scan these leaves; not sums of bools, which sp.scan counts.
+
+        Args:
+            leaves: All leaves.
+            scan: The scan and the indices of its leaves; a recurrence needs two leaves of one floating dtype.
+        """
         dtypes = [leaves[i].meta["val"].dtype for i in scan.leaves]
         if scan.op == "linear":
             return dtypes[0] == dtypes[1] and dtypes[0].is_floating_point
         return dtypes[0] != torch.bool and is_scannable(dtypes[0])
 
     def _rewrite(self, node: Node, scans: list[CombineOp]) -> None:
-        """Replace the results of an associative_scan that are read; `scans` has one entry per result."""
-        operands = operands_of(list(node.args[1]))
+        """Replace the results of an associative_scan that are read by scans; `scans` has one entry per leaf."""
+        operands = unmoved_operands(list(node.args[1]))
         read_indices = {user.args[1] for user in node.users}
         with self.graph.inserting_before(node):
             self.replace(node, {i: self.emit_leaf_scan(scans[i], operands, node) for i in read_indices})
 
     def emit_leaf_scan(self, scan: CombineOp, operands: _ScanOperands, like: Node) -> Node:
-        """Emit the scan of one leaf, and apply the moves that its operands no longer have.
+        """Emit the scan of one leaf, and move and flip its result as torch moved the operands of the call.
 
         Args:
             scan: The scan and the indices of its leaves.
@@ -213,13 +223,18 @@ class RewriteAssociativeScans(CanonicalPass):
 
 
 def _associative_scan_calls(gm: GraphModule) -> list[Node]:
-    """Return every associative_scan whose results are read by index only."""
+    """Return every associative_scan whose results are read by index only, so that each can be replaced."""
     calls = gm.graph.find_nodes(op="call_function", target=associative_scan_op)
     return [n for n in calls if all(user.target is operator.getitem for user in n.users)]
 
 
-def operands_of(leaves: list[Node], dim: int = 0) -> _ScanOperands:
-    """Return the operands before torch moved the dim to the front and flipped it for a reverse scan."""
+def unmoved_operands(leaves: list[Node], dim: int = 0) -> _ScanOperands:
+    """Return the leaves before torch moved the dim to the front and flipped it for a reverse scan.
+
+    Args:
+        leaves: The leaves as torch scans them.
+        dim: The dim along which it does.
+    """
     operands = _ScanOperands([value_origin(x) for x in leaves], dim)
     while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in operands.leaves}) == 1:  # one op on all leaves
         moved = operands.leaves[0]
@@ -233,7 +248,7 @@ def operands_of(leaves: list[Node], dim: int = 0) -> _ScanOperands:
 
 
 def _source_dim(node: Node, dim: int) -> int | None:
-    """Return the operand's dim that is dim `dim` of the result if the op permutes dims or flips only this one."""
+    """Return the dim of the operand of a permutation or flip that is dim `dim` of its result; else None."""
     if flips_along(node, dim):
         return dim
     order = permutation_of(node) if not node.kwargs else None
@@ -241,7 +256,7 @@ def _source_dim(node: Node, dim: int) -> int | None:
 
 
 class ExpandAssociativeScans(Pass):
-    """Expansion of the remaining calls, level by level, into functional torch ops.
+    """Expansion of the remaining associative_scan calls, on gathered leaves, into functional torch ops.
 
     Memory is linear in the length. Lengths become constants.
     """
@@ -261,13 +276,13 @@ class ExpandAssociativeScans(Pass):
 
 
 def _build_tree(combine: GraphModule, num_leaves: int) -> Callable[..., Any]:
-    """Return a function of the leaves and the captured values that scans the leaves along dim 0."""
+    """Return a function of the leaves and the captured values that scans the leaves along dim 0, for a trace."""
 
     def run(*inputs: Any) -> Any:
-        """Scan the first `num_leaves` inputs; the combine function also reads the other inputs."""
+        """Scan the first `num_leaves` inputs; the others are the captured values."""
 
         def combine_states(left: Any, right: Any) -> Any:
-            """Return the leaves of the combined state."""
+            """Return the leaves of the rows combined from left and right ones, by the graph of the function."""
             return list(Interpreter(combine).run(*left, *right, *inputs[num_leaves:]))
 
         return tree.tree_inclusive(combine_states, list(inputs[:num_leaves]), 0)

@@ -43,5 +43,5 @@ class Canonicalize(Passes):
 
     @classmethod
     def parts(cls) -> list[type[CanonicalPass]]:
-        """Return the registered canonical passes."""
+        """Return the registered canonical passes, ordered so that each runs after the passes that it requires."""
         return registered_passes(CanonicalPass)

@@ -7,8 +7,10 @@
     y[inverse of order], out[order] = y  sp.from_sorted
     out.index_add(0, order // k, y)      out + the sum of the k unsorted rows of each token; scatter_add, too
 
-Mixtures of experts (torchtitan, transformers) have this form: `ids` are the experts of each token, R = tokens * k rows.
-The unsorted result does not depend on the order of the rows in between, so each rank may sort its own rows.
+Mixtures of experts (torchtitan, transformers) have this form: `ids`, the unsorted keys, are the k experts of each
+token, for R = tokens * k rows. To *unsort* rows restores the order of `ids`. A *grouped product* multiplies the rows of
+equal key by one matrix, w[key]. The unsorted result does not depend on the order of the rows in between, so each rank
+may sort its own rows.
 
 Every node between the sort and the restored order must be of a known kind, which `_SortUses` records. Unchanged, with a
 note: sorts whose order of keys has another use.
@@ -54,7 +56,7 @@ GROUPED_MM_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 @register_pass
 class RewriteSortedRows(CanonicalPass):
-    """Replacement of every sort along which only complete rows are moved."""
+    """Replacement of every sort whose order only moves complete rows, which are unsorted later."""
 
     requires = frozenset({"normalized"})
 
@@ -91,7 +93,7 @@ class RewriteSortedRows(CanonicalPass):
         return True
 
     def _replacement(self, old: Node, uses: _SortUses, keys: Node, order: Node) -> Node:
-        """Emit the replacement of one use of the sorted rows.
+        """Emit the replacement of one use of the sorted rows and return it.
 
         Args:
             old: The use: a read of unsorted rows, a grouped product, a count, or an op that unsorts.
@@ -122,7 +124,8 @@ class RewriteSortedRows(CanonicalPass):
 class _SortUses:
     """Uses of the result of a sort, by kind.
 
-    The methods that match a node return True, and record the node in a field, if it is a use of their kind.
+    `accept` examines the readers of values that depend on the order, in graph order. The methods that match a node
+    return True, and record the node in a field, if it is a use of their kind; `RewriteSortedRows` replaces it later.
     """
 
     ids: Node  # unsorted keys (R,)
@@ -143,16 +146,19 @@ class _SortUses:
     unsupported: Node | None = None  # first unsupported use
 
     def has_length(self, num_rows: Size) -> bool:
-        """Return True for the number of sorted rows."""
+        """Return True if the number is R, the number of keys, so that a use reads or writes all sorted rows."""
         return is_same_size(num_rows, node_shape(self.order)[0])
 
     def depends_on_order(self, node: Any) -> bool:
-        """Return True if the value is in the order of the keys or computed from that order."""
+        """Return True if a value has rows in the order of the keys, or is computed from that order.
+
+        The readers of such a value must be supported, and it must be no other operand of a use.
+        """
         fields = (self.rows, self.tokens, self.expanded, self.inverse, self.buffers, self.views)
         return isinstance(node, Node) and any(node in nodes for nodes in fields)
 
     def accept(self, node: Node) -> bool:
-        """Record a reader of the region's values and return True if its use is supported."""
+        """Record a reader of values that depend on the order; return True if its use is of a known kind."""
         if node.op != "call_function":
             return False
         if (node.target is operator.getitem and node.args[0] in self.rows) or value_origin(node) in self.rows:
@@ -163,7 +169,7 @@ class _SortUses:
         return any(match(node) for match in matchers)
 
     def _match_read(self, node: Node) -> bool:
-        """Match an index or gather that sorts rows, or that unsorts them by the inverse permutation."""
+        """Match an index or gather that sorts rows by the order or by tokens, or unsorts them by the inverse."""
         if node.target is aten.index.Tensor and len(node.args[1]) == 1:
             x, (index,) = node.args
         elif node.target is aten.gather.default and node.args[1] == 0:
@@ -208,7 +214,7 @@ class _SortUses:
         return True
 
     def _match_write(self, node: Node) -> bool:
-        """Match a computation of the inverse permutation, or a write of all rows to the unsorted order."""
+        """Match a computation of the inverse permutation, or a write that unsorts all rows, out[order] = rows."""
         if node.target in FACTORIES_LIKE and node.args[0] is self.order:
             self.buffers.add(node)
             return True
@@ -238,7 +244,10 @@ class _SortUses:
         return True
 
     def _match_counts(self, node: Node) -> bool:
-        """Match a histogram of the keys, sorted or not; only one of the sorted keys is replaced."""
+        """Match a histogram of the keys, which is equal for sorted and unsorted ones.
+
+        Only a histogram of the sorted keys is recorded, since it must read the unsorted ones instead.
+        """
         if node.target is not aten.histc.default:
             return False
         x = _skip_exact_casts(node.args[0])
@@ -247,7 +256,10 @@ class _SortUses:
         return x in (self.keys, self.ids)
 
     def _is_group_ends(self, node: Node, num_groups: Size) -> bool:
-        """Return True if the node is the cumulative sum of the counts of the keys 0, ..., num_groups - 1."""
+        """Return True if a node is the end of each group of rows, as a grouped product reads it.
+
+        That is the cumulative sum of the counts of the keys 0, ..., num_groups - 1.
+        """
         if node.target is not aten.cumsum.default:
             return False
         counts = _skip_exact_casts(node.args[0])
@@ -273,8 +285,8 @@ class _SortUses:
     def _match_row_wise(self, node: Node) -> bool:
         """Match an op of which row r of the result depends on row r of the operands only.
 
-        In the op's rule, the rows must be one factor, the first dim of the results and of all operands that are rows,
-        and no other dim of an operand or result may contain it.
+        In the op's rule, the rows must be one factor: the first dim of the results and of all operands that are rows.
+        No other dim of an operand or result may contain it.
         """
         call, rule = lookup_rule(node) or (None, None)
         if call is None or rule is None or not is_pure(node) or self.rows.isdisjoint(call.operands):
@@ -301,14 +313,14 @@ class _SortUses:
         return True
 
     def _match_view(self, node: Node) -> bool:
-        """Match a view of the rows, which another one may undo."""
+        """Match a view of the rows; `accept` records a later view that undoes it as rows again."""
         if is_rearrangement(node):
             self.views.add(node)
         return node in self.views
 
 
 def _find_uses(node: Node, call: OpCall) -> _SortUses:
-    """Return the uses of a sort, in graph order up to values that do not depend on its order."""
+    """Return the uses of a sort: all readers of values that depend on its order, up to values that do not."""
     results = read_results(node)
     is_argsort = is_tensor(node)
     order, keys = (node, None) if is_argsort else (results.get(1, node), results.get(0))
@@ -324,12 +336,12 @@ def _find_uses(node: Node, call: OpCall) -> _SortUses:
 
 
 def _is_full_slice(node: Node) -> bool:
-    """Return True for a slice of all rows, by a number that equals the number of rows at run time only."""
+    """Return True for a slice x[:n] of all rows, which `_rewrite` removes; n is their number at run time."""
     return node.target is aten.slice.Tensor and is_copy(node)
 
 
 def _skip_exact_casts(node: Node) -> Node:
-    """Return the integers before lossless casts on their device."""
+    """Return the keys or counts before casts that keep every integer and the device."""
     node = value_origin(node)
     source, value = move_source(node) if is_cast_op(node) else None, node.meta["val"]
     if source is None or value.dtype not in EXACT_DTYPES or source.meta["val"].device != value.device:

@@ -3,7 +3,8 @@
     x[arange(N), y]                          ->  gather(x, -1, arange(V)[y][..., None])[..., 0]
     x[arange(B)[:, None], arange(S), y]
 
-Likelihoods of tokens are read from logits in this form. arange(V)[y] keeps the meaning of negative indices and the
+A *row* is the last dim of x at one index of each other dim, of which N, or (B, S), is the shape. Likelihoods of tokens
+are read from logits in this form. arange(V)[y] keeps the meaning of negative indices and the
 error for indices out of range. Unchanged: rows in another order, several elements of a row, masks.
 """
 
@@ -47,7 +48,7 @@ class RewriteElementReads(CanonicalPass):
 
 
 def _is_element_read(node: Node) -> bool:
-    """Return True if the node reads one element of each row of x, in order."""
+    """Return True if an index reads one element of each row of x in order, as a gather can."""
     x, indices = node.args
     rows = node_shape(x)[:-1]
     if not rows or len(indices) != len(rows) + 1 or any(index is None for index in indices):
@@ -55,11 +56,17 @@ def _is_element_read(node: Node) -> bool:
     y, value = indices[-1], indices[-1].meta["val"]
     if value.dtype not in (torch.int64, torch.int32) or value.device != x.meta["val"].device:
         return False
-    return is_same_shape(node_shape(y), rows) and all(_is_arange(i, rows, d) for d, i in enumerate(indices[:-1]))
+    return is_same_shape(node_shape(y), rows) and all(_is_row_index(i, rows, d) for d, i in enumerate(indices[:-1]))
 
 
-def _is_arange(index: Node, rows: tuple[Size, ...], dim: int) -> bool:
-    """Return True if the index is 0, 1, 2, ... along this dim of the rows and constant along others."""
+def _is_row_index(index: Node, rows: tuple[Size, ...], dim: int) -> bool:
+    """Return True if an index is 0, 1, 2, ... along one dim of the rows and constant along the others.
+
+    Args:
+        index: The index tensor of dim `dim` of x.
+        rows: The shape of x without its last dim, to which the index broadcasts.
+        dim: The dim that the index must count.
+    """
     numbers, num_missing = skip_reshapes(index), len(rows) - index.meta["val"].ndim
     if not is_arange(numbers) or index.meta["val"].is_floating_point() or num_missing > dim:
         return False

@@ -5,6 +5,8 @@
     index_put(x, [mask], rows)  ->  where(mask[..., None], cat([rows, 0])[index], x)
                                     index = cumsum(mask) - 1, that of a position among the written ones
 
+A *position* is an index of the mask, which has the first dims of x; the *element* at a position has the other dims.
+
 With `accumulate` the value is added. So `x[mask] = features`, `x[~mask] = 0` and `x[mask] = parameter` run on shards,
 as for image features, padding and masked frames. If rows and positions differ in number, every rank raises an index
 error. Bytes moved: integers, for the sum over positions. Unchanged: masks combined with other indices or after slices,
@@ -45,20 +47,20 @@ class ReplaceMaskedWrites(CanonicalPass):
         """Replace index_put(x, [mask], values) by where(mask, values for every position, x)."""
         call = OpCall(node)
         x, mask, values = call["self"], call["indices"][0], call["values"]
-        element_dims = node_shape(x)[len(node_shape(mask)) :]
+        element_shape = node_shape(x)[len(node_shape(mask)) :]
         with self.graph.inserting_before(node):
-            if _is_single_value(node_shape(values), element_dims):
+            if _is_single_value(node_shape(values), element_shape):
                 shape = node_shape(values)
-                rows = self.reshape(values, shape[max(0, len(shape) - len(element_dims)) :], node)
+                rows = self.reshape(values, shape[max(0, len(shape) - len(element_shape)) :], node)
             else:
                 rows = self._rows_by_position(values, mask, node)
             if call["accumulate"]:
                 rows = self.compute(aten.add.Tensor, (x, rows), node)
-            condition = self.reshape(mask, (*node_shape(mask), *[1] * len(element_dims)), node)
+            condition = self.reshape(mask, (*node_shape(mask), *[1] * len(element_shape)), node)
             self.replace(node, self.compute(aten.where.self, (condition, rows, x), node))
 
     def _rows_by_position(self, values: Node, mask: Node, like: Node) -> Node:
-        """Emit the row of each written position, and zeros elsewhere.
+        """Emit the row of each written position, and zeros elsewhere, from the N rows `values`.
 
         Row N of a table [values, zeros] of N + 1 rows is read where the mask is false. If the mask is true at another
         number of positions than N, index N + 1 is read everywhere, which raises an index error.
@@ -83,7 +85,10 @@ class ReplaceMaskedWrites(CanonicalPass):
 
 
 def _is_masked_write(node: Node) -> bool:
-    """Return True for a write at one mask of the first dims, of one value or of a row per position."""
+    """Return True for a write at one mask of the first dims that `_rewrite` supports.
+
+    It writes one value to all positions, or one row of `values` per position where the mask is true.
+    """
     call = OpCall(node)
     indices = call["indices"]
     if indices[0] is None or any(index is not None for index in indices[1:]):
@@ -91,11 +96,11 @@ def _is_masked_write(node: Node) -> bool:
     mask, values = indices[0].meta["val"], call["values"].meta["val"]
     if mask.dtype is not torch.bool or mask.device != call["self"].meta["val"].device or not mask.ndim:
         return False
-    element_dims, shape = node_shape(call["self"])[mask.ndim :], node_shape(call["values"])
-    is_row_per_position = len(shape) == len(element_dims) + 1 and is_same_shape(shape[1:], element_dims)
-    return _is_single_value(shape, element_dims) or (is_row_per_position and values.device == mask.device)
+    element_shape, shape = node_shape(call["self"])[mask.ndim :], node_shape(call["values"])
+    is_row_per_position = len(shape) == len(element_shape) + 1 and is_same_shape(shape[1:], element_shape)
+    return _is_single_value(shape, element_shape) or (is_row_per_position and values.device == mask.device)
 
 
-def _is_single_value(shape: tuple[Size, ...], element_dims: tuple[Size, ...]) -> bool:
-    """Return True if a value of this shape is one value for all positions, whose elements have `element_dims`."""
-    return all(is_same_size(s, 1) for s in shape[: max(0, len(shape) - len(element_dims))])
+def _is_single_value(shape: tuple[Size, ...], element_shape: tuple[Size, ...]) -> bool:
+    """Return True if a tensor of this shape is one value for all positions: it broadcasts to one element."""
+    return all(is_same_size(s, 1) for s in shape[: max(0, len(shape) - len(element_shape))])

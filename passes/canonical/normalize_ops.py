@@ -9,8 +9,9 @@
     multiply(x, y)       ->  mul(x, y)                         torch has two names for one op
     hstack([x, y])       ->  cat([x, y], 1)                    and other shorthands
 
-A normalizer is a function of a node that returns its canonical call, or None if it has that form; `_NORMALIZERS` maps
-ops to normalizers. Every entry keeps the value exactly.
+A *normalizer* is a function of a node that returns its canonical call (`CallForm`), or None if the node keeps its
+call; `_NORMALIZERS` maps ops to normalizers. Every entry keeps the value exactly. An *alias* is another name of an op,
+such as multiply for mul; each op has several *overloads*, such as mul.Tensor and mul.Scalar.
 
 `NormalizeRepeats` runs later, after repeated heads of attention are matched. Repeated elements get a dim of their own,
 so that repeats of a shard are a shard of repeats:
@@ -50,9 +51,10 @@ class CallForm(NamedTuple):
 
 @register_pass
 class NormalizeOps(CanonicalPass):
-    """Replacement of every node with a simpler form.
+    """Replacement of every node that has a simpler form.
 
-    Ops that are not in the table are already in their simplest form.
+    It runs before the passes that match ops, so that these need to know one form only. Ops that are not in the table
+    are already in their simplest form.
     """
 
     provides = frozenset({"canonical", "normalized"})
@@ -75,7 +77,7 @@ class NormalizeOps(CanonicalPass):
 
 
 def _unify_overloads(gm: GraphModule) -> int:
-    """Replace aliases in a graph and in the bodies of its regions; return the number of replaced nodes."""
+    """Replace aliases in a graph and in its subgraphs by the canonical ops; return the number of aliases."""
     aliases = [node for node in gm.graph.nodes if node.target in _CANONICAL_OVERLOADS]
     for node in aliases:
         node.target = _CANONICAL_OVERLOADS[node.target]
@@ -86,32 +88,32 @@ def _unify_overloads(gm: GraphModule) -> int:
 
 
 def _normalize_new(op: Any, node: Node) -> CallForm:
-    """Return x.new_*(size) as `op` with the dtype and device of the result, which no longer reads x."""
+    """Return x.new_*(size) as `op` with the dtype and device of the result, so that x need not be gathered."""
     call, value = OpCall(node), node.meta["val"]
     args = tuple(call[name] for name in ("size", "fill_value") if name in call.args)
     return CallForm(op, args, {"dtype": value.dtype, "device": value.device})
 
 
 def _normalize_cast(node: Node) -> CallForm | None:
-    """Return type_as(x, y) and to(x, y) as a cast to y's dtype, unless x moves to another device."""
+    """Return type_as(x, y) or to(x, y) as a cast to y's dtype; None if x also moves to another device."""
     value, source = node.meta["val"], OpCall(node).operands[0]
     return CallForm(aten.to.dtype, (source, value.dtype)) if value.device == source.meta["val"].device else None
 
 
 def _normalize_round_trip(node: Node) -> CallForm | None:
-    """Return a cast back from a wider dtype as a copy of the value before both casts."""
+    """Return x.double().float() as a copy of x; None for other casts, and if the first one may round."""
     source = skip_widening_cast(node)
     return CallForm(aten.clone.default, (source,)) if source is not None else None
 
 
 def _normalize_squeeze(node: Node) -> CallForm:
-    """Return squeeze(x) with explicit dims."""
+    """Return squeeze(x) with its dims of size 1, so that a rank with one row of a dim does not lose it."""
     source = OpCall(node).operands[0]
     return CallForm(aten.squeeze.dims, (source, [d for d, s in enumerate(node_shape(source)) if s == 1]))
 
 
 def _normalize_cat(node: Node) -> CallForm | None:
-    """Return a cat of one tensor and empty vectors, which torch ignores, as a copy."""
+    """Return a cat of one tensor and empty vectors, which torch ignores, as a copy; None for other cats."""
     parts = [x for x in OpCall(node).operands if node_shape(x) != (0,)]
     is_identity = len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype
     return CallForm(aten.clone.default, (parts[0],)) if is_identity else None
@@ -129,12 +131,12 @@ def _normalize_join(dim: int, node: Node) -> CallForm | None:
 
 
 def _normalize_flip(dim: int, node: Node) -> CallForm:
-    """Return fliplr or flipud as flip."""
+    """Return fliplr or flipud as flip along `dim`, which the table gives for each of them."""
     return CallForm(aten.flip.default, (node.args[0], [dim]))
 
 
 def _normalize_tile(node: Node) -> CallForm:
-    """Return tile as repeat, which needs a number for every dim."""
+    """Return tile as repeat, which needs a number for every dim: 1 for the leading dims without one."""
     call = OpCall(node)
     missing_dims = [1] * (call.ndim() - len(call["dims"]))
     return CallForm(aten.repeat.default, (call.operands[0], [*missing_dims, *call["dims"]]))
@@ -159,7 +161,7 @@ _OP_ALIASES = dict(
 
 
 def _op_arguments(op: Any) -> list[tuple[str, bool]]:
-    """Return (type, True for a keyword-only argument) of each argument."""
+    """Return (type, True if keyword-only) of each argument of an op, to compare overloads of two names."""
     return [(str(argument.type), argument.kwarg_only) for argument in schema_of(op).arguments]
 
 
@@ -170,7 +172,7 @@ def _packet_overloads(name: str) -> list[Any]:
 
 
 def _find_aliases() -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of an overload of an alias and the canonical op's overload with the same arguments."""
+    """Yield (overload of an alias, canonical overload with equal arguments) for the table below."""
     for alias_name, name in _OP_ALIASES.items():
         for alias in _packet_overloads(alias_name):
             same = [op for op in _packet_overloads(name) if _op_arguments(op) == _op_arguments(alias)]
@@ -178,7 +180,7 @@ def _find_aliases() -> Iterator[tuple[Any, Any]]:
                 yield alias, same[0]
 
 
-_CANONICAL_OVERLOADS = dict(_find_aliases())
+_CANONICAL_OVERLOADS = dict(_find_aliases())  # overload of an alias to that of the canonical op
 
 _NORMALIZERS: dict[Any, Callable[[Node], CallForm | None]] = {
     aten.cat.default: _normalize_cat,
@@ -203,7 +205,7 @@ _NORMALIZERS: dict[Any, Callable[[Node], CallForm | None]] = {
 
 @register_pass
 class NormalizeRepeats(CanonicalPass):
-    """Replacement of every repeat_interleave along a dim."""
+    """Replacement of every repeat_interleave along a dim by views."""
 
     requires = frozenset({"grouped heads"})
 

@@ -5,10 +5,11 @@
     conv1d(x, w, padding=k)[..., :S]                 ->   sp.conv1d(x, w, None, k, 0)
     cat([zeros of k rows, x[:-k]])                   ->   sp.shift(x, dim, k, -k, 0)
 
-A `PadMatch` is a padding (or cut, by negative numbers of rows) of a source; a `WindowCall` is the call of a window op,
-whose `sliding.before` is its padding. Runs after scan idioms, which use the same ops. Bytes moved: none. Unchanged:
-padding of several dims, padding and convolutions with other readers, and lengths that are not provably those of the
-sequence.
+A *window op* is a convolution, pool or unfold, or sp.shift, which pads one end of a dim and cuts the other one. A
+`PadMatch` is a padding (or cut, by negative numbers of rows) of a source; a `WindowCall` is the call of a window op,
+whose `sliding.before` is its padding. Rows are counted along the padded dim, the dim of the sequence. Runs after scan
+idioms, which use the same ops. Bytes moved: none. Unchanged: padding of several dims, padding and convolutions with
+other readers, and lengths that are not provably those of the sequence.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class FoldPaddings(CanonicalPass):
         return changes
 
     def _fold_into_readers(self, node: Node) -> bool:
-        """Fold a padding into all of its readers, or leave it unchanged."""
+        """Replace a padded value, or all of its readers, by window ops that pad; return False if one cannot."""
         pad = match_padding(node)
         if pad is None:
             return False
@@ -82,7 +83,7 @@ class FoldPaddings(CanonicalPass):
         return True
 
     def _fold_slices(self, node: Node) -> bool:
-        """Replace a window op whose result is longer than its sequence, and equal slices of it, by one window op."""
+        """Replace equal slices of a window op, whose result is longer than the sequence, by one window op."""
         if not isinstance(node.target, OpOverload):
             return False
         op_call = OpCall(node)
@@ -103,7 +104,7 @@ class FoldPaddings(CanonicalPass):
     def _replace_by_window(
         self, nodes: list[Node], x: Node, call: WindowCall, dim: int, before: Node | None = None
     ) -> None:
-        """Replace equal nodes by one window op on `x`, before `before` or the first node."""
+        """Replace nodes of one value by a window op on `x`, inserted before `before` or the first of them."""
         with self.graph.inserting_before(before or nodes[0]):
             new = self.emit(call.op, (x, *call.args(node_shape(x)[dim])), nodes[0].meta["val"], nodes[0])
         for node in nodes:
@@ -111,17 +112,20 @@ class FoldPaddings(CanonicalPass):
 
 
 def _shift_call(pad: PadMatch, start: Size, length: Size) -> WindowCall:
-    """Return the call for `length` rows of a padded value from `start` on."""
+    """Return the sp.shift of the source that computes `length` rows of a padded value from row `start` on."""
     return WindowCall(SlidingRows(length, simplify_size(pad.before - start)), sp.shift.default, (pad.dim,), (pad.fill,))
 
 
 def _is_static(call: WindowCall, rows: Size) -> bool:
-    """Return True if the padding of an operand of `rows` rows is known."""
+    """Return True if the padding of an operand of `rows` rows is an int at both ends, as sp ops require."""
     return isinstance(call.sliding.before, int) and isinstance(call.sliding.num_after(rows), int)
 
 
 def pad_of_source(pad: PadMatch) -> PadMatch | None:
-    """Return a padding of a slice as a padding of the slice's source, or None if other rows would be visible."""
+    """Return a padding of a slice as a padding of the tensor that is sliced.
+
+    None if the source is no slice, or if rows that the slice cuts would appear in place of padding.
+    """
     piece = match_slice(pad.source)
     if piece is None or piece.dim != pad.dim:
         return None
@@ -134,12 +138,17 @@ def pad_of_source(pad: PadMatch) -> PadMatch | None:
 
 
 def _hides_cut(pad: Size, cut: Size) -> bool:
-    """Return True if no row of a cut is visible at an end with this padding: nothing is cut, or nothing is padded."""
+    """Return True if one end cuts no rows that padding would replace: none are cut, or none are padded.
+
+    Args:
+        pad: The padding at that end.
+        cut: The number of rows that the slice cuts there.
+    """
     return is_same_size(cut, 0) or (isinstance(pad, int) and pad <= 0)
 
 
 def _is_within_sequence(length: Size, pad: PadMatch) -> bool:
-    """Return True if the result is no longer than the sequence that the source is a slice of."""
+    """Return True if `length` rows are at most those of the tensor that the pad's source is a slice of."""
     source = pad.source
     while (piece := match_slice(source)) is not None:
         source = value_origin(piece.source)
@@ -147,7 +156,7 @@ def _is_within_sequence(length: Size, pad: PadMatch) -> bool:
 
 
 def match_padding(node: Node) -> PadMatch | None:
-    """Return the pad of one dim by a constant, or the cat of constants and one other value; else None."""
+    """Return the padding of one dim that a node computes, as a pad or as a cat with constants; else None."""
     dim, is_new_dim = match_join(node) or (None, True)
     if dim is not None and not is_new_dim:
         return _match_padding_cat(node, dim)
@@ -180,7 +189,7 @@ def _padding_constant(x: Node, dtype: torch.dtype) -> Any:
 
 
 def _slice_span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
-    """Return (start, length) if the user is a slice of the node along the dim."""
+    """Return (start, length) if the user is a slice of the node along the dim, else None."""
     piece = match_slice(user)
     if piece is None or piece.dim != dim or value_origin(piece.source) is not value_origin(node):
         return None
@@ -188,12 +197,12 @@ def _slice_span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
 
 
 def _padding_reader(reader: Node, node: Node, pad: PadMatch) -> WindowCall | None:
-    """Return the reader of a padded value as a window op on the unpadded value, or None if there is none.
+    """Return a reader of a padded value as a window op on the source, or None if it cannot pad by itself.
 
     Args:
         reader: A reader of the padded value.
         node: The padded value.
-        pad: The padding.
+        pad: The padding, whose source the window op reads.
     """
     span = _slice_span(reader, node, pad.dim)
     if span is not None:

@@ -3,7 +3,9 @@
     f: x -> x, dy -> all_reduce(dy)        sp.reduce_pair(x, [], ["sum g"])
     g: x -> all_reduce(x), dy -> dy        sp.reduce_pair(x, ["sum g"], [])
 
-Megatron's pairs have this form. Any other Function remains a region, and its operands are gathered.
+Megatron's pairs have this form. A Function is one call in the graph, with its forward and backward as *bodies*, which
+are graphs. An all_reduce is written as its op and its group, "sum g". Any other Function remains one call, and its
+operands are gathered.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class ReplaceReducePairs(CanonicalPass):
         return sum(self._rewrite(node) for node in functions)
 
     def _rewrite(self, node: Node) -> bool:
-        """Replace one Function; return False, and report why if it reduces, for any other one."""
+        """Replace one Function that only reduces; return False for others, report those with an all_reduce."""
         modules = [getattr(self.gm, str(a.target), None) for a in node.args[:2] if isinstance(a, Node)]
         bodies = [module for module in modules if isinstance(module, GraphModule)]
         operands = [a for a in node.args[2:] if is_tensor(a)]
@@ -60,7 +62,7 @@ class ReplaceReducePairs(CanonicalPass):
 def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:
     """Return the all_reduces from the only tensor input of a body to its only tensor result, in order.
 
-    Each is written as its op and its group, "sum g". The list is empty for an identity, None for any other body.
+    The list is empty for an identity. None if the body does anything else, so that its Function is not replaced.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(results) if is_tensor(leaf)]
     if len(tensors) != 1:

@@ -3,7 +3,8 @@
     cumsum(x, 1)      ->  sp.scan(x, None, 1, "sum")
     cummax(x, 1)      ->  sp.extremes(x, 1, "max"), or sp.scan(x, None, 1, "max") if its indices have no reader
 
-A frame is the position of a shard in the sequence; a call without one is of the global view.
+A *frame* is the position of a shard in the sequence; a call without one is of the global view. cummax and cummin also
+return the *indices* of the extremes. Used by canonical passes, and by the strategies of scans before they add a frame.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SP_SCANS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
 
 
 def to_sp_scan(editor: GraphEditor, node: Node) -> Node:
-    """Replace a scan by an op of the package; ops of the package are unchanged.
+    """Replace a torch scan by the sp op that takes a frame, and return it; sp ops are unchanged.
 
     A running maximum without readers of its indices becomes an sp::scan.
 
@@ -35,7 +36,7 @@ def to_sp_scan(editor: GraphEditor, node: Node) -> Node:
         node: The scan.
 
     Returns:
-        The new node.
+        The sp op, or `node` if it is one.
     """
     if node.target in SP_SCANS:
         return node
@@ -89,16 +90,16 @@ def flips_along(node: Node, dim: int) -> bool:
 
 
 def flipped_dims(node: Node) -> list[int]:
-    """Return the flipped dims, [] for any other op."""
+    """Return the dims that a flip reverses, [] for any other op."""
     return [int(d) % node.meta["val"].ndim for d in node.args[1]] if node.target is aten.flip.default else []
 
 
 def is_scannable_call(call: OpCall) -> bool:
-    """Return True if the package has scans of the operand in the dtype of the result."""
+    """Return True if sp ops scan the dtypes of the operand and the result; other scans are gathered."""
     return all(is_scannable(x.dtype) for x in (call.operands[0].meta["val"], call.results()[0]))
 
 
 def has_index_reader(node: Node) -> bool:
-    """Return True if the indices of torch's running maximum or minimum have a reader."""
+    """Return True if the indices of torch's cummax or cummin have a reader, which sp.scan does not return."""
     results = [user for user in node.users if user.target is operator.getitem]
     return len(results) < len(node.users) or any(user.args[1] != 0 and user.users for user in results)

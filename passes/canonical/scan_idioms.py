@@ -6,9 +6,10 @@
     flip(cumsum(flip(x)))                sp.scan(x, ..., reverse)
     sum(x) - cumsum(x) + x               sp.scan(x, ..., reverse)             without + x: exclusive, too
 
-In any order, and nested. A shift is a padding by one row of a constant at one end of a dim that cuts one row at the
-other end. Bytes moved: none. Unchanged: scans whose own value has a reader, except for shifted sums of integers, which
-become `cumsum(x) - x`; and results of another dtype than the scan's.
+In any order, and nested. Row i of an *inclusive* scan combines rows 0, ..., i; an *exclusive* one leaves out row i; a
+*reverse* one starts at the last row. A *shift* is a padding by one row of a constant at one end of a dim that cuts one
+row at the other end. Bytes moved: none. Unchanged: scans whose own value has a reader, except for shifted sums of
+integers, which become `cumsum(x) - x`; and results of another dtype than the scan's.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SCAN_FORM_OPS = {*CUMULATIVE_OPS, sp.scan.default, sp.linear_scan.default}
 
 
 def match_shift(node: Node) -> PadMatch | None:
-    """Return a value as rows of a source shifted by one, with a constant in the free row; else None."""
+    """Return the shift by one row that computes a value, as a padding of its source; None for other values."""
     piece = match_slice(node)
     pad = match_padding(node if piece is None else value_origin(piece.source))
     if piece is not None and pad is not None:
@@ -69,12 +70,12 @@ class ScanMatch:
     x: Node  # operand
     dim: int  # dim of the scan
     op: str  # operation, such as "sum"
-    exclusive: bool = False  # True if the element itself is excluded
+    exclusive: bool = False  # True if row i of the result leaves out row i
     reverse: bool = False  # True if it scans from the last row to the first
 
 
 def match_scan(node: object) -> ScanMatch | None:
-    """Return the scan that computes a value, or None for scans with segments, frames or options."""
+    """Return the scan that computes a value; None for other values, and scans with segments or a frame."""
     node = value_origin(node)
     if not isinstance(node, Node) or node.target not in (*CUMULATIVE_OPS, sp.scan.default):
         return None
@@ -111,7 +112,7 @@ class RewriteScanIdioms(CanonicalPass):
         return changes
 
     def _rewrite(self, node: Node) -> bool:
-        """Replace a value by the scan that it computes in another form."""
+        """Replace a value by the scan that it computes as an idiom; return False for other values."""
         scan = _match_idiom(node)
         if scan is None:
             return False
@@ -145,7 +146,10 @@ class RewriteScanIdioms(CanonicalPass):
         return True
 
     def _subtract_operand(self, node: Node) -> bool:
-        """Rewrite an exclusive sum of integers as the inclusive one minus x, which needs no neighbor."""
+        """Rewrite a shifted sum of integers as the inclusive sum minus x, which reads no row of another rank.
+
+        It applies to sums that `_rewrite` leaves unchanged because other nodes read the inclusive scan.
+        """
         scan = _match_exclusive(node)
         if scan is None or scan.op != "sum" or node.meta["val"].is_floating_point():
             return False
@@ -156,7 +160,7 @@ class RewriteScanIdioms(CanonicalPass):
 
 
 def _match_idiom(node: Node) -> ScanMatch | None:
-    """Return the scan, of the same shape and dtype, that a value computes in another form; else None."""
+    """Return the scan of the same shape and dtype that replaces a value which is an idiom; else None."""
     value = node.meta["val"]
     for match_form in (_match_shifted_scan, _match_scan_of_shift, _match_flipped, _match_combination):
         scan = match_form(node)
@@ -174,14 +178,14 @@ def _match_shifted_scan(node: Node) -> ScanMatch | None:
 
 
 def _match_exclusive(node: Node) -> ScanMatch | None:
-    """Return the inclusive scan whose rows, shifted by one, are the value."""
+    """Return the inclusive scan that a value shifts by one row, so that it is the exclusive one; else None."""
     shift = match_shift(node)
     scan = match_scan(shift.source) if shift is not None else None
     return scan if shift is not None and scan is not None and _excludes_element(scan, shift) else None
 
 
 def _match_scan_of_shift(node: Node) -> ScanMatch | None:
-    """Match an inclusive scan of rows that are shifted by one."""
+    """Match an inclusive scan of rows that were shifted by one before, which is an exclusive scan."""
     scan = match_scan(node)
     shift = match_shift(value_origin(scan.x)) if scan is not None else None
     if scan is None or shift is None or not _excludes_element(scan, shift):
@@ -192,7 +196,7 @@ def _match_scan_of_shift(node: Node) -> ScanMatch | None:
 def _excludes_element(scan: ScanMatch, shift: PadMatch) -> bool:
     """Return True if the inclusive scan and the shift, in any order, are the exclusive scan.
 
-    The rows must move in the direction of the scan, and the free row must be the op's neutral element.
+    The rows must move in the direction of the scan, and the constant of the shift must be the op's neutral element.
     """
     neutral = MONOIDS[scan.op].identity(shift.source.meta["val"].dtype)
     same_direction = shift.before == (-1 if scan.reverse else 1)
@@ -200,7 +204,7 @@ def _excludes_element(scan: ScanMatch, shift: PadMatch) -> bool:
 
 
 def _match_flipped(node: Node) -> ScanMatch | None:
-    """Match a scan between two flips of its dim."""
+    """Match a scan between two flips of its dim, which is a scan in the other direction."""
     scan = match_scan(node.args[0]) if flipped_dims(node) else None
     if scan is None or not is_only_read_by(scan.node, node):
         return None
@@ -211,7 +215,7 @@ def _match_flipped(node: Node) -> ScanMatch | None:
 
 
 def _reverse_refusal(node: Node) -> str | None:
-    """Return the reason against a rewrite of a scan between two flips; None for other nodes."""
+    """Return the reason why a scan between two flips is no reverse scan, for the report, else None."""
     if node.target is not aten.flip.default:
         return None
     inner = value_origin(node.args[0])
@@ -234,7 +238,7 @@ def _reverse_refusal(node: Node) -> str | None:
 
 
 def _pointwise_operands(node: Node) -> list[Node]:
-    """Return the operands of a pointwise op, [] for other nodes."""
+    """Return the operands of a pointwise op, [] for others, to find flips that pointwise ops follow."""
     return node.all_input_nodes if torch.Tag.pointwise in getattr(node.target, "tags", ()) else []
 
 
@@ -246,6 +250,7 @@ class _SumSigns(NamedTuple):
     total: int  # of the sum of all rows of the operand
 
 
+# (True if the scan is exclusive, signs) to (True if the sum is an exclusive scan, True if it has the other direction)
 _SUM_FORMS = {
     (False, _SumSigns(1, -1, 0)): (True, False),
     (False, _SumSigns(-1, 0, 1)): (True, True),
@@ -257,7 +262,7 @@ _SUM_FORMS = {
 
 
 def _match_combination(node: Node) -> ScanMatch | None:
-    """Match a signed sum of a scan, its operand and its total that is another scan, as in `_SUM_FORMS`."""
+    """Match a signed sum of a scan, its operand and its total (of all rows) that is a scan: see `_SUM_FORMS`."""
     if node.target not in SIGNS:
         return None
     terms = _signed_terms(node)
@@ -272,12 +277,12 @@ def _match_combination(node: Node) -> ScanMatch | None:
     signs = _SumSigns(terms[scan.node], sum(terms[x] for x in operands), sum(terms[x] for x in totals))
     if (scan.exclusive, signs) not in _SUM_FORMS:
         return None
-    exclusive, turned = _SUM_FORMS[scan.exclusive, signs]
-    return replace(scan, exclusive=exclusive, reverse=scan.reverse != turned)
+    exclusive, reverses = _SUM_FORMS[scan.exclusive, signs]
+    return replace(scan, exclusive=exclusive, reverse=scan.reverse != reverses)
 
 
 def _signed_terms(root: Node) -> Counter[Node]:
-    """Return the leaves of a tree of additions and subtractions with their signs."""
+    """Return the terms of nested additions and subtractions with their signs, added up if a term repeats."""
     terms: Counter[Node] = Counter()
 
     def is_inner_sum(node: Node) -> bool:

@@ -4,9 +4,14 @@
         tracing unrolls it into a tree: combinations of every second row, interleaved, level by level
     torch.associative_scan, torch.scan as one op
 
-Runs after all rewrites of scans and marks the remaining ones. The sequence is found by its dim, and the levels of a
-tree form one region, inside of which no new sequence begins. Bytes moved: those of the gather of the leaves. Unchanged:
-rows that are split and interleaved without a combination, as in rotary embeddings.
+The scanned values are the *leaves*. A *level* of a tree combines the rows of a leaf in pairs, and scans the pairs: the
+*inner* level. It then combines that scan with every second row of the leaf. Its last step, the *join*, interleaves both
+halves: flatten(stack([even rows, odd rows])). `unrolled_scans.py` shows the code of a level.
+
+Runs after all rewrites of scans and marks the remaining ones: propagation gathers the operands of marked nodes. The
+sequence is found by its dim, and the levels of a tree form one region, inside of which no new sequence begins. Bytes
+moved: those of the gather of the leaves. Unchanged: rows that are split and interleaved without a combination, as in
+rotary embeddings.
 """
 
 from __future__ import annotations
@@ -50,14 +55,14 @@ class MarkScanTrees(CanonicalPass):
         return len(outer)
 
     def _mark(self, join: Node, first_row: SlicePiece) -> None:
-        """Mark the nodes between the leaves and the last interleaving, `join`.
+        """Mark the nodes between the leaves and the join of the outermost level, so that leaves are gathered.
 
         Leaves are matched by their length, including leaves whose own result has no reader.
         """
         dim, num_rows = first_row.dim, node_shape(first_row.source)[first_row.dim]
 
         def is_leaf_slice(node: Node) -> bool:
-            """Return True if a node slices the same dim of a value with the same number of rows."""
+            """Return True if a node slices a value with the number of rows of a leaf along the same dim."""
             piece = match_piece(node)
             return piece is not None and piece.dim == dim and is_same_size(node_shape(piece.source)[dim], num_rows)
 
@@ -71,13 +76,18 @@ class MarkScanTrees(CanonicalPass):
 
 
 def outermost_trees(graph: Graph) -> list[tuple[Node, SlicePiece]]:
-    """Return the result of each tree that is inside of no other one, and the first row of its leaf."""
+    """Return the join of each tree that is inside of no other tree, and the slice of its leaf's first row."""
     first_rows = {node: row for node in graph.nodes if (row := match_interleaving(node)) is not None}
     return [(node, row) for node, row in first_rows.items() if not _is_inner(row, first_rows.values())]
 
 
 def _is_inner(first_row: SlicePiece, first_rows: Iterable[SlicePiece]) -> bool:
-    """Return True if the rows that a level splits are combinations of every second row of another level."""
+    """Return True if a level is the inner one of another level: its leaf combines that level's rows in pairs.
+
+    Args:
+        first_row: The slice of the first row of its leaf.
+        first_rows: The same of all levels of the graph.
+    """
     leaf, dim = first_row.source, first_row.dim
     num_rows = node_shape(leaf)[dim]
     starts: list[Node] = []
@@ -89,7 +99,7 @@ def _is_inner(first_row: SlicePiece, first_rows: Iterable[SlicePiece]) -> bool:
 
 
 def match_interleaving(node: Node) -> SlicePiece | None:
-    """Match the last step of a level: rows of the inner scan, interleaved with combinations of them and the leaf.
+    """Match the join of a level: results at even rows, interleaved with those at odd rows (the inner scan).
 
     Returns:
         The slice of the leaf's first row, or None for another node.
@@ -115,7 +125,7 @@ def match_interleaving(node: Node) -> SlicePiece | None:
 
 
 def _leaf_slices(leaf: Node, dim: int) -> Iterator[Node]:
-    """Yield the slices of a leaf, or of an identical value, along the dim."""
+    """Yield the slices along the dim, single rows included, that read a leaf or a copy of it."""
     for user in leaf.users:
         piece = match_piece(user)
         is_slice = piece is not None and piece.dim == dim and piece.keeps_dim
@@ -130,7 +140,7 @@ def _is_odd_rows(node: Node) -> bool:
 
 
 def _nodes_after(starts: Iterable[Node], until: Node) -> set[Node]:
-    """Return the nodes and everything computed from them, up to another node in graph order."""
+    """Return the nodes and everything computed from them, up to the node `until` in graph order."""
     return reachable_set([n for n in starts if n <= until], lambda n: [user for user in n.users if user <= until])
 
 

@@ -8,6 +8,10 @@ pairs, scans the pairs (the next level), and interleaves this scan with combinat
     even  = cat([x[:1], combine(odd[:-1], x[2::2])])                results at rows 0, 2, ...
     flatten(stack([even, odd], dim + 1), dim, dim + 1)        ->    sp.scan(x), sp.linear_scan(factors, x)
 
+Here x is the *leaf* of the level, the value that it scans; a recurrence has a second leaf, its *factors*. The scan of
+the pairs is the *inner* level, and the node that interleaves is the *join*. A *tree* is a level with all inner ones. In
+a combination, one operand has the *left* rows (earlier ones), the other one the *right* rows.
+
 All levels must combine by one function. Bytes moved: none. Unchanged: other combine functions, and scans that a program
 computes in rounds of its own (Hillis and Steele), whose rounds are sharded or gathered one by one.
 """
@@ -27,7 +31,7 @@ from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.edit import erase_dead
 from sp_compile.passes.sharding.matchers import PAD_OPS, match_pad, match_piece, stops_gradient, value_origin
 
-from .associative_scan import CombineOp, RewriteAssociativeScans, expression_of, operands_of, scan_of_leaf
+from .associative_scan import CombineOp, RewriteAssociativeScans, expression_of, scan_of_leaf, unmoved_operands
 from .scan_trees import match_interleaving, nodes_before, outermost_trees
 
 aten = torch.ops.aten
@@ -43,7 +47,7 @@ class _RowSlice(NamedTuple):
 
 
 class _LevelCombine(NamedTuple):
-    """Combine function of a level."""
+    """Combine function of a level, by the scan that it defines."""
 
     op: str  # operation of sp.scan, or "linear" for a recurrence
     factors: Node | None = None  # leaf with the factors of a recurrence
@@ -87,13 +91,13 @@ class UnrolledScans(RewriteAssociativeScans):
         if not has_equal_types or not self.supports_dtypes(leaves, scan):
             return False
         with self.graph.inserting_before(level.join):
-            out = self.emit_leaf_scan(scan, operands_of(leaves, level.dim), level.join)
+            out = self.emit_leaf_scan(scan, unmoved_operands(leaves, level.dim), level.join)
         for result in results:
             self.replace(result, out)
         return True
 
     def _match_tree(self, level: _Level) -> _LevelCombine | None:
-        """Return the function by which this level and all inner ones combine rows, else None."""
+        """Return the function by which this level and all inner ones combine rows; None if they differ."""
         inner, num_pairs, num_even = self.levels.get(level.odd), level.rows // 2, (level.rows - 1) // 2
         pairs = inner.leaf if inner is not None else level.odd  # the values that the next level scans
         sides = {_RowSlice(0, 2, num_pairs): "left", _RowSlice(1, 2, num_pairs): "right"}
@@ -115,7 +119,7 @@ class UnrolledScans(RewriteAssociativeScans):
 
 
 def _match_level(join: Node) -> _Level | None:
-    """Return the level that ends in a node; None if its rows are not proven to be in order."""
+    """Return the level of which a node is the join; None for other nodes, and if rows may be out of order."""
     first_row = match_interleaving(join)
     if first_row is None:
         return None
@@ -138,7 +142,10 @@ def _match_level(join: Node) -> _Level | None:
 
 
 def _match_rows(x: Node, dim: int) -> tuple[Node, _RowSlice | None]:
-    """Return the value of which `x` holds some rows, and these rows; None if `x` does not have the dim."""
+    """Return the value of which `x` has some rows, and these rows, or None if `x` does not have the dim.
+
+    A value that is no slice has all rows of itself. A slice of x[:n] has rows of x.
+    """
     x = value_origin(x)
     piece = match_piece(x)
     if piece is None or piece.dim != dim or not piece.keeps_dim:
@@ -153,12 +160,12 @@ def _match_rows(x: Node, dim: int) -> tuple[Node, _RowSlice | None]:
 def _match_combine(
     value: Node, level: _Level, leaf: Node | None, sides: Mapping[_RowSlice, str], num_results: int = 0
 ) -> _LevelCombine | None:
-    """Return the function by which a value combines left and right rows of a leaf, or None.
+    """Return the function by which a value combines left and right rows of a leaf, or None if it is unknown.
 
     Args:
-        value: The value.
+        value: The pairs of the level, its results at even rows, or the factors of its pairs.
         level: The level of the tree.
-        leaf: The leaf.
+        leaf: The leaf, or the factors of a recurrence.
         sides: "left" or "right" for each slice of a leaf that is an operand.
         num_results: The number of first rows of `level.odd` that are the left operand; 0 if these are rows of a leaf.
     """
@@ -168,7 +175,7 @@ def _match_combine(
     right_leaves: dict[sympy.Symbol, Node] = {}  # leaf of each symbol of right rows
 
     def symbol(x: Node) -> sympy.Symbol | None:
-        """Return the symbol of rows on the left or right; None for other values."""
+        """Return the symbol of left or right rows of a leaf; None for values to be computed from others."""
         source, row_slice = _match_rows(x, level.dim)
         if source is level.odd and num_results and row_slice == (0, 1, num_results):
             return left

@@ -28,7 +28,7 @@ from sp_compile.lowering.collectives.shard_storage import Layout
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.torch_compat import argument_name, pytree
 from sp_compile.passes.graph.node_info import node_info, set_node_info
-from sp_compile.passes.graph.sizes import as_size
+from sp_compile.passes.graph.sizes import as_size, symbolic_sizes
 from sp_compile.passes.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.passes.sharding.placement import Frame, Placement, Shard
 
@@ -69,7 +69,16 @@ def capture_shards(
     ]
     torch_compat.retrace_with_symbols(static_dims)
     symbols = _sequence_symbols(nodes, dims)
-    _check_guards_of_sequence(guards, symbols, n, mode)
+    unified = (torch_compat.unify_symbols(mode, guard) for guard in guards)
+    # Values do not depend on strides, whose guards hold for this rank's memory only.
+    known = {
+        symbol
+        for source, node in zip(gm.graph.find_nodes(op="placeholder"), nodes)
+        if not torch_compat.is_memory_layout(source)
+        for size in symbolic_sizes(node)
+        for symbol in size.free_symbols
+    }
+    _check_guards_of_sequence([guard for guard in unified if guard.free_symbols <= known], symbols, n, mode)
     global_fakes = [_global_fake(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
     graph = capture(gm, example_inputs, fakes=global_fakes)
     placements: dict[str, Placement] = {}
@@ -171,8 +180,7 @@ def _check_guards_of_sequence(
         mode: Fake mode of the compilation.
     """
     global_lengths = {symbol: n * symbol for symbol in symbols}
-    for guard in guards:
-        condition = torch_compat.unify_symbols(mode, guard)
+    for condition in guards:
         if condition.free_symbols & symbols and not torch_compat.assume_fact(mode, condition.xreplace(global_lengths)):
             readable = condition.xreplace({symbol: sympy.Symbol("length") for symbol in symbols})
             raise SpError(

@@ -29,7 +29,7 @@ from sp_compile.lowering.torch_compat import evaluate_expr, pytree, schema_of, s
 from sp_compile.passes.graph.call import is_tensor, parse_overloads
 from sp_compile.passes.graph.edit import erase_dead
 from sp_compile.passes.graph.mutation import find_mutation, functional_form, is_mutation, is_view_change, to_positional
-from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_shape
+from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_shape, symbolic_sizes
 
 from .aliases import Aliases, node_storages
 
@@ -116,7 +116,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
         return SharedResults()
     aliases = _read_aliases(gm.graph)
     nodes = {i: aliases.resolve(x) for i, x in tensors.items()}  # result index -> its node at the end of the program
-    known = {symbol for node in inputs for symbol in _size_symbols(node)}
+    known = {size for node in inputs for size in symbolic_sizes(node) if isinstance(size, sympy.Symbol)}
     results_of_root: dict[Node, list[int]] = {}
     for i, node in nodes.items():
         results_of_root.setdefault(aliases.root(node), []).append(i)
@@ -230,7 +230,7 @@ def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
     return rows_a.end <= rows_b.start or rows_b.end <= rows_a.start
 
 
-class _WrittenRange(NamedTuple):
+class _PositionRange(NamedTuple):
     """Positions that a view selects from one dim of its base, and that writes to the view change."""
 
     dim: int  # non-negative
@@ -238,7 +238,7 @@ class _WrittenRange(NamedTuple):
     end: int  # position after the last one
 
 
-def _selected_rows(aliases: Aliases, node: Node) -> _WrittenRange | None:
+def _selected_rows(aliases: Aliases, node: Node) -> _PositionRange | None:
     """Return the positions that a select, narrow or slice selects; None if unknown or with a step."""
     if node.target not in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
         return None
@@ -259,7 +259,7 @@ def _selected_rows(aliases: Aliases, node: Node) -> _WrittenRange | None:
         return None
     if isinstance(length, int):
         start, end = (x + length if x < 0 else min(x, length) for x in (start, end))
-    return _WrittenRange(dim % base.meta["val"].ndim, start, end) if min(start, end) >= 0 else None
+    return _PositionRange(dim % base.meta["val"].ndim, start, end) if min(start, end) >= 0 else None
 
 
 def _result_view(
@@ -321,10 +321,3 @@ def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
 def _as_strided(x: Tensor, shape: Sequence[int], strides: Sequence[int], start: int) -> Tensor:
     """Return a strided view that starts `start` elements after the start of x."""
     return x.as_strided(shape, strides, int(x.storage_offset()) + start)
-
-
-def _size_symbols(node: Node) -> set[sympy.Symbol]:
-    """Return the symbols that are the value or a size of an input: the runtime knows them in each call."""
-    value = node.meta.get("val")
-    sizes = value.shape if isinstance(value, Tensor) else [value] if isinstance(value, torch.SymInt) else []
-    return {size for size in as_sizes(sizes) if isinstance(size, sympy.Symbol)}

@@ -1,1 +1,5 @@
-"""Rewrite the collectives of a program: permutes around all-to-alls, and chains of reductions."""
+"""Rewrite the collectives of a program: permutes around all-to-alls, and chains of reductions.
+
+These are the collectives that the user's program calls, not those that strategies insert. Each file in a subfolder
+registers a `CollectivePass`; new files are discovered automatically.
+"""

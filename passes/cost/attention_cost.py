@@ -4,6 +4,13 @@ An `AttentionShape` describes one attention of the unsplit program. Each strateg
 of keys, ...) proposes `Candidate`s with their seconds and bytes on a `Machine`; `choose_attention` returns the fastest.
 Costs of a strategy are defined in `passes/strategies/attention`. Bytes are those that one rank sends or receives.
 Gradients of keys and values are sent in float32 (float64 for float64). The backward has 2.5 times the FLOPs.
+
+    row           position of the sequence: a query of a rank and, for equal lengths, a key
+    layout        order in which ranks store rows: contiguous, zigzag (two chunks, one from each end of the sequence),
+                  or balanced (computed by the program at run time)
+    relayout      exchange of q, k and v from contiguous to zigzag order before the attention, and of the result back
+    accumulator   sum of the results of key blocks, or of their gradients, in float32 (float64)
+    legal         possible for this shape, these options and this memory
 """
 
 from __future__ import annotations
@@ -33,7 +40,10 @@ MAX_DOCUMENTS = 8  # documents of a sequence in the model of documents with unkn
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Sizes of one global attention: q (batch, heads, q_len, head_dim), v (batch, kv_heads, kv_len, v_head_dim)."""
+    """Sizes of one global attention, from which strategies predict seconds and bytes.
+
+    They are those of q (batch, heads, q_len, head_dim) and v (batch, kv_heads, kv_len, v_head_dim).
+    """
 
     n: int  # number of ranks
     batch: int  # global batch size
@@ -54,12 +64,12 @@ class AttentionShape:
 
     @property
     def q_rows(self) -> int:
-        """Return the number of queries per rank."""
+        """Return the number of queries per rank, with padding."""
         return -(-self.q_len // self.n)
 
     @property
     def kv_rows(self) -> int:
-        """Return the number of keys per rank."""
+        """Return the number of keys per rank, with padding."""
         return -(-self.kv_len // self.n)
 
     @property
@@ -79,32 +89,34 @@ class AttentionShape:
 
     @property
     def head_bytes(self) -> HeadBytes:
-        """Return the bytes of all heads on one rank."""
+        """Return the bytes of all heads on one rank, from which strategies compute their exchanges."""
         queries, results = self.heads * self.q_bytes, self.heads * self.out_bytes
         return HeadBytes(queries, results, self.kv_heads * self.kv_bytes, self.kv_heads, self.element_size)
 
     @property
     def widening(self) -> int:
-        """Return the ratio of bytes per element of accumulators and operands."""
+        """Return the bytes per element of an accumulator, divided by those of an operand."""
         return self.head_bytes.widening
 
     @property
     def merge_bytes(self) -> float:
-        """Return the bytes read and written to add one block's result to the accumulator of a rank."""
+        """Return the bytes read and written to add the result of one key block to the accumulator of a rank."""
         return self.heads * self.out_bytes * (1 + 2 * self.widening)
 
     @property
     def gradient_bytes(self) -> float:
-        """Return the bytes of a rank's gradient of q in its accumulation dtype; 0 without gradients."""
+        """Return the bytes of a rank's accumulator of the gradient of q; 0 without gradients."""
         return self.heads * self.q_bytes * self.widening if self.training else 0.0
 
     @property
     def accumulate_bytes(self) -> float:
-        """Return the bytes read and written to add one block's gradient of q to that of a rank."""
+        """Return the bytes read and written to add the gradient of q of one key block to its accumulator."""
         return self.heads * self.q_bytes * 3 * self.widening
 
     def workspace(self, ulysses: int, keys: int) -> int:
-        """Return the workspace of a kernel's backward in bytes.
+        """Return the bytes that the backward kernel allocates besides its operands and results.
+
+        Strategies add them to the memory of their candidates.
 
         Args:
             ulysses: Ranks that share heads; a rank has their rows for its part of the heads.
@@ -124,7 +136,10 @@ class AttentionShape:
         return 2 * self.batch * self.heads * dims * self.pairs(0, self.q_len) / self.n
 
     def pairs(self, start: float, stop: float) -> float:
-        """Return the (query, key) pairs that the queries [start, stop) attend to, in the limit of long sequences."""
+        """Return the (query, key) pairs of the queries [start, stop), in the limit of long sequences.
+
+        The FLOPs are proportional to their number.
+        """
         if self.documents and self.q_len == self.kv_len:
             total = 0.0
             for first, length in halving_documents(self.q_len):
@@ -148,7 +163,7 @@ class AttentionShape:
     def imbalance(self, parts: int, layout: str = CONTIGUOUS.name) -> float:
         """Return the maximum over the mean work of `parts` ranks that share the queries in this layout.
 
-        A rank of a zigzag layout has two chunks of the sequence, one from each end.
+        The rank with the maximum determines the seconds of an attention, so strategies multiply the FLOPs by it.
         """
         chunks = LAYOUTS[layout].chunks
         if LAYOUTS[layout].balances_causal(self.documents) or not self.q_len * self.kv_len:
@@ -163,8 +178,8 @@ class AttentionShape:
 def halving_documents(length: int) -> list[tuple[int, int]]:
     """Return documents as (start, length), each half of the remaining positions.
 
-    They model documents of unknown lengths. No split balances them, which is true for log-normal lengths as well
-    (`benchmarks/plans.py`), and there are long and short documents for any sequence length.
+    They model documents of unknown lengths in `AttentionShape.pairs`. No split balances them, which is true for
+    log-normal lengths as well (`benchmarks/plans.py`), and there are long and short documents for any sequence length.
     """
     documents: list[tuple[int, int]] = []
     start = 0
@@ -174,11 +189,14 @@ def halving_documents(length: int) -> list[tuple[int, int]]:
     return [*documents, (start, length - start)]
 
 
-def _integrate_clamped(x: float, keys: int) -> float:
-    """Return the integral of clamp(t, 0, keys) for t up to x."""
-    if x <= 0:
+def _integrate_clamped(end: float, keys: int) -> float:
+    """Return the integral of clamp(t, 0, keys) for t up to `end`.
+
+    It counts the pairs of the queries before position `end` if query t attends to all of the `keys` keys before t.
+    """
+    if end <= 0:
         return 0.0
-    return x * x / 2 if x <= keys else keys * keys / 2 + (x - keys) * keys
+    return end * end / 2 if end <= keys else keys * keys / 2 + (end - keys) * keys
 
 
 @dataclass(frozen=True)
@@ -197,10 +215,10 @@ class Candidate:
     memory: float  # bytes of a rank in addition to its shards, maximum of forward and backward
     rounds: tuple[int, int]  # number of collectives of forward and backward
     ring_grads: str = ""  # gradients of K and V "travel" or are reduced by "scatter"; "" without a ring
-    legal: str | None = None  # reason why it is not possible; None if it is
+    legal: str | None = None  # reason why it is not legal; None if it is
     fits: bool = True  # False if memory is insufficient
-    relayout: bool = False  # q, k, v move to zigzag order and the result back; cost from `all_candidates`
-    folds_keys: bool = True  # a relayout moves keys and values, too
+    relayout: bool = False  # True if a relayout is required; its cost is added by `all_candidates`
+    folds_keys: bool = True  # True if a relayout moves keys and values, too
     chunks: int = 1  # groups of heads that are exchanged separately
 
     @property
@@ -247,7 +265,10 @@ def attention_strategies() -> list[Strategy]:
 
 
 def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
-    """Return all candidates, legal or not, in a fixed order; on one rank nothing is split."""
+    """Return the candidates of all strategies and layouts for a shape, legal or not.
+
+    A report shows those that are not legal with the reasons. On one rank nothing is split.
+    """
     # A window leaves little to balance, and zigzag order would distribute its neighbors over all ranks.
     can_zigzag = shape.n > 1 and shape.causal and shape.window is None and shape.q_len == shape.kv_len
     if shape.order.is_balanced:
@@ -265,7 +286,7 @@ def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
 
 
 def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candidate]:
-    """Return the candidates for a program whose rows are in `shape.order`.
+    """Return the candidates for a program whose rows are in `shape.order`, from which a pass chooses.
 
     In a permuted order a window reaches all ranks, so rings cost the same as without a window.
     """
@@ -307,12 +328,16 @@ def choose_attention(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _preference_key(c: Candidate) -> tuple[int, int, bool, int, str]:
-    """Return the sort key of candidates that are equally fast; the simplest is first."""
+    """Return the key by which `choose_attention` sorts equally fast candidates, the simplest first."""
     return c.collectives, STRATEGIES[c.kind].preference, c.relayout, c.ring, c.layout
 
 
 def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -> Candidate:
-    """Add the cost of a relayout and a mask, omit the backward without training, and apply the memory limit."""
+    """Add the costs that are equal for all strategies to a candidate, and apply the memory limit.
+
+    These are the cost of a relayout, if the layout requires one, and the bytes of a mask. Without training, the
+    backward has no cost.
+    """
     if not LAYOUTS[c.layout].is_in_order and c.layout != shape.order.name:
         extra = _relayout_seconds(shape, machine, c.folds_keys)
         rounds = (c.rounds[0] + 2, c.rounds[1] + 2)  # before and after the attention
@@ -327,7 +352,7 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
 
 
 def _relayout_seconds(shape: AttentionShape, machine: Machine, moves_keys: bool) -> float:
-    """Return the seconds to move q, and optionally k and v, from contiguous to zigzag order, and the result back."""
+    """Return the seconds of a relayout in one direction of the step; k and v move if `moves_keys`."""
     sizes = shape.head_bytes
     moved = (sizes.queries + (sizes.keys if moves_keys else 0), sizes.results)
     return sum(machine.seconds("fold", nbytes, shape.n) + machine.copy(2 * nbytes) for nbytes in moved)

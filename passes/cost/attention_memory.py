@@ -1,4 +1,7 @@
-"""Memory of a rank besides attention, and the remaining memory for attention."""
+"""Memory of a rank besides attention, and the remaining memory for attention.
+
+A pass predicts a `RankMemory` before it chooses attention strategies. `available` limits the memory of candidates.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class RankMemory:
 
     @property
     def used(self) -> int:
-        """Return the bytes in use besides attention."""
+        """Return the bytes in use besides attention, if losses are not tiled."""
         return self.weights + self.gradients + self.saved
 
     @property
@@ -44,6 +47,7 @@ class RankMemory:
         return self.device - self.used_with_tiles if self.used_with_tiles < self.device else self.device
 
     def __str__(self) -> str:
+        """Return the bytes in use and those available for an attention, as a line of a report."""
         parts = (("weights", self.weights), ("gradients", self.gradients), ("saved for the backward", self.saved))
         text = ", ".join(f"{name} {nbytes / GIB:.1f} GiB" for name, nbytes in parts)
         if math.isinf(self.device):

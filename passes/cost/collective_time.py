@@ -1,6 +1,8 @@
 """Bytes sent by collectives, and a linear model of their time.
 
 A collective over a group of ranks takes alpha + bytes / beta, where the bytes are those that one rank sends.
+Besides NCCL's collectives there are "shift", which sends a tensor to the next rank of a ring, and "fold", which moves
+rows from contiguous order to zigzag order (rank r of n has the chunks r and 2n - 1 - r of 2n) or back.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ def collective_bytes(collective: str, nbytes: Any, n: int) -> Any:
 
 @dataclass(frozen=True)
 class HeadBytes:
-    """Bytes of the operands and the result of one attention on one rank."""
+    """Bytes of the operands and the result of one attention on one rank.
+
+    Strategies derive from them the bytes of their exchanges, for predicted times and for reports.
+    """
 
     queries: Size  # all queries of the rank
     results: Size  # all results of the rank
@@ -51,16 +56,20 @@ class HeadBytes:
 
     @property
     def widening(self) -> int:
-        """Return the ratio of bytes per element of accumulators (float32, float64 for float64) and operands."""
+        """Return the bytes per element of a float32 (float64) accumulator, divided by those of an operand."""
         return max(4, self.element_size) // self.element_size
 
     def repeat_keys(self, ranks: int) -> Size:
-        """Return the bytes of keys and values, repeated so that `ranks` divides their heads."""
+        """Return the bytes of keys and values after their heads are repeated until `ranks` divides them."""
         heads = self.key_heads
         return self.keys * (math.lcm(heads, ranks) // heads) if isinstance(heads, int) else self.keys
 
     def exchange_bytes(self, ranks: int) -> Size:
-        """Return the bytes that an exchange of heads for rows moves, with repeated keys."""
+        """Return the bytes of queries, results and repeated keys.
+
+        An all-to-all over `ranks` ranks moves them: before it, a rank has its rows of all heads; after it, the rows of
+        all these ranks for its part of the heads.
+        """
         return self.queries + self.results + self.repeat_keys(ranks)
 
 
@@ -77,9 +86,10 @@ class LatencyBandwidth:
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> LatencyBandwidth:
-    """Fit a line to the measured seconds of messages of these sizes in bytes, by least squares of relative errors.
+    """Fit a line to the measured seconds of messages of these sizes in bytes.
 
-    If noise results in a negative slope or latency, the line is constant or starts at zero.
+    It minimizes the squares of relative errors, so that small messages count as much as large ones. If noise results in
+    a negative slope or latency, the line is constant or starts at zero.
     """
     if min(times) <= 0:
         return LatencyBandwidth(0.0, math.inf)

@@ -1,6 +1,7 @@
 """Attention decisions of a graph, and the table in which a report prints their candidates.
 
-Attentions of equal shape share one `Decision`.
+Attentions of equal shape share one `Decision`. A candidate that is not legal has a reason (`legal`), printed instead of
+its numbers. A relayout moves rows to the layout of the candidate before the attention, and back after it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Decision:
 
 
 def merge_decisions(decisions: Iterable[Decision]) -> list[Decision]:
-    """Return one decision for each shape and choice, with the sum of the numbers of nodes."""
+    """Merge decisions of equal shape and choice, as of several graphs, so that a report prints each once."""
     merged: dict[tuple[AttentionShape, Candidate], Decision] = {}
     for d in decisions:
         earlier = merged.get((d.shape, d.chosen))
@@ -48,7 +49,7 @@ def merge_decisions(decisions: Iterable[Decision]) -> list[Decision]:
 
 
 def describe_shape(shape: AttentionShape) -> str:
-    """Format heads, lengths and mask in one line."""
+    """Format heads, lengths and mask of an attention in one line, the title of its table."""
     heads = f"{shape.heads} heads" + (f" ({shape.kv_heads} of keys)" if shape.kv_heads != shape.heads else "")
     dims = f"{shape.head_dim}" + (f"/{shape.v_head_dim}" if shape.v_head_dim != shape.head_dim else "")
     length = f"{shape.q_len}" + (f" x {shape.kv_len} keys" if shape.kv_len != shape.q_len else "")
@@ -73,7 +74,10 @@ def candidate_table(candidates: Sequence[Candidate], chosen: Candidate, requeste
 
 
 def _candidate_row(c: Candidate, chosen: Candidate, reason: str) -> tuple[object, ...]:
-    """Return the columns of `HEADERS`; `reason` is that of the chosen candidate."""
+    """Return the columns of `HEADERS` for a candidate.
+
+    The last one is `reason` for the chosen candidate, else the reason why it is not legal, or the additional time.
+    """
     layout = c.layout + (", moved" if c.relayout else "") + (f", {c.chunks} groups" if c.chunks > 1 else "")
     numbers = [x * 1e3 for x in (c.forward, c.backward, c.seconds)] + [c.memory / 2**20]
     shown = numbers if c.legal is None or c == chosen else [None] * 4
@@ -82,7 +86,7 @@ def _candidate_row(c: Candidate, chosen: Candidate, reason: str) -> tuple[object
 
 
 def _winning_reason(c: Candidate, candidates: Sequence[Candidate], requested: bool) -> str:
-    """Return the reason why a candidate was chosen, as shown in the last column."""
+    """Return the reason why the chosen candidate `c` was chosen, as shown in the last column."""
     if not c.fits:
         return f"chosen: needs the least memory, {c.legal}"
     if requested or not any(other.legal is None for other in candidates) or c != choose_attention(candidates):

@@ -1,8 +1,11 @@
 """List the collectives of a local graph with the bytes that one rank sends, forward and backward.
 
 A local graph is the program of one rank: its collectives are `sp::` ops. Each becomes an `Exchange` of the report.
+A frame describes the rows that are valid on the ranks; others are padding (`lowering/base/frames.py`). A bucket is one
+`sp::reduce_grad` of the gradients of several parameters. A carry is what a scan adds to the rows of later ranks.
 
-Also declare the routes of a local graph's exchanges, because a cache may restore its program without a trace.
+Also declare the routes of a local graph's exchanges, because a cache may restore its program without a trace. A route
+is the communicator of an exchange between some of the ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Exchange:
 
     op: str  # name of the op
     node: str  # name of the node
-    where: str  # user's line
+    where: str  # line of the user's code
     shape: str  # shapes of the operands
     forward: Size  # bytes
     backward: Size  # bytes
@@ -54,7 +57,7 @@ class Exchange:
     of_attention: bool = False  # True for attention
 
     def repeat(self, times: Mapping[str, int]) -> list[Exchange]:
-        """Return the exchanges of a model in which the layer of each path occurs `times`.
+        """Return the exchanges of the full model, in which the layer of each path occurs `times`.
 
         An exchange of one layer is repeated; for a bucket of gradients of several layers, the bytes increase.
         """
@@ -65,7 +68,7 @@ class Exchange:
 
 
 def exchange_collectives(exchange: Exchange) -> tuple[str, str]:
-    """Return the kinds of collectives of forward and backward in the cost model, "" for none.
+    """Return the collectives of forward and backward, as named by `collective_bytes`; "" for none.
 
     Ops that are not in `MOVE_OPS` shift rows between neighbors.
     """
@@ -81,7 +84,7 @@ class _SentBytes(NamedTuple):
 
 
 def find_exchanges(local: GraphModule, n: int) -> list[Exchange]:
-    """Return every collective of a validated local graph, in order."""
+    """Return every collective of a validated local graph in order, for its report."""
     calls = [OpCall(c) for c in local.graph.nodes if c.op == "call_function" and namespace_of(c.target) == "sp"]
     exchanges = []
     for call in calls:
@@ -94,9 +97,10 @@ def find_exchanges(local: GraphModule, n: int) -> list[Exchange]:
 
 
 def _edge_bytes(call: OpCall, n: int) -> Size:
-    """Return the bytes to fill padding with the nearest valid row, if it is on another rank: one row at each end.
+    """Return the bytes sent to fill the padding of a result with the nearest valid row of another rank.
 
-    The frame is that of the result: (dim, size, start, length, ...), where rows [start, start + length) are valid.
+    That is one row for each end with padding. In the frame of the result, (outer, size, start, length, ...), the rows
+    [start, start + length) are valid.
     """
     frame = call.get("result") or call.get("frame") if call.node.target in ENDS_IN_WINDOW else None
     if frame is None:
@@ -110,7 +114,7 @@ def _edge_bytes(call: OpCall, n: int) -> Size:
 
 
 def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
-    """Return the bytes that one of n ranks sends in a call, or None for local ops."""
+    """Return the bytes that one of n ranks sends in a call, or None if the op is not an exchange."""
     op = call.node.target
     strategy = op_strategy(op)
     if strategy is not None and strategy.sends is not None:
@@ -132,7 +136,7 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
 
 
 def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
-    """Return the exchange of a call, without bytes of the backward if no gradient is sent."""
+    """Return the line of a report for a call; its backward has no bytes if no gradient is sent."""
     node, values, backward = call.node, [operand.meta["val"] for operand in sent.operands], sent.backward
     partial = "partial" in node.args  # sp::reduce_grad: the averaging of gradients sends them
     if partial or not all(v.is_floating_point() for v in values) or node_info(node).requires_grad is False:
@@ -147,7 +151,10 @@ def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
 
 
 def _layer_shares(bucket: Node, sent: Size, values: Sequence[Tensor]) -> tuple[tuple[str, Size], ...]:
-    """Return the `sent` bytes of a gradient bucket by layer: the layer that first reads the parameter."""
+    """Return the `sent` bytes of a gradient bucket by layer, so that `Exchange.repeat` can extend it.
+
+    A gradient belongs to the layer that first reads its parameter.
+    """
     nbytes: dict[str, Size] = {}
     for index, value in enumerate(values):
         readers = (user for item in bucket.users if item.args[1] == index for user in item.users)
@@ -158,7 +165,7 @@ def _layer_shares(bucket: Node, sent: Size, values: Sequence[Tensor]) -> tuple[t
 
 
 def _exchange_line(node: Node) -> str:
-    """Return the user's line; for moves that the compiler adds, the words for parameters, inputs or results."""
+    """Return the user's line; for moves that the compiler adds, a text for parameters, inputs or results."""
     if node.meta.get("stack_trace") or node.target not in MOVE_OPS:
         return node_line(node)
     if node.target in GRADIENT_MOVES:
@@ -177,19 +184,19 @@ def _tensor_bytes(tensors: Iterable[Tensor]) -> Size:
 
 
 def head_bytes(call: OpCall) -> HeadBytes:
-    """Return the bytes of the operands of a call of attention, and of its result."""
+    """Return the bytes of the operands and the result of an attention, for `Strategy.sends`."""
     q, k, v = call.operands[:3]
     sizes = _operand_bytes([q]), _operand_bytes([call.node]), _operand_bytes([k, v])
     return HeadBytes(*sizes, call.shape(1)[HEADS], k.meta["val"].element_size())
 
 
 def relayout_bytes(call: OpCall, nbytes: Size, n: int) -> Size:
-    """Return the bytes of moving `nbytes` to the zigzag layout and back, if the call does this."""
+    """Return the bytes sent to move `nbytes` to zigzag order and back; 0 if the call does not do so."""
     return collective_bytes("fold", nbytes, n) if call["balance"] else 0
 
 
 def declare_routes(local: GraphModule, ranks: Ranks) -> None:
-    """Declare the routes of all ops that communicate with some of the ranks only."""
+    """Declare the routes of all ops that communicate with some of the ranks only, before the graph runs."""
     for node in local.graph.nodes:
         if strategy := op_strategy(node.target):
             strategy.declare(OpCall(node), ranks)

@@ -3,7 +3,8 @@
 A model with 32 equal layers is analyzed as one with two: a dry run then takes a sixteenth of the time.
 
 From the third layer of a kind on, each layer adds the same to a step: the backward of the last one has a different
-peak. Therefore a deep model is analyzed with two layers of the most common kind and one of each other kind.
+peak. Therefore a deep model is analyzed with two layers of the most common kind and one of each other kind. Layers are
+of one kind if their modules, parameters and settings are equal. The remaining layer of a kind represents the others.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ class FewLayers:
 
     @cached_property
     def times(self) -> Mapping[str, int]:
-        """Return the number of layers that each path represents; others represent one."""
+        """Return the number of layers that the layer of each path represents; it is 1 for paths without entry."""
         return Counter(self.order)
 
     def of(self, node: Node) -> int:
-        """Return the number of nodes that the node represents."""
+        """Return the number of nodes of the full model that a node represents: one in each represented layer."""
         return self.times.get(node_layer(node), 1)
 
 
 @dataclass(frozen=True)
 class LayerList:
-    """List of layers of a model."""
+    """The list of layers that contains most of the weights of a model, and the kind of each layer."""
 
     layers: nn.ModuleList  # the list itself, which `only` modifies
     kinds: tuple[int, ...]  # number of each layer's kind, by first appearance
@@ -69,7 +70,7 @@ class LayerList:
 
     @property
     def reduced_positions(self) -> tuple[int, ...]:
-        """Return the layers of the reduced model: the first two of the most common kind, and one of each other kind."""
+        """Return the indices of the remaining layers: two of the most common kind, and one of each other kind."""
         common = Counter(self.kinds).most_common(1)[0][0]
         first_common = self.kinds.index(common)
         second_common = self.kinds.index(common, first_common + 1)
@@ -89,7 +90,7 @@ class LayerList:
 
     @contextmanager
     def only(self, positions: Sequence[int]) -> Iterator[None]:
-        """Restrict the model, which is modified, to the layers at these positions in this context."""
+        """Restrict the model to the layers at these positions while this context is active, for a dry run."""
         all_layers = list(self.layers)
         all_settings = [(config, name, config[name]) for config, name in self.settings]
         del self.layers[:]
@@ -106,7 +107,10 @@ class LayerList:
 
 
 def _layer_settings(model: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (attributes of a config, name) for each list of `count` entries in the configs of a model's modules."""
+    """Yield (attributes of a config, name) for each list of `count` entries in the configs of a model.
+
+    Such a list has one entry for each layer, so `LayerList.only` restricts it together with the layers.
+    """
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}  # modules share configs
     for config in configs.values():
         for name, value in getattr(config, "__dict__", {}).items():
@@ -115,7 +119,10 @@ def _layer_settings(model: nn.Module, count: int) -> Iterator[tuple[dict[str, An
 
 
 def _layer_kind(layer: nn.Module) -> Any:
-    """Return a key that is equal for equal layers: modules, parameters, and settings except indices of layers."""
+    """Return a key that is equal for layers of one kind, whose modules, parameters and settings are equal.
+
+    An integer setting with "idx" in its name is ignored, since it is the index of the layer.
+    """
     key: list[Any] = []
     for name, module in layer.named_modules():
         key += [name, type(module).__qualname__]
@@ -128,7 +135,7 @@ def _layer_kind(layer: nn.Module) -> Any:
 
 
 def checkpoint_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks to checkpoint: outermost callable entries with parameters of the model's module lists."""
+    """Return the blocks that a plan checkpoints: outermost entries of module lists that have parameters."""
     outermost: list[nn.Module] = []
     covered: set[nn.Module] = set()  # the blocks and all modules inside of them
     for module in model.modules():  # outer modules are first
@@ -143,7 +150,10 @@ def checkpoint_blocks(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def checkpoint_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Checkpoint each layer in this context, by changing its class to a subclass with another forward."""
+    """Checkpoint each layer while this context is active, so that a plan can predict such a step.
+
+    The class of a layer is replaced by a subclass with another forward.
+    """
     classes = [(layer, type(layer)) for layer in layers]
     wrapped = {cls: type(cls.__name__, (cls,), {"forward": _checkpointed_forward(cls)}) for _, cls in classes}
     try:

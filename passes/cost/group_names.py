@@ -3,6 +3,9 @@
 A program may call collectives itself, for tensor parallelism or to average a loss. Their process group is an argument,
 a string in functional collectives. Two groups may be axes of a grid of ranks (a `DeviceMesh`), one may contain the
 other, or they are unrelated: see `GroupGrid`. All ranks must agree on this while they compile.
+
+A group is called by the name of its process group. A declared group is in the table of `known_groups.py`. A row
+exchange is a collective that may move rows of the sequence: any but a reduction of scalars and vectors.
 """
 
 from __future__ import annotations
@@ -45,10 +48,10 @@ GatherRanks = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None
 
 
 def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
-    """Return the groups of more than one rank in the program's collectives and DTensors, in order.
+    """Return the groups of the program's collectives and DTensors that have more than one rank, in order.
 
-    Groups that only reduce scalars and vectors count if another group occurs, too, because these reductions may be
-    merged.
+    A session compares the inputs over each of them. Groups that only reduce scalars and vectors count if another group
+    occurs, too, because these reductions may be merged.
     """
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
     of_tensors = [name for x in (*inputs, *values) if isinstance(x, DTensor) for name in group_names(x.device_mesh)]
@@ -58,7 +61,7 @@ def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
 
 
 def has_user_exchanges(gm: GraphModule) -> bool:
-    """Return True if a collective of the program uses a group of more than one rank."""
+    """Return True if the program itself calls a collective over more than one rank."""
     return bool(_multi_rank_groups(_collective_groups(gm, is_collective)))
 
 
@@ -71,7 +74,7 @@ def _multi_rank_groups(names: Iterable[str]) -> list[Ranks]:
 
 
 def check_groups(gm: GraphModule) -> None:
-    """Check that every collective names an existing process group.
+    """Check that every collective names an existing process group, before ranks communicate.
 
     Raises:
         SpError: If this rank does not have the group of a collective.
@@ -83,7 +86,7 @@ def check_groups(gm: GraphModule) -> None:
 
 
 def _collective_groups(gm: GraphModule, is_counted: Callable[[Node], bool]) -> Iterator[str]:
-    """Yield the groups of the collectives for which `is_counted` is true, including those in subgraphs."""
+    """Yield the names of the groups of the collectives for which `is_counted` is true, also of subgraphs."""
     for node in iterate_nodes(gm):
         names = named_groups(node)
         if names and is_counted(node):
@@ -91,7 +94,10 @@ def _collective_groups(gm: GraphModule, is_counted: Callable[[Node], bool]) -> I
 
 
 def iterate_nodes(gm: GraphModule) -> Iterator[Node]:
-    """Yield the nodes of a graph in order; those of a subgraph (of a higher-order op) replace its `get_attr` node."""
+    """Yield the nodes of a graph in order, including those of subgraphs of higher-order ops.
+
+    The nodes of a subgraph replace its `get_attr` node.
+    """
     for node in gm.graph.nodes:
         body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(body, GraphModule):
@@ -101,13 +107,13 @@ def iterate_nodes(gm: GraphModule) -> Iterator[Node]:
 
 
 def _is_mergeable(node: Node) -> bool:
-    """Return True for `_is_row_exchange` and for all_reduces over a declared group, which a pass may merge."""
+    """Return True for a row exchange, and for an all_reduce over a declared group, which a pass may merge."""
     is_declared = not named_groups(node).isdisjoint(declared_groups().members)
     return _is_row_exchange(node) or (node_packet(node) in ALL_REDUCES and is_declared)
 
 
 def _is_row_exchange(node: Node) -> bool:
-    """Return True if the collective is more than a reduction of scalars or vectors.
+    """Return True if the collective may move rows: it is more than a reduction of scalars or vectors.
 
     Such reductions, as of losses over data-parallel ranks, move no rows. The kind of reduction (sum, max, ...) is
     ignored, because ranks that disagree on it must communicate to detect that.
@@ -129,12 +135,12 @@ def is_collective(node: Node) -> bool:
 
 
 def is_pending_exchange(node: Node) -> bool:
-    """Return True if the node starts a collective that needs a wait."""
+    """Return True if the node starts a functional collective, whose result must be waited for."""
     return namespace_of(node.target) == c10d.name and node.target is not c10d.wait_tensor.default
 
 
 def named_groups(node: Node) -> set[str]:
-    """Return the groups that a collective names; empty for other nodes."""
+    """Return the names of the groups in the arguments of a collective; empty for other nodes."""
     has_strings = any(isinstance(leaf, str) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
     positions = _group_arguments(node.target) if has_strings and is_collective(node) else ()
     values = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in positions]
@@ -142,7 +148,7 @@ def named_groups(node: Node) -> set[str]:
 
 
 def exchange_group(node: Node) -> str | None:
-    """Return the only group that a collective names, or None if it names none or several."""
+    """Return the name of the only group of a collective, or None if it has none or several."""
     names = named_groups(node)
     return names.pop() if len(names) == 1 else None
 
@@ -167,7 +173,7 @@ def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:
 
 @dataclass(frozen=True)
 class GroupGrid:
-    """Relations of the ranks of one group to other groups, by name.
+    """Relations of the ranks of one group ("this group") to other groups, by name.
 
     Example: on a 2 x 2 mesh with the axes a = {0, 2}, {1, 3} and b = {0, 1}, {2, 3}, both ranks of a group of a have
     the same rank in their groups of b, and the reverse. So the axes of a mesh are level and parallel to each other.
@@ -178,14 +184,17 @@ class GroupGrid:
     enclosing: frozenset[str] = frozenset()  # groups that contain all ranks of this group
 
     def placement_after(self, over: str, is_full: bool) -> Placement | None:
-        """Return the placement of the result of an exchange of equal values.
+        """Return the placement over this group of the result of a collective over another group.
+
+        The operand is equal on the ranks of this group, or sharded over them.
 
         Args:
-            over: Group of the exchange.
-            is_full: The results are equal on all ranks that take part.
+            over: Group of the collective.
+            is_full: True if the results are equal on all ranks that take part.
 
         Returns:
-            The placement; None if the result has the placement of the operand, row by row.
+            REPLICATE or VARYING; None if the result has the placement of the operand, since corresponding ranks of this
+            group exchange corresponding rows.
         """
         if over in self.level and over in self.parallel:
             return None

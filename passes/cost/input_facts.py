@@ -15,7 +15,7 @@ from .group_names import GroupGrid
 
 @dataclass(frozen=True)
 class InputFacts:
-    """Facts about a graph's inputs, by name."""
+    """Facts about a graph's inputs, by name; a joint graph is one of forward and backward."""
 
     differing: frozenset[str] = frozenset()  # inputs whose values differ between ranks
     equal: frozenset[str] | None = None  # inputs whose values are equal; None if not determined
@@ -27,7 +27,7 @@ class InputFacts:
     gradients: Mapping[str, Node] = field(default_factory=dict)  # joint graph: input -> node of its gradient
 
     def for_graph(self, replaced: Mapping[Node, Node]) -> InputFacts:
-        """Return the facts for a graph in which the nodes in `replaced` are replaced."""
+        """Return the facts with nodes of a new graph, after a pass has replaced the nodes in `replaced`."""
         gradients = {name: replaced.get(node, node) for name, node in self.gradients.items()}
         tangents = {name: [replaced.get(node, node) for node in nodes] for name, nodes in self.tangents.items()}
         return replace(self, gradients=gradients, tangents=tangents)

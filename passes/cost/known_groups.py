@@ -1,6 +1,7 @@
 """Table of the process groups of a mesh with their ranks on all processes, for passes.
 
-Example: the first axis of a 2 x 2 mesh is the partition ((0, 2), (1, 3)).
+A partition is a set of disjoint groups of ranks, such as those of one mesh axis. Example: the first axis of a 2 x 2
+mesh is the partition ((0, 2), (1, 3)). A declared group is one that the user has passed to `declare_groups`.
 
 A graph names only the groups of the rank that traced it. Decisions of a pass about groups must be equal on all ranks,
 so they use this table, which contains the groups of all ranks, not the process groups of the current rank.
@@ -45,30 +46,30 @@ class KnownGroups:
         return self.members[name]
 
     def size(self, name: str) -> int:
-        """Return the number of ranks of a group."""
+        """Return the number of ranks of the group called `name`."""
         return len(self[name][0])
 
     def communicator(self, partition: Partition, ordered: bool = False) -> str | None:
-        """Return the name of a declared group with this partition, or None.
+        """Return the name of a declared group of this partition for a merged collective, or None.
 
         Args:
-            partition: Groups.
-            ordered: Require the same order of ranks.
+            partition: The groups of the merged collective.
+            ordered: True if the order of ranks in a group matters.
         """
         key = _canonical_groups(partition, ordered)
         return next((name for name, groups in self.members.items() if _canonical_groups(groups, ordered) == key), None)
 
     def is_in_one_node(self, name: str) -> bool:
-        """Return True if each of the groups is on one machine."""
+        """Return True if each group in the partition of `name` is on one machine."""
         return all(len({self.nodes.get(rank, 0) for rank in group}) == 1 for group in self[name])
 
     def merge(self, other: KnownGroups) -> KnownGroups:
-        """Return the union of both tables."""
+        """Return the union of both tables; the entries of `other` take precedence."""
         return KnownGroups(**{name: {**table, **getattr(other, name)} for name, table in vars(self).items()})
 
 
 def label_subsets(labels: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all subsets of two or more labels, in order."""
+    """Return all subsets of two or more axis labels, each of which is joined to one communicator."""
     sizes = range(2, len(labels) + 1)
     return [subset for size in sizes for subset in itertools.combinations(labels, size)]
 
@@ -77,17 +78,18 @@ def label_subsets(labels: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def reduce_partitions(partitions: Sequence[Partition]) -> Partition | None:
-    """Return the groups of one reduction that is equal to consecutive reductions over `partitions`, or None.
+    """Return the groups of one reduction equal to consecutive reductions over `partitions`, or None.
 
-    This requires that every rank's value counts exactly once, equally on all ranks of a group, so the partitions are
-    axes of a full grid. None for overlapping groups, groups of different sizes and missing ranks.
+    A pass merges collectives by this. It requires that every rank's value counts exactly once, equally on all ranks of
+    a group, so the partitions are axes of a full grid. None for overlapping groups, groups of different sizes and
+    missing ranks.
     """
     members = _joined_ranks(partitions)
     return None if members is None else _as_disjoint({tuple(sorted(ranks)) for ranks in members})
 
 
 def gather_partitions(partitions: Sequence[Partition]) -> Partition | None:
-    """Return the groups of one all_gather that is equal to consecutive all_gathers over `partitions`, or None.
+    """Return the groups of one all_gather equal to consecutive all_gathers over `partitions`, or None.
 
     The order of the ranks matters: the last partition is the major one.
     """
@@ -96,7 +98,10 @@ def gather_partitions(partitions: Sequence[Partition]) -> Partition | None:
 
 
 def scatter_partitions(partitions: Sequence[Partition]) -> Partition | None:
-    """Return the groups of one reduce_scatter for those over `partitions`: the adjoint of `gather_partitions`."""
+    """Return the groups of one reduce_scatter equal to consecutive ones over `partitions`, or None.
+
+    It is the adjoint of an all_gather, so the order of the partitions is reversed.
+    """
     return gather_partitions(partitions[::-1])
 
 
@@ -116,13 +121,13 @@ def _joined_ranks(partitions: Sequence[Partition]) -> list[tuple[int, ...]] | No
 
 
 def _as_disjoint(groups: Collection[tuple[int, ...]]) -> Partition | None:
-    """Return the sorted groups if no rank occurs twice, which implies equal results on the ranks of a group."""
+    """Return the sorted groups; None if two of them share a rank, so that results in a group differ."""
     ranks = list(itertools.chain(*groups))
     return tuple(sorted(groups)) if len(set(ranks)) == len(ranks) else None
 
 
 def _canonical_groups(groups: Partition, ordered: bool) -> Partition:
-    """Return the groups in an order in which equal partitions are equal; without `ordered`, their ranks are sorted."""
+    """Return the groups in sorted order, for a comparison; without `ordered`, their ranks are sorted, too."""
     return tuple(sorted(group if ordered else tuple(sorted(group)) for group in groups))
 
 
@@ -131,7 +136,7 @@ _declared_groups: weakref.WeakKeyDictionary[Any, KnownGroups] = weakref.WeakKeyD
 
 
 def declared_groups() -> KnownGroups:
-    """Return the groups declared in this process."""
+    """Return the groups declared in this process; empty before `torch.distributed` is initialized."""
     return _declared_groups.get(dist.group.WORLD, KnownGroups()) if dist.is_initialized() else KnownGroups()
 
 

@@ -78,7 +78,7 @@ class Machine:
         return replace(CPU if device_type == "cpu" else GPU, **(override or {}))
 
     def efficiency(self, kernel: str) -> float:
-        """Return the rate of an attention kernel over `flops`; 1 for "named"."""
+        """Return the FLOP/s of an attention kernel, divided by `flops`; 1 for "named"."""
         return 1.0 if kernel == "named" else float(getattr(self, f"{kernel}_efficiency"))
 
     def attention(self, flops: float, keys: float) -> float:
@@ -86,7 +86,7 @@ class Machine:
         return flops / self.flops * (1 + self.block_keys / max(keys, 1))
 
     def copy(self, nbytes: float) -> float:
-        """Return the seconds to read and write `nbytes` in total."""
+        """Return the seconds of a kernel that reads and writes `nbytes` in total on the device."""
         return nbytes / self.memory_bandwidth
 
     def line(self, collective: str, ranks: int, stride: int = 1, inside: bool | None = None) -> LatencyBandwidth:
@@ -132,7 +132,7 @@ _CONSTANTS_OF = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop", 
 
 
 def _expected_range(name: str, value: Any) -> str:
-    """Return the expected range of a constant as a text if the value is outside of it, else ""."""
+    """Return the range of a constant as a text for an error if the value is outside of it, else ""."""
     is_share = name == "overlap" or name.endswith("efficiency")
     low, high = float(name == "ranks_per_node"), 1.0 if is_share else math.inf
     includes_low = name.endswith("latency") or name in ("block_keys", "overlap", "call", "ranks_per_node")

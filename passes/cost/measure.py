@@ -3,7 +3,8 @@
 A `Measurement` times calls of several sizes; a line is fitted to the times (see `collective_time.fit_line`).
 
 All paths from `machine` and `measure_reductions` issue the same collectives on every rank for any state of the caches.
-Operations that may fail on one rank are followed by a `MeetFunction`, which raises on all ranks.
+Operations that may fail on one rank are followed by a `MeetFunction`, which raises on all ranks. A round is one timed
+call of each measurement.
 """
 
 from __future__ import annotations
@@ -173,18 +174,18 @@ def _time_collective(kind: str, name: str | None, partition: Partition, device: 
 
 
 def _attention_sizes(device: torch.device) -> tuple[int, int, torch.dtype]:
-    """Return heads, head dim and dtype of the measured attention."""
+    """Return (heads, head dim, dtype) of the attention that is measured on a device."""
     return (4, 64, torch.float32) if device.type == "cpu" else (16, 128, torch.bfloat16)
 
 
 def _measured_kernel(device: torch.device) -> Kernel:
-    """Return the kernel of `_measure_attention`."""
+    """Return the kernel that runs the measured attention, whose rate the constants are divided by."""
     _, dim, dtype = _attention_sizes(device)
     return expected_kernel(KernelKey(device, dtype, Kind.FULL, dim, 1024))
 
 
 def _measure_attention(device: torch.device) -> Measurement:
-    """Return the measurement of attention on one rank: seconds per FLOP are (1 + block_keys / keys) / flops."""
+    """Return the measurement of attention on a rank; seconds per FLOP are (1 + block_keys / keys) / flops."""
     is_cpu, (heads, dim, dtype) = device.type == "cpu", _attention_sizes(device)
 
     def call(length: int) -> Callable[[], object]:
@@ -288,13 +289,13 @@ def mean_of_middle(rounds: Tensor) -> Tensor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work on a device."""
+    """Wait for all work on a device, so that a clock measures it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def _base_constants(device: torch.device, meet: MeetFunction) -> Machine:
-    """Return the defaults for the smallest memory and the oldest generation of the ranks' devices.
+    """Return default constants with the smallest memory and the oldest generation of the ranks' devices.
 
     CPU memory is unlimited, because it is shared.
     """
@@ -307,7 +308,7 @@ def _base_constants(device: torch.device, meet: MeetFunction) -> Machine:
 
 
 def _cache_path(group: Any, device: torch.device) -> Path:
-    """Return the cache file, by host, device, ranks, backend and versions."""
+    """Return the path of the cache file, which differs by host, device, ranks, backend and versions."""
     folder = os.path.expanduser(os.environ.get("SP_COMPILE_CACHE_DIR") or "~/.cache/sp_compile")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     members = dist.get_process_group_ranks(group)
@@ -317,7 +318,7 @@ def _cache_path(group: Any, device: torch.device) -> Path:
 
 
 def _read_cache(path: Path) -> dict[str, LatencyBandwidth]:
-    """Read the lines of a file; empty if it does not exist or is invalid."""
+    """Return the lines in a cache file by key; none if it does not exist or is invalid."""
     try:
         lines = {key: LatencyBandwidth(*map(float, line)) for key, line in json.loads(path.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, OverflowError):

@@ -16,7 +16,7 @@ MIN_OFFLOAD_BYTES = 1e-3
 
 @dataclass(frozen=True)
 class HostValues:
-    """Values of one graph, or of a step, that are copied to the host after the forward and back for the backward."""
+    """Values of a graph or a step that are copied to the host in the forward and back in the backward."""
 
     values: int = 0  # number of values
     nbytes: int = 0  # bytes of these
@@ -26,10 +26,10 @@ class HostValues:
 
 
 def hiding_seconds(node: Node, machine: Machine) -> float:
-    """Return the seconds of products and attention at a node, during which copies run; other ops are ignored."""
+    """Return the seconds of a product or attention, during which copies run; 0 for other ops."""
     return node_flops(node) / machine.flops
 
 
 def copy_seconds(nbytes: float, machine: Machine) -> float:
-    """Return the seconds of a copy to or from the host."""
+    """Return the seconds of a copy of `nbytes` to or from the host, without other work."""
     return nbytes / machine.host_bandwidth

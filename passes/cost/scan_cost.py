@@ -8,6 +8,9 @@ state) for a linear recurrence. C is its size in bytes, n the number of ranks.
 
 Both use one alpha, so that noisy latencies never decide, only bytes. Vectors of carries are gathered; matrices of state
 on many ranks are sent in steps.
+
+A segment is a run of equal ids; a segmented scan restarts at each. A fold is one of the chunks of rows that a rank has:
+one, or two in a zigzag layout. A row is all elements with one index of the scanned dim.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class CarryExchangeCost:
 
 
 def choose_exchange(nbytes: int, n: int, machine: Machine, folds: int = 1) -> CarryExchangeCost:
-    """Choose the exchange of `nbytes` per rank; steps require one contiguous chunk of rows per rank (folds=1)."""
+    """Choose the faster exchange of carries of `nbytes`; steps require one fold per rank."""
     lines = {"gather": machine.line("all_gather", n), "steps": machine.line("shift", n)}
     alpha, rounds = max(line.latency for line in lines.values()), num_rounds(n)
     transfer = {exchange: bytes_to_send(exchange, nbytes, n) / line.bandwidth for exchange, line in lines.items()}
@@ -60,24 +63,24 @@ def choose_exchange(nbytes: int, n: int, machine: Machine, folds: int = 1) -> Ca
 
 
 def bytes_to_send(exchange: str, nbytes: Any, n: int) -> Any:
-    """Return the bytes that one rank sends to exchange `nbytes` per rank."""
+    """Return the bytes that one rank sends to exchange carries of `nbytes` by "gather" or "steps"."""
     if exchange == "gather":
         return collective_bytes("all_gather", nbytes, n)
     return num_rounds(n) * collective_bytes("shift", nbytes, n)
 
 
 def num_rounds(n: int) -> int:
-    """Return ceil(log2 n)."""
+    """Return the number of steps over n ranks, ceil(log2 n)."""
     return (n - 1).bit_length()
 
 
 def step_offsets(n: int) -> list[int]:
-    """Return the rank offset of each step."""
+    """Return for each step the distance of the ranks that send to each other, for routes."""
     return [1 << k for k in range(num_rounds(n))]
 
 
 def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_size) -> tuple[Size, Size]:
-    """Return the bytes of a rank's carry, forward and backward; see lowering/scan/scan_ops.py.
+    """Return the bytes of a rank's carry in forward and backward; see lowering/scan/scan_ops.py.
 
     Args:
         call: Call of one of `COSTED_SCAN_OPS`.
@@ -102,9 +105,10 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
 
 
 def _segment_bytes(call: OpCall, dim: int, folds: int, extent: Callable[[Any], Size]) -> tuple[Size, Size]:
-    """Return the bytes of the first and last segment ids of the chunks, and of one flag for each: a new segment starts.
+    """Return the bytes that a segmented scan sends in addition to carries: (ids, flags).
 
-    (0, 0) for a scan without segments. `dim` is the scanned dim of the operand; ids may have fewer dims.
+    They are the ids of the first and last row of each fold, and one flag: True if a new segment starts in it. (0, 0)
+    for a scan without segments. `dim` is the scanned dim of the operand; ids may have fewer dims.
     """
     node: Node | None = call.get("segments")
     if node is None:

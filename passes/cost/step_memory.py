@@ -1,9 +1,12 @@
-"""Predict the memory of one rank over a training step: state, saved values, and peaks with their causes.
+"""Predict the memory of a rank over a training step: state, saved values, and peaks with their causes.
 
     state      parameters and buffers, inputs, optimizer state: constant
     forward    values of every graph as it runs, and saved values of earlier graphs
     loss       from the last matrix product of the last forward (the logits) to the first one of its backward
     backward   saved values until they are read; values; gradients as they are computed
+
+A moment is the run of one kernel of a graph. Saved values are computed in a forward and read by its backward; tangents
+are the gradients of results, inputs of a backward.
 
 The graphs are those of AOTAutograd (`liveness.py`). FSDP is modeled as `fully_shard` of each layer and of the model:
 parameters and state are sharded, and in addition there are
@@ -57,7 +60,7 @@ class GraphStep:
 
     @staticmethod
     def of(forward: Graph, backward: Graph | None, fused: bool, inputs: int) -> GraphStep:
-        """Run the liveness walk on both graphs.
+        """Return the memory of a graph's step, from the liveness walk of its forward and backward.
 
         Args:
             forward: Forward graph.
@@ -91,7 +94,7 @@ class GraphStep:
 
 
 def _is_row_major(x: torch.Tensor) -> bool:
-    """Return True if the strides are row-major, including dims of size 1."""
+    """Return True if the strides are row-major, including dims of size 1: then a tangent is not copied."""
     shape = as_sizes(x.shape)
     return all(is_same_size(stride, size_product(shape[d + 1 :])) for d, stride in enumerate(as_sizes(x.stride())))
 
@@ -141,12 +144,12 @@ class StepMemory:
 
     @property
     def saved(self) -> int:
-        """Return the bytes saved for the backward."""
+        """Return the bytes that all graphs save on the device for the backward."""
         return sum(graph.saved for graph in self.graphs)
 
     @property
     def offloaded(self) -> HostValues | None:
-        """Return the offloaded values, or None if offloading was not requested."""
+        """Return the sum of the offloaded values of all graphs; None if offloading was not requested."""
         by_graph = [astuple(graph.offloaded) for graph in self.graphs if graph.offloaded is not None]
         return HostValues(*map(sum, zip(*by_graph))) if by_graph else None
 
@@ -157,15 +160,15 @@ class StepMemory:
 
     @property
     def constant(self) -> int:
-        """Return the constant bytes, sharded over `shards` ranks."""
+        """Return the bytes of the state throughout the step, sharded over `shards` ranks."""
         return self.state if self.shards == 1 else self.sharded_state(self.shards)
 
-    def peak_with(self, point: StepMoment) -> int:
-        """Return the bytes at a moment in addition to `constant`."""
+    def bytes_at(self, point: StepMoment) -> int:
+        """Return the bytes of a rank at a moment in addition to `constant`, for the ranks in `shards`."""
         return point.nbytes if self.shards == 1 else self.sharded_bytes(point, self.shards)
 
     def sharded_bytes(self, point: StepMoment, n: int) -> int:
-        """Return the bytes of a rank at a moment, without sharded state, if n ranks shard the state by layer (FSDP).
+        """Return the bytes at a moment besides sharded state, if n ranks shard the state by layer (FSDP).
 
         They are values, gathered weights, unsharded gradients, and shards of gradients.
         """
@@ -189,6 +192,7 @@ class StepMemory:
             if graph.backward is None:
                 continue
             moments = graph.backward.moments
+            # The walk of this backward counts its saved values and tangents, so they are no bytes of other graphs.
             other_bytes -= graph.saved + min(later_gradients, graph.tangents)
             loss_end = next((i for i, moment in enumerate(moments) if moment.product), 0) if g == last else 0
             # FSDP gathers the next layer until the last layer of the step begins.
@@ -199,19 +203,21 @@ class StepMemory:
             unsharded = _unsharded_bytes(moments, self.weights.unit)
             for i, moment in enumerate(moments):
                 phase = "loss" if i < loss_end else "backward"
-                nbytes = other_bytes + (graph.copied if i == 0 else 0) + moment.nbytes
-                yield StepMoment(phase, moment, nbytes, g, i, True, moment.results, i < gather_end, unsharded[i])
+                copied = graph.copied if i == 0 else 0  # tangents are copied to row-major strides before it starts
+                nbytes, arriving = other_bytes + copied + moment.nbytes, i < gather_end
+                gradients = moment.results
+                yield StepMoment(phase, moment, nbytes, g, i, True, gradients, arriving, unsharded[i])
             later_gradients = graph.backward.end
             other_bytes += later_gradients
 
     def peaks(self) -> dict[str, StepMoment]:
-        """Return the largest moment of each phase."""
+        """Return the moment with the most bytes of each phase, for reports."""
         points = list(self.points())
         by_phase = {phase: [point for point in points if point.phase == phase] for phase in PHASES}
-        return {phase: max(moments, key=self.peak_with) for phase, moments in by_phase.items() if moments}
+        return {phase: max(moments, key=self.bytes_at) for phase, moments in by_phase.items() if moments}
 
     def alive(self, point: StepMoment) -> list[LiveValue]:
-        """Return the live values of the running graph at a moment, and one entry for all values of other graphs."""
+        """Return the live values of the running graph at a moment, and one entry for all other graphs."""
         graph = self.graphs[point.graph]
         graph_walk = graph.backward if point.in_backward and graph.backward is not None else graph.forward
         values = graph_walk.alive(point.index)
@@ -258,7 +264,7 @@ class StepMemory:
         return self.weights.shard_bytes(n, self.per_weight) + self.weights.buffers + self.inputs
 
     def text(self, n: int) -> str:
-        """Format a report.
+        """Format the memory of the step as a part of a report.
 
         Args:
             n: Ranks over which FSDP would shard the state.
@@ -274,12 +280,12 @@ class StepMemory:
             lines.append(f"offload: {amount} ({offloaded.values} values); {timing}")
         peaks, rows = self.peaks(), list[tuple[str, ...]]()
         for phase, point in peaks.items():
-            live = self.peak_with(point)
+            live = self.bytes_at(point)
             total = format_bytes(self.constant + live)
             rows.append((phase, total, format_bytes(live), point.moment.name, shorten_line(point.moment.where)))
         lines.append(tabulate(rows, headers=("peak of", "total", "values", "at node", "line"), disable_numparse=True))
         if peaks:
-            top = max(peaks.values(), key=self.peak_with)
+            top = max(peaks.values(), key=self.bytes_at)
             rows = [(format_bytes(x.nbytes), x.origin, x.count_text, shorten_line(x.where)) for x in self.summary(top)]
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         fsdp = format_bytes(self.fsdp(self.shards if self.shards > 1 else n))
@@ -308,7 +314,7 @@ class StepMemory:
 
 
 def _last_layer_start(moments: Sequence[WalkMoment]) -> int:
-    """Return the index of the first moment of the last layer after which no other layer runs; 0 without layers."""
+    """Return the index of the first moment of the last layer to run; 0 without layers."""
     layers = [moment.layer for moment in moments]
     last = next(filter(None, reversed(layers)), "")
     if not last:
@@ -320,20 +326,26 @@ def _last_layer_start(moments: Sequence[WalkMoment]) -> int:
 def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
     """Return the bytes of unsharded gradients at each moment of a backward.
 
-    They are those outside of layers, of the current layer, and of the previous one, which has at most `unit` bytes. A
-    layer starts where the path changes, or where the first node of the path occurs again (one of several equal layers).
+    FSDP reduces the gradients of a layer after the backward of the next one, so these are the gradients outside of
+    layers, of the current layer, and of the previous one. `moment.results` are the bytes of all gradients computed so
+    far. The moments of one traced layer are repeated for equal layers: a layer starts where the path changes, or where
+    the first node of the path occurs again.
+
+    Args:
+        moments: The moments of the backward, in order.
+        unit: Bytes of the largest layer.
     """
     unsharded: list[int] = []
     layer_start = "", ""  # path and node of the first moment of the current layer
-    before_layers = before_layer = gradients = 0  # bytes before the first and the current layer, and at the last moment
+    outside_layers = at_layer_start = gradients = 0  # bytes before the first layer, the current one, and this moment
     for moment in moments:
         key = moment.layer, moment.name
         if moment.layer and (moment.layer != layer_start[0] or key == layer_start):
             if not layer_start[0]:
-                before_layers = gradients
-            before_layer, layer_start = gradients, key
-        previous_layer = min(unit, before_layer - before_layers)
-        unsharded.append(before_layers + previous_layer + moment.results - before_layer)
+                outside_layers = gradients
+            at_layer_start, layer_start = gradients, key
+        previous_layer = min(unit, at_layer_start - outside_layers)
+        unsharded.append(outside_layers + previous_layer + moment.results - at_layer_start)
         gradients = moment.results
     return unsharded
 

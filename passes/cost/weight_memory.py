@@ -49,7 +49,7 @@ class ModelBytes:
         return ModelBytes(by_layer.total() + outside, trainable, buffers, max(by_layer.values(), default=0), outside)
 
     def shard_bytes(self, n: int, per_weight: float = ADAMW_STATE) -> int:
-        """Return the bytes of a rank's shards of parameters and optimizer state."""
+        """Return the bytes of a rank's shards of parameters and optimizer state if n ranks shard them."""
         return -(-(self.parameters + round(per_weight * self.trainable)) // n)
 
     def sharded_bytes(self, n: int, per_weight: float = ADAMW_STATE) -> tuple[int, int]:
@@ -57,18 +57,18 @@ class ModelBytes:
         return self.shard_bytes(n, per_weight) + self.unsharded_bytes(True, True), self.gradients(self.trainable, n)
 
     def unsharded_bytes(self, in_layer: bool, arriving: bool) -> int:
-        """Return the bytes of weights that FSDP has gathered.
+        """Return the bytes of the weights that FSDP has gathered at a moment of the step.
 
         Args:
-            in_layer: A layer runs.
-            arriving: The weights of the next layer are being gathered.
+            in_layer: True if a layer runs.
+            arriving: True if the weights of the next layer are being gathered.
         """
         if not self.unit:  # no layers: all weights are gathered for the forward, and again for the backward
             return (1 + arriving) * self.outside_layers
         return self.outside_layers + (in_layer + arriving) * self.unit
 
     def gradients(self, computed: int, n: int, unsharded: int | None = None) -> int:
-        """Return the bytes of gradients on a rank: unsharded ones of layers that are not yet reduced, and all shards.
+        """Return the bytes of gradients on a rank: those that are not yet reduced to shards, and all shards.
 
         Args:
             computed: Bytes of all gradients computed so far, before they are sharded.
@@ -111,7 +111,10 @@ def state_per_weight(optimizer: Any = None) -> float:
 
 
 def _recreate_optimizer(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.optim.Optimizer:
-    """Create an optimizer of one parameter, with the type of another one and the settings of its first parameters."""
+    """Create an optimizer of `parameter` for a trial step, with type and settings of the passed optimizer.
+
+    The settings are those of its first parameter group.
+    """
     accepted = inspect.signature(type(optimizer)).parameters  # AdamW has a default that its constructor does not accept
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     settings: dict[str, Any] = {}

@@ -2,7 +2,8 @@
 
     split_with_sizes(wait_tensor(all_reduce(cat([a, b]), ..)), [len(a), len(b)])[1]      is b, reduced
 
-Each piece of the split has the reduced values of the vector at the same index of the cat.
+A bucket is the cat of flat tensors (vectors), which one collective processes. Each piece of the split has the reduced
+values of the vector at the same index of the cat.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ ELEMENTWISE_COLLECTIVES = (c10d.all_reduce.default, c10d.wait_tensor.default)
 
 
 def bucket_source(node: Node) -> Node | None:
-    """Return the vector of a bucket that this piece is computed from, or None if the node is no such piece."""
+    """Return the vector of which this piece of a bucket has the values, or None if the node is no piece.
+
+    A piece has the placement that a collective on the vector alone would return.
+    """
     if node.target is not operator.getitem or not isinstance(node.args[0], Node):
         return None
     split, index = node.args

@@ -1,6 +1,7 @@
 """Access the arguments of an ATen call by name and its tensors by their global shapes.
 
 For a node linear(x, w), `OpCall(node)["weight"]` is w, `.operands` is [x, w] and `.shape("weight")` is w's shape.
+Global shapes are those of the full tensors in the captured graph, the global view, which `node.meta["val"]` contains.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ def node_shape(node: Node) -> tuple[Size, ...]:
 
 
 def node_packet(node: Node) -> Any:
-    """Return the overload packet that the node calls, another call target unchanged, or None if it is no call."""
+    """Return the overload packet that the node calls, another target unchanged, or None for other nodes."""
     return getattr(node.target, "overloadpacket", node.target) if node.op == "call_function" else None
 
 
 def graph_tangents(graph: Graph) -> list[Node]:
-    """Return the tangent inputs of an AOTAutograd joint graph; the list is empty for other graphs."""
+    """Return the tangents of an AOTAutograd joint graph, from which its backward starts; [] for others."""
     return [n for n in graph.find_nodes(op="placeholder") if is_tangent(n)]
 
 
 def is_tangent(node: Node) -> bool:
-    """Return True if the node is a tangent input of a joint graph."""
+    """Return True if the node is a tangent of a joint graph: an input for the gradient of an output."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
@@ -65,7 +66,8 @@ def read_results(node: Node) -> dict[int, Node]:
 def result_number(getitem: Node) -> int:
     """Return the index of a getitem's result among the tensor results of its operand.
 
-    Ops return None for results that are not requested; these are not counted. A negative index is unchanged.
+    Rules and plans have one entry for each tensor result. Ops return None for results that are not requested; these are
+    not counted. A negative index is unchanged.
     """
     source, index = getitem.args
     values_before = list(source.meta["val"] if isinstance(source, Node) else ())[:index]
@@ -100,6 +102,7 @@ class OpCall:
     """One ATen call: arguments by schema name, tensor operands in schema order, global shapes."""
 
     def __init__(self, node: Node) -> None:
+        """Read the arguments of a node that calls an op overload, with the defaults of its schema."""
         self.node = node
         self.args: dict[str, Any] = {}
         for i, parameter in enumerate(_op_signature(node.target)):
@@ -136,6 +139,8 @@ class OpCall:
 
     def with_operands(self, operands: Sequence[Any], **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) of the call with its tensor operands and the arguments in `changed` replaced.
+
+        A pass assigns them to the node, or passes them to a copy of it.
 
         The results contain the arguments that the node passes and those in `changed`, but no further defaults.
         """

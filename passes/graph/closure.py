@@ -12,7 +12,7 @@ def iterate_reachable(seeds: Iterable[Node], through: Callable[[Node], Iterable[
 
     Args:
         seeds: Nodes to start from.
-        through: Returns the successors of a node.
+        through: Returns the nodes to continue with from a node, such as its users or its operands.
     """
     queue = list(dict.fromkeys(seeds))
     queued = set(queue)
@@ -24,5 +24,5 @@ def iterate_reachable(seeds: Iterable[Node], through: Callable[[Node], Iterable[
 
 
 def reachable_set(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """Return all nodes of `iterate_reachable` as a set."""
+    """Return the seeds and all nodes reachable from them as a set, see `iterate_reachable`."""
     return set(iterate_reachable(seeds, through))

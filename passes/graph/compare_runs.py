@@ -1,6 +1,7 @@
 """Run graphs forward and backward, and compare the results of a rank with those of a single device.
 
-A run returns a `RunResult`; `compare_runs` yields a row such as ("gradient of w", 1e-16) for each tensor.
+A run returns a `RunResult`; `compare_runs` yields a row such as ("gradient of w", 1e-16) for each tensor. `verify`
+uses this module. Cotangents are the gradients of the outputs, from which a backward starts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def run_with_grads(
     Args:
         gm: Graph to run.
         inputs: Inputs of the graph.
-        finish: Computes the final results from the outputs and the inputs of the graph.
+        finish: Computes the results to compare from the outputs and the inputs of the graph, such as gathered ones.
 
     Returns:
         Results, gradients and inputs after the run.
@@ -59,6 +60,7 @@ def run_with_grads(
 
 
 def _detach_all(values: Sequence[Any]) -> list[Any]:
+    """Return the values with detached tensors, so that a result does not keep the autograd graph."""
     return [x.detach() if isinstance(x, Tensor) else x for x in values]
 
 
@@ -99,7 +101,10 @@ def compare_runs(
 
 
 def _error_row(name: str, expected: Any, actual: Any, min_scale: float = 0.0) -> tuple[str, float]:
-    """Return a name and the relative error; if dtype or shape differ, the name includes both."""
+    """Return a row of `compare_runs`: the name and the relative error.
+
+    If dtypes or shapes differ, the error is inf and the name includes both. See `_relative_error` for `min_scale`.
+    """
     if isinstance(expected, Tensor) and isinstance(actual, Tensor):
         types = [(x.dtype, tuple(x.shape)) for x in (expected, actual)]
         if types[0] != types[1]:
@@ -108,7 +113,7 @@ def _error_row(name: str, expected: Any, actual: Any, min_scale: float = 0.0) ->
 
 
 def _relative_error(expected: Any, actual: Any, min_scale: float = 0.0) -> float:
-    """Return the largest difference relative to the largest expected element, or inf for different types or shapes.
+    """Return the largest difference relative to the largest expected element, or inf for different types.
 
     Integers and values that are no tensors have an error of 0 or inf. Equal NaN and inf are no error.
 

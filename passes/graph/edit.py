@@ -1,4 +1,7 @@
-"""Add nodes to a graph with their global-view values and the source locations of the nodes they replace."""
+"""Add nodes to a graph, with values in the global view and the source locations of replaced nodes.
+
+The value of a node, `meta["val"]`, is a fake tensor. In the global view it has the shape of the full tensor.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,16 @@ INHERITED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recomput
 
 
 class GraphEditor:
-    """Editor that appends nodes at the insertion point of a graph."""
+    """Editor that appends nodes at the insertion point of a graph, and the base of all passes.
 
-    graph: Graph
-    sizes: SizeBuilder
+    In all methods, `like` is the node whose source location and other metadata the new nodes inherit.
+    """
+
+    graph: Graph  # graph that is edited
+    sizes: SizeBuilder  # emits nodes for symbolic sizes
 
     def edit(self, graph: Graph) -> Self:
-        """Bind the editor to a graph and return it."""
+        """Bind the editor to a graph, to which all other methods apply, and return the editor."""
         self.graph, self.sizes = graph, SizeBuilder(graph)
         return self
 
@@ -50,7 +56,7 @@ class GraphEditor:
         return node
 
     def compute(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Node:
-        """Append a call whose value is inferred from its operands."""
+        """Append a call whose value is inferred from its operands; arguments as in `emit`."""
         return self.emit(target, args, infer_value(target, args, kwargs, like), like, kwargs)
 
     def reshape(self, x: Node, shape: Sequence[Size], like: Node) -> Node:
@@ -64,7 +70,7 @@ class GraphEditor:
         return x if x.meta["val"].dtype == dtype else self.compute(aten.to.dtype, (x, dtype), like)
 
     def repeat_each(self, x: Node, dim: int, times: Size, like: Node) -> Node:
-        """Append repeat_interleave(x, times, dim) as views.
+        """Append repeat_interleave(x, times, dim) as views, which move no data until the last one.
 
         (.., h, ..) -> (.., h, 1, ..) -> (.., h, r, ..) -> (.., h*r, ..)
         """
@@ -79,13 +85,13 @@ class GraphEditor:
         )
 
     def insert_after(self, source: Node) -> Any:
-        """Return an insertion point directly after a node, or after the size nodes if it is an input."""
+        """Return an insertion point (a context) directly after a node, or after the size nodes for an input."""
         anchor = self.sizes.last if source.op == "placeholder" else source
         assert anchor is not None
         return self.graph.inserting_before(anchor.next)
 
     def insert_between(self, node: Node, new: Node) -> None:
-        """Replace `node` by `new`, which is computed from it, for all users after `new`."""
+        """Replace `node` by `new`, which is computed from it, for all users after `new`, but not in `new`."""
         node.replace_all_uses_with(new, lambda user: new < user)
 
     def replace(self, node: Node, new: Any) -> None:
@@ -110,7 +116,7 @@ class GraphEditor:
         return new
 
     def inline(self, body: GraphModule, operands: Sequence[Any], like: Node) -> Any:
-        """Append the calls of another graph, whose nodes have values, and return its results."""
+        """Append copies of the calls of another graph, whose nodes have values, and return their results."""
         return interpret_graph(body, operands, lambda node, copies: self.copy_call(node, copies, like))
 
     def inline_function(self, run: Callable[..., Any], operands: Sequence[Any], like: Node, **options: Any) -> Any:
@@ -160,7 +166,7 @@ class GraphEditor:
 
 
 def interpret_graph(body: GraphModule, operands: Sequence[Any], run: Callable[[Node, Mapping[Node, Any]], Any]) -> Any:
-    """Return the results of a graph, each node of which `run` evaluates.
+    """Return the results of a graph, each node of which `run` evaluates, such as by copying it.
 
     Args:
         body: Graph to evaluate.
@@ -188,7 +194,7 @@ def erase_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """Return a copy of the graph that shares the attributes of the original module."""
+    """Return a copy of the graph for a pass to edit; it shares the attributes of the original module."""
     graph, output = Graph(), gm.graph.output_node()
     results = graph.graph_copy(gm.graph, {})
     graph.output(results, output.type).meta.update(output.meta)

@@ -1,4 +1,7 @@
-"""Run ops and functions on the fake values of nodes, and trace functions to graphs."""
+"""Run ops and functions on the fake values of nodes, and trace functions to graphs.
+
+A fake value, `node.meta["val"]`, has the shape, dtype and device of a node's result but no data.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def fake_mode_of(values: Any) -> AbstractContextManager[Any]:
 
 
 def infer_value(target: Any, args: Any, kwargs: Any = None, like: Node | None = None) -> Any:
-    """Return the result of an op on the fake values of its operands.
+    """Return the result of an op on the fake values of its operands, as the fake value of a new node.
 
     The fake mode is that of the operands, or of `like` and its inputs if the operands have none.
     """
@@ -43,7 +46,7 @@ def trace_function(
         values: Fake tensors of one mode, and constants.
         decompositions: Decompositions of ATen ops, as for make_fx.
         pre_dispatch: Keep composite ops.
-        gradients: Do not disable autograd while tracing.
+        gradients: Trace with autograd enabled, for functions that compute gradients.
 
     Returns:
         The traced graph.

@@ -1,6 +1,8 @@
 """Replace composite sp:: collectives in a graph below autograd by functional collectives and ATen ops.
 
-AOTAutograd does this while it lowers a graph; joint graphs are already lowered and need this pass. Opaque ops remain.
+A composite op is one node, such as sp::all_gather, whose body calls other ops (`lowering/base/library.py`). AOTAutograd
+traces into the bodies while it lowers a graph; joint graphs (forward and backward in one) are already lowered and need
+this pass. Opaque ops, which have no such body, remain.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from .edit import GraphEditor
 
 
 def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> int:
-    """Replace every composite sp:: op by its body and return the number of replaced ops.
+    """Replace every composite sp:: op by its body, for a compiler; return the number of replaced ops.
 
     The code of the module is not recompiled.
 
@@ -36,7 +38,7 @@ def _inline_op(editor: GraphEditor, node: Node, decompositions: Mapping[Any, Cal
     operands = node.all_input_nodes
 
     def body(*values: Any) -> Any:
-        """Run the node's op with these values of its operands."""
+        """Run the node's op with these values of its operands, under the tracer."""
         args, kwargs = map_arg((node.args, node.kwargs), dict(zip(operands, values)).__getitem__)
         return node.target(*args, **kwargs)
 

@@ -1,7 +1,8 @@
 """Track the grad and autocast modes that calls in a graph enter and exit.
 
 Captured programs contain the modes as calls: `set_grad_enabled(False)`, or `a = enter_autocast("cpu", bfloat16, ..)`
-with a later `exit_autocast(a)`.
+with a later `exit_autocast(a)`. A region is the nodes between such a call and the one that ends it. Passes that move,
+merge or trace nodes use these functions to preserve the mode in which each node computes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .call import node_tensors
 
 
 def no_grad_nodes(graph: Graph) -> set[Node]:
-    """Return all nodes in no-grad regions; a graph starts with gradients enabled."""
+    """Return all nodes in no-grad regions, whose results have no gradient; a graph starts outside of one."""
     without_grad, is_enabled = set[Node](), True
     for node in graph.nodes:
         if node.target is set_grad_enabled:
@@ -48,7 +49,7 @@ class AutocastRegion(NamedTuple):
 
 
 def autocast_regions(node: Node) -> list[AutocastRegion]:
-    """Return the autocast regions that the node is in, innermost last."""
+    """Return the autocast regions that the node is in, as arguments of torch.autocast, innermost last."""
     entered: dict[Node, AutocastRegion] = {}
     for enter in node.graph.find_nodes(op="call_function", target=enter_autocast):
         if enter < node:
@@ -74,14 +75,14 @@ def autocast_dtype(node: Node, x: torch.Tensor, device: str) -> torch.dtype:
 
 
 def has_same_autocast(nodes: Sequence[Node]) -> bool:
-    """Return True if all nodes are in equal autocast regions."""
+    """Return True if all nodes are in equal autocast regions, so that one node may replace them."""
     first = autocast_regions(nodes[0])
     return all(autocast_regions(node) == first for node in nodes[1:])
 
 
 @contextmanager
 def restore_autocast(node: Node) -> Iterator[None]:
-    """Enter the autocast regions of the node."""
+    """Enter the autocast regions of the node, to run or trace its op with the casts of the program."""
     with ExitStack() as contexts:
         for region in autocast_regions(node):
             contexts.enter_context(torch.autocast(*region))
@@ -90,7 +91,7 @@ def restore_autocast(node: Node) -> Iterator[None]:
 
 @contextmanager
 def disable_autocast(device: str) -> Iterator[None]:
-    """Disable autocast on a device; a no-op on devices without autocast, such as "meta"."""
+    """Disable autocast on a device, as in a backward; a no-op on devices without autocast, such as "meta"."""
     has_autocast = torch.amp.is_autocast_available(device)
     with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
         yield
@@ -99,7 +100,8 @@ def disable_autocast(device: str) -> Iterator[None]:
 def settle_dtypes(graph: Graph) -> None:
     """Set `meta["val"]` of nodes to the dtypes that the autocast regions imply; capture records others.
 
-    A node outside of the regions changes only if the dtype of an operand did.
+    Passes that depend on dtypes call it first. A node outside of the regions changes only if the dtype of an operand
+    did.
     """
     if not graph.find_nodes(op="call_function", target=enter_autocast):
         return
@@ -126,7 +128,7 @@ def _returns_tensors(node: Node) -> bool:
 
 
 def _with_dtype(x: Any, like: Any) -> Any:
-    """Return a tensor of x's shape and strides in the dtype of `like`; x itself if it is no tensor or has the dtype."""
+    """Return an empty tensor like x in the dtype of `like`; x itself if it has the dtype or is no tensor."""
     if not isinstance(x, torch.Tensor) or x.dtype == like.dtype:
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=like.dtype, device=x.device)
@@ -134,7 +136,7 @@ def _with_dtype(x: Any, like: Any) -> Any:
 
 @contextmanager
 def disable_autocast_cache() -> Iterator[None]:
-    """Disable the autocast weight cache, so that weights cast during a trace are not reused by the program."""
+    """Disable the autocast weight cache, so that the program does not reuse weights cast during a trace."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

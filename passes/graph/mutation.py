@@ -2,6 +2,8 @@
 
 x.add_(y)     mutates x; the new value of x is add(x, y)
 x.copy_(y)    mutates x; the new value of x is y
+
+The functional form of an in-place op returns the new value in place of writing it: add for add_.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def _mutated_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def is_view_change(node: Node) -> bool:
-    """Return True if the op changes the shape of its argument but not the memory (x.t_(), x.unsqueeze_(0))."""
+    """Return True if the op changes only the shape of its argument in place, as x.unsqueeze_(0) does."""
     return is_mutation(node) and torch.Tag.inplace_view in node.target.tags
 
 
@@ -94,7 +96,7 @@ def is_pure(node: Node) -> bool:
 
 
 def to_positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return `args` extended by the leading arguments of `kwargs`, as far as they are consecutive."""
+    """Return `args` extended by the leading arguments of `kwargs`, so that a caller can unpack them."""
     args = tuple(args)
     if isinstance(target, OpOverload):
         for argument in schema_of(target).arguments[len(args) :]:
@@ -105,7 +107,7 @@ def to_positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def find_mutation(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mutation:
-    """Return the arguments that `node` mutates if it is called with `args` and `kwargs`.
+    """Return the arguments that `node` mutates if called with `args` and `kwargs`, to functionalize it.
 
     Raises:
         WriteError: If the op mutates several tensors and returns some of them, because the schema does not match them.
@@ -133,7 +135,7 @@ def functional_form(target: OpOverload) -> OpOverload | None:
 
 
 def _parameter_types(op: OpOverload) -> list[tuple[str, str]]:
-    """Return the name and type of each parameter."""
+    """Return the name and type of each parameter, by which an in-place op matches its functional form."""
     return [(a.name, str(a.type)) for a in schema_of(op).arguments]
 
 
@@ -147,7 +149,7 @@ def _functional_name(name: str) -> str:
 
 
 def _new_value(target: OpOverload) -> NewValue | None:
-    """Return the function that computes what an in-place op writes to its first argument, or None if unknown."""
+    """Return the function that computes what an in-place op writes to its first argument, or None."""
     if target in _NEW_VALUES:
         return _NEW_VALUES[target]
     op = functional_form(target)
@@ -165,7 +167,7 @@ def _copy_value(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
 
 
 def _draw_value(args: Any, kwargs: Any, emit: Callable[..., Node], op: OpOverload) -> Node:
-    """Draw from a detached tensor: its gradient is zero after the draw, and `op` has no derivative."""
+    """Emit `op` on a detached target: a draw overwrites the target, and the op has no derivative."""
     return emit(op, emit(aten.detach.default, args[0]), *args[1:], **kwargs)
 
 

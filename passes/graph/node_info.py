@@ -1,7 +1,8 @@
 """Metadata of the passes for a node: one frozen `NodeInfo` under one key of `node.meta`.
 
 Copies of a node share the objects in their meta, so the object is frozen: `node_info(node)` reads it, and
-`set_node_info(node, is_aside=True)` replaces it.
+`set_node_info(node, is_aside=True)` replaces it. The global view is the captured graph, whose values are full tensors;
+a local node belongs to the graph of one rank that `passes/localize` creates from it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class NodeInfo:
     no_rule: str | None = None  # reason why the node requires gathered operands
     replicated: bool = False  # True if propagation starts no sequence at this gathered value
     starts_sequence: bool = False  # True if a sequence starts here although the node does no work
-    is_aside: bool = False  # True if the node names no sequence
+    is_aside: bool = False  # True if a scan at the node does not make its dim a sequence (`sharding/axes.py`)
     # (a, d): the node is (part of) a scan without a rule along dim d of argument a
     scanned: tuple[int, int] | None = None
     grouped: bool = False  # True if canonicalize added the grouped heads, so that expand_heads may revert it
@@ -41,15 +42,15 @@ BLANK_INFO = NodeInfo()
 
 
 def node_info(node: Node) -> NodeInfo:
-    """Return the metadata of the node."""
+    """Return the metadata of the node, with defaults if no pass has set any."""
     return node.meta.get(META_KEY, BLANK_INFO)
 
 
 def set_node_info(node: Node, **known: Any) -> None:
-    """Update fields of the node's metadata."""
+    """Replace the node's metadata by a copy with these fields, so that copies of the node do not change."""
     node.meta[META_KEY] = replace(node_info(node), **known)
 
 
 def clear_node_info(node: Node) -> None:
-    """Remove the metadata of the node."""
+    """Remove the metadata of the node, which refers to nodes of graphs that are no longer needed."""
     node.meta.pop(META_KEY, None)

@@ -1,4 +1,7 @@
-"""Find the node and the user's line of an exchange that a rank waits in, or of an op that raised."""
+"""Find the node and the user's line of an exchange that a rank waits in, or of an op that raised.
+
+An exchange is a node that communicates between ranks. The results are text of error messages at run time.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from torch.fx import Graph, Node
 from sp_compile.lowering.base.errors import UNKNOWN_LINE, source_line, stack_trace
 from sp_compile.lowering.torch_compat import CodeLine, compiled_lines
 
-SHOWN_INPUTS = 3
-NUMBER_PATTERN = re.compile(r"_\d+$")
+SHOWN_INPUTS = 3  # number of names or lines in a message
+NUMBER_PATTERN = re.compile(r"_\d+$")  # number that fx appends to a repeated node name
 
 
 class ExchangeSource(NamedTuple):
@@ -28,7 +31,7 @@ class ExchangeSource(NamedTuple):
 
 
 def exchange_sources(exchanges: Iterable[Node], shown: Mapping[str, str]) -> dict[str, ExchangeSource]:
-    """Return the sources of exchanges by node name.
+    """Return the sources of exchanges by node name, to name them in errors after the graph is compiled.
 
     Args:
         exchanges: Nodes of the exchanges.
@@ -43,13 +46,17 @@ def failed_exchange(error: BaseException, places: Mapping[str, ExchangeSource]) 
 
     If compiled code runs other compiled code, this is the innermost known exchange. Its source is omitted if it is
     unknown; the result is "" if no exchange is known.
+
+    Args:
+        error: Error that the program raised.
+        places: Sources of the program's exchanges, from `exchange_sources`.
     """
     names = [name for line in compiled_lines(error) if not line.kernel for name in line.sources if name in places]
     return f"{names[-1]} of {places[names[-1]]}".removesuffix(" of ") if names else ""
 
 
 def node_lines(graph: Graph) -> dict[str, str]:
-    """Map the name of each node with a known source to the user's line."""
+    """Map the name of each node with a known source to the user's line, for `failed_line`."""
     traces = {node.name: stack_trace(node) for node in graph.nodes}
     lines = {trace: source_line(trace) for trace in {*traces.values()}}  # many nodes have the same trace
     return {name: lines[trace] for name, trace in traces.items() if lines[trace] != UNKNOWN_LINE}
@@ -76,8 +83,8 @@ def failed_line(error: BaseException, lines: Mapping[str, str]) -> str:
 def _nodes_of_line(line: CodeLine, names: Iterable[str]) -> list[str]:
     """Return the names of the nodes that a line of compiled code computes.
 
-    A call of a kernel does not record its nodes; its name contains those of its ops (triton_fused_add_mul). All nodes
-    of these ops are returned, those closest to the first source of the line first.
+    A call of a fused kernel does not record its nodes; its name contains those of its ops (triton_fused_add_mul). All
+    nodes of these ops are returned, those closest to the first source of the line first.
 
     Args:
         line: Line of compiled code.

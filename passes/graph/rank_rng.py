@@ -27,7 +27,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15 >> 1  # an odd constant with well mixed bits s
 
 
 def has_random_ops(gm: GraphModule) -> bool:
-    """Return True if the graph draws random numbers."""
+    """Return True if the graph draws random numbers, so that it needs `with_rank_rng`."""
     return any(is_random(node) for node in gm.graph.nodes)
 
 
@@ -53,10 +53,13 @@ def is_random(node: torch.fx.Node) -> bool:
 
 
 def with_rank_rng(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
-    """Return `run` under a rank-specific generator; the user's generators advance equally on all ranks."""
+    """Return `run` under a rank-specific generator, for graphs that draw on shards.
+
+    The user's generators advance equally on all ranks.
+    """
 
     def run_with_rank_seed(*args: Any) -> Any:
-        """Run the function with a seed of this rank, drawn from the common generator."""
+        """Run the function with a seed of this rank, derived from a draw of the user's generator."""
         seed = int(torch.randint(0, 1 << 62, ()).item())
         rank = dist.get_rank(ranks.process_group)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

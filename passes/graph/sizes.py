@@ -144,6 +144,13 @@ def assume_large(a: Size) -> int:
     return int(a.subs({s: 1 << 20 for s in a.free_symbols}))
 
 
+def symbolic_sizes(node: Node) -> set[sympy.Expr]:
+    """Return the symbolic sizes of an input that is a tensor, or its value if it is a size."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, torch.Tensor) else [value] if isinstance(value, torch.SymInt) else []
+    return {size for size in as_sizes(sizes) if isinstance(size, sympy.Expr)}
+
+
 class SizeBuilder:
     """Builder of size arguments for graph nodes; each expression is computed once, after the inputs."""
 
@@ -190,7 +197,9 @@ class SizeBuilder:
             return self._fold(operator.mul, [expr.base] * int(expr.exp))
         if isinstance(expr, sympy.Add | sympy.Mul):
             return self._fold(operator.add if isinstance(expr, sympy.Add) else operator.mul, expr.args)
-        raise CaptureError("SP219", f"The size {expr} has a form that cannot be computed in the graph.")
+        sources = {x: self.sources[x] for x in sorted(expr.free_symbols, key=str) if x in self.sources}
+        known = "".join(f"; {x} is {node.name}.shape[{dim}]" for x, (node, dim) in sources.items())
+        raise CaptureError("SP219", f"{type(expr).__name__} is not supported in the size {expr}{known}.")
 
     def _fold(self, op: Any, terms: Any) -> Node:
         """Append the nodes that combine the terms by a binary operator."""

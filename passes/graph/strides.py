@@ -1,6 +1,9 @@
 """Restore the memory layout of values: copy a tensor to the stride order of another.
 
 y: [S, B, D] in memory, read as [B, S, D]   ->   y.contiguous(): [B, S, D] in memory
+
+The stride order of a tensor is the order of its dims in memory, slowest first. A pass may change it, while users of the
+value (a view, a kernel that reads strides) were written for the old one.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ aten = torch.ops.aten
 
 
 def restore_strides(graph: Graph, node: Node, value: Tensor) -> Node:
-    """Insert `match_strides` between the node and its users, and return the new node."""
+    """Insert a copy in the stride order of `value` between the node and its users, and return the copy."""
     users = list(node.users)
     restored = match_strides(graph, node, value)
     for user in users:
@@ -28,7 +31,13 @@ def restore_strides(graph: Graph, node: Node, value: Tensor) -> Node:
 
 
 def match_strides(graph: Graph, node: Node, value: Tensor) -> Node:
-    """Append a copy of the node's value that is contiguous in the stride order of `value`."""
+    """Append a copy of the node's value that is contiguous in the stride order of `value`, and return it.
+
+    Args:
+        graph: Graph of the node.
+        node: Node to copy; the new nodes follow it.
+        value: Tensor with the same number of dims, only the strides of which are read.
+    """
     order = order_of_strides(as_sizes(value.stride()))
     steps: list[tuple[Any, list[Any], dict[str, Any]]] = [
         (aten.permute.default, [order], {}),
@@ -46,7 +55,7 @@ def match_strides(graph: Graph, node: Node, value: Tensor) -> Node:
 
 
 def has_other_strides(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors of the same shape differ in strides; dims of size 1 are ignored."""
+    """Return True if two tensors of the same shape differ in strides; those of dims of size 1 are ignored."""
     dims = zip(as_sizes(x.shape), as_sizes(x.stride()), as_sizes(y.stride()))
     return any(not is_same_size(extent, 1) and not is_same_size(a, b) for extent, a, b in dims)
 
@@ -57,11 +66,11 @@ def is_identity(order: Sequence[int]) -> bool:
 
 
 def inverse_permutation(order: Sequence[int]) -> list[int]:
-    """Return the inverse permutation."""
+    """Return the permutation that reverts permute(order)."""
     return [order.index(d) for d in range(len(order))]
 
 
 def order_of_strides(strides: Sequence[Size]) -> list[int]:
-    """Return the dims sorted by descending stride, or in their order if a dim is broadcast."""
+    """Return the dims sorted by descending stride, or in their own order if a dim has stride 0."""
     values = [assume_large(s) for s in strides]
     return sorted(range(len(values)), key=lambda d: -values[d]) if all(values) else list(range(len(values)))

@@ -160,7 +160,10 @@ class BalanceLayout(Pass):
         return orders
 
     def _attention_work(self, attentions: Iterable[OpCall]) -> MaskWork:
-        """Return the work of all attentions to the sequence, with the symbols of their predicates renumbered."""
+        """Return the work of all attentions to the sequence, from which the balanced order is computed.
+
+        Their predicates share one numbering of vectors (row0, col0, ...) and of numbers (n0, ...).
+        """
         numbers: list[Any] = []
         weights: dict[str, Size] = {}  # by predicate
         for call in attentions:
@@ -179,7 +182,7 @@ class BalanceLayout(Pass):
         return MaskWork(list(weights), self.sizes.list(weights.values()), numbers)
 
     def _report_imbalance(self, work: MaskWork, length: Any, n: int) -> None:
-        """Note the imbalance that is known without the values of masks."""
+        """Add a note to the report: the imbalance that is known without the values of masks."""
         known = tuple(map(position_conditions, work.predicates))
         weights, numbers = (tuple(map(_current_size, sizes)) for sizes in (work.weights, work.numbers))
         chunks = balance_rows(known, weights, numbers, (), _current_size(length), n)
@@ -191,7 +194,7 @@ class BalanceLayout(Pass):
         self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, text))
 
     def _rewrite_call(self, call: OpCall, frames: FrameMap) -> None:
-        """Reorder the operands or results of the call, and remove the row order from its frames."""
+        """Reorder the operands or results of the call, and declare its frames contiguous (without `folds`)."""
         node = call.node
         if "q_frame" in frames:
             self._rewrite_attention(call, frames)
@@ -284,12 +287,12 @@ class BalanceLayout(Pass):
 
 
 def balanced_inputs(job: PassContext) -> list[Shard]:
-    """Return the placements of the inputs that are balanced."""
+    """Return the placements of the inputs that are balanced already, by another graph that computed the order."""
     return [p for p in job.inputs.values() if isinstance(p, Shard) and p.frame.order.is_balanced]
 
 
 def _has_sharded_output(gm: GraphModule, job: PassContext) -> bool:
-    """Return True if an output stays sharded for another graph."""
+    """Return True if an output stays sharded for another graph, which may read the neighbors of its rows."""
     assert job.input_placements is not None
     origins = [node_info(node).origin for node in gm.graph.output_node().all_input_nodes]
     return any(isinstance(job.input_placements.of(origin), Shard) for origin in origins if origin is not None)
@@ -311,7 +314,7 @@ def _current_size(value: Any) -> int:
 
 
 def _rename_symbols(predicate: str, names: dict[str, str]) -> str:
-    """Return the predicate with renamed symbols."""
+    """Return the predicate with renamed symbols, such as a row index q that becomes a vector row1."""
     if not names:
         return predicate
     symbols = {sympy.Symbol(old, integer=True): sympy.Symbol(new, integer=True) for old, new in names.items()}

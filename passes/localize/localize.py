@@ -2,6 +2,10 @@
 
     x: f32[B, S, D] -> linear(x, w)    becomes    linear(sp.shard(x), sp.reduce_grad(w))  on f32[B, ceil(S/n), D]
 
+The result is the local graph; its nodes have local values, the parts of one rank. In the PlacementPlan, `placements`
+has the placement of each value, and `wants` those that a node demands of its operands; nodes in `wants` run on shards.
+A gradient is partial if each rank has a summand of it. A rank's last rows may be padding, see `fill_padding.py`.
+
 The pass inserts only the ops that the edges of the PlacementPlan need: `sp::shard` (a local slice) where a replicated
 value is read on shards, `sp::reduce_grad` where a replicated value is an operand of sharded compute (the identity; its
 backward sums the gradient), and `sp::mask` where a sum would include padding. Size arguments become local. The forward
@@ -33,9 +37,9 @@ from .fill_padding import find_loose_padding, is_shorter_window
 from .reduce_gradients import (
     differentiable_nodes,
     find_partial_grad_nodes,
-    has_sharded_user,
     make_buckets,
     move_before_use,
+    needs_grad_sum,
 )
 from .validate_shapes import local_shape
 
@@ -44,7 +48,7 @@ COPIED_META = (*INHERITED_META, "original_aten", "seq_nr")
 
 
 class Localize(Pass):
-    """Pass that creates the program of one rank. Raises SpError if the graph has open demands."""
+    """Pass that creates the program of one rank. Raises SpError if a demand is open: claimed by no strategy."""
 
     requires = frozenset({"no demands", "checked"})
     provides = frozenset({"local"})
@@ -60,9 +64,14 @@ class Localize(Pass):
 
 
 class _Localizer(GraphEditor):
-    """Builder of a local graph: copies a global graph node by node, and converts operands as their users demand."""
+    """Builder of a local graph, which copies a global graph node by node.
+
+    An operand is converted if its user demands another placement than it has: a replicated value is sliced, or its
+    gradient is summed. Each conversion is emitted once, for all users.
+    """
 
     def __init__(self, gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
+        """Create the builder for a global graph and its plan."""
         self.old, self.plan, self.ranks, self.param_grads = gm, plan, job.ranks, job.options.param_grads
         self.graph = Graph()
         keep_calling_convention(self.graph, gm.graph)
@@ -102,11 +111,11 @@ class _Localizer(GraphEditor):
         return local
 
     def _copy(self, node: Node) -> None:
-        """Copy a node to the local graph."""
+        """Copy a node to the local graph, with its operands replaced by their local values, and record it."""
         self._record(node, self.graph.node_copy(node, self.env.__getitem__))
 
     def _record(self, old: Node, new: Node) -> None:
-        """Record `new` as the local value of `old`."""
+        """Record `new` as the local value of the global node `old`, for the users that are emitted later."""
         new.meta.update(old.meta)
         set_node_info(new, origin=old, requires_grad=old in self.differentiable)
         self.env[old] = self._restore_padding(old, new)
@@ -122,7 +131,10 @@ class _Localizer(GraphEditor):
         return window
 
     def _localize_symbols(self, sources: Iterable[Node]) -> None:
-        """Set the local values of inputs='local', and compute global sizes S = n * (S/n) from the local ones."""
+        """Set the values of inputs that are passed as shards (inputs='local'), and emit their global sizes.
+
+        Such an input has the local size S/n, from which the global size S = n * (S/n) is computed (`NodeInfo.scale`).
+        """
         for node in sources:
             if node_info(node).local is not None:
                 self.env[node].meta["val"] = node_info(node).local
@@ -136,7 +148,7 @@ class _Localizer(GraphEditor):
                 self.sizes.known[as_size(node.meta["val"])] = self.sizes.last
 
     def _emit(self, node: Node) -> None:
-        """Append the local form of a node of the global graph and record it."""
+        """Append the local form of a node of the global graph, and record it as the node's local value."""
         if node.op != "call_function":
             self._copy(node)
         elif node.target is operator.getitem and node.args[0] in self.aliases:
@@ -152,12 +164,16 @@ class _Localizer(GraphEditor):
             self._record(node, self._call(node.target, args, node, kwargs, node.name))
 
     def _replicated_operand(self, source: Node, user: Node) -> Node:
-        """Return the local value of an operand of a replicated node, with a partial gradient if the node has one."""
+        """Return the local value of an operand of a replicated node.
+
+        If the node is a partial-gradient node, the gradient of its operand is summed in its place.
+        """
         if user in self.partial_grad_nodes and is_tensor(source):
             return self._convert(source, Replicate(partial_grad=True), user)
         return self.env[source]
 
     def _is_local(self, node: Node) -> bool:
+        """Return True if the local value is a part of the node's value, so that their sizes differ."""
         return is_tensor(node) and isinstance(self.plan.of(node), Shard)
 
     def _emit_on_shards(self, node: Node) -> None:
@@ -184,13 +200,21 @@ class _Localizer(GraphEditor):
             self._record(node, self._rebuild_call(call, operands, **changed))
 
     def _rebuild_call(self, call: OpCall, operands: list[Node], **changed: Any) -> Node:
-        """Append the call with local operands and the `changed` arguments."""
+        """Append the op of a global call with local operands and the `changed` arguments."""
         args, kwargs = call.with_operands(operands, **changed)
         args, kwargs = torch.fx.map_arg((args, kwargs), lambda x: self.env.get(x, x))
         return self._call(call.node.target, args, call.node, kwargs, call.node.name)
 
     def _cut_window(self, node: Node, local: Node) -> None:
-        """Record each shorter window as the local value of its source, with restored padded rows where needed."""
+        """Record the local value of a slice or split of the sequence: that of its source, as no rows move.
+
+        A result is a shorter window of the same frame, so its padded rows are further rows of the source. They are
+        restored where an op may read them.
+
+        Args:
+            node: Node of the global graph.
+            local: Local value of its operand.
+        """
         if isinstance(node.meta["val"], (list, tuple)):
             getitems = read_results(node)
             self.aliases[node] = tuple(
@@ -201,15 +225,16 @@ class _Localizer(GraphEditor):
             self.env[node] = self._restore_padding(node, local)
 
     def _local_shape(self, node: Node) -> list[int | Node]:
+        """Return the shape of the node's local value as a size argument, and emit its symbolic sizes."""
         return self.sizes.list(local_shape(self.plan.of(node), node.meta["val"], self.ranks.n))
 
     def _mask_padding(
         self, call: OpCall, rule: BoundRule, operands: list[Node], wants: tuple[Placement, ...]
     ) -> list[Node]:
-        """Return the operands of a sum over the sharded factor, whose padded rows are filled such that they add zero.
+        """Return the operands of a sum over the sequence, with padded rows filled such that they add zero.
 
-        All operands of a product are filled, as 0 * inf is NaN. Filling only one operand requires finite padded rows in
-        the others, and rows that a window cuts off may be infinite.
+        Operands of other calls are unchanged. All operands of a product are filled, as 0 * inf is NaN. Filling only one
+        operand requires finite padded rows in the others, and rows that a window cuts off may be infinite.
         """
         if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]) or node_info(call.node).combines:
             return operands
@@ -234,7 +259,13 @@ class _Localizer(GraphEditor):
         return node
 
     def _convert(self, source: Node, want: Placement, user: Node) -> Node:
-        """Return the operand as its user demands it. A conversion is emitted once, after the producer."""
+        """Return the local value of an operand in the placement that its user demands.
+
+        Args:
+            source: Operand, a node of the global graph.
+            want: Placement that the user demands.
+            user: Node of the global graph whose metadata a new node inherits.
+        """
         have = self.plan.of(source)
         must_gather = isinstance(want, Replicate) and not isinstance(have, Replicate)
         assert not must_gather, f"{source} is {have} where {user} wants {want}: a demand was not claimed"
@@ -246,16 +277,19 @@ class _Localizer(GraphEditor):
         return self.env[source]
 
     def _convert_once(self, source: Node, want: Placement, user: Node) -> Node:
-        """Return the converted value that other users share, or a separate one if the source is mutated in place."""
+        """Return the converted value that all users share, or a separate one if the source is mutated.
+
+        The shared conversion is directly after the source.
+        """
         if is_written(source):  # its value changes: convert it where the user reads it
-            return self._conversion(source, want, user)
+            return self._emit_conversion(source, want, user)
         key = (source, want)
         if key not in self.converted:
             with self.insert_after(self.env[source]):
-                self.converted[key] = self._conversion(source, want, user)
+                self.converted[key] = self._emit_conversion(source, want, user)
         return self.converted[key]
 
-    def _conversion(self, source: Node, want: Placement, user: Node) -> Node:
+    def _emit_conversion(self, source: Node, want: Placement, user: Node) -> Node:
         """Append the slice of a replicated value, or the identity whose backward sums the gradient."""
         local, n, group = self.env[source], self.ranks.n, self.ranks.group
         if isinstance(want, Shard):
@@ -267,10 +301,13 @@ class _Localizer(GraphEditor):
         return new
 
     def _reduce_param_grads(self, sources: Iterable[Node]) -> list[Node]:
-        """Emit and return one sp::reduce_grad per bucket of parameters or inputs: a bucket is one collective."""
+        """Emit and return one sp::reduce_grad per bucket of parameters or inputs, one collective each.
+
+        These conversions are recorded before any user is emitted, so that `_convert` returns their results.
+        """
         sums = []
         reduced = [
-            x for x in sources if x in self.differentiable and has_sharded_user(x, self.plan, self.partial_grad_nodes)
+            x for x in sources if x in self.differentiable and needs_grad_sum(x, self.plan, self.partial_grad_nodes)
         ]
         parameters = [x for x in reduced if _is_parameter(x)]
         inputs = [x for x in reduced if not _is_parameter(x)]
@@ -283,12 +320,12 @@ class _Localizer(GraphEditor):
         return sums
 
     def _grad_conversion(self, source: Node) -> str:
-        """Return the option for parameters, else "reduce": only their gradients may stay partial."""
+        """Return if sp::reduce_grad sums ("reduce") or leaves the gradient partial, an option for parameters."""
         return self.param_grads if _is_parameter(source) else "reduce"
 
 
 def _is_sequence_part(want: Placement) -> bool:
-    """Return True if the placement is a part of a longer sequence."""
+    """Return True if the placement is a window of a longer sequence, whose padded rows may be infinite."""
     return isinstance(want, Shard) and not (
         is_same_size(want.frame.start, 0) and is_same_size(want.frame.length, want.frame.size)
     )

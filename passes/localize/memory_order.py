@@ -3,7 +3,7 @@
     g: [S, B, D] in memory, read as [B, S, D]; all_gather(g)   ->   a copy in that order directly after the all_gather
 
 A kernel may read memory without the `contiguous` that autograd's formula did not need, and views that were valid have
-to stay valid. The passes add no traffic between ranks.
+to stay valid. The passes add no traffic between ranks. The origin of a local node is its node in the global graph.
 """
 
 from __future__ import annotations

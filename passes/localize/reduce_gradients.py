@@ -1,5 +1,9 @@
 """Find replicated nodes that can have partial gradients, and bucket parameter reductions.
 
+A replicated value is equal on all ranks. Its gradient is partial if each rank computes a summand of it; a sum over the
+ranks (a reduction, sp::reduce_grad) makes it complete. The plan demands `Replicate(partial_grad=True)` of an operand
+where a node computes such a summand, and `Localize` inserts the reductions.
+
 In `x @ w.t()` with a sharded x, each rank computes a summand of the gradient of w.t(). Summing the gradient of w in
 place of that of w.t() gives the same result and lets parameters share a reduction, one for each of the `make_buckets`.
 w.t() is then a partial-gradient node: no user needs its gradient to be summed.
@@ -29,7 +33,10 @@ SMALL_BUCKET = 1 << 20
 
 
 def differentiable_nodes(gm: GraphModule) -> set[Node]:
-    """Return floating values that depend on an input or parameter which requires a gradient."""
+    """Return floating values that depend on an input or parameter which requires a gradient.
+
+    The gradients of all others are never computed, so they need no reduction.
+    """
     differentiable: set[Node] = set()
     for node in gm.graph.nodes:
         value = node.meta.get("val")
@@ -44,14 +51,17 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
 
 
 def find_partial_grad_nodes(gm: GraphModule, plan: PlacementPlan, differentiable: set[Node]) -> set[Node]:
-    """Return replicated nodes whose every use accepts a partial gradient."""
-    partial: set[Node] = set()
+    """Return the partial-gradient nodes: replicated nodes whose every use accepts a partial gradient.
+
+    `Localize` moves the reduction from such a node to its operands.
+    """
+    partial_grad_nodes: set[Node] = set()
     for node in reversed(gm.graph.nodes):
         can_be_partial = node in differentiable and node.users and _is_replicated_call(node, plan)
-        if can_be_partial and all(_accepts_partial_grad(node, user, plan, partial) for user in node.users):
-            partial.add(node)
+        if can_be_partial and all(_accepts_partial_grad(node, user, plan, partial_grad_nodes) for user in node.users):
+            partial_grad_nodes.add(node)
     # One of several results is included only if all are: operands are converted before the op, or each result after it.
-    return {n for n in partial if n.target is not operator.getitem or n.args[0] in partial}
+    return {n for n in partial_grad_nodes if n.target is not operator.getitem or n.args[0] in partial_grad_nodes}
 
 
 def _is_replicated_call(node: Node, plan: PlacementPlan) -> bool:
@@ -63,33 +73,34 @@ def _is_replicated_call(node: Node, plan: PlacementPlan) -> bool:
     return all(p == REPLICATE for p in plan.placements.get(node, ()))
 
 
-def _accepts_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial: set[Node]) -> bool:
+def _accepts_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:
     """Return True if the user reads the node only where it demands a partial gradient, or has one itself."""
     wants = demanded_placements(node, user, plan)
-    return user in partial or (bool(wants) and all(map(_has_partial_grad, wants)))
+    return user in partial_grad_nodes or (bool(wants) and all(map(_is_partial_grad_demand, wants)))
 
 
-def has_sharded_user(node: Node, plan: PlacementPlan, partial: set[Node]) -> bool:
-    """Return True if a user demands the replicated value with a partial gradient.
+def needs_grad_sum(node: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:
+    """Return True if a user computes a summand of the value's gradient, so that the gradient must be reduced.
 
     Args:
-        node: The replicated value.
+        node: The replicated value, an input or parameter.
         plan: The plan of its graph.
-        partial: The nodes of `find_partial_grad_nodes`.
+        partial_grad_nodes: The nodes of `find_partial_grad_nodes`.
     """
     wants = [want for user in node.users for want in demanded_placements(node, user, plan)]
-    return not partial.isdisjoint(node.users) or any(map(_has_partial_grad, wants))
+    return not partial_grad_nodes.isdisjoint(node.users) or any(map(_is_partial_grad_demand, wants))
 
 
-def _has_partial_grad(want: Placement) -> bool:
+def _is_partial_grad_demand(want: Placement) -> bool:
+    """Return True if a demanded placement is a replicated value with a partial gradient."""
     return isinstance(want, Replicate) and want.partial_grad
 
 
 def make_buckets(sources: list[Node]) -> list[list[Node]]:
-    """Return runs of parameters, in the order of their use, of a limited number of bytes each.
+    """Return runs of parameters of a limited number of bytes each; one collective reduces each run.
 
-    The limit is a share of all bytes, between SMALL_BUCKET and BUCKET_BYTES. A parameter that exceeds it has its own
-    bucket.
+    The sources are in the order of the graph. The limit is a share of all bytes, between SMALL_BUCKET and BUCKET_BYTES.
+    A parameter that exceeds it has its own bucket.
     """
     buckets: list[list[Node]] = []
     limit = min(BUCKET_BYTES, max(SMALL_BUCKET, int(sum(map(_static_bytes, sources)) * BUCKET_SHARE)))
@@ -112,10 +123,10 @@ def _static_bytes(source: Node) -> int:
 
 
 def move_before_use(sums: list[Node], graph: Graph) -> None:
-    """Move ops on inputs and parameters, and their getitems, before the first reader of their results.
+    """Move reductions of inputs and parameters, and their getitems, before the first reader of their results.
 
-    A reader in a no_grad region counts as the start of that region. Autograd runs in reverse order, so that the
-    gradients of a layer are summed as soon as they are complete.
+    `sums` are the sp::reduce_grad calls of the local graph. A reader in a no_grad region counts as the start of that
+    region. Autograd runs in reverse order, so that the gradients of a layer are summed as soon as they are complete.
     """
     no_grad_start: Node | None = None  # call that starts the no_grad region of the node
     first_readers: dict[Node, Node] = {}  # by op with several results

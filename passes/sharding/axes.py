@@ -1,9 +1,13 @@
 """Name the dims of all values and find the sequence, by union-find over the atoms of dims.
 
 A dim is a product of atoms, (class, size): flattening (B, S) creates a dim of two atoms. Atoms join one class if a rule
-passes their factor, such as the S of x and of linear(x, w). The classes that attention attends over are the
-sequence. Sizes alone identify nothing, because S may equal the hidden size. Slices keep the class with another size,
-because a window of a sequence belongs to it.
+passes their factor, such as the S of x and of linear(x, w). The classes that attention attends over are the sequence; a
+dim or atom of such a class contains the sequence. Sizes alone identify nothing, because S may equal the hidden size.
+Slices keep the class with another size, because a window of a sequence belongs to it.
+
+An index, an index_select or a slice selects positions of a dim; the result is a new class, and `Axes.selected` relates
+it to its source. Evidence is an op, such as attention, and the dim that is a sequence because of it. Two classes are
+rivals if one value has both: only one of its dims can be sharded.
 """
 
 from __future__ import annotations
@@ -265,7 +269,7 @@ Evidence = Iterable[tuple[Node, Dim]]  # op, and a dim that is a sequence becaus
 
 
 def _attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield the token dims of q and k of all attention nodes."""
+    """Yield the token dims of q and k of all attention nodes, the strongest evidence for a sequence."""
     for node in all_attention_nodes(gm):
         yield from ((node, axes.dims[operand, 0][-2]) for operand in OpCall(node).operands[:2])
     for op, dim in ATTENTION_OF_TORCH.items():
@@ -294,7 +298,7 @@ def _scanned_dims(gm: GraphModule, axes: Axes) -> Evidence:
 
 
 def _combined_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield the dims of scans that have no rule."""
+    """Yield the dims of scans that have no rule (`NodeInfo.scanned`), the weakest evidence."""
     for node in gm.graph.nodes:
         scanned = node_info(node).scanned
         if scanned is not None:
@@ -311,7 +315,7 @@ def _ruled_calls(gm: GraphModule) -> Iterable[tuple[OpCall, BoundRule]]:
 
 
 def _classify_factors(axes: Axes, call: OpCall, rule: BoundRule) -> Iterable[tuple[Dim, str]]:
-    """Yield every factor of the operands with its kind."""
+    """Yield the atoms of every factor of the operands with its kind in the rule, such as "scan"."""
     for operand, dims in zip(call.operands, rule.operands):
         for dim, f in _value_factors(axes, operand, rule, dims):
             yield dim, rule.kind(f)

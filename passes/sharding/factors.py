@@ -3,7 +3,9 @@
 For x (2, 8, 16) and w (32, 16), linear has the operands (("~1", "~0", "i"), ("o", "i")), the result ("~1", "~0", "o")
 and the kind "sum" for i: the result is partial if i is sharded. `rule.py` explains the kinds.
 
-A dim is one factor, a group of factors in row-major order, "(b s)", or "" if it has size 1 and broadcasts.
+A factor is a named dim, or a part of one: equal names in operands and results are the same positions. `FACTOR_KINDS`
+has the kinds; a factor without one passes through. A dim is one factor, a group of factors in row-major order, "(b s)",
+or "" if it has size 1 and broadcasts.
 """
 
 from __future__ import annotations

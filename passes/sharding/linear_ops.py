@@ -2,7 +2,9 @@
 
     add(x, y), sub(x, y)   adds x and y          mul(x, 2), x / n, neg(x)   scales x
 
-Operands that broadcast or are cast are excluded: they would be added more than once, or rounded on each rank.
+A value is a partial sum if each rank has a summand of it. A linear op on partial sums has a partial result, so that the
+ranks sum only once, after it. Operands that broadcast or are cast are excluded: they would be added more than once, or
+rounded on each rank.
 """
 
 from __future__ import annotations

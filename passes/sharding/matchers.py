@@ -245,7 +245,10 @@ def _cancel_chain(node: Node, operand: Node, origins: dict[Node, Node]) -> Node:
 
 
 def steps_between(node: Node, source: Node) -> list[Node]:
-    """Return the nodes after `source` up to `node` in graph order, where source is `value_origin(node)`."""
+    """Return the nodes from `source` (exclusive) to `node` (inclusive); source is `value_origin(node)`.
+
+    Callers check or replace these copies and canceling views.
+    """
     steps: list[Node] = []
     while node is not source:
         steps.insert(0, node)
@@ -316,7 +319,7 @@ def match_piece(node: Any) -> SlicePiece | None:
 
 
 def nth_result(node: Node, index: Any) -> SlicePiece | None:
-    """Match a result of a node by its index."""
+    """Match the result of a node at this index as a piece of its operand, see `match_piece`."""
     call, rule = lookup_rule(node) or (None, None)
     if call is None or not isinstance(index, int):
         return None

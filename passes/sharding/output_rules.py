@@ -1,4 +1,8 @@
-"""Resolve the option `outputs`: the placement of each output, and the outputs that stay sharded."""
+"""Resolve the option `outputs`: the placement of each output, and the outputs that stay sharded.
+
+An output is gathered for "gather", and never for "local". For "lazy" it stays sharded, and for "auto" it does if it is
+large.
+"""
 
 from __future__ import annotations
 

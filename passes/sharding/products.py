@@ -43,7 +43,7 @@ class ProductOperand:
         return ProductOperand(self.node, (*self.order[:-2], self.order[-1], self.order[-2]))
 
     def simplify(self) -> ProductOperand:
-        """Return the operand without a transpose that the order would revert."""
+        """Return the operand before its permutations, which are merged into the order: they need not run."""
         source, inner_order = move_source(self.node), permutation_of(self.node)
         if source is None or inner_order is None or is_identity(self.order):
             return self
@@ -109,5 +109,5 @@ def product_addend(node: Node) -> tuple[Node, float] | None:
 
 
 def transpose_product(product: ProductMatch) -> ProductMatch:
-    """Return the same product with exchanged operands."""
+    """Return the same product with exchanged operands, so that callers need to match only one order."""
     return ProductMatch(product.right, product.left, product.scale, (*product.order[:-2], *product.order[:-3:-1]))

@@ -55,7 +55,7 @@ def reshape_rule(before: tuple[Size, ...], after: tuple[Size, ...]) -> BoundRule
 
 
 def _dim_offsets(shape: Sequence[Size]) -> list[Size]:
-    """Return the cumulative products of the slower dims before each dim, and the total."""
+    """Return the offset of each dim, the product of the slower dims before it, and the total size."""
     return list(accumulate((_EMPTY_RULE if s == 0 else s for s in shape), mul, initial=1))
 
 

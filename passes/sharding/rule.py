@@ -72,7 +72,7 @@ def lookup_rule(node: Node) -> RuledCall | None:
 
 
 def rule_of(node: Node) -> BoundRule | None:
-    """Return the sharding rule of a node, or None if it has none."""
+    """Return the sharding rule of a node bound to its operands, or None if it has none."""
     ruled_call = lookup_rule(node)
     return ruled_call.rule if ruled_call is not None else None
 
@@ -110,7 +110,9 @@ def register_rule_function(*ops: Any) -> Callable[[FunctionT], FunctionT]:
 
 
 def register_transfer(*ops: Any) -> Callable[[FunctionT], FunctionT]:
-    """Register a function that returns the placements of results, as a decorator.
+    """Register a function that returns the placements of an exchange's results, as a decorator.
+
+    An exchange is the identity in the global view, so it has no rule: its results have the shapes of its operands.
 
     Args:
         ops: Ops that only change placements (sp:: exchanges).

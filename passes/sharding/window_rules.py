@@ -153,7 +153,7 @@ def _single_number(value: Any, default: Any = None) -> Any:
 
 
 def _along_last_dim(call: OpCall, before: Size, width: Size, stride: int) -> SlidingRows:
-    """Return the sliding rows along the last dim."""
+    """Return the sliding rows of a convolution or a pool, whose windows slide over the last dim."""
     return SlidingRows(call.result_shapes()[0][call.ndim() - 1], before, width, stride)
 
 
@@ -194,6 +194,7 @@ def _max_pool_windows(call: OpCall) -> WindowCalls:
 
 
 def _unfold_windows(call: OpCall) -> WindowCalls:
+    """Return the windows along the unfolded dim, which have no padding."""
     dim, width, stride = call.dim("dimension"), as_size(call["size"]), as_size(call["step"])
     if call.ndim() == 0 or not isinstance(stride, int):
         return {}

@@ -2,9 +2,11 @@
 
     cat([h[:, :-1], embedding(ids[:, 1:])], -1)      h has 13 rows; ids are replicated, so their embedding starts here
 
-Unaligned, it would start as a sequence of 12 rows, whose shards differ from those of h's window, and one of the two
-would be gathered. A replicated value can be sharded at any position, so it starts in the frame of the window. This
-analysis changes no graph: it returns the frames for `propagate`.
+A sequence starts at a node that runs on shards of replicated operands; its start frame describes the shards there. A
+frame is the padded axis of a sequence and the window of valid positions in it (`placement.py`). Unaligned, the
+embedding would start as a sequence of 12 rows, whose shards differ from those of h's window, and one of the two would
+be gathered. A replicated value can be sharded at any position, so it starts in the frame of the window. This analysis
+changes no graph: it returns the frames for `propagate`.
 """
 
 from __future__ import annotations

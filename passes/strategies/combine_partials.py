@@ -5,6 +5,9 @@
 A cross-entropy and its z-loss then have one gradient, computed in the forward's loop over tiles. Bytes sent: those of
 one sum instead of several. Unchanged: sums with other readers, casts (a half type rounds each rank's sum), and numbers
 that are added to a sum, which every rank would count.
+
+A partial value (`Partial`) is one summand of each rank; the all_reduce adds them. A scaling multiplies a partial value
+by a replicated one, so that it may run before the all_reduce.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Define the base of passes that discharge demands.
 
 A `Demand` states that a node on shards needs more of an operand than the rank's rows: `x[:, -1]` needs one row of
-another rank. A pass claims demands of some kinds, and replaces the node by ops with an exchange. Each strategy is one
-file: the demands that it claims, and the ops that replace them.
+another rank. A pass claims demands of some kinds, and replaces the node by ops with an exchange, which discharges the
+demands. A refusal is the reason why a pass does not claim them. Each strategy is one file: the demands that it claims,
+and the ops that replace them. A graph in the global view has the shapes and values of a single device.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class DemandPass(Pass):
         return changes
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Check the demands of a node.
+        """Decide for `apply` if the pass claims the demands of a node.
 
         Args:
             node: The node that states the demands.
@@ -73,7 +74,15 @@ class DemandPass(Pass):
     # Helpers of rewrites.
 
     def mark_position(self, position: int | Node, length: Size, dim: int, ndim: int, like: Node) -> Node:
-        """Emit arange(length) == position, shaped to broadcast along `dim` of `ndim` dims, on the device of `like`."""
+        """Emit arange(length) == position, a mask of one row of a sequence, which also works on shards.
+
+        Args:
+            position: The position of the row.
+            length: The length of the sequence.
+            dim: The dim along which the mask broadcasts to a tensor.
+            ndim: The number of dims of the tensor.
+            like: A node whose device and metadata the new nodes get.
+        """
         device = {"device": like.meta["val"].device}
         positions = self.compute(aten.arange.default, (self.sizes(length),), like, device)
         is_position = self.compute(aten.eq.Scalar, (positions, position), like)

@@ -3,6 +3,8 @@
     sp.unshard(x)      the node then runs equally on every rank; backward: each rank takes its slice of the gradient
     sp.all_gather(x)   another operand of the node remains sharded; backward: a reduce-scatter
 
+A stale exchange was written for a placement that its operand no longer has.
+
 Bytes sent per rank: (n-1) times its shard of x. Refuses everything, by name, under fallback="error".
 
 `RevertStaleExchanges` removes exchanges that no longer fit. An exchange is an identity in the global view, so its
@@ -40,7 +42,7 @@ class GatherOperands(DemandPass):
     kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "halo", "invariant"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """Return None: all demands are claimed.
+        """Return None to claim all demands.
 
         Raises:
             SpError: An operand would be gathered, and the option is fallback="error". Results are always gathered.
@@ -59,14 +61,17 @@ class GatherOperands(DemandPass):
                 self._gather(node, demand)
 
     def _regather(self, node: Node, demand: Demand) -> None:
-        """Change a gather for a node on shards to one for a replicated node, which has the other backward."""
+        """Replace a gather by one whose backward slices the gradient, for a node that runs replicated.
+
+        The operand was gathered for nodes on shards, whose gradients are summands of the ranks and are added.
+        """
         gathered = demanded_operand(node, demand.operand)
         with self.insert_after(gathered):
             unsharded = self.emit(sp.unshard.default, gathered.args, gathered.meta["val"], node)
         replace_operand(node, demand.operand, unsharded)
 
     def _gather_reason(self, demand: Demand) -> str:
-        """Return the reason of a demand with the operand and its global shape."""
+        """Return the reason of a demand with its operand and global shape, for the error of a refusal."""
         operand = demanded_operand(demand.node, demand.operand)
         return f"{demand.why} (operand {operand.name}, global shape {list(operand.meta['val'].shape)})"
 
@@ -92,7 +97,12 @@ class GatherOperands(DemandPass):
 
 
 def demanded_operand(node: Node, index: int) -> Node:
-    """Return the operand with the index of a demand: among the results of the graph, or among the node's tensors."""
+    """Return the operand that a demand is about.
+
+    Args:
+        node: The node that states the demand.
+        index: `Demand.operand`: an index of the operands of an op, or of the inputs of the output or another node.
+    """
     if node.op == "output":
         return node.all_input_nodes[index]
     if isinstance(node.target, OpOverload):
@@ -101,7 +111,7 @@ def demanded_operand(node: Node, index: int) -> Node:
 
 
 def replace_operand(node: Node, index: int, new: Node) -> None:
-    """Replace the operand with the index of a demand."""
+    """Replace the operand that a demand is about; `index` is that of `demanded_operand`."""
     if node.op == "output" or not isinstance(node.target, OpOverload):
         node.replace_input_with(demanded_operand(node, index), new)
         return

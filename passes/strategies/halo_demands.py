@@ -4,10 +4,11 @@
     cat([row, x[:, :-1]], 1)     ->   where(arange(S) == 0, row, sp.shift(x[:, :-1], 1, 1, 0, ...))
     x[:, 1:] - x[:, :-1]         ->   x[:, 1:] - sp.shift(x[:, :-1], 1, 0, 0, ...), placed as the other window
 
-Also for avg_pool1d, max_pool1d, unfold, roll and constant_pad_nd that shifts. Bytes sent: the rows that another rank
-lacks, forward and backward. Each direction takes one shift while the window does not reach beyond the next rank.
-Unchanged (to be gathered): zigzag sequences, strides that do not divide the shards, windows of more than half the
-sequence.
+A halo is the rows of neighbors that the windows at the ends of a shard need. A window is also a part of a sequence,
+such as x[:, 1:]. Also for avg_pool1d, max_pool1d, unfold, roll and constant_pad_nd that shifts. Bytes sent: the rows
+that another rank lacks, forward and backward. Each direction takes one shift while the window does not reach beyond the
+next rank. Unchanged (to be gathered): zigzag sequences, strides that do not divide the shards, windows of more than
+half the sequence.
 """
 
 from __future__ import annotations
@@ -126,7 +127,10 @@ class ExchangeHalos(DemandPass):
         return CatOfRow(i, shard, result) if isinstance(result, Shard) else None
 
     def _extend_by_row(self, call: OpCall, index: int) -> SlidingRows:
-        """Return the windows of a cat with one row: x, moved by one row if it is the operand of index 1."""
+        """Return the windows of one row from which a cat with one row takes x, the operand `index`.
+
+        If x is the second operand, its rows move by one.
+        """
         return SlidingRows(call.result_shapes()[0][call.dim()], before=index)
 
     def _rewrite_cat(self, node: Node, cat: CatOfRow) -> None:
@@ -144,7 +148,11 @@ class ExchangeHalos(DemandPass):
     # Two windows of one sequence.
 
     def _match_neighbors(self, node: Node, demand: Demand) -> tuple[Shard, Shard] | None:
-        """Return (shard of an operand, shard that the node needs) if they are windows that differ in their start."""
+        """Match an operand that is another window of the sequence than the node needs, with another start.
+
+        Returns:
+            (the shard of the operand, the shard that the node needs), or None.
+        """
         wants = self.plan.wants.get(node, ())
         want: Placement = wants[demand.operand] if demand.operand < len(wants) else Replicate()
         have = demand.have
@@ -159,7 +167,7 @@ class ExchangeHalos(DemandPass):
         return (have, want) if same_size and is_same_size(have.frame.length, want.frame.length) else None
 
     def _shift_operand(self, node: Node, demand: Demand) -> None:
-        """Replace an operand by its rows as the node needs them, if the demand is one of `_match_neighbors`."""
+        """Replace an operand by its rows moved to the ranks that need them, if `_match_neighbors` matches."""
         matched = self._match_neighbors(node, demand)
         if matched is None:
             return
@@ -172,5 +180,5 @@ class ExchangeHalos(DemandPass):
 
 
 def _describe_shift(hop: int, rows: object) -> str:
-    """Return the text for an exchange of a number of rows between rank r and rank r - hop."""
+    """Return the text of the report for an exchange of rows, which rank r receives from rank r - hop."""
     return f"{rows} row{'' if rows == 1 else 's'} from rank r {'-' if hop > 0 else '+'} {abs(hop)}"

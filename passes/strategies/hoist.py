@@ -10,7 +10,9 @@ without requested tiles: values with other readers. Rows that the ranks would no
 has the same number of its own.
 
 A chain is the list of ops from the narrow value to the slice that compute each row from one row (tanh, linear). The
-pass extends it upwards from the slice, and rebuilds its ops on the sliced rows.
+pass extends it upwards from the slice, and rebuilds its ops on the sliced rows. The source is the value that the slice
+reads. A piece is one slice of the source: a range or indices of rows (several for a split). The steps of a chain are
+its nodes, its inputs the values of rows that the steps read; each has the width of its rows in elements.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class HoistSlices(DemandPass):
     kinds = frozenset({"whole"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Move each short slice that demands a full sequence to the narrowest inputs; return the number of slices."""
+        """Move each short slice that demands a full sequence to the narrowest inputs; return their number."""
         self.demanding, self.axes = {demand.node for demand in job.plan(gm).demands}, job.axes(gm)
         self.no_grad = no_grad_nodes(gm.graph)
         placed = (p for placements in job.plan(gm).placements.values() for p in placements)
@@ -151,7 +153,12 @@ class HoistSlices(DemandPass):
         return all(rows_of_ranks <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values())
 
     def _extend_chain(self, chain: RowChain, cut: Node) -> RowChain | None:
-        """Return the chain, extended by the producer of its last input that may be recomputed for `cut`, or None."""
+        """Return the chain with one more step, the last input that can be recomputed on sliced rows, or None.
+
+        Args:
+            chain: The chain so far.
+            cut: The slice for which it is recomputed.
+        """
         for node in sorted(chain.inputs, reverse=True):
             step = _match_row_wise(node, chain.inputs[node]) if self._can_recompute(node, chain, cut) else None
             if step is None:
@@ -178,7 +185,14 @@ class HoistSlices(DemandPass):
         return all(user in chain_nodes or (user in self.demanding and user.target in SLICE_OPS) for user in node.users)
 
     def _rebuild_chain(self, chain: RowChain, source: Node, piece: RowRequest, like: Node) -> Node:
-        """Emit the rows of `piece` of the source from these rows of the chain's inputs, and return the node."""
+        """Emit the steps of a chain on sliced inputs, and return the node that replaces one slice.
+
+        Args:
+            chain: The chain.
+            source: The value that the slice reads, the result of the last step.
+            piece: The rows of the source that the slice selects.
+            like: The slice, before which the nodes are emitted.
+        """
         emitted: dict[Node, Node] = {}
         for x, rows in chain.inputs.items():
             with self.graph.inserting_before(chain.first_reader(x)):  # an input may be created after the first step
@@ -191,7 +205,14 @@ class HoistSlices(DemandPass):
             return self.compute(aten.select.int, (emitted[source], piece.dim, 0), like)
 
     def _slice_rows(self, x: Node, rows: RowsAt, piece: RowRequest, like: Node) -> Node:
-        """Emit the rows of a chain input from which the steps compute a slice of the source."""
+        """Emit the rows of a chain input from which the steps compute a slice of the source.
+
+        Args:
+            x: The chain input.
+            rows: The dim of x with the rows of the source, and the index of the first of them.
+            piece: The rows of the source that the slice selects.
+            like: The slice.
+        """
         dim, first = rows
         if isinstance(piece, SlicePiece):
             start = piece.start + first
@@ -271,9 +292,10 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
 
 
 def _late_inputs(cut: Node, source: Node, first: Node) -> list[Node] | None:
-    """Return the nodes that compute operands of a slice, other than its source, after the first step, in order.
+    """Return the nodes after the first step that compute indices or sizes of a slice, in order.
 
-    None if one of them may not move. Indices of rows and sizes may: no mode (autocast, no_grad) changes their values.
+    They move before the first step, so that the steps can use them. None if one of them may not move. Indices of rows
+    and sizes may: no mode (autocast, no_grad) changes their values.
     """
     indices = [x for x in collect_nodes((cut.args, cut.kwargs)) if x is not source]
     ancestors = reachable_set(indices, lambda n: n.all_input_nodes if not n < first else ())
@@ -282,7 +304,7 @@ def _late_inputs(cut: Node, source: Node, first: Node) -> list[Node] | None:
 
 
 def _is_index_like(node: Node) -> bool:
-    """Return True for a size, or a tensor of integers or bools."""
+    """Return True for a size, or a tensor of integers or bools, whose value depends on no mode of torch."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return isinstance(value, torch.SymInt)
@@ -295,7 +317,10 @@ def _is_same_slice(a: RowsAt, b: RowsAt) -> bool:
 
 
 def _defer_chain_outputs(chain: RowChain) -> None:
-    """Mark the nodes of the chain that only outputs and other marked nodes still read as `recomputed`."""
+    """Mark nodes of the chain as `recomputed` that only outputs and other marked nodes still read.
+
+    Such an output can then be computed when the caller reads it.
+    """
     for node in chain.nodes:
         if node.users and all(user.op == "output" or node_info(user).recomputed for user in node.users):
             set_node_info(node, recomputed=True)

@@ -42,7 +42,7 @@ class UseFastScans(Pass):
 
 
 def is_slow(node: Node) -> bool:
-    """Return True for a large scan that the lowering table does not lower to torch."""
+    """Return True for a large scan that torch runs slowly: the lowering table does not lower it to torch."""
     call, result = OpCall(node), OpCall(node).results()[0]
     op, dim, extents = TORCH_SCANS[node.target], call.dim(), [size_hint(s) for s in result.shape]
     if math.prod(extents) < MIN_ELEMENTS or not extents or not is_scannable_call(call):

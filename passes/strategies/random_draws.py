@@ -2,7 +2,8 @@
 
     y = dropout(x)   with x replicated   ->   y = sp.broadcast(dropout(sp.broadcast_grad(x)))
 
-The value and the gradient are then those of rank 0. Draws on shards are independent and need no exchange.
+A draw is the result of a random op. Ranks have different random states, so replicated draws would differ without the
+broadcast. The value and the gradient are then those of rank 0. Draws on shards are independent and need no exchange.
 Bytes sent: the result once, from rank 0, forward; the operands' gradients backward.
 """
 

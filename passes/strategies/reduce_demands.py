@@ -4,8 +4,9 @@
     cross_entropy(x, t, "mean")    ->  all_reduce(cross_entropy(x, t, "sum")) / count(t)
     mse_loss(x, y, "mean")         ->  all_reduce(sum(mse_loss(x, y, "none"))) / numel
 
-The count is that of the global sequence (targets that are not ignored, or their class weights), so a rank without a
-valid target divides by the same number as the others. Bytes: one all_reduce of the result. Refuses nothing.
+A Partial is a value of which each rank has one summand. The count is that of the global sequence (targets that are not
+ignored, or their class weights), so a rank without a valid target divides by the same number as the others. Bytes: one
+all_reduce of the result. Refuses nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class DecomposeMeans(DemandPass):
         return super().apply(gm, job)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Replace a mean or a summed loss by a sum over the sequence, divided by the global count if it is a mean."""
+        """Replace a mean or a summed loss by a sum over the sequence; a mean is divided by the global count."""
         is_mean = any(d.kind == "mean" for d in demands)
         with self.graph.inserting_before(node):
             if node.target in MEAN_OPS:
@@ -65,7 +66,7 @@ class DecomposeMeans(DemandPass):
         return self.cast(mean, value.dtype, node)
 
     def _elementwise_loss(self, node: Node, mean: bool) -> Node:
-        """Emit the sum of the losses of all elements, divided by their number if `mean`, and return the result."""
+        """Emit the sum of the losses of all elements, divided by their number if `mean`; return the result."""
         call = OpCall(node)
         args, kwargs = call.with_operands(call.operands, reduction=NONE)
         losses = self.compute(node.target, args, node, kwargs)
@@ -76,7 +77,7 @@ class DecomposeMeans(DemandPass):
         return self.cast(result, node.meta["val"].dtype, node)
 
     def _class_loss(self, node: Node) -> Node:
-        """Emit the mean of a loss with class indices (nll_loss): the sum, divided by the weights of its targets.
+        """Emit the mean of a loss with class indices (nll_loss): its sum divided by the weights of targets.
 
         Ignored targets count 0, others 1 or the weight of their class.
         """
@@ -98,7 +99,7 @@ class DecomposeMeans(DemandPass):
         return self.cast(loss, dtype, node)
 
     def _sum(self, x: Node, node: Node, dims: list[int] | None = None, keepdim: bool = False) -> Node:
-        """Emit a sum over dims (None: all) in at least float32, so that the total of the ranks is rounded once."""
+        """Emit a sum over dims (None: all) in at least float32, so that the ranks' total is rounded once."""
         kwargs = {"dtype": torch.float32} if x.meta["val"].dtype in HALF else {}
         if dims is None:
             return self.compute(aten.sum.default, (x,), node, kwargs)

@@ -4,10 +4,11 @@
     cummax(x, S)       ->   sp.extremes(x, S, "max", ..., frame, exchange, n, group)
     sp.linear_scan(a, b, initial, S)   ->   the same with its frame
 
-Also cumprod, cummin, logcumsumexp, and sp.scan and sp.extremes without a frame, which come from idioms and user calls.
-One collective forward and one backward. Bytes sent: (n - 1) * C, independent of S, where C is one row of the result in
-the accumulation dtype. Large carries take ceil(log2 n) steps (cost/scan_cost.py). Unchanged (to be gathered): dims with
-more than the sequence (see below), and dtypes without scans, such as complex numbers.
+A carry is the total of the rows of a rank, which later ranks add to their own scan. Also cumprod, cummin, logcumsumexp,
+and sp.scan and sp.extremes without a frame, which come from idioms and user calls. One collective forward and one
+backward. Bytes sent: (n - 1) * C, independent of S, where C is one row of the result in the accumulation dtype. Large
+carries take ceil(log2 n) steps (cost/scan_cost.py). Unchanged (to be gathered): dims with more than the sequence (see
+below), and dtypes without scans, such as complex numbers.
 
 `SplitNestedScans` splits a scan along a dim of which the sequence is only a factor: a batch of sequences in one dim, or
 choices of each token.
@@ -34,6 +35,7 @@ from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.torch_compat import size_hint
 from sp_compile.passes.canonical.scan_calls import (
     EXTREME_OPS,
+    SP_SCANS,
     TORCH_SCANS,
     emit_scan,
     has_index_reader,
@@ -93,12 +95,12 @@ class SplitNestedScans(DemandPass):
 
 
 def scan_shard(plan: PlacementPlan, node: Node) -> Shard:
-    """Return the shard of the operand of a scan that states a demand."""
+    """Return the placement in which a scan that states a demand needs its operand."""
     return next(w for w in plan.wants[node] if isinstance(w, Shard))
 
 
 def is_only_sequence(shard: Shard) -> bool:
-    """Return True if the dim consists of the sequence only."""
+    """Return True if the sharded dim consists of the sequence only, without a batch or choices of tokens."""
     return is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)
 
 
@@ -146,18 +148,21 @@ class _TwoLevelScan:
         return self.editor.cast(self.editor.reshape(result, shape, self.node), self.value.dtype, self.node)
 
     def two_levels(self, x: Node, dim: int) -> tuple[Node, Node]:
-        """Emit the scan of x along dim + 1, and the total of all rows of `dim` before each row; return both."""
+        """Emit the scan of x along dim + 1, and the exclusive scan of its totals along dim; return both.
+
+        The second one is the total of all rows of `dim` before each row.
+        """
         inner_scan = self.scan(x, dim + 1, self.exclusive)
         inclusive = self.call(COMBINE_OPS[self.op], inner_scan, x) if self.exclusive else inner_scan
         totals = self.call(aten.select.int, inclusive, dim + 1, 0 if self.reverse else -1)
         return inner_scan, self.scan(totals, dim, True)
 
     def scan(self, x: Node, dim: int, exclusive: bool) -> Node:
-        """Emit a scan along one dim."""
+        """Emit a scan of x along one dim, with the op and the direction of the original scan."""
         return emit_scan(self.editor, x, dim, self.op, x.meta["val"], self.node, exclusive, self.reverse)
 
     def call(self, target: Any, *args: Any) -> Node:
-        """Emit a call at the position of the scan."""
+        """Emit a call of an op at the position of the original scan, and return its node."""
         return self.editor.compute(target, args, self.node)
 
 
@@ -177,6 +182,8 @@ class ShardScans(DemandPass):
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
+        if node.target not in (*SP_SCANS, *TORCH_SCANS):
+            return "no scan over shards is defined for this op"
         if not is_scannable_call(OpCall(node)):
             return f"scans do not support {OpCall(node).results()[0].dtype} on shards"
         shard = scan_shard(self.plan, node)

@@ -46,14 +46,14 @@ class SelectRow(DemandPass):
         self.note(row, "one position: its rank broadcasts it")
 
     def _position(self, call: OpCall, dim: int) -> int | Node:
-        """Return the nonnegative position as a Python scalar or a node."""
+        """Return the position of the selected row, counted from the start, as a Python scalar or a node."""
         row = _row_position(call.node)
         index = call["index"] if row is None else self.sizes(row)
         return self.sizes(call.shape()[dim] + index) if isinstance(index, int) and index < 0 else index
 
 
 def _row_position(node: Node) -> Size | None:
-    """Return the position of a slice of one row; None for other nodes."""
+    """Return the position of a slice of one row, which the pass treats as a select; None for other nodes."""
     _, rule = (lookup_rule(node) if node.target is aten.slice.Tensor else None) or (None, None)
     if rule is None or not rule.spans:
         return None

@@ -2,6 +2,10 @@
 
 The passes of this module change no value. `FindSequences` runs before placements are chosen and stops for a model
 without a sequence; `PlaceOutputs` runs when no demand remains and explains why results are gathered.
+
+A fragment is a graph between graph breaks, a part of a model. A refusal (`job.refusal`) ends the passes; the caller
+changes the inputs of the graph and runs them again, or raises it as an error. Aligned groups of the program's own
+collectives have the same rows of the sequence on all their ranks.
 """
 
 from __future__ import annotations
@@ -79,10 +83,14 @@ class FindSequences(Pass):
         return fixed
 
     def _refuse_without_sequence(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
-        """Set the refusal of a model without a sequence; note that a part of a model runs replicated."""
+        """Set the refusal of a model without a sequence, or note that the graph runs replicated.
+
+        A part of a model need not have a sequence, nor a graph next to a program with sharded outputs: eager code
+        between them may have gathered its inputs.
+        """
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         fix = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
-        if not job.fragment and (not job.has_outer_job or job.options.fallback == "error"):
+        if not job.fragment and (not job.has_sharded_peer or job.options.fallback == "error"):
             text = f"the model has no attention or scan whose dim could be traced to an input{_describe_candidates(gm)}"
             job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, fix)
             return
@@ -105,9 +113,9 @@ class FindSequences(Pass):
 
 
 def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> None:
-    """Raise SpError if an input with a sequence is missing in `job.inputs`, the rank-local inputs found at capture.
+    """Raise SpError if an input with a sequence is not one of the rank-local inputs found at capture.
 
-    Its length is then a part of the program (SP306). SP307: no input contains the sequence.
+    These are `job.inputs`. The length of another one is a part of the program (SP306). SP307: there are none.
 
     Args:
         sequence_dims: The dims of each input along the sequence.
@@ -130,7 +138,7 @@ def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> Non
 
 
 def _describe_candidates(gm: GraphModule) -> str:
-    """Return text on the ops that read along some dim but do not show which is the sequence; "" without any."""
+    """Return text for SP301 on ops that read along some dim but do not show which is the sequence, or ""."""
     reasons = dict[str, str]()  # by op and line
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -179,7 +187,7 @@ def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
 
 
 def _gathered_reason(node: Node, plan: PlacementPlan, options: list[str]) -> str:
-    """Return the reason why a result, the gather of a sharded value, may not stay sharded; "" for other nodes."""
+    """Return the reason why a result, the gather of a sharded value, may not stay sharded, or ""."""
     if node.target is not torch.ops.sp.unshard.default:
         return ""
     source = node.all_input_nodes[0]
@@ -223,7 +231,7 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
 
 
 def mark_group_exchanges(gm: GraphModule, aligned: Collection[str]) -> None:
-    """Mark collectives over groups other than `aligned` as ops without a rule, which need replicated values."""
+    """Mark collectives over groups that are not aligned as ops without a rule, for replicated values."""
     for node in gm.graph.nodes:
         groups = named_groups(node) if is_collective(node) else set()
         if any(known_process_group(group) and group not in aligned for group in groups):

@@ -4,7 +4,8 @@
     ->  scaled_dot_product_attention(clone(q), clone(k), clone(v), is_causal=True)
 
 Token-wise ops shard replicated inputs by default, and so do queries of attention without a mask. A mask that depends on
-the query's position prevents it: a program of little else than one attention would run replicated on every rank.
+the query's position prevents it: a program of little else than one attention would run replicated on every rank. A
+sequence starts at a node that computes its own rows of a sequence from replicated operands; the clone is such a node.
 """
 
 from __future__ import annotations

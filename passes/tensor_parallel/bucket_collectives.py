@@ -57,7 +57,10 @@ class BucketReductions(Pass):
 
 
 def _find_moves_and_readers(node: Node) -> tuple[set[Node], set[Node]]:
-    """Return the views and casts of a value, and the final readers: outputs or cats. Empty for other readers."""
+    """Return the views and casts of a value, and the outputs or cats that finally read it.
+
+    Both sets are empty if another op reads the value, so that the all_reduce must not move to a bucket.
+    """
     derived = reachable_set(
         [node], lambda n: [user for user in n.users if not _is_graph_end(user) and is_move_op(user)]
     )
@@ -66,11 +69,12 @@ def _find_moves_and_readers(node: Node) -> tuple[set[Node], set[Node]]:
 
 
 def _is_graph_end(user: Node) -> bool:
+    """Return True for the output, and for the cat of another bucket, which only outputs read."""
     return user.op == "output" or user.target is aten.cat.default
 
 
 def _reduce_bucket(editor: GraphEditor, bucket: list[Node], reader: Node) -> None:
-    """Replace the all_reduces of a bucket by one of their concatenated operands, before the reader of them all."""
+    """Replace the all_reduces of a bucket by one of their concatenated operands, before their reader."""
     graph, first = editor.graph, bucket[0]
     moves = set().union(*(_find_moves_and_readers(node)[0] for node in bucket))
     with graph.inserting_before(reader):

@@ -1,7 +1,8 @@
 """Choose the all_reduces that become reduce_scatters, and their dims.
 
 In a tensor-parallel layer `all_reduce(linear(x, w_shard))`, a rank may keep a part of the rows of the sum: along the
-batch, the sequence, or both flattened. These are the axes of rows; the last dim has the features.
+batch, the sequence, or both flattened. These are the axes of rows; the last dim has the features. A sum is such an
+all_reduce. An axis is a set of dims of several tensors that have the same rows; an atom is its part of one dim.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shar
 
 
 def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
-    """Return the axis of rows to scatter along, or None if there are no rows."""
+    """Return the axis of rows along which most sums can be scattered, or None if there are no rows.
+
+    Args:
+        axes: The axes of the graph.
+        nodes: The sums without a dim so far.
+        n: The number of ranks.
+    """
     # Atoms of equal axes have equal `axes.find(atom.name)`, the identifier of the axis.
     num_sums = Counter(axes.find(atom.name) for node in nodes for atom in {*_row_axes(axes, node)})
     position: dict[int, tuple[Atom, int]] = {}  # the atom of an axis in its first sum, and its index among the rows
@@ -71,7 +78,7 @@ def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
 
 
 def _block_shard(shard: Shard, n: int) -> Shard:
-    """Return the shard with n blocks as its sequence if n divides the rows, since rows of a block stay together."""
+    """Return the shard as a sequence of n blocks of rows if n divides them, since blocks stay together."""
     rows = exact_quotient(shard.frame.size, n) if shard.frame.is_exact(n) else None
     return shard if rows is None else replace(shard, frame=Frame.full(n), inner=size_product((rows, shard.inner)))
 
@@ -83,7 +90,7 @@ def _row_axes(axes: Axes, node: Node) -> Iterator[Atom]:
 
 
 def _is_linear_output(node: Node) -> bool:
-    """Return True if the value is a product with a weight, up to a bias, moves and casts."""
+    """Return True if the value is that of a linear: a product with a weight, up to bias, moves and casts."""
 
     def operands_of(node: Node) -> Sequence[Node]:
         """Return the operands of an op that moves, casts or adds values."""
@@ -97,7 +104,7 @@ def _is_linear_output(node: Node) -> bool:
 
 
 def count_row_nodes(plan: PlacementPlan, start: Node) -> int:
-    """Return the number of nodes that compute on the rows of a scattered value."""
+    """Return the number of nodes that compute on the rows of a scattered value; 0 for an idle scatter."""
     reached = reachable_set([start], lambda node: [user for user in node.users if _runs_on_rows(plan, user)])
     return sum(node in plan.wants and not is_move_op(node) for node in reached - {start})
 
@@ -110,7 +117,7 @@ def _runs_on_rows(plan: PlacementPlan, node: Node) -> bool:
 
 
 def common_inputs(plan: PlacementPlan) -> set[str]:
-    """Return the names of the inputs that must be equal on all ranks.
+    """Return the names of the inputs that must be equal on all ranks, so that calls compare them.
 
     Values computed from them are combined with shards, row by row.
     """

@@ -2,7 +2,7 @@
 
     mm(view(x), w_q), mm(view(x), w_k)   ->   y = all_gather(x); mm(view(y), w_q), mm(view(y), w_k)
 
-A rank sends (n - 1) times its shard of x.
+A rank sends (n - 1) times its shard of x. A demand is an operand of which a node needs all rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GatherScattered(GatherOperands):
                     self.note(node, demand.why)
 
     def _gather_upstream(self, source: Node) -> Node:
-        """Return the gathered value of a sharded node; it is gathered before the nodes that only move its data.
+        """Return the gathered value of a sharded node, gathered before the nodes that only move its data.
 
         Values are cached in `job.gathered`, so that several views of one value share a gather.
         """
@@ -60,7 +60,7 @@ class GatherScattered(GatherOperands):
         return gathered[source]
 
     def _emit_gather(self, source: Node) -> Node:
-        """Emit an all_gather of a sharded value, with the result contiguous in memory."""
+        """Emit an all_gather of a sharded value, and a clone if its rows would not be contiguous in memory."""
         have = self.plan.of(source)
         assert isinstance(have, Shard)
         args = (source, have.dim, self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)

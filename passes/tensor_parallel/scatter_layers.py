@@ -6,7 +6,8 @@
 This is the propagation of the sequence passes on the axis of a tensor-parallel group. The sharding rules determine
 which ops may run on shards, so no norm is matched by name. It works on graphs from torch.export and, for training, on
 AOTAutograd's joint graph, whose backward has its own all_reduces. The bytes are those of the all_reduces: (n - 1) / n
-of each tensor, twice. Sources: Korthikanti et al. 2022 (arXiv 2205.05198), without compiler; SGLang's scattered layers.
+of each tensor, twice. A layer is one all_reduce of the program, scattered or full; its scatter is idle if no op runs on
+its rows. Sources: Korthikanti et al. 2022 (arXiv 2205.05198), without compiler; SGLang's scattered layers.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ScatterReductions(Pass):
 
 
 def _make_layer(node: Node, chosen: Mapping[Node, Shard | None]) -> LinearLayer:
-    """Return the description of an all_reduce, with the shard that is chosen for it or the reason for none."""
+    """Return the layer of an all_reduce for the report, with its chosen shard or the reason for none."""
     shape, shard = node_shape(node), chosen.get(node)
     if shard is not None:
         return LinearLayer(node.name, node_line(node), "scattered", shape, shard.dim, 0)

@@ -34,7 +34,7 @@ DROPOUT_OPS = (aten.dropout.default, aten.native_dropout.default)
 
 
 class DrawFullTensors(Pass):
-    """Pass that rewrites the random draws that are replicated."""
+    """Pass that rewrites replicated random draws, so that scattering does not change their values."""
 
     requires = frozenset({"known differences"})
     provides = frozenset({"replicated draws"})
@@ -50,7 +50,7 @@ class DrawFullTensors(Pass):
 
 
 def _draw_full(editor: GraphEditor, node: Node) -> None:
-    """Replace rand_like(x) by rand(sizes of x)."""
+    """Replace rand_like(x) by rand(sizes of x), whose placement does not depend on x."""
     value = node.meta["val"]
     with editor.graph.inserting_before(node):
         kwargs = {"dtype": value.dtype, "device": value.device}
@@ -59,7 +59,7 @@ def _draw_full(editor: GraphEditor, node: Node) -> None:
 
 
 def _drop_full(editor: GraphEditor, node: Node) -> None:
-    """Replace dropout(x) by x * dropout(ones); native_dropout also returns its mask, which does not depend on x."""
+    """Replace dropout(x) by x * dropout(ones), and the mask of native_dropout by that of the ones."""
     call = OpCall(node)
     x = call.operands[0]
     value = x.meta["val"]
@@ -85,7 +85,7 @@ class DropOverwrites(Pass):
     provides = frozenset({"no overwrites"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Replace aten.copy(x, y) by y, or by a contiguous clone if the strides differ; return the number of copies.
+        """Replace aten.copy(x, y) by y, or its contiguous clone if strides differ; return their number.
 
         `job.facts` is updated to refer to the remaining nodes.
         """

@@ -71,7 +71,7 @@ class ScatterContext(PassContext):
         """Return the axes and the placement of every value; only the results of reduce_scatters start shards."""
         axes = name_axes(gm)
         inputs = dict.fromkeys(self.varying, VARYING)
-        plan = propagate(gm, axes, self.ranks.n, inputs, begin=False, declines=decline_product)
+        plan = propagate(gm, axes, self.ranks.n, inputs, starts_sequences=False, declines=decline_product)
         plan.demands = [d for d in plan.demands if d.kind not in IGNORED_DEMANDS]
         return axes, plan
 
@@ -103,12 +103,12 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
 
 
 def num_elements(value: torch.Tensor) -> int:
-    """Return the number of elements, with typical sizes for symbols."""
+    """Return the number of elements, with large sizes for symbols, to compare the bytes of exchanges."""
     return assume_large(size_product(as_sizes(value.shape)))
 
 
 def find_reductions(gm: GraphModule, group: str) -> list[Node]:
-    """Return every all_reduce(sum) over the group whose only user is a wait."""
+    """Return every all_reduce(sum) over the group whose only user is a wait, so that it can be scattered."""
     reductions = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
     sums = [node for node in reductions if node.args[1] == "sum" and exchange_group(node) == group]
     return [node for node in sums if find_wait(node) is not None]
@@ -162,7 +162,7 @@ def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None)
 
 
 def mark_varying_scalars(gm: GraphModule, facts: InputFacts) -> None:
-    """Mark values as varying that depend on a scalar which differs between ranks."""
+    """Mark values as varying that depend on a scalar that differs between ranks, such as an offset."""
     varying_scalars: set[Node] = set()
     for node in gm.graph.nodes:
         if node.name in facts.differing or not varying_scalars.isdisjoint(node.all_input_nodes):
@@ -201,14 +201,17 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: I
 
 
 def _exchange_ancestors(gm: GraphModule, facts: InputFacts) -> set[Node]:
-    """Return the ancestors of the program's collectives, without those of its backward."""
+    """Return the nodes from which the forward's collectives are computed; weights among them are sharded."""
     backward = reachable_set((n for n in gm.graph.nodes if n.name in facts.tangents), lambda n: n.users)
     exchanges = [n for n in gm.graph.nodes if is_exchange(n) and n not in backward]
     return reachable_set(exchanges, lambda n: n.all_input_nodes)
 
 
 def _remains_equal(matrix: Node, facts: InputFacts) -> bool:
-    """Return True if the matrix is equal on all ranks, and has a gradient or elements that differ."""
+    """Return True if the matrix is known to be equal on all ranks, also after an optimizer step.
+
+    A constant matrix, such as zeros, without a gradient in the graph is no proof: its shards are equal, too.
+    """
     is_equal = facts.equal is not None and matrix.name in facts.equal
     return is_equal and (matrix.name in facts.gradients or matrix.name not in facts.constants)
 
@@ -235,13 +238,13 @@ def is_exchange(node: Node) -> bool:
 
 
 def find_varying_nodes(gm: GraphModule, axes: Axes, varying: Collection[Node]) -> set[Node]:
-    """Return all values that differ by rank if the `varying` inputs do."""
-    plan = propagate(gm, axes, 2, dict.fromkeys(varying, VARYING), begin=False)
+    """Return all values that differ by rank if the `varying` inputs do, by propagation of VARYING."""
+    plan = propagate(gm, axes, 2, dict.fromkeys(varying, VARYING), starts_sequences=False)
     return {node for node, placements in plan.placements.items() if VARYING in placements}
 
 
 def _weight_inputs(gm: GraphModule, axes: Axes, token_axes: set[int]) -> Iterator[Node]:
-    """Yield the matrices that are operands of a contraction, up to views and casts, and have no token axis."""
+    """Yield the weights: matrices without a token axis that a contraction reads, up to views and casts."""
     for node in gm.graph.nodes:
         call, rule = lookup_rule(node) or (None, None)
         if call is None or rule is None or not rule.is_contraction:
@@ -260,5 +263,5 @@ def is_move_op(node: Node) -> bool:
 
 
 def before_moves(node: Node) -> Node:
-    """Return the value of which this one is a view, permutation or cast."""
+    """Return the value of which this one is a view, permutation or cast, or the value itself."""
     return skip_ops(node, is_move_op)

@@ -1,6 +1,7 @@
 """Choose the number of tiles of each region for tiles="auto".
 
-A region computes wide values (its inside) from narrow rows, such as logits (`tile_regions.py`).
+A region computes wide values (its inside) from narrow rows, such as logits (`tile_regions.py`). It ends in a number,
+such as a loss, or in narrow rows. A tile is a part of the rows: only its part of the inside is in memory.
 
 The number is the smallest one for which a region is no larger than the other values in memory. If the device memory is
 known, a region that ends in a number (a loss) is tiled in two cases: the step does not fit without tiles, or its inside
@@ -29,7 +30,7 @@ MEMORY_SHARE = 1 / 8  # share of the device memory above which an inside is tile
 
 
 def inner_bytes(region: TileRegion) -> int:
-    """Return the bytes of the wide values that the region computes from narrow rows."""
+    """Return the bytes of the inside: the wide values that the region computes from narrow rows."""
     return sum(map(node_bytes, region.seed_products))
 
 
@@ -44,7 +45,7 @@ def node_bytes(node: Node, least: int = 0) -> int:
 
 
 def is_scalar_loss(view: TokenView, region: TileRegion) -> bool:
-    """Return True if the region ends in sums over the tokens and a few numbers per token."""
+    """Return True if the region ends in sums over the tokens and a few integers per token, as a loss does."""
     return has_thin_results(view, region) and all(
         view.is_sum(x) or not x.meta["val"].is_floating_point() for x in region.results
     )
@@ -53,13 +54,13 @@ def is_scalar_loss(view: TokenView, region: TileRegion) -> bool:
 def choose_tile_counts(
     view: TokenView, regions: Sequence[TileRegion], memory: RankMemory | None, times: Callable[[Node], int]
 ) -> list[int]:
-    """Return the number of tiles of each region; 0 for a region that is not tiled.
+    """Return the number of tiles of each region for tiles="auto"; 0 for a region that is not tiled.
 
     Args:
         view: The token view of the local graph.
         regions: The regions.
         memory: The predicted memory of a rank, or None.
-        times: Returns the number of nodes that a node represents.
+        times: Returns the number of equal nodes (of equal layers) that a node of the local graph represents.
     """
     losses = [is_scalar_loss(view, region) for region in regions]
     if memory is None or math.isinf(memory.device):
@@ -69,7 +70,7 @@ def choose_tile_counts(
         ]
     saved_bytes = [_saved_bytes(view, region, is_loss) for region, is_loss in zip(regions, losses)]
     # A region represents those of several equal layers, whose saved values are in memory at the same time.
-    layer_bytes = [nbytes * times(view.source[region.seed_products[0]]) for region, nbytes in zip(regions, saved_bytes)]
+    layer_bytes = [size * times(view.to_local[region.seed_products[0]]) for region, size in zip(regions, saved_bytes)]
     loss_bytes = sum(nbytes for nbytes, is_loss in zip(layer_bytes, losses) if is_loss)
     other_bytes = memory.used - loss_bytes
     # The peak of a region without tiles: its inside and the gradients of the inside.
@@ -78,15 +79,21 @@ def choose_tile_counts(
         for region, nbytes, is_loss in zip(regions, saved_bytes, losses)
     ]
     recomputed_peaks = [peak for peak, is_loss in zip(peaks, losses) if not is_loss]
-    recompute = other_bytes + max(recomputed_peaks, default=0) > memory.device
-    if recompute:
+    must_tile_rows = other_bytes + max(recomputed_peaks, default=0) > memory.device  # regions that end in rows
+    if must_tile_rows:
         other_bytes -= sum(layer_bytes) - loss_bytes
 
     def count_tiles(region: TileRegion, peak: int, is_loss: bool) -> int:
-        """Return the number of tiles of a region; 0 if it is not tiled."""
+        """Return the number of tiles of a region; 0 if it is small or the step fits in memory without tiles.
+
+        Args:
+            region: The region.
+            peak: Bytes that the region needs without tiles.
+            is_loss: True if the region ends in a number. Others are tiled only if `must_tile_rows`.
+        """
         fits = other_bytes + peak <= memory.device and peak <= MEMORY_SHARE * memory.device
         max_tiles = _max_tiles(region)
-        if max_tiles <= 1 or (fits if is_loss else not recompute):
+        if max_tiles <= 1 or (fits if is_loss else not must_tile_rows):
             return 0
         limit = min(other_bytes, memory.device - other_bytes)
         return min(max_tiles, max(2, math.ceil(peak / limit))) if limit > 0 else max_tiles
@@ -95,6 +102,7 @@ def choose_tile_counts(
 
 
 def _max_tiles(region: TileRegion) -> int:
+    """Return the number of tiles whose inside has TILE_BYTES, the minimum."""
     return -(-inner_bytes(region) // TILE_BYTES)
 
 
@@ -102,5 +110,5 @@ def _saved_bytes(view: TokenView, region: TileRegion, is_loss: bool) -> int:
     """Return the bytes of the inside that are saved for the backward: of a loss, its log-probabilities."""
     if is_loss:
         return sum(node_bytes(node, 4) for node in region.seed_products)
-    is_checkpointed = "ac_graph_id" in view.source[region.seed_products[0]].meta
+    is_checkpointed = "ac_graph_id" in view.to_local[region.seed_products[0]].meta
     return 0 if is_checkpointed else inner_bytes(region) // len(region.seed_products)

@@ -1,7 +1,8 @@
 """Replace gradients in a tile's graph by parts, from which a loop over tiles computes their sum.
 
-The gradient of a weight is a sum over all tiles. A graph returns its operands in place of each summand, and the loop
-adds them to one accumulator (`lowering/tiles/tile_sums.py`). The forms, and the parts that are returned:
+The gradient of a weight is a sum over all tiles (parts of the rows). The graph of a tile returns the operands of the op
+that computes its summand (the parts) in place of the summand, and the loop adds them to one accumulator. The form, a
+key of `lowering/tiles/tile_sums.py`, selects the function that adds them. The forms, and the parts that are returned:
 
     mm(dz.T, h), or its transpose             "product": dz.T, h
     gradients of grouped matrix products      "groups": rows, their gradients, group ends
@@ -29,11 +30,11 @@ SumParts = tuple[str, list[Node]]  # form and parts
 
 
 def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
-    """Replace the graph's last outputs, those that tiles add up, by their parts.
+    """Replace the last outputs, those that tiles add up, by their parts, so that no summand is stored.
 
     Args:
         gm: The graph; edited in place.
-        sums: True for each of the last outputs that may be returned as parts.
+        sums: One flag for each of the last outputs, True if it may be returned as parts.
 
     Returns:
         The form of each of these outputs; "" for a plain one.
@@ -56,13 +57,13 @@ def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
 
 
 def _match_parts(gm: GraphModule, x: Node) -> SumParts:
-    """Return the form and the parts of a gradient, or ("", [x]) if it has no such form."""
+    """Return the form and the parts of a gradient x, or ("", [x]) if it has no such form."""
     x = (move_source(x) or x) if is_cast_op(x) else x  # the accumulator is wide itself
     return _match_product(gm, x) or _scattered_rows(x) or ("", [x])
 
 
 def _match_product(gm: GraphModule, x: Node) -> SumParts | None:
-    """Return the operands of a product, or of a transposed one, as parts; else None."""
+    """Return the form and parts of a matrix product or of grouped products, also if transposed; else None."""
     is_transposed = False
     order = permutation_of(x)
     while order is not None and is_identity(order[:-2]):  # permutes at most the last two dims
@@ -80,9 +81,9 @@ def _match_product(gm: GraphModule, x: Node) -> SumParts | None:
 
 
 def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] | None:
-    """Return the rows, the rows by which they are multiplied, and the group ends; None for other nodes.
+    """Return the operands a, b and the group ends of grouped matrix products, or None for other nodes.
 
-    The result of group g is a[start:end].T @ b[start:end], where start and end are the ends of groups g - 1 and g.
+    The result of group g (an expert) is a[start:end].T @ b[start:end], between the ends of groups g - 1 and g.
 
     On a GPU, torch's own grouped product is not replaced, since it does not synchronize with the device to read the
     group ends.
@@ -97,7 +98,10 @@ def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] 
 
 
 def _drop_unused_matrices(gm: GraphModule) -> None:
-    """Compute only the gradient of the rows where the gradient of the matrices has no users."""
+    """Replace a grouped backward by the gradient of its rows if the gradient of its matrices is not read.
+
+    This is so once the operands of the gradient of the matrices are returned as parts.
+    """
     editor = GraphEditor().edit(gm.graph)
     for node in list(gm.graph.nodes):
         if _packet_name(node) == GROUPED_BACKWARD and {user.args[1] for user in node.users} == {0}:
@@ -110,7 +114,10 @@ def _drop_unused_matrices(gm: GraphModule) -> None:
 
 
 def _scattered_rows(x: Node) -> SumParts | None:
-    """Return the rows that are added to zeros at an index of the first dim, and the index; else None."""
+    """Return the form "rows" with the rows that an index_put adds to zeros and their index; else None.
+
+    It is the gradient of an embedding or of an index along the first dim.
+    """
     if x.target is not aten.index_put.default or not OpCall(x)["accumulate"] or x.meta["val"].dtype not in WIDE_DTYPES:
         return None
     target, indices, values = x.args[:3]
@@ -120,10 +127,12 @@ def _scattered_rows(x: Node) -> SumParts | None:
 
 
 def _packet_name(node: Node) -> str:
+    """Return the name of the node's op without its overload, or "" if it calls no op."""
     return str(schema_of(node.target).name) if isinstance(node.target, OpOverload) else ""
 
 
 def _transpose(gm: GraphModule, x: Node) -> Node:
+    """Append x.t() at the insertion point."""
     transposed = gm.graph.call_function(aten.t.default, (x,))
     transposed.meta["val"] = x.meta["val"].t()
     return transposed

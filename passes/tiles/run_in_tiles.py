@@ -2,8 +2,11 @@
 
     z = linear(h, w); cross_entropy(z, y, sum)     ->     sp.tiled([h, y], [w], tiles, program)
 
-One op replaces a region (`tile_regions.py`) and calls the program of one tile in a loop. Forward and backward store the
-intermediate values (the inside) of one tile.
+One op replaces a region (`tile_regions.py`) and calls the program of one tile, a part of the rows, in a loop. Forward
+and backward store the intermediate values (the inside) of one tile. Regions are found in a view of the local graph
+(`tile_view.py`), whose nodes `view.to_local` maps to nodes of the local graph, the program of one rank. The op runs
+after the insertion node, at the end of the region; nodes between those of the region that read its results (late nodes)
+move after the op.
 Gradients of a region that ends in a number are computed in the forward's loop; other regions are recomputed in the
 backward. A wide value with readers outside, such as returned logits, is computed for its readers by the original nodes.
 The pass adds no traffic. Not tiled: random draws other than dropout, ops with a state or without a rule, and sizes that
@@ -74,18 +77,18 @@ class RunInTiles(Pass):
         return 0
 
     def _can_tile(self, view: TokenView, region: TileRegion) -> bool:
-        """Return True if the region can be tiled; else add a note, unless the reason is not reported."""
+        """Return True if the region can be tiled; else add a note for the report, unless the reason is ""."""
         reason = _refusal(view, region)
         if reason:
-            self.note_refusal(view.source[region.seed_products[0]], reason)
+            self.note_refusal(view.to_local[region.seed_products[0]], reason)
         return reason is None
 
     def _tile_region(self, view: TokenView, region: TileRegion, tiles: int, job: PassContext) -> bool:
-        """Replace the region by an sp::tiled call, and report it; return False if it is not tiled, with a note.
+        """Replace the region by an sp::tiled call and report it; return False with a note if it is not tiled.
 
-        `view.source` is updated, since results of the region may be operands of the next ones.
+        `view.to_local` is updated, since results of the region may be operands of the next ones.
         """
-        node = view.source[region.seed_products[0]]
+        node = view.to_local[region.seed_products[0]]
         if not tiles:
             if not is_scalar_loss(view, region):
                 self.note_refusal(node, ONCE_REASON)
@@ -96,7 +99,7 @@ class RunInTiles(Pass):
         if not redraws_in_backward(program):
             self.note_refusal(node, "a backward that recomputes it would draw different random numbers")
             return False
-        last_line = node_line(view.source[region.nodes[-1]])
+        last_line = node_line(view.to_local[region.nodes[-1]])
         replacements = self._emit_tiles(view, region, program, tiles)
         nbytes, length = inner_bytes(region), tile_length(total, tiles)
         tile_bytes = nbytes * length // total
@@ -112,27 +115,27 @@ class RunInTiles(Pass):
         if region.shared:
             text += "; results with other readers are computed twice"
         self.note(node, text)
-        if is_recomputed and any(has_policy(view.source[n]) for n in region.nodes):
+        if is_recomputed and any(has_policy(view.to_local[n]) for n in region.nodes):
             self.note_refusal(node, "its checkpoint policy does not apply to tiles", "checkpoint_policy")
         if region.shared:
             for n in region.nodes:
-                set_node_info(view.source[n], recomputed=True)
+                set_node_info(view.to_local[n], recomputed=True)
         line, layer = node_line(node), node_layer(node)
         measures = tiles, total, nbytes, tile_bytes
         job.tiled_regions.append(
             TiledRegion(node.name, line, *measures, layer, last_line, is_recomputed, bool(region.shared))
         )
-        view.source.update(replacements)
+        view.to_local.update(replacements)
         return True
 
     def _emit_tiles(self, view: TokenView, region: TileRegion, program: TileProgram, tiles: int) -> dict[Node, Node]:
-        """Emit the tiles, and return the nodes that replace the region's results."""
+        """Emit the sp::tiled call of a region, and return the nodes that replace the region's results."""
         late_nodes = _late_nodes(view, region)
-        last, insertion_node = view.source[region.nodes[-1]], _insertion_node(view, region)
+        last, insertion_node = view.to_local[region.nodes[-1]], _insertion_node(view, region)
         assert insertion_node is not None
         with self.graph.inserting_before(insertion_node.next):
             rows = [self._split_rows(view, x, last) for x in region.rows]
-            replicated = [view.source[x] for x in region.replicated]
+            replicated = [view.to_local[x] for x in region.replicated]
             seed = None
             if any(is_dropout(n) for n in region.nodes):  # a number that is drawn again in each call
                 options = {"dtype": torch.int64, "device": torch.device("cpu")}
@@ -141,26 +144,26 @@ class RunInTiles(Pass):
             replacements = {x: self._merge_rows(view, x, tiled, i) for i, x in enumerate(region.results)}
         for node in reversed(late_nodes):
             replacements[region.results[-1]].append(node)
-        inside = {view.source[n] for n in region.nodes}
+        inside = {view.to_local[n] for n in region.nodes}
         for x, replacement in replacements.items():
-            view.source[x].replace_all_uses_with(replacement, lambda user: user not in inside)
+            view.to_local[x].replace_all_uses_with(replacement, lambda user: user not in inside)
         return replacements
 
     def _split_rows(self, view: TokenView, x: Node, like: Node) -> Node:
-        """Return the operand with its rows in a separate dim."""
+        """Return the operand x of a region with its rows in a separate dim, along which the loop slices it."""
         shard = view.rows(x)
         assert shard is not None
-        node = self._emit_flags(view, x, like) if x in view.flags else view.source[x]
+        node = self._emit_flags(view, x, like) if x in view.flags else view.to_local[x]
         return self.reshape(node, split_row_dim(as_sizes(x.meta["val"].shape), shard, shard.frame.size), like)
 
     def _merge_rows(self, view: TokenView, x: Node, tiled: Node, index: int) -> Node:
         """Return the result of this index of the sp::tiled call, in the shape that readers of x expect."""
-        result = self.emit(operator.getitem, (tiled, index), tiled.meta["val"][index], view.source[x])
-        return self.reshape(result, as_sizes(x.meta["val"].shape), view.source[x])
+        result = self.emit(operator.getitem, (tiled, index), tiled.meta["val"][index], view.to_local[x])
+        return self.reshape(result, as_sizes(x.meta["val"].shape), view.to_local[x])
 
     def _emit_flags(self, view: TokenView, x: Node, like: Node) -> Node:
-        """Emit flags, True in the rows that a mask of the local graph fills."""
-        call, shape = OpCall(view.source[x]), as_sizes(x.meta["val"].shape)
+        """Emit flags, True in rows that a mask of the local graph fills: an operand that only the view has."""
+        call, shape = OpCall(view.to_local[x]), as_sizes(x.meta["val"].shape)
         options = {"dtype": torch.bool, "device": x.meta["val"].device}
         all_false = self.compute(aten.zeros.default, (self.sizes.list(shape),), like, options)
         args = (all_false, call["dim"], call["frame"], True, call["n"], call["group"])
@@ -168,16 +171,16 @@ class RunInTiles(Pass):
 
 
 def _materialize_deferred(gm: GraphModule) -> None:
-    """Clear `NodeInfo.recomputed`: without tiles, outputs that other passes deferred are computed as written."""
+    """Clear `NodeInfo.recomputed`: without tiles, outputs that other passes deferred are computed normally."""
     for node in gm.graph.nodes:
         if node_info(node).recomputed:
             set_node_info(node, recomputed=False)
 
 
 def _refusal(view: TokenView, region: TileRegion) -> str | None:
-    """Return the reason for which the region is not tiled; None if it may be.
+    """Return the reason for which the region cannot be tiled, for the report; None if it can be.
 
-    The reason is "" if it is not reported.
+    The reason is "" if it is not reported, because the region has too few rows.
     """
     nodes = (*region.nodes, *region.rows, *region.replicated)
     if any(_reads_symbols(n) for n in nodes) or symbol_places(view, region) is None:
@@ -192,7 +195,7 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
         return f"{region.shared[0].name}, an intermediate value, has other readers"
     if count_rows(view, region) < 2:
         return ""
-    inside = {view.source[n] for n in region.nodes}
+    inside = {view.to_local[n] for n in region.nodes}
     if any(not inside.isdisjoint(group) and not group <= inside for group in sort_groups(view)):
         return "values that are sorted with its rows are outside of it"
     insertion_node, late_nodes = _insertion_node(view, region), _late_nodes(view, region)
@@ -208,7 +211,10 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
 
 
 def _is_cast(node: Node) -> bool:
-    """Return True if autocast may determine the dtype of the result. Scalars of sp operators are excluded."""
+    """Return True if autocast may determine the result dtype, so that the node cannot leave its region.
+
+    Scalars of sp operators are excluded.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return False
@@ -218,7 +224,7 @@ def _is_cast(node: Node) -> bool:
 
 
 def _reads_symbols(node: Node) -> bool:
-    """Return True if the node has symbolic size arguments other than the rule's shape argument."""
+    """Return True if the node has symbolic size arguments besides its shape argument, which a tile adapts."""
     rule = rule_of(node)
     if rule is None or rule.reshapes:
         return False
@@ -227,18 +233,18 @@ def _reads_symbols(node: Node) -> bool:
 
 
 def programs_of(gm: GraphModule) -> list[TileProgram]:
-    """Return the distinct tile programs that a local graph calls."""
+    """Return the distinct tile programs that a local graph calls, so that the runtime can compile them."""
     nodes = gm.graph.find_nodes(op="call_function", target=sp.tiled.default)
     return list(dict.fromkeys(PROGRAMS[node.args[3]] for node in nodes))
 
 
 def _insertion_node(view: TokenView, region: TileRegion) -> Node | None:
-    """Return the node after which the region runs.
+    """Return the local node after which the op that replaces the region runs.
 
-    It is the last node, or, if that has no gradients and others have, the next node that records gradients; None if
-    there is none.
+    It is the last node of the region, or, if that is in no_grad and others are not, the next node that records
+    gradients; None if there is none.
     """
-    nodes = [view.source[n] for n in region.nodes]
+    nodes = [view.to_local[n] for n in region.nodes]
     last = nodes[-1]
     if last not in view.without_grad or view.without_grad.issuperset(nodes):
         return last
@@ -247,11 +253,11 @@ def _insertion_node(view: TokenView, region: TileRegion) -> Node | None:
 
 
 def _late_nodes(view: TokenView, region: TileRegion) -> list[Node]:
-    """Return the readers of results before the insertion point and their dependents, which move after it.
+    """Return the late nodes: dependents of the region before the insertion node, which move after the op.
 
-    They may move out of a part without gradients, since its values are read through a detach.
+    They may move out of a no_grad part, since its values are read through a detach.
     """
-    inside = {view.source[n] for n in region.nodes}
+    inside = {view.to_local[n] for n in region.nodes}
     insertion_node = _insertion_node(view, region)
     dependents: dict[Node, None] = {}
     for node in view.local.nodes:

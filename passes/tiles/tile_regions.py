@@ -1,13 +1,18 @@
-"""Find regions with wide rows between narrow ones, such as a head's logits or the hidden values of an MLP.
+"""Find regions with wide rows between narrow ones, such as logits or the hidden values of an MLP.
 
     h -> linear -> float -> cross_entropy(sum)      a region that ends in a number
     h -> gate, up -> silu, mul -> down              a region that ends in rows
     h -> each k times, sorted -> experts -> back, summed      a mixture of experts, which ends in rows
 
+A region is a set of token-wise nodes of a token view (`tile_view.py`), a copy of the local graph: `view.to_local` maps
+nodes of the view to local ones, `view.to_view` back. `RunInTiles` replaces each region by one op that computes it for a
+part of the rows at a time. Rows are wide or narrow by their number of elements, relative to the operands of the region.
+
 A region starts at a product that widens rows (a seed). It grows over all token-wise nodes that read or compute wide
-rows, and over numbers per token computed from them. It ends at narrow rows and at sums over the tokens. Copies of a row
-that only the region reads are computed in it, so that neither they nor their gradients are stored for all rows. Rows
-that are sorted by a key have no order that a tile can split: a region contains all nodes of such a sort, or none.
+rows, and over numbers per token (thin rows) computed from them. It ends at narrow rows and at sums over the tokens.
+Copies of a row that only the region reads are computed in it, so that neither they nor their gradients are stored for
+all rows. Rows that are sorted by a key have no order that a tile can split: a region contains all nodes of such a sort,
+or none.
 """
 
 from __future__ import annotations
@@ -42,12 +47,12 @@ class TileRegion:
     rows: tuple[Node, ...]  # operands that are split into tiles
     replicated: tuple[Node, ...]  # operands that all tiles read
     results: tuple[Node, ...]  # narrow values with readers outside
-    shared: tuple[Node, ...]  # wide values with readers outside, which recompute them
+    shared: tuple[Node, ...]  # wide values with readers outside, for which they are computed a second time
     narrow: int  # elements per row of the operands
 
 
 def row_width(view: TokenView, node: Node) -> int:
-    """Return the number of elements per row; 0 for a value without rows."""
+    """Return the number of elements per row of a value, its width; 0 for a value without rows."""
     shard = view.rows(node)
     if shard is None:
         return 0
@@ -56,7 +61,7 @@ def row_width(view: TokenView, node: Node) -> int:
 
 
 def has_thin_results(view: TokenView, region: TileRegion) -> bool:
-    """Return True if the region ends in sums over the tokens and a few numbers per token."""
+    """Return True if the region ends in sums over the tokens and in thin rows, such as a loss per token."""
     return all(view.is_sum(x) or row_width(view, x) * MAX_THIN_WIDTH <= region.narrow for x in region.results)
 
 
@@ -71,12 +76,12 @@ def count_rows(view: TokenView, region: TileRegion) -> int:
 
 
 def find_seeds(view: TokenView) -> list[Node]:
-    """Return the products that widen rows."""
+    """Return the seeds: the products that widen rows, at each of which a region starts."""
     return [n for n in view.gm.graph.nodes if view.is_inside(n) and view.rows(n) and _is_widening(view, n)]
 
 
 def _is_widening(view: TokenView, node: Node) -> bool:
-    """Return True if the node repeats rows for a sort, or is a product with rows wider than those of its operands.
+    """Return True if the node repeats rows for a sort, or is a product that widens the rows of its operands.
 
     A row that is read from a shared table, such as the weights of a token's expert, counts as a result of the product.
     """
@@ -97,7 +102,10 @@ def _input_width(view: TokenView, node: Node) -> int:
 
 
 def _skip_moves(view: TokenView, x: Node) -> Node:
-    """Return the value from which the rows of x were moved, repeated or sorted, no wider than x."""
+    """Return the value from which the rows of x were moved, repeated or sorted, no wider than x.
+
+    The width of this value, not that of its copies, decides if a product widens rows.
+    """
     while view.is_inside(x):
         source = x.args[0] if x.target is sp.to_sorted.default else move_source(x)
         if source is None or not 0 < row_width(view, source) <= row_width(view, x):
@@ -113,7 +121,7 @@ def _is_table_lookup(view: TokenView, node: Node) -> bool:
 
 def find_regions(view: TokenView) -> Iterator[TileRegion]:
     """Yield the regions in the order of the graph; seeds that share nodes are in one region."""
-    groups: dict[Node, set[Node]] = {}  # by first seed
+    groups: dict[Node, set[Node]] = {}  # nodes of each region, by its first seed
     sorts = sort_groups(view)
     for seed in find_seeds(view):
         if any(seed in nodes for nodes in groups.values()):
@@ -134,7 +142,7 @@ def find_regions(view: TokenView) -> Iterator[TileRegion]:
 
 
 def _add_group(view: TokenView, groups: dict[Node, set[Node]], seed: Node, nodes: set[Node]) -> None:
-    """Add the nodes to `groups` as a group, or to a group that shares nodes, such as a loss of the logits of both.
+    """Add the nodes as a group, or to a group that shares nodes, such as a loss of the logits of both.
 
     If two groups cannot run as one op, the shared nodes remain in the first one.
     """
@@ -151,35 +159,47 @@ def _add_group(view: TokenView, groups: dict[Node, set[Node]], seed: Node, nodes
 
 
 def sort_groups(view: TokenView) -> list[set[Node]]:
-    """Return, for each sort of the local graph, the nodes in its order, including the inverse."""
+    """Return, for each sort, the nodes of the local graph with rows in its order, and the inverse sort.
+
+    A region has to contain all of them or none.
+    """
     sorts = view.local.find_nodes(op="call_function", target=sp.sort_rows.default)
     return [reachable_set([x], lambda n: n.users if n.target is not sp.from_sorted.default else ()) for x in sorts]
 
 
 def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
-    """Return the token-wise nodes around a seed that read or compute wide rows, and numbers computed from them."""
+    """Return the token-wise nodes around a seed with wide operands or results, and thin rows of these.
+
+    Args:
+        view: The token view.
+        seed: A node of the view at which the region starts.
+        sorts: The groups of `sort_groups`, of nodes of the local graph.
+    """
     narrow = _input_width(view, seed)
 
     def continues(node: Node) -> bool:
-        """Return True if the region includes users of the node: it is wide, thin or a sum."""
+        """Return True if the region includes users of the node: its rows are wide or thin, or it is a sum."""
         if not is_tensor(node) or view.is_sum(node):  # several results are read separately
             return True
         is_narrow = narrow / MAX_THIN_WIDTH < row_width(view, node) < MIN_WIDENING * narrow
         return view.rows(node) is not None and not is_narrow
 
     def neighbors(node: Node) -> Iterable[Node]:
-        """Return the neighbors of a node that the region includes."""
+        """Return the nodes that the region includes with a node: users, wide operands, and nodes of its sorts."""
         users = node.users if continues(node) else ()
         wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * narrow or not is_tensor(x)]
-        sorted_together = [n for group in sorts if view.source[node] in group for n in group]
-        same_sort = [view.inner_nodes[n] for n in sorted_together if n in view.inner_nodes]
+        local_nodes_of_sorts = [n for group in sorts if view.to_local[node] in group for n in group]
+        same_sort = [view.to_view[n] for n in local_nodes_of_sorts if n in view.to_view]
         return [x for x in (*users, *wide, *same_sort) if _belongs_to(view, x, seed)]
 
     return _drop_partial_sums(view, reachable_set([seed], neighbors))
 
 
 def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
-    """Return the nodes that repeat rows only for this region, such as one for each of a token's experts."""
+    """Return the nodes that repeat rows only for this region, such as a row for each expert of a token.
+
+    They are added to the region, so that the repeated rows are not stored.
+    """
 
     def repeats(x: Node) -> bool:
         """Return True if the node repeats narrower rows for the seed."""
@@ -208,8 +228,11 @@ def _belongs_to(view: TokenView, node: Node, seed: Node) -> bool:
 
 
 def _drop_unreachable(view: TokenView, nodes: set[Node]) -> set[Node]:
-    """Return the nodes without those that need an outside value which depends on others: a region runs as one op."""
-    inside = {view.source[n]: n for n in nodes}
+    """Return the nodes without those that need an outside value which depends on other nodes of the set.
+
+    A region runs as one op, before which all its operands have to be computed.
+    """
+    inside = {view.to_local[n]: n for n in nodes}
     remaining, dependents = set[Node](), set[Node]()  # dependents: outside nodes that depend on remaining ones
     for node in view.local.nodes:
         operands = node.all_input_nodes
@@ -221,9 +244,9 @@ def _drop_unreachable(view: TokenView, nodes: set[Node]) -> set[Node]:
 
 
 def outside_readers(view: TokenView, node: Node, nodes: Iterable[Node]) -> list[Node]:
-    """Return the readers of the value in the local graph that are not among the nodes."""
-    inside = {view.source[n] for n in nodes}
-    return [user for user in view.source[node].users if user not in inside]
+    """Return the readers of a value, nodes of the local graph, that are not among these nodes of the view."""
+    inside = {view.to_local[n] for n in nodes}
+    return [user for user in view.to_local[node].users if user not in inside]
 
 
 def _make_region(view: TokenView, nodes: set[Node], narrow: int) -> TileRegion:

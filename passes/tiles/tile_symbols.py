@@ -1,6 +1,8 @@
 """Find operands from which a tile reads symbolic sizes, such as a batch size.
 
-A tile's operand has its rows in a separate dim: a value (B * S, D) whose rows are S is passed as (B, S, D).
+A tile (a part of the rows) is traced with symbolic sizes. At run time it reads each from a dim of an operand, its
+place. A tile's operand has its rows in a separate dim: a value (B * S, D) whose rows are S is passed as (B, S, D).
+A region (`tile_regions.py`) has operands with rows and replicated ones, which are counted in this order.
 """
 
 from __future__ import annotations
@@ -23,30 +25,33 @@ SymbolPlaces = dict[sympy.Symbol, tuple[int, int]]
 
 
 def row_dim(shard: Shard) -> int:
-    """Return the dim of the rows after `split_row_dim`."""
+    """Return the dim of the rows in a value whose shape `split_row_dim` returned."""
     return shard.dim if is_same_size(shard.outer, 1) else shard.dim + 1
 
 
 def split_row_dim(shape: Sequence[Any], shard: Shard, rows: Any) -> list[Any]:
-    """Return the shape with the rows in a separate dim.
+    """Return the shape with the rows in a separate dim, which a loop over tiles can slice.
 
     Args:
         shape: The shape of the value.
         shard: The placement of its rows.
-        rows: The size of the new dim.
+        rows: The size of the new dim: the number of rows of a tile or of all tiles, or 1.
     """
     before, after = ([x] if not is_same_size(x, 1) else [] for x in (shard.outer, shard.inner))
     return [*shape[: shard.dim], *before, rows, *after, *shape[shard.dim + 1 :]]
 
 
 def sizes_without_rows(view: TokenView, x: Node) -> list[Size]:
-    """Return the shape with 1 in place of the rows."""
+    """Return the shape with 1 in place of the rows, so that only sizes that all tiles share remain."""
     shard, shape = view.rows(x), list(as_sizes(x.meta["val"].shape))
     return shape if shard is None else split_row_dim(shape, shard, 1)
 
 
 def symbol_places(view: TokenView, region: TileRegion) -> SymbolPlaces | None:
-    """Return the operand and dim of each symbol, or None if a symbol is the size of no dim."""
+    """Return the operand and dim of each symbol, or None if a symbol is the size of no dim of an operand.
+
+    A region without these places is not tiled.
+    """
     places: SymbolPlaces = {}
     for i, x in enumerate((*region.rows, *region.replicated)):
         for d, extent in enumerate(sizes_without_rows(view, x)):
@@ -65,7 +70,7 @@ def _free_symbols(view: TokenView, region: TileRegion) -> Iterator[sympy.Symbol]
 
 
 def has_symbolic_length(view: TokenView, region: TileRegion) -> bool:
-    """Return True if the number of rows is symbolic."""
+    """Return True if the number of rows is symbolic, so that one program supports tiles of any length."""
     shards = map(view.rows, region.rows)
     return not all(isinstance(shard.frame.size, int) for shard in shards if shard is not None)
 

@@ -1,9 +1,13 @@
 """View a local graph as one of `tiles` ranks, so that the sharding rules apply to tiles.
 
-A tile is a part of a rank's rows (tokens), as a rank's rows are a part of the sequence.
+A tile is a part of a rank's rows (tokens), as a rank's rows are a part of the sequence. The local graph is the program
+of one rank. The view is a copy of it in which `TokenView.plan` places each value: rows, which a tile has a part of; a
+sum over the rows, which tiles add up; or a replicated value. `to_local` and `to_view` map nodes from one to the other.
+
 The plan of the global view contains the placement of the rows of every local value. Propagation runs again on the local
 shapes, with tiles as ranks, between nodes that mix rows: exchanges, attention, scans, and nodes without a rule or with
-a state. A node without demands is token-wise, and its result is rows or a sum over the tiles.
+a state. A node without demands is token-wise: a tile can compute it from its own rows. All others are inputs of the
+view.
 """
 
 from __future__ import annotations
@@ -55,15 +59,15 @@ class TokenView:
 
     gm: GraphModule  # the copy
     local: Graph  # the local graph
-    source: dict[Node, Node]  # the node of the local graph for each input or call
+    to_local: dict[Node, Node]  # node of the view -> node of the local graph, for inputs and calls
     flags: set[Node]  # inputs with the rows that a mask fills, which the local graph does not contain
     plan: PlacementPlan  # the placement of the rows of each value
     # Nodes in no_grad, whose values are read through a detach, so that they may be in a tile with gradients.
     without_grad: set[Node]
 
     def checkpoint(self, node: Node) -> Any:
-        """Return the checkpoint of the node, or None; all nodes of a tile have the same."""
-        return self.source[node].meta.get("ac_graph_id")
+        """Return the checkpoint (activation checkpointing) of the node, or None; nodes of a tile share it."""
+        return self.to_local[node].meta.get("ac_graph_id")
 
     def rows(self, node: Node) -> Shard | None:
         """Return the placement of a value's rows, or None for a value without rows."""
@@ -75,30 +79,32 @@ class TokenView:
         return isinstance(self.plan.of(node), Partial)
 
     @cached_property
-    def inner_nodes(self) -> dict[Node, Node]:
-        """Return the calls of the view by node of the local graph."""
-        return {old: new for new, old in self.source.items() if new.op == "call_function"}
+    def to_view(self) -> dict[Node, Node]:
+        """Map nodes of the local graph to the calls of the view, the inverse of `to_local` without inputs."""
+        return {old: new for new, old in self.to_local.items() if new.op == "call_function"}
 
     @cached_property
     def size_hints(self) -> dict[Size, int]:
-        """Return the values of symbolic sizes in the call that is being compiled."""
+        """Return the values of symbolic sizes in the call that is being compiled, to trace and count rows."""
         shapes = (node.meta["val"].shape for node in self.gm.graph.nodes if is_tensor(node))
         return {as_size(x): size_hint(x) for shape in shapes for x in shape if isinstance(x, torch.SymInt)}
 
     def is_inside(self, node: Node) -> bool:
-        """Return True if the node is computed from rows, token by token."""
+        """Return True if a region may contain the node: a call that is computed from rows, token by token."""
         if node.target is operator.getitem:
             return self.is_inside(node.args[0])
         return node.op == "call_function" and node in self.plan.wants
 
 
 def is_dropout(node: Node) -> bool:
-    """Return True for dropout, which a tile may draw for its rows only, and a backward again."""
+    """Return True for dropout, the only random op of a tile: a backward draws it again from the same seed."""
     return node.target is aten.dropout.default and is_random(node)
 
 
 def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -> TokenView:
-    """Return the view of a local graph.
+    """Return the view of a local graph, in which regions of token-wise nodes can be found.
+
+    Propagation runs until no call of the view has a demand; calls that have one mix rows and become inputs.
 
     Args:
         local: The local graph.
@@ -110,7 +116,7 @@ def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -
     rejected: set[Node] = set()  # nodes that mix rows
     while True:
         view = _TokenViewBuilder(local, planned, n, rejected).view(tiles, without_grad)
-        demanding = {view.source[demand.node] for demand in view.plan.demands if demand.node.op != "output"}
+        demanding = {view.to_local[demand.node] for demand in view.plan.demands if demand.node.op != "output"}
         if not demanding:
             return view
         rejected |= demanding
@@ -119,8 +125,11 @@ def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -
 def is_finite_on_ones(window: Node) -> bool:
     """Return True if all dependents of a value are finite, with derivatives, on rows of ones.
 
-    Dependents end at sums, which fill their padding. A tile, which has no other rows, may then fill in place of
-    restoring.
+    sp::window restores padded rows as copies of a valid row, which a tile may not have. If this is True, a tile fills
+    them with ones instead. Dependents end at sums, which fill their padding.
+
+    Args:
+        window: An sp::window of the local graph.
     """
     finite_nodes, ones, queue = {window}, {window}, [window]
     for node in queue:  # which grows in this loop
@@ -145,7 +154,7 @@ def _is_finite(node: Node, finite_nodes: Set[Node], ones: Set[Node]) -> bool:
     Args:
         node: The call.
         finite_nodes: Nodes that depend on a row of ones, and are finite.
-        ones: Nodes that have a row of ones.
+        ones: Nodes whose padded rows are ones.
     """
     call = OpCall(node)
     if node.target in DIVISION_OPS:
@@ -163,7 +172,15 @@ def _is_finite(node: Node, finite_nodes: Set[Node], ones: Set[Node]) -> bool:
 
 
 def local_shard(node: Node, planned: PlacementPlan, n: int) -> Placement:
-    """Return the placement of this rank's rows in a value of the local graph: its rows are the complete sequence."""
+    """Return the placement of this rank's rows in a local value, as an input of the view.
+
+    For the view, the rows of this rank are the complete sequence, and tiles are the ranks.
+
+    Args:
+        node: A node of the local graph.
+        planned: The plan from which the local graph was created.
+        n: The number of ranks.
+    """
     origin = node_info(node).origin
     shard = planned.of(origin) if origin is not None else REPLICATE
     if isinstance(shard, Shard):
@@ -182,29 +199,29 @@ def _framed_placement(node: Node) -> Placement:
 
 @dataclass
 class _TokenViewBuilder:
-    """Builder of a view, whose fields `source` and `flags` are those of `TokenView`."""
+    """Builder of a view, whose fields `to_local` and `flags` are those of `TokenView`."""
 
     local: GraphModule  # the local graph
     planned: PlacementPlan  # the plan from which it was created
     n: int  # number of ranks
-    rejected: set[Node]  # local nodes that are inputs of the view, although they have rules
+    rejected: set[Node]  # local nodes that have rules and mix rows, and are therefore inputs of the view
     copies: dict[Node, Node] = field(default_factory=dict)  # local node -> node of the view
-    source: dict[Node, Node] = field(default_factory=dict)
+    to_local: dict[Node, Node] = field(default_factory=dict)
     flags: set[Node] = field(default_factory=set)
     inputs: dict[Node, Placement] = field(default_factory=dict)  # placement of the view's inputs
 
     def view(self, tiles: int, without_grad: set[Node]) -> TokenView:
-        """Return the view, without checking for demands."""
+        """Return the view for this number of tiles; its plan may have demands, see `token_view`."""
         graph = Graph()
         for node in self.local.graph.nodes:
             if node.op == "output":
                 graph.output(tuple(self.copies[n] for n in node.all_input_nodes))
             else:
                 self.copies[node] = self._copy(graph, node)
-                self.source.setdefault(self.copies[node], node)
+                self.to_local.setdefault(self.copies[node], node)
         gm = GraphModule({}, graph)
-        plan = propagate(gm, Axes(), tiles, self.inputs, "local", begin=False)
-        return TokenView(gm, self.local.graph, self.source, self.flags, plan, without_grad)
+        plan = propagate(gm, Axes(), tiles, self.inputs, "local", starts_sequences=False)
+        return TokenView(gm, self.local.graph, self.to_local, self.flags, plan, without_grad)
 
     def _copy(self, graph: Graph, node: Node) -> Node:
         """Return a node of the view for a local node: a copy, or an input if the node is not token-wise."""
@@ -215,6 +232,7 @@ class _TokenViewBuilder:
         return graph.node_copy(node, self.copies.__getitem__)
 
     def _input(self, graph: Graph, node: Node, value: Any, placement: Placement) -> Node:
+        """Add an input of the view with this value and placement for a local node, and return it."""
         placeholder = graph.placeholder(node.name)
         placeholder.meta.update(node.meta, val=value)
         self.inputs[placeholder] = placement
@@ -240,12 +258,12 @@ class _TokenViewBuilder:
         return node.target is sp.mask.default or is_finite_on_ones(node)
 
     def _copy_fill(self, graph: Graph, node: Node) -> Node:
-        """Copy a mask as one op on rows, whose flags are an input. A window is filled with ones."""
+        """Copy a mask as a masked_fill by flags, an input of the view with rows. A window is filled with ones."""
         call, x = OpCall(node), node.meta["val"]
         shape = [extent if d == call.dim() else 1 for d, extent in enumerate(x.shape)]
         flags = self._input(graph, node, x.new_empty(shape, dtype=torch.bool), _framed_placement(node))
         self.flags.add(flags)
-        self.source[flags] = node
+        self.to_local[flags] = node
         filled = graph.call_function(aten.masked_fill.Scalar, (self.copies[node.args[0]], flags, call.get("value", 1)))
         filled.meta.update(node.meta)
         return filled

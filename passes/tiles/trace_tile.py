@@ -2,9 +2,17 @@
 
     h, w, y -> sum of cross_entropy     forward: (h, w, y) -> loss      at once: (h, w, y) -> loss, dh, (dz.mT, h)
 
-Each node of the region runs with the sizes of a tile in its size arguments. Values that all tiles add up are returned
-as parts (`partial_sums.py`): the loop adds them to its accumulator, and no tile computes a separate gradient of a
-weight.
+A tile is a part of the rows of a region (`tile_regions.py`), and a loop calls its program for each tile. Each node of
+the region runs with the sizes of a tile in its size arguments. Operands and results are identified by index, operands
+with rows before replicated ones:
+
+    trained            the operands that have a gradient
+    differentiable     the results that have a cotangent (the gradient that the backward receives for a result)
+    at once            the gradients are computed in the loop of the forward, as the only cotangent is 1 (a loss)
+    places             the operand and dim from which each symbolic size is read (`tile_symbols.py`)
+
+Values that all tiles add up are returned as parts (`partial_sums.py`), whose form selects how the loop adds them to its
+accumulator: no tile computes a separate gradient of a weight.
 """
 
 from __future__ import annotations
@@ -49,7 +57,7 @@ aten = torch.ops.aten
 
 
 class TileFunction:
-    """One tile of a region, as a function of tensors."""
+    """One tile of a region as a function of tensors, which is run under a tracer and under autograd."""
 
     def __init__(self, view: TokenView, region: TileRegion, places: SymbolPlaces, length: Any, sizes: Extents) -> None:
         """Create the function.
@@ -64,14 +72,14 @@ class TileFunction:
         self.view, self.region, self.places, self.length, self.sizes = view, region, places, length, sizes
 
     def shape(self, node: Node, length: Any, sizes: Extents) -> list[Any]:
-        """Return the shape of a value in a tile of this length, with symbols replaced by `sizes`."""
+        """Return the shape of a node's value in a tile of this length, with symbols replaced by `sizes`."""
         shard, shape = self.view.rows(node), list(as_sizes(node.meta["val"].shape))
         if shard is not None:
             shape[shard.dim] = size_product((shard.outer, ROWS, shard.inner))
         return resolve_shape(shape, {**sizes, ROWS: length})
 
     def inputs(self) -> list[Tensor]:
-        """Return fake operands: rows, then replicated ones."""
+        """Return fake operands to trace the tile with: those with rows, then replicated ones."""
         rows = []
         for x in self.region.rows:
             shard, value = self.view.rows(x), x.meta["val"]
@@ -81,7 +89,7 @@ class TileFunction:
         return rows + [self._fake_like(x.meta["val"]) for x in self.region.replicated]
 
     def _fake_like(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape, with the same strides unless a size is symbolic."""
+        """Return an empty tensor like x for the trace, with the strides of x unless a size is symbolic."""
         shape, strides = as_sizes(x.shape), as_sizes(x.stride())
         if all(isinstance(extent, int) for extent in (*shape, *strides)):
             return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
@@ -108,7 +116,14 @@ class TileFunction:
         return value.reshape(resolve_shape(split_row_dim(as_sizes(x.meta["val"].shape), shard, length), sizes))
 
     def _call(self, node: Node, values: dict[Node, Any], length: Any, sizes: Extents) -> Any:
-        """Run a node of the region on the values of its operands, with the sizes of a tile as size arguments."""
+        """Run a node of the region on the values of its operands, with the sizes of a tile as size arguments.
+
+        Args:
+            node: Node of the view.
+            values: Values of the nodes before it, in the tile.
+            length: The number of rows of the tile.
+            sizes: The values of the symbolic sizes.
+        """
         if node.target is operator.getitem:
             return values[node.args[0]][node.args[1]]
         ruled_call = lookup_rule(node)
@@ -120,12 +135,12 @@ class TileFunction:
             return operands[0].reshape(self.shape(node, length, sizes))
         size_argument = {rule.sizes: self.shape(node, length, sizes)} if rule.sizes else {}
         args, kwargs = call.with_operands(operands, **size_argument)
-        with restore_autocast(self.view.source[node]):
+        with restore_autocast(self.view.to_local[node]):
             return node.target(*args, **kwargs)
 
 
 def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram:
-    """Create and register the region's program.
+    """Trace and register the program of the region's tiles, whose name the sp::tiled call contains.
 
     Args:
         view: The token view.
@@ -166,7 +181,10 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
 def _tile_functions(
     view: TokenView, region: TileRegion, places: SymbolPlaces, tiles: int
 ) -> tuple[FakeTensorMode, dict[int, TileFunction]]:
-    """Return the mode in which tiles are traced, and a function per length of a tile (see `TileProgram.bodies`)."""
+    """Return the fake mode in which tiles are traced, and the function of a tile by the tile's length.
+
+    The last tile may be shorter. One function supports all lengths if the number of rows is symbolic.
+    """
     total = count_rows(view, region)
     length = tile_length(total, tiles)
     mode, sizes = FakeTensorMode(), dict[sympy.Expr, Any]()
@@ -181,6 +199,7 @@ def _tile_functions(
 
 
 def _is_scalar(x: Node) -> bool:
+    """Return True if the value has one element."""
     return is_same_size(size_product(as_sizes(x.meta["val"].shape)), 1)
 
 
@@ -191,16 +210,18 @@ def redraws_in_backward(program: TileProgram) -> bool:
 
 
 def _count_draws(gm: GraphModule) -> int:
+    """Return the number of nodes that draw random numbers."""
     return sum(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in gm.graph.nodes)
 
 
 def _can_require_grad(x: Node) -> bool:
+    """Return True if an operand may need a gradient: a float that is not known to require none."""
     value = x.meta["val"]
     return node_info(x).requires_grad is not False and (value.is_floating_point() or value.is_complex())
 
 
 def _trace_value(view: TokenView, x: Node, names: Mapping[Any, Any]) -> TileValue:
-    """Return the description of an operand or result of a tile, with symbols renamed by `names`."""
+    """Return the description by which the loop allocates a result or gradient, with renamed symbols."""
     shard, value = view.rows(x), x.meta["val"]
     shape = as_sizes(value.shape)
     split_shape = shape if shard is None else split_row_dim(shape, shard, ROWS)
@@ -285,7 +306,7 @@ def _trace_body(
 
 
 def _trace_graph(run: Callable[..., Any], operands: Sequence[Tensor]) -> GraphModule:
-    """Trace the function to a graph that reads all sizes from its inputs."""
+    """Trace the function to a graph that reads all sizes from its inputs, as no sizes are passed."""
     gm = trace_function(run, operands)
     read_sizes_from_inputs(gm.graph)
     gm.recompile()
@@ -293,7 +314,7 @@ def _trace_graph(run: Callable[..., Any], operands: Sequence[Tensor]) -> GraphMo
 
 
 def _body_code(body: TileBody) -> list[Any]:
-    """Return the code of the parts, and the types of their operands: equal layers have equal programs."""
+    """Return a key of a body, code and operand types: equal layers share the program of an equal key."""
     return [
         (graph_code(part.graph), part.strides, [(x.shape, x.dtype, x.device) for x in part.inputs])
         for part in body.parts

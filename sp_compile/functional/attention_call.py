@@ -1,4 +1,9 @@
-"""Validate and run the call of an attention function on the shards of one rank."""
+"""Validate and run the call of an attention function on the shards of one rank.
+
+Sizes: B batch, H query heads, Hkv key heads, D head dim, E head dim of values, s queries and t keys of a rank, S
+queries and T keys of all ranks. A frame describes which rows of the shards are valid and in which order they are. A
+predicate is the text of a mask as a condition on query position q and key position k.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +84,7 @@ class AttentionCall(RankCall):
 
     @property
     def group(self) -> Ranks:
-        """Return the ranks of the call."""
+        """Return the ranks of the call, which `require` compares."""
         return self.ranks
 
     def run(self) -> Tensor:
@@ -103,7 +108,7 @@ class AttentionCall(RankCall):
         return self.function.run(self, (self.q, self.k, self.v, *shards.to_flat()))
 
     def frames(self) -> tuple[FrameArg, FrameArg]:
-        """Return the frames of the queries and of the keys.
+        """Return the frames of the queries and of the keys, which exclude padding from the attention.
 
         Returns:
             Two frame arguments; see `lowering/base/frames.py`.
@@ -127,7 +132,7 @@ class AttentionCall(RankCall):
         return 1 + window_hops(options.window, rows, n)
 
     def errors(self) -> Iterator[SpError]:
-        """Yield an error for each invalid argument.
+        """Yield an error for each invalid argument; `require` raises the first one.
 
         Returns:
             SP502 to SP507 for invalid values, and SP451 to SP455 for heads, ranks, layouts and masks.
@@ -140,6 +145,7 @@ class AttentionCall(RankCall):
         yield from self._wrong_sinks()
 
     def _wrong_operands(self) -> Iterator[SpError]:
+        """Yield errors for shapes, dtypes and devices of q, k and v."""
         q, k, v, shapes = self.q, self.k, self.v, self._shapes()
         fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]
         if not fits or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
@@ -152,6 +158,7 @@ class AttentionCall(RankCall):
             yield SpError("SP506", f"q, k, v: expected one device, got {q.device}, {k.device}, {v.device}.")
 
     def _wrong_layout(self) -> Iterator[SpError]:
+        """Yield errors for an unknown layout, lengths that it cannot split, and more rows than the ranks have."""
         options, n = self.options, self.ranks.n
         yield from check_choice("layout", options.layout, STATIC_LAYOUTS)
         chunks = LAYOUTS[options.layout].chunks
@@ -164,6 +171,7 @@ class AttentionCall(RankCall):
                 yield SpError("SP507", f"{name}: expected {limits}, got {length}.")
 
     def _wrong_heads(self) -> Iterator[SpError]:
+        """Yield errors for numbers of heads that key heads or ranks do not divide, and for `kv_grads`."""
         heads, kv_heads, n, width = self.q.shape[1], self.k.shape[1], self.ranks.n, self.width
         if kv_heads == 0 or heads % kv_heads:
             divisor = f"a divisor of the {heads} query heads"
@@ -179,6 +187,7 @@ class AttentionCall(RankCall):
             )
 
     def _wrong_masks(self) -> Iterator[SpError]:
+        """Yield errors for `window`, `documents` and `attn_mask`, whose lengths are those of all ranks."""
         options = self.options
         (_, _, _, q_length, *_), (_, _, _, k_length, *_) = self.frames()
         if options.window is not None and (not isinstance(options.window, int) or options.window < 1):
@@ -211,6 +220,7 @@ class AttentionCall(RankCall):
             )
 
     def _wrong_dropout(self) -> Iterator[SpError]:
+        """Yield errors for the probability and the seed of the dropout."""
         p, seed = self.options.dropout_p, self.options.seed
         if not 0 <= p < 1:
             yield SpError("SP507", f"dropout_p: expected 0 <= dropout_p < 1, got {p}.")
@@ -219,6 +229,7 @@ class AttentionCall(RankCall):
             yield SpError("SP502", f"seed: expected an int or an int64 tensor of shape (), got {got}.")
 
     def _wrong_sinks(self) -> Iterator[SpError]:
+        """Yield an error unless there is one floating-point sink per query head on the device of q."""
         x, heads = self.options.sinks, self.q.shape[1]
         if x is not None and (x.shape != (heads,) or not x.is_floating_point() or x.device != self.q.device):
             yield SpError(
@@ -228,6 +239,7 @@ class AttentionCall(RankCall):
             )
 
     def _shapes(self) -> str:
+        """Return the shapes of q, k and v as text, for errors and `description`."""
         return f"q {list(self.q.shape)}, k {list(self.k.shape)}, v {list(self.v.shape)}"
 
     def description(self) -> str:
@@ -258,9 +270,10 @@ def _has_fills(mask: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _declare_routes(group: str, stride: int, steps: int) -> None:
-    """Declare the routes of a traced call and tag its program.
+    """Declare the routes of a traced call, and add the operators' version to the key of torch's caches.
 
-    A compiled program may be loaded from a cache without tracing, so both must be known before the call runs.
+    A route is the communicator of an exchange between some of the ranks. A compiled program may be loaded from a cache
+    without tracing, so both must be known before the call runs.
     """
     routes.declare_attention_routes(group, stride, steps)
     tag_programs()

@@ -1,4 +1,4 @@
-"""Compute attention over a sequence that ranks share, on the shards of q, k and v that each rank stores.
+"""Compute attention over a sequence that ranks share, on the shards of q, k and v of each rank.
 
 Every rank passes its own shards and receives its shard of the result. Gradients are returned for the shards. The
 functions run in eager mode and inside `torch.compile`.
@@ -29,10 +29,12 @@ sp = torch.ops.sp
 
 
 def _run_hybrid(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
+    """Run the hybrid operator; with all ranks as its width it is Ulysses attention."""
     return sp.hybrid_attention(*args, call.width, call.kv_grads)
 
 
 def _run_ring(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
+    """Run the ring operator with the number of key blocks that the mask requires."""
     return sp.ring_attention(*args, call.steps(), call.kv_grads)
 
 
@@ -316,7 +318,7 @@ def _call_attention(
     width: int | None,
     kv_grads: str = "travel",
 ) -> Tensor:
-    """Run a method with autocast applied to its operands; a mask of fewer than four dims is extended."""
+    """Run a method, with `width` adjacent ranks that exchange heads, on operands that autocast converts."""
     mask = options.attn_mask
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask

@@ -48,7 +48,7 @@ def in_shards(x: Tensor, dim: int | None = None, mesh: Mesh = None) -> Tensor:
 
 
 def _from_dtensor(x: DTensor, dim: int | None) -> Tensor:
-    """Return the global view of a DTensor with Shard(dim); its last shards are padded to the length of the first."""
+    """Return the global view of a DTensor with Shard(dim); shorter shards are padded to equal lengths."""
     placement = x.placements[0]
     is_shard = x.device_mesh.ndim == 1 and type(placement) is Shard
     if not is_shard or dim not in (None, placement.dim, placement.dim - x.ndim):
@@ -69,6 +69,7 @@ def _from_dtensor(x: DTensor, dim: int | None) -> Tensor:
 
 
 def _make_sharded(rows: Tensor, dim: int, ranks: Ranks, length: int) -> Tensor:
+    """Return the sharded tensor of global `length` along `dim` with these rows; on one rank, the rows."""
     if ranks.n == 1:
         return rows
     layout = Layout(dim, ranks.n, ranks.group, tuple(range(rows.ndim)))

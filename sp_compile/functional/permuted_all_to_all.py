@@ -25,6 +25,7 @@ from sp_compile.runtime.control.message import CALL_VERB
 from .rank_call import RankCall, check_dim, check_tensors, needs_gradient, op_or_body, require_on_all
 
 sp = torch.ops.sp
+SIZE_FIX = "Pass bytes as an int, such as 64 * 2**20."
 
 
 def all_to_all_permute(
@@ -97,7 +98,7 @@ class PermuteCall(RankCall):
 
     @property
     def group(self) -> Ranks:
-        """Return the ranks of the call."""
+        """Return the ranks of the call, which `require` compares."""
         return self.ranks
 
     def is_traced(self) -> bool:
@@ -121,7 +122,7 @@ class PermuteCall(RankCall):
         )
 
     def _make_problem(self) -> PermuteProblem:
-        """Return the exchange with dims that count from the first."""
+        """Return the exchange with non-negative dims, from which its algorithm and result shape follow."""
         ndim, ranks = self.x.ndim, self.ranks
         return PermuteProblem(self.x, self.scatter_dim % ndim, self.gather_dim % ndim, ranks.n, ranks.group)
 
@@ -139,6 +140,7 @@ class PermuteCall(RankCall):
         yield from self._wrong_out()
 
     def _wrong_dims(self) -> Iterator[SpError]:
+        """Yield errors unless both dims are dims of x and differ."""
         ndim, shape = self.x.ndim, list(self.x.shape)
         for name in ("scatter_dim", "gather_dim"):
             yield from check_dim(shape, getattr(self, name), name)
@@ -147,6 +149,7 @@ class PermuteCall(RankCall):
             yield SpError("SP542", f"scatter_dim, gather_dim: both are dim {dims[0] % ndim} of x of shape {shape}.")
 
     def _wrong_sizes(self) -> Iterator[SpError]:
+        """Yield an error, with the size to pad to, unless the ranks divide the scattered dim."""
         n, shape = self.ranks.n, list(self.x.shape)
         size = shape[self.scatter_dim]
         if size % n:
@@ -161,6 +164,7 @@ class PermuteCall(RankCall):
             )
 
     def _wrong_out(self) -> Iterator[SpError]:
+        """Yield errors unless `out` can receive the result and no gradient is required."""
         out, x = self.out, self.x
         if out is None:
             return
@@ -178,7 +182,7 @@ class PermuteCall(RankCall):
 
 
 def _can_overlap(x: Tensor) -> bool:
-    """Return True if two elements may share memory.
+    """Return True if two elements may share memory, so that a result cannot be written to x.
 
     False requires that each stride exceeds the extent of all dims with smaller strides.
     """
@@ -212,7 +216,7 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     ranks = ranks_of(group)
     device = _group_device(device)
     is_positive = isinstance(size, int) and size > 0
-    problem = None if is_positive else SpError("SP507", f"size: expected a positive number of bytes, got {size!r}.")
+    problem = None if is_positive else SpError("SP507", f"size: expected a positive int, got {size!r}.", SIZE_FIX)
     compared = ranks if ranks.n > 1 else None
     require_on_all("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is equal")
     if ranks.n == 1:
@@ -226,6 +230,7 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
 
 
 def _group_device(device: torch.device | None) -> torch.device:
+    """Return the device of a symmetric buffer: the passed one, else the current CUDA device, else the CPU."""
     if device is not None:
         return torch.device(device)
     if torch.cuda.is_available():
@@ -234,7 +239,7 @@ def _group_device(device: torch.device | None) -> torch.device:
 
 
 def _make_buffer(size: int, ranks: Ranks, device: torch.device) -> SymmetricBuffer | None:
-    """Return a symmetric buffer of `size` bytes; None if torch raises one of its errors for missing support."""
+    """Return a symmetric buffer of `size` bytes; None if torch raises an error for missing support."""
     try:
         memory, handle = torch_compat.symmetric_memory(size, device, ranks.group)
     except (RuntimeError, ImportError, AttributeError, NotImplementedError):

@@ -54,7 +54,7 @@ def require_on_all(
 
 @dataclass(frozen=True)
 class RankCall(ABC):
-    """Call of a function on this rank."""
+    """Call of a function on this rank: `require` validates it before its subclass runs an exchange."""
 
     name: str  # name of the function
     check: bool  # True to compare the calls of all ranks
@@ -112,7 +112,7 @@ class RankCall(ABC):
 
 
 def shard_frame(rows: int, n: int, length: int | None, layout: str) -> list[int]:
-    """Return the frame of a sequence dim; see `lowering/base/frames.py`.
+    """Return the frame of a sequence dim: its valid rows and their order, see `lowering/base/frames.py`.
 
     Args:
         rows: Rows of each rank.

@@ -1,4 +1,7 @@
-"""Validate and run the call of a scan, on unsplit operands or on the shards of one rank."""
+"""Validate and run the call of a scan, on unsplit operands or on the shards of one rank.
+
+Segments are runs of equal ids, at which a scan restarts. A row is all elements at one position of the scanned dim.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +146,8 @@ class ScanCall(ShardCall):
     def _is_torch_scan(self) -> bool:
         """Return True if the operator would run torch's scan, so that the call can run it directly.
 
-        That is so for a small contiguous tensor on the CPU, scanned forward along its last dim.
+        It avoids the overhead of an operator, for a small contiguous tensor on the CPU, scanned forward along its last
+        dim.
         """
         x = self.x
         if self.op not in ("sum", "prod") or self.exclusive or self.reverse:
@@ -185,7 +189,7 @@ class ScanCall(ShardCall):
             yield SpError("SP502", f"op: expected one of {', '.join(MONOIDS)}, got {self.op!r}.")
 
     def _wrong_dtypes(self) -> Iterator[SpError]:
-        """Yield errors for dtypes of x, of the result and of intermediate results that do not go together."""
+        """Yield errors for dtypes of x, the result and intermediate results that are not supported together."""
         dtype_of_x, result = self.x.dtype, self.result
         for dtype in (dtype_of_x, result):
             if not is_scannable(dtype) and not dtype.is_complex:

@@ -1,4 +1,8 @@
-"""Validate the shards of a scan, and choose the exchange of carries between ranks."""
+"""Validate the shards of a scan, and choose the exchange of carries between ranks.
+
+A carry is what a rank adds to the rows of later ranks. "gather" exchanges all carries at once, "steps" in ceil(log2(n))
+shifts over n ranks. A route is the communicator of an exchange between some of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +116,7 @@ def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Sc
 
 @torch.compiler.assume_constant_result
 def _declare_scan_routes(group: str, n: int) -> None:
-    """Declare the routes of a traced call and tag its program.
+    """Declare the routes of a traced call, and add the operators' version to the key of torch's caches.
 
     A compiled program may be loaded from a cache without tracing, so both must be known before the call runs.
     """

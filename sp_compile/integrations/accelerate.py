@@ -6,7 +6,8 @@
     accelerator = SequenceParallelAccelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, sp_size=4))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-The rest of the training loop does not change. Tested with accelerate 1.15.
+The rest of the training loop does not change. A replica is a group of ranks that share each sequence of its batches;
+every replica has other batches. Tested with accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ class SequenceParallelAccelerator(Accelerator):
         return recursively_apply(lambda x: _sum_over_replicas(x, *groups), tensor)
 
     def check_trigger(self) -> bool:
-        """Return True if a rank has set the trigger, and reset it.
+        """Return True if any rank has called `set_trigger`, and reset it, as `Accelerator.check_trigger`.
 
         Returns:
             The same value on every rank.
@@ -268,7 +269,7 @@ class SequenceParallelAccelerator(Accelerator):
 
 
 def _sum_over_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over replicas; check that integers, such as counts of tokens, are equal on ranks of a sequence.
+    """Return the sum over replicas; check that ranks of a sequence have equal integers, such as counts.
 
     Returns:
         A tensor with the shape and dtype of x.
@@ -343,7 +344,7 @@ def _all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _collect_tensors(data: Any) -> list[torch.Tensor] | None:
-    """Return the tensors in nested lists, tuples and dicts; None if there are other objects."""
+    """Return the tensors in nested lists, tuples and dicts; None if other objects require pickling."""
     tensors: list[torch.Tensor] = []
     try:
         recursively_apply(tensors.append, data, error_on_other_type=True)
@@ -353,7 +354,7 @@ def _collect_tensors(data: Any) -> list[torch.Tensor] | None:
 
 
 def _is_json(data: Any) -> bool:
-    """Return True if JSON preserves the value and its types."""
+    """Return True if JSON preserves the value and its types, so that it is sent in a message."""
     if type(data) in (list, tuple):
         return all(map(_is_json, data))
     if type(data) is dict:
@@ -362,7 +363,7 @@ def _is_json(data: Any) -> bool:
 
 
 class ReplicaScheduler(AcceleratedScheduler):
-    """A scheduler that is stepped once for each replica, since schedules count the batches of a single device."""
+    """A scheduler that is stepped once per replica, since schedules count batches of a single device."""
 
     replicas = 1  # number of steps for each step of the optimizer
 

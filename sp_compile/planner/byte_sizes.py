@@ -1,4 +1,4 @@
-"""Parse and format sizes of memory."""
+"""Parse sizes of memory that users pass to `plan`, and format sizes that it prints in the same unit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def parse_unit(memory: str | float) -> SizeUnit:
 
 
 def _parse_size(memory: str | float, name: str) -> tuple[float, str]:
-    """Return the bytes of a size, and its unit, "" if it has none; see `parse_bytes`."""
+    """Return (bytes, unit) of a size that a user passed; the unit is "" if it has none."""
     if isinstance(memory, int | float) and not isinstance(memory, bool) and 0 < memory < float("inf"):
         return float(memory), ""
     match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))

@@ -2,7 +2,7 @@
 
 `explain`, `verify` and `plan` call `DryRun.run`. Dynamo traces the model once; each of its graphs is lowered to the
 program of one rank in each configuration, such as 8 ranks with ring attention. No lowered program runs; `verify`
-simulates it.
+simulates it. A configuration is a number of ranks with options. The step is the predicted memory of a training step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DryRunResult:
 
     @property
     def options(self) -> SPConfig:
-        """The options of the lowering; Inductor is replaced, because nothing is compiled."""
+        """Return the options of the lowering; Inductor is replaced, because nothing is compiled."""
         options = self.user_options
         return replace(options, compiler="aot_eager") if options.has_joint_passes else options
 
@@ -146,14 +146,14 @@ class DryRun:
         return kwargs
 
     def _trace(self, kwargs: Mapping[str, Any]) -> None:
-        """Run the model once with `_backend`, which lowers its graphs."""
+        """Run the model once under torch.compile with `_backend`, which lowers its graphs."""
         torch.compiler.reset()
         with _restore_buffers(self.model), _constants_on_meta(self.entry):
             torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
         torch.compiler.reset()
 
     def _resume(self, gm: GraphModule, inputs: Sequence[Any], context: Any) -> None:
-        """Lower the graph of an earlier dry run, without tracing the model again."""
+        """Lower the graph of an earlier dry run and merge the reports, so that the model is not traced again."""
         self._graphs.append(gm)
         with resume_trace(context):
             for lowered in self._lower_all(UserProgram.from_dynamo(gm, inputs)):
@@ -200,7 +200,7 @@ class DryRun:
         return all_lowered
 
     def _lower(self, program: UserProgram, result: DryRunResult) -> _Lowered:
-        """Lower a graph in one configuration."""
+        """Lower a graph in one configuration; its notes and step are added to reports by `_examine`."""
         session = CompileSession(program.graph, program.inputs, result.options, measures=False)
         report, options = result.report, result.options
         if session.splits:
@@ -233,7 +233,7 @@ class DryRun:
         """Add the training step of a graph to the result and its report."""
         options = result.user_options
         if not lowered.unsplit_reason:
-            lowered.return_edges()
+            lowered.add_boundary_outputs()
         result.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
         offloads = self.keeps_steps if options.offload == "never" else self.repeats is not None
         step = graph_step(lowered, options, offloads and options.has_joint_passes)
@@ -272,7 +272,7 @@ def split_kwargs(model: Callable[..., Any], passed: Mapping[str, Any]) -> tuple[
 
 
 def _simulate_ranks(session: CompileSession, sp: int | None, simulate: bool) -> int:
-    """Set `session.ranks` for a dry run, and return their number.
+    """Set `session.ranks` to ranks that need no processes, and return their number.
 
     Ranks of a mesh remain, unless they are simulated. By default there are two.
 
@@ -304,7 +304,7 @@ def _constants_on_meta(entry: str) -> Iterator[None]:
 
 @contextmanager
 def _restore_buffers(model: Callable[..., Any]) -> Iterator[None]:
-    """Restore the buffers of a model, such as counters and running averages, after a run."""
+    """Restore the buffers of a model after the context, since a traced run updates running averages."""
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     saved = [b.detach().clone() for b in buffers]
     try:

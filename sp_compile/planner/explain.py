@@ -1,4 +1,7 @@
-"""Report the effect of the backend on a model, without processes and without GPUs."""
+"""Report the effect of the backend on a model, without processes and without GPUs.
+
+A model with many equal layers is lowered with a few of them (`few_layers.py`), and the report is extended to all.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,7 @@ def find_attentions(
     layers: LayerList | None,
     captured: CapturedGraphs | None = None,
 ) -> list[Decision]:
-    """Return the attentions of a model, for a plan.
+    """Return the attentions of a model, from whose shapes a plan derives the strategies to examine.
 
     Args:
         model: The model.
@@ -147,7 +150,7 @@ def similar_layers(model: Any) -> LayerList | None:
 
 
 def _run_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
-    """Return the results of a dry run; of these layers only a few run, and the reports are extended to all of them.
+    """Return the results of a dry run in which a few of `layers` run; extend its reports to all of them.
 
     If the graphs do not name the layer of each node, all layers run.
     """

@@ -28,7 +28,7 @@ MAX_HEAD_DIM = 256  # maximum head dim of flash attention
 
 
 def fuse_on_meta(gm: GraphModule) -> None:
-    """Replace attention on the meta device by kernels, in place."""
+    """Replace attention on the meta device by GPU kernels, so that its predicted memory is that of a GPU."""
     edit = GraphEditor().edit(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=SDPA_META_OP):
         if node.meta["val"].device.type == "meta":

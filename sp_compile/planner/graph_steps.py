@@ -27,7 +27,7 @@ from .unroll import Unroll
 
 
 def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> GraphStep:
-    """Return the memory of one graph over a training step.
+    """Return the memory of one graph over a training step, without a run.
 
     The notes and runs of the passes over the joint graph are added to the report of the program.
 
@@ -37,13 +37,13 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
         offloads: True to add the step with all offloadable values on the host.
     """
     # With `offloads`, the graphs are walked twice: without offloading, and after `OffloadValues` of all values.
-    all_passes = passes = lowered.halves(replace(options, offload=1.0) if offloads else options)
+    all_passes = passes = lowered.partitioned_passes(replace(options, offload=1.0) if offloads else options)
     if all_passes is not None and offloads:
         passes = PartitionedPasses(replace(all_passes.job, options=replace(options, offload="never")))
     forward, backward = _partition_graph(lowered, options.uses_inductor, passes)
 
     def walk_graphs() -> GraphStep:
-        """Return the memory of both graphs in their current state."""
+        """Return the memory of both graphs as they are: before or after offloading."""
         graphs = forward.graph, backward.graph if backward is not None else None
         return GraphStep.of(*graphs, options.uses_inductor, lowered.input_bytes)
 
@@ -61,7 +61,7 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
 def unroll_step(
     step: GraphStep, lowered: RankProgram, repeats: FewLayers | None, steps: list[Unroll] | None
 ) -> GraphStep:
-    """Return the step of a graph with all layers, and with the share of saved values on the host of the options.
+    """Return the step of a graph with all layers, and with the option's share of saved values on the host.
 
     Args:
         step: The step of the graph with a few layers.
@@ -90,7 +90,7 @@ def unroll_step(
 def _partition_graph(
     lowered: RankProgram, fused: bool, passes: PartitionedPasses | None
 ) -> tuple[GraphModule, GraphModule | None]:
-    """Return the forward and the backward of a copy of the program, after all passes; add their report to its own."""
+    """Return forward and backward of a copy of the program after all passes, whose report is merged."""
     local, options = copy_graph(lowered.graph), lowered.options
     fuse_on_meta(local)
     joint = lowered.joint if options.has_joint_passes else None

@@ -1,4 +1,4 @@
-"""Render the JSON of a report or a plan (`report_json.py`) as one HTML page without external resources.
+"""Render the JSON of a report or plan (`report_json.py`) as an HTML page without external resources.
 
 The template is `page.html`; this file computes what it shows: rows of tables, and the points of the memory chart.
 """
@@ -58,7 +58,7 @@ def page(report: Mapping[str, Any]) -> str:
 
 @cache
 def _template() -> jinja2.Template:
-    """Return the compiled template."""
+    """Return the compiled template `page.html`, which is read once."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"nbytes": format_bytes, "call": _call_of}
     return environment.from_string(Path(__file__).with_suffix(".html").read_text())
@@ -92,7 +92,7 @@ def _report_values(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan_values(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that the template shows of a plan: the rows of its table, and the CSS class of each."""
+    """Return the values that the template shows of a plan: the rows of its table, with CSS classes."""
     unit, variants = SizeUnit(plan["unit"]), plan["ways"]
     fastest: dict[int, int] = {}  # number of ranks -> index of the fastest variant that fits
     for i in sorted(range(len(variants)), key=lambda i: variants[i]["seconds"]):
@@ -114,13 +114,13 @@ def _plan_values(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_equal(rows: Iterable[Mapping[str, Any]], *fields: str) -> list[tuple[int, dict[str, Any]]]:
-    """Return (count, row) for distinct rows; only these fields are compared and returned."""
+    """Return (count, row) for rows that differ in these fields, so that a table shows equal rows once."""
     counts = Counter(tuple(row[field] for field in fields) for row in rows)
     return [(count, dict(zip(fields, row, strict=True))) for row, count in counts.items()]
 
 
 def _memory_shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
-    """Yield (name, bytes) of each kind of memory of a rank, and of its peaks with sharded and replicated state."""
+    """Yield (name, bytes) of each kind of memory, and of the peaks with sharded and replicated state."""
     n = memory["shards"]
     state = {"parameters": "parameters", "gradients": "gradients", "optimizer": "state of the optimizer"}
     if n == 1:
@@ -174,12 +174,12 @@ def _area_chart(memory: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _ticks(top: float) -> Sequence[Mapping[str, float]]:
-    """Return at least four round numbers of bytes from 0 to `top`, with their y in pixels."""
+    """Return at least four round numbers of bytes from 0 to `top`, with their y in pixels, for the axis."""
     step = 2.0 ** math.floor(math.log2(top / 4)) if top else 1.0
     return [{"bytes": i * step, "y": CHART_HEIGHT * (1 - i * step / top)} for i in range(int(top / step) + 1)]
 
 
 def _call_of(line: str) -> str:
-    """Return the code of "file:line: code", without `return` or the variables to which the result is assigned."""
+    """Return the code of "file:line: code", without `return` or assigned variables, to label a line."""
     code = line.partition(": ")[2] or line
     return re.sub(r"^(return |[\w., ]+ = )", "", code)

@@ -7,6 +7,7 @@ model is lowered as it is written first. If that does not fit, or copies to the 
 checkpointed; if that is not enough, it runs in more tiles. The memory of other attentions, and of replicated state, is
 estimated from these dry runs. If an estimated variant, or one with a share on the host, seems to be the best, it is
 examined, too, until the best one is not an estimate (`planned_steps.py`). So its numbers are those of `explain`.
+To examine is to lower the model with exactly these options (a dry run). The share on the host is that of saved values.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class StepPlan:
         return "\n".join([*lines, *self.changes.values(), *self.notes])
 
     def _table_row(self, row: Variant) -> list[Any]:
-        """Return the columns of a variant."""
+        """Return the columns of a variant in the table of `str(plan)`."""
         columns = [show(row) for show in COLUMNS.values()]
         columns += [f"{'' if row.is_measured else '~'}{self.unit(row.memory)}", self.unit(row.host) if row.host else ""]
         columns += [show(row) for show in MORE_COLUMNS.values()]
@@ -164,7 +165,7 @@ class StepPlan:
 
 
 def _time_key(row: Variant) -> tuple[float, float]:
-    """Return the sort key: seconds, then bytes on the host."""
+    """Return the key by which the best variant is chosen: seconds, then bytes on the host."""
     return row.seconds, row.host
 
 
@@ -228,7 +229,7 @@ def plan(
     result = StepPlan(parse_bytes(memory), ModelBytes.of(model), unit=parse_unit(memory), host_memory=host)
     all_ranks = sorted({ranks} if isinstance(ranks, int) else {*ranks})
     if not all_ranks or not all(type(n) is int and n > 0 for n in all_ranks):
-        raise SpError("SP711", f"ranks: expected numbers of ranks, 1 or more, got {ranks!r}.")
+        raise SpError("SP711", f"ranks: expected an int or ints of 1 or more, got {ranks!r}.")
     args: list[Any] = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     named: dict[str, Any] = {}
     if isinstance(inputs, Mapping):
@@ -266,7 +267,7 @@ def _make_planner(
 
 
 def _is_settled(result: StepPlan, n: int) -> bool:
-    """Return True if neither checkpoints nor smaller tiles can be faster.
+    """Return True if no more variants are needed, as neither checkpoints nor more tiles can be faster.
 
     That is so if a variant fits without the host, or if copies to the host take no longer than the rest of the step. A
     step without changes takes no longer than one with recomputation or more tiles.
@@ -277,7 +278,7 @@ def _is_settled(result: StepPlan, n: int) -> bool:
 
 
 def _tokens(values: Iterable[Any]) -> int:
-    """Return the number of elements of the largest integer input, or of the first two dims of another one."""
+    """Return the tokens of a step: elements of the largest integer input, else of two dims of another one."""
     tensors = [x for x in values if isinstance(x, torch.Tensor) and x.ndim]
     ids = [x.numel() for x in tensors if not x.is_floating_point()]
     return max(ids or [x.shape[:2].numel() for x in tensors], default=0)
@@ -294,7 +295,7 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
     more_tiles = TILE_COUNTS if user_tiles is None else None
 
     def examine(checkpoint: bool, tiles: int | str) -> list[PlannedStep]:
-        """Add the variants of all numbers of ranks that are not settled, and return their steps."""
+        """Add the variants of all numbers of ranks for which `_is_settled` is False, and return their steps."""
         unsettled = [n for n, attends in choices.items() if attends and not _is_settled(result, n)]
         if tiles == more_tiles:
             unsettled = [n for n in unsettled if num_tiles.get(n, 0) < TILE_COUNTS]
@@ -360,7 +361,7 @@ def _make_variant(planner: StepPlanner, config: PlanConfig, **predicted: Any) ->
 
 
 def _refine_best(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int], near: bool = True) -> None:
-    """Examine variants, updating `result.rows`, until the best one on each number of ranks is not an estimate.
+    """Examine variants, updating `result.rows`, until the best on each number of ranks is no estimate.
 
     If near, variants that almost fit are examined once, too.
     """
@@ -374,7 +375,7 @@ def _refine_best(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int
 
 
 def _unplanned_best(result: StepPlan, n: int, near: bool = True) -> list[Variant]:
-    """Return the best variant on a number of ranks if it is an estimate.
+    """Return the best variant on n ranks if it is an estimate, so that it is examined.
 
     If near, add the smallest of the faster estimates that almost fit.
     """
@@ -431,7 +432,7 @@ def _estimate_share(planner: StepPlanner, result: StepPlan, variant: Variant) ->
 
 
 def _required_change(planner: StepPlanner, result: StepPlan, n: int) -> str:
-    """Return the reason why nothing fits on a number of ranks, and the change that is required."""
+    """Return a line of the plan: the reason why nothing fits on n ranks, and the required change."""
     rows = [row for row in result.rows if row.ranks == n]
     more_ranks = [row.ranks for row in result.rows if row.fits and row.ranks > n]
     elsewhere = f"it fits on {min(more_ranks)}" if more_ranks else ""

@@ -1,4 +1,4 @@
-"""Examine a model lowered with certain options, and estimate memory and seconds of other options from it.
+"""Examine a model lowered with certain options, and estimate memory and seconds of others from it.
 
 `StepPlanner.plan_steps` lowers the model in several configurations (`PlanConfig`), which returns a `PlannedStep` for
 each. `StepPlanner.plan_rows` returns the rows of a plan that follow from such a step: exact ones, and estimates for
@@ -7,7 +7,8 @@ other attention, other placement of the state, or another share of saved values 
 The memory of a rank is that of `explain` (`StepMemory`, with all layers). For another attention, the moments at its
 lines change by the difference in the cost model. Seconds are products at `flops`, other kernels at `memory_bandwidth`,
 attention and exchanges by the cost model, and one pass of the optimizer over its state. If a variant does not fit, the
-least sufficient share of saved values goes to the host; copies overlap with all other work.
+least sufficient share of saved values goes to the host; copies overlap with all other work. A moment is the run of one
+kernel. The state is parameters, gradients and optimizer state. A choice is one strategy and layout for all attentions.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class PlanConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options of the backend."""
+        """Return the options of the backend with which a dry run lowers the model."""
         options: dict[str, Any] = {"attention": self.attention, "layout": self.layout, "tiles": self.tiles}
         options["param_grads"] = "partial" if self.state == SHARDED_STATE else "reduce"
         if self.state == SHARDED_STATE:
@@ -99,12 +100,12 @@ class AttentionChoice:
 
     @property
     def forward(self) -> float:
-        """Return the seconds of the forward."""
+        """Return the seconds of all attentions in the forward, which a checkpoint adds to the backward."""
         return sum(c.forward * count for c, count in self.candidates)
 
     @property
     def memory(self) -> float:
-        """Return the bytes of the largest attention."""
+        """Return the bytes of the largest attention of the choice."""
         return max((c.memory for c, _ in self.candidates), default=0.0)
 
 
@@ -138,7 +139,7 @@ class _PeakMemory:
         return _PeakMemory(step, near, elsewhere, step.offloaded.nbytes if step.offloaded is not None else 0.0)
 
     def with_offload(self, offloaded: _PeakMemory, share: float) -> _PeakMemory:
-        """Return peaks between these, with nothing on the host, and those with all values on the host."""
+        """Return estimated peaks for a share on the host, between these (share 0) and `offloaded` (share 1)."""
 
         def interpolate(at_none: Mapping[str, _Peak], at_all: Mapping[str, _Peak]) -> dict[str, _Peak]:
             """Return peaks whose bytes are linear in the share, with the phases of the nearer ones."""
@@ -153,7 +154,7 @@ class _PeakMemory:
         return _PeakMemory(self.step, near, elsewhere, share * offloaded.host)
 
     def memory(self, state: str, n: int, more: float = 0.0) -> _Peak:
-        """Return the peak of a rank with its state, if attention needs `more` bytes than in this step."""
+        """Return the peak of a rank with its state, if another choice needs `more` bytes than this step."""
         near = self.near_attention[state]
         values, phase = max(_Peak(near.nbytes + more, near.phase), self.elsewhere[state])
         if state == SHARDED_STATE:
@@ -172,7 +173,7 @@ class PlannedStep:
 
     @property
     def step(self) -> StepMemory:
-        """Return the step with the requested share."""
+        """Return the memory of the step with the share on the host of `config`."""
         assert self.dry_run.report.step is not None
         return self.dry_run.report.step
 
@@ -192,23 +193,23 @@ class PlannedStep:
         return bool(self.dry_run.report.find_notes(NoteKind.RECOMPUTED))
 
     def actual_attention(self, attend: AttentionChoice) -> AttentionChoice:
-        """Return the attentions of the step if its configuration has this choice, else the predicted ones."""
+        """Return the attentions that the dry run chose if it has this choice, else the predicted ones."""
         lowered = [(d.chosen, d.nodes) for d in self.dry_run.report.attention]
         return AttentionChoice(self.config.key, lowered) if lowered and attend.key == self.config.key else attend
 
     @property
-    def attention(self) -> float:
-        """Return the bytes of the largest attention."""
+    def attention_bytes(self) -> float:
+        """Return the bytes of the largest attention of the step, which another choice replaces."""
         return max((d.chosen.memory for d in self.dry_run.report.attention), default=0.0)
 
     def peak_memory(self, share: float) -> _PeakMemory:
         """Return the peaks with this share on the host."""
         if share not in self._peaks:
-            self._peaks[share] = self._peak_memory(share)
+            self._peaks[share] = self._compute_peaks(share)
         return self._peaks[share]
 
-    def _peak_memory(self, share: float) -> _PeakMemory:
-        """Return the peaks with this share: of a known or unrolled step, or interpolated."""
+    def _compute_peaks(self, share: float) -> _PeakMemory:
+        """Return the peaks with this share: exact ones of a known or unrolled step, or interpolated ones."""
         unrolls, step = self.dry_run.steps or [], self.step
         if share != self.config.offload:
             if self.exact:
@@ -221,7 +222,7 @@ class PlannedStep:
 
     @property
     def covers_any_share(self) -> bool:
-        """Return True if the step is exact for any share on the host."""
+        """Return True if no other dry run is required for another share on the host."""
         return self.exact and not self.recomputes_attention
 
     def is_exact(self, attend: AttentionChoice, state: str, share: float) -> bool:
@@ -280,7 +281,7 @@ class StepPlanner:
         return ModelBytes.of(self.model)
 
     def states(self, n: int) -> Sequence[str]:
-        """Return the possible placements of the state, the best known one first."""
+        """Return the placements of the state (`STATES`) that the options allow, the one to lower first."""
         if n == 1:
             return (REPLICATED_STATE,)
         if "state" in self.options:
@@ -319,12 +320,12 @@ class StepPlanner:
         return [self._steps[config] for config in configs if config in self._steps]
 
     def _dry_run_options(self, **options: Any) -> dict[str, Any]:
-        """Return options of a dry run, and the keyword arguments of the model."""
+        """Return the user's options, replaced by `options`, and the model's keyword arguments for a dry run."""
         return {**merge_options(self.options, options), "kwargs": dict(self.kwargs)}
 
     @cached_property
     def _shapes(self) -> list[tuple[AttentionShape, float]]:
-        """Return each shape of attention and its count, from a dry run with a strategy that splits all of them."""
+        """Return each shape of attention and its count, from a dry run with a strategy that splits them all."""
         strategy = next(strategy.name for strategy in attention_strategies() if strategy.always)
         cost = {**self.options["cost"], "memory": 1e18}  # no candidate exceeds it
         config = SAMPLE_RANKS, self._dry_run_options(attention=strategy, layout="auto", cost=cost)
@@ -346,7 +347,7 @@ class StepPlanner:
         return self._choices[n]
 
     def _find_attention_choices(self, n: int) -> list[AttentionChoice]:
-        """Return the choices: each strategy with each layout, then mixtures, such as "auto", that differ from these."""
+        """Return a choice for each strategy and layout, and mixtures of several, for `attention_choices`."""
         if not self._shapes or n == 1:
             return [self._attention_choice(n, AUTO, CONTIGUOUS.name)]
         strategy, layout = (self.options.get(name, "auto") for name in PLAN_OPTIONS)
@@ -381,7 +382,7 @@ class StepPlanner:
         return AttentionChoice(key, candidates)
 
     def refusal_reason(self, n: int) -> str:
-        """Return the reason why nothing is possible on a number of ranks."""
+        """Return the reason why nothing is possible on a number of ranks, as a line of the plan."""
         if n in self._problems:
             return self._problems[n]
         requested = {name: self.options[name] for name in PLAN_OPTIONS if self.options.get(name, "auto") != "auto"}
@@ -392,7 +393,7 @@ class StepPlanner:
         return f"{requested_text} is not possible ({'; '.join(sorted(reasons)) or 'no candidate'}); omit it"
 
     def plan_rows(self, step: PlannedStep, attend: AttentionChoice) -> Iterator[dict[str, Any]]:
-        """Yield the fields of variants of an attention: without offload, and if required with the least share."""
+        """Yield the fields of the `Variant`s of a choice; if one does not fit, also with the least share."""
         for state in self.states(step.config.ranks):
             row = self.plan_row(step, attend, state, self.offload)
             yield row
@@ -413,10 +414,10 @@ class StepPlanner:
         return self.plan_row(step, attend, state, shares[first])
 
     def plan_row(self, step: PlannedStep, attend: AttentionChoice, state: str, share: float) -> dict[str, Any]:
-        """Return the fields of the variant with these options, predicted from a step with similar ones."""
+        """Return the fields of the `Variant` with these options, predicted from a step with similar ones."""
         peaks, n, machine, weights = step.peak_memory(share), step.config.ranks, self.machine, self.weights
         is_other = attend.key != step.config.key
-        memory, phase = peaks.memory(state, n, attend.memory - step.attention if is_other else 0.0)
+        memory, phase = peaks.memory(state, n, attend.memory - step.attention_bytes if is_other else 0.0)
         seconds = step.seconds(step.actual_attention(attend), machine)
         shards = n if state == SHARDED_STATE else 1
         if shards > 1:  # FSDP gathers weights in forward and backward, and overlaps its exchanges with the step
@@ -441,7 +442,7 @@ class StepPlanner:
         }
 
     def largest_value(self, config: PlanConfig) -> str:
-        """Return the line of the largest value at the peak of the most similar examined step."""
+        """Return the user's line of the largest value at the peak, from the most similar examined step."""
 
         def num_equal_options(step: PlannedStep) -> int:
             """Return the number of options that the step has in common with `config`."""
@@ -452,7 +453,7 @@ class StepPlanner:
         return step.summary(max(step.points(), key=lambda point: point.nbytes), limit=1)[0].where
 
     def constant(self, n: int) -> float:
-        """Return the least bytes of a rank: parameters, gradients, optimizer state and buffers, sharded by FSDP."""
+        """Return the least bytes of a rank: buffers and sharded state. If they do not fit, nothing is lowered."""
         return sum(self.weights.sharded_bytes(n, self.per_weight)) + self.weights.buffers
 
 
@@ -482,7 +483,7 @@ def _reduce_gc() -> Iterator[None]:
 
 
 def _best_candidate(shape: AttentionShape, kind: str, layout: str, machine: Machine) -> Candidate | None:
-    """Return the best candidate of a strategy and a layout, or of "auto".
+    """Return the best candidate of the strategy `kind` ("auto": of all) in a layout ("auto": in any).
 
     If none fits a device, return the one with the least memory; None if none is possible.
     """

@@ -1,4 +1,4 @@
-"""Convert reports and plans to JSON; names and units are stable while "version" is 1, fields may be added.
+"""Convert reports and plans to JSON; names and units are stable for "version" 1, fields may be added.
 
     {"format": "sp_compile.report", "version": 1, "ranks": 8, "inputs": {"ids": [1]}, "constraints": ["..."],
      "rewrites":    [{"kind": "rewritten", "subject": "ulysses", "done": "ulysses", "node": "...",
@@ -109,14 +109,14 @@ def _select_fields(source: Any, attributes: str) -> dict[str, Any]:
 
 
 def _option_json(value: Any) -> Any:
-    """Return options or the value of one as JSON: mappings with names as keys, and the text of other objects."""
+    """Return options or the value of one as JSON: mappings by name, and the text of other objects."""
     if isinstance(value, Mapping):
         return {str(name): _option_json(item) for name, item in value.items()}
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _line_blocks(report: Report) -> list[dict[str, Any]]:
-    """Return "blocks", the user's lines in the order in which they run, as far as it is known."""
+    """Return the "blocks" of a report: the user's lines in the order in which they run, if it is known."""
     saved: Counter[str] = Counter()  # line -> bytes
     lines: dict[str, list[str]] = {}  # line -> rewrites
     region_starts = {region.ends: region.where for region in report.tiled}
@@ -150,14 +150,14 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
 
 
 def _memory_json(step: StepMemory, n: int) -> dict[str, Any]:
-    """Return "memory" of a report on n ranks."""
+    """Return the "memory" of a report on n ranks: the predicted bytes of a training step."""
 
     def describe_point(point: StepMoment) -> dict[str, Any]:
         """Return the phase, node, source line and bytes of a moment of the step."""
         return {
             "phase": point.phase,
             **_select_fields(point.moment, "node=name where"),
-            "values_bytes": step.peak_with(point),
+            "values_bytes": step.bytes_at(point),
         }
 
     def largest_values(point: StepMoment) -> list[dict[str, Any]]:

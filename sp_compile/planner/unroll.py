@@ -7,6 +7,9 @@ order, each in addition to the values of earlier ones. Example: layers 0, 1, and
     forward   ... 0 1 1 2 1 1 1 2 ...    saved bytes increase with every layer
     backward  ... 2 1 1 1 2 1 1 0 ...    saved bytes decrease, gradients increase
 
+The program has a few layers, the model all of them. A walk lists the moments of a graph: one for each kernel, with the
+bytes of live values. The representative of a layer is the equal layer of the program.
+
 Offloadable values go to the host in the order of `OffloadValues`: the largest product of bytes and the number of layers
 that run until they are read. Copies are assumed to end before the next layer does, which holds if offload is efficient.
 """
@@ -83,7 +86,7 @@ class Unroll:
 
     @staticmethod
     def of(graph: GraphStep, order: Sequence[str], machine: Machine) -> Unroll:
-        """Return the unrolled step of a graph.
+        """Return the data from which `step` computes the step of a graph with all layers.
 
         `order` is that of `FewLayers`; a layer that is not in it represents itself only.
         """
@@ -124,7 +127,7 @@ class Unroll:
         return sorted(pieces, key=lambda piece: -piece.nbytes * piece.idle_layers)
 
     def share(self, share: float) -> OffloadCounts:
-        """Return the values to offload, at most this share of all saved bytes."""
+        """Return the values to offload for a share on the host: at most this share of all saved bytes."""
         counts, available = OffloadCounts(), share * self.saved_bytes
         for piece in self.offload_pieces:
             if piece.nbytes <= available:
@@ -161,7 +164,7 @@ class Unroll:
         return replace(graph, forward=forward, backward=backward, saved=saved, offloaded=offloaded, hosted=None)
 
     def _remaining_per_layer(self, counts: OffloadCounts) -> Iterator[list[LiveValue]]:
-        """Yield for each of all layers the values that it stores on the device."""
+        """Yield for each layer of the model the saved values that remain on the device."""
         occurrences = Counter[int]()  # of each representative so far
         for i in self.order:
             layer = self.layers[i]
@@ -184,7 +187,7 @@ class Unroll:
         unrolled = _Unrolled(walk=walk)
 
         def add_range(path: str, position: int, i: int, num_ended: int) -> None:
-            """Add the moments of a range.
+            """Add the moments of a range of the program's walk, with the bytes of other layers.
 
             Args:
                 path: Key of the range.
@@ -217,19 +220,23 @@ class Unroll:
 
 
 def _total_bytes(values: Sequence[LiveValue]) -> int:
-    """Return the sum of the bytes of values."""
+    """Return the total bytes of values."""
     return sum(value.nbytes for value in values)
 
 
 def _suffix_sums(numbers: Sequence[int]) -> list[int]:
-    """Return the sums of each number and all after it, and 0."""
+    """Return for each number the sum of it and all after it, and a final 0."""
     return [*accumulate(reversed(numbers), initial=0)][::-1]
 
 
 def _extra_values(
     saved: Sequence[LiveValue], count: int, layers: Sequence[_RepeatedLayer], grad_bytes: int, is_backward: bool
 ) -> list[LiveValue]:
-    """Return the first `count` saved values, and gradients of other layers; values of `layers` have negative bytes."""
+    """Return the values that a repeated moment has in addition to that of the program, for reports.
+
+    They are the first `count` saved values, minus those of `layers` (with negative bytes), and gradients of other
+    layers.
+    """
     origin = "saved" if is_backward else "result"
     subtracted = [replace(value, nbytes=-value.nbytes) for layer in layers for value in layer.saved]
     values = [replace(value, origin=origin) for value in [*saved[:count], *subtracted]]
@@ -250,7 +257,7 @@ def _layer_starts(walk: LivenessWalk) -> list[tuple[str, int]]:
 
 
 def _split_walk(walk: LivenessWalk, paths: Sequence[str]) -> dict[str, _WalkRange]:
-    """Split a walk: before the layers of these paths, each layer up to the next one, and after all layers."""
+    """Split a walk into ranges: before the layers of these paths, each up to the next, and after all."""
     starts = [(path, start) for path, start in _layer_starts(walk) if path in paths]
     layers_end = max((i for i, moment in enumerate(walk.moments) if moment.layer), default=-1) + 1
     boundaries = [*(start for _, start in starts), layers_end]
@@ -260,7 +267,7 @@ def _split_walk(walk: LivenessWalk, paths: Sequence[str]) -> dict[str, _WalkRang
 
 
 def _gradient_bytes(walk: LivenessWalk, moments: _WalkRange) -> int:
-    """Return the bytes of gradients that a range of moments creates."""
+    """Return the bytes of gradients that the moments of one layer in a backward create."""
     if moments.begin >= moments.end:
         return 0
     following = walk.moments[min(moments.end, len(walk.moments) - 1)]

@@ -1,11 +1,16 @@
 """Exchange messages between ranks before an operation, and describe mismatches.
 
-One exchange is used in all situations: before an eager call, during compilation, before and after a compiled program,
-and where groups are declared. Ranks that are about to run different operations therefore meet and all raise.
+One exchange, an all-gather of messages, is used in all situations: before an eager call, during compilation, before and
+after a compiled program, and where groups are declared. Ranks that are about to run different operations therefore
+receive each other's message and all raise.
 
-The messages travel over a control channel, a gloo connection of the group that the model does not use. The verb of a
-message names the operation: CALL_VERB is a call of a compiled program, COMPILE_VERB a compilation, and READ_VERB the
-gather of a sharded value that eager code reads.
+The messages travel over a control channel, a gloo connection of the group that the model does not use. The operation
+of a message is its verb, subject, model and number: CALL_VERB is a call of a compiled program, COMPILE_VERB a
+compilation, and READ_VERB the gather of a sharded value that eager code reads. Its fields are values by name that must
+be equal, its answer is a value that each rank sends to all. A mismatch is the SpError of ranks that do not agree.
+
+A rank that cannot reach an exchange publishes a stop notice: it writes the reason to the store of the process groups.
+Ranks that wait in an exchange read the notice there and raise, instead of waiting until the timeout.
 
     all_gather_messages(ranks, Message("calls", "forward", 7, inputs={"ids": InputRecord("(2, 4096)"), ...}))
     all_gather_object(ranks, "declares", "groups", mine)      # the value of every rank
@@ -33,9 +38,13 @@ MAX_FIELD_WIDTH = 1000  # characters of a value
 
 
 def all_gather_messages(ranks: Ranks, mine: Message) -> list[Message] | None:
-    """Return the message of every rank, in the order of the ranks.
+    """Return the message of every rank, in the order of the ranks, so that the caller can compare them.
 
     Returns None if all messages are equal, no answer is expected and no rank has failed.
+
+    Args:
+        ranks: The ranks that run the operation.
+        mine: The message of this rank.
 
     Raises:
         SpError: As `ControlChannel.gather`.
@@ -65,11 +74,13 @@ def all_gather_messages(ranks: Ranks, mine: Message) -> list[Message] | None:
 
 
 def require_agreement(ranks: Ranks, mine: Message, mismatch: SpError | None = None) -> list[Message]:
-    """Return the message of every rank, or [] if all are equal and no answer is expected.
+    """Exchange messages before an operation, and raise if the ranks do not agree on it.
+
+    Returns the message of every rank, or [] if all are equal and no answer is expected.
 
     Args:
         ranks: The ranks that run the operation.
-        mine: The operation of this rank.
+        mine: The message of this rank.
         mismatch: Error of ranks whose fields or notes differ, without the differences; None if they may differ.
 
     Raises:
@@ -100,7 +111,11 @@ def all_gather_object(ranks: Ranks, verb: str, subject: str, value: Any) -> list
 
 @contextmanager
 def publish_failure() -> Iterator[None]:
-    """Publish an SpError that this rank raises in the context, before it meets the others."""
+    """Publish an SpError of this rank in the context, so that ranks that wait for it raise, too.
+
+    For code before an exchange, such as parsing arguments. The reason is written to the store as a stop notice
+    (`publish_stop`). Ranks that are already in the exchange read it there; otherwise they would wait until the timeout.
+    """
     try:
         yield
     except SpError as error:
@@ -111,9 +126,11 @@ def publish_failure() -> Iterator[None]:
 def make_exchange(ranks: Ranks, operation: Message) -> Callable[[Exception | None, Any], list[Any]]:
     """Return a function that exchanges values, and raises the same SpError on all ranks if one has failed.
 
+    Code outside of the runtime, which measures transfers, receives it as an argument.
+
     Args:
         ranks: The ranks that run the operation.
-        operation: The operation, as in `require_agreement`.
+        operation: The message, without error and answer.
     """
 
     def exchange(error: Exception | None, value: Any) -> list[Any]:
@@ -128,11 +145,13 @@ def make_exchange(ranks: Ranks, operation: Message) -> Callable[[Exception | Non
 
 
 def find_mismatch(messages: Sequence[Message], mismatch: SpError | None = None) -> SpError | None:
-    """Return the error of ranks that failed, run different operations or have different fields, or None.
+    """Return the error that every rank raises after an exchange, or None if the ranks agree.
+
+    The ranks do not agree if one has failed, or their operations or fields differ.
 
     Args:
-        messages: Message of each rank.
-        mismatch: As in `require_agreement`.
+        messages: Message of each rank; [] if all are equal.
+        mismatch: Error of ranks whose fields or notes differ, without the differences; None if they may differ.
     """
     error = failure([message.error for message in messages]) or describe_operation_mismatch(messages)
     if error is not None or mismatch is None:
@@ -149,13 +168,13 @@ def describe_operation_mismatch(messages: Sequence[Message]) -> SpError | None:
 
 
 def describe_raised(messages: Sequence[Message]) -> str:
-    """Return lines with the exceptions of ranks since the last exchange, or "" if there are none."""
+    """Return lines with the exceptions of ranks since the last exchange, which cause mismatches, or ""."""
     raised = [message.raised for message in messages if message.raised]
     return "".join(f"rank {rank} raised {text}\n" for rank, text in raised)
 
 
 def _first_difference(messages: Sequence[Message]) -> SpError:
-    """Return the error of ranks with different operations; the first case that applies determines its code."""
+    """Return the error of ranks with different operations; the first case that applies sets its code."""
     n, verbs = len(messages), [message.verb for message in messages]
     operations = [f"{message}: {message.note}" if message.note else str(message) for message in messages]
     rows = "\n".join(f"  rank {rank} {operation}" for rank, operation in enumerate(operations))
@@ -186,11 +205,14 @@ def _first_difference(messages: Sequence[Message]) -> SpError:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
+    """Return the numbers of ranks as text: "0, 2"."""
     return ", ".join(map(str, ranks))
 
 
 def failure(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpError | None:
-    """Return the first of the errors, with the ranks and the other errors, or None.
+    """Return the error that all ranks raise if some have failed, or None if none has.
+
+    It is the first of the errors, with the other ones in its text.
 
     Args:
         errors: The error of each rank, or None.
@@ -209,7 +231,9 @@ def failure(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpEr
 
 
 def describe_field_mismatch(fields: Sequence[Mapping[str, str]], summary: str) -> str:
-    """Return the cause of an error if values that all ranks have differ, otherwise "".
+    """Return the cause of an SpError if fields that all ranks have differ, otherwise "".
+
+    Fields of only some ranks are ignored. Checksum summaries may differ by rounding (`is_close`).
 
     Args:
         fields: The values of each rank, by name.
@@ -224,7 +248,7 @@ def describe_field_mismatch(fields: Sequence[Mapping[str, str]], summary: str) -
 
 
 def format_rank_rows(fields: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
-    """Return a row of each rank with the first of these fields and the number of remaining ones."""
+    """Return the line of each rank in an error message, with the first of the named fields."""
     shown, hidden = names[:MAX_SHOWN_FIELDS], len(names) - MAX_SHOWN_FIELDS
     suffix = f" and {hidden} more" if hidden > 0 else ""
     rows = [[f"{name} {x.get(name, 'missing')[:MAX_FIELD_WIDTH]}".strip() for name in shown] for x in fields]
@@ -238,7 +262,7 @@ def format_mismatch(summary: str, rows: Sequence[str], heading: str = "What diff
 
 
 def is_close(a: str, b: str) -> bool:
-    """Return True if two field values are equal, or are summaries within the tolerance."""
+    """Return True if two field values are equal, or are checksum summaries that differ only by rounding."""
     if a == b or not (a.startswith(SUMMARY_PREFIX) and b.startswith(SUMMARY_PREFIX)):
         return a == b
     first, second = ([float(x) for x in text.removeprefix(SUMMARY_PREFIX).split()] for text in (a, b))
@@ -247,14 +271,14 @@ def is_close(a: str, b: str) -> bool:
 
 
 def wrap_error(error: Exception | None) -> SpError | None:
-    """Return the error as an SpError (SP608 for other exceptions), or None."""
+    """Return the error as an SpError, which a message can contain (SP608 for other exceptions), or None."""
     if error is None or isinstance(error, SpError):
         return error
     return SpError("SP608", f"{type(error).__name__}: {error}.")
 
 
 def not_compiled(error: Exception | None) -> SpError | None:
-    """Return the compilation error that a rank sends; None for an error received from another rank."""
+    """Return the compilation error that this rank sends; None for one that it received from another rank."""
     if error is None or isinstance(error, RemoteError):
         return None
     sent = error if isinstance(error, SpError) else SpError("SP607", f"{type(error).__name__}: {error}.")

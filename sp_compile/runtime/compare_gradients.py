@@ -1,8 +1,8 @@
 """Compare gradients of shared results over the ranks (sp::shared).
 
-Ranks of a tensor-parallel group may share a result y, and each receives a copy of its gradient. A backward on shards
-takes each row from one of the copies. If the copies differ, the rows together are the gradient of no rank, so all raise
-an error.
+Ranks of a tensor-parallel group may share a result y, which is equal on all of them, and each receives a copy of its
+gradient. A backward on shards takes each row from one of the copies. If the copies differ, the rows together are the
+gradient of no rank, so all raise an error.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_shared_gradients(xs: list[Tensor], names: list[str], n: int, group: st
 
 
 def _compare_on_next_call(channel: ControlChannel, gradients: Mapping[GradientKey, Tensor]) -> None:
-    """Add the checksums of gradients to `channel.later`, which the next call compares when they are computed."""
+    """Add checksums of gradients to `channel.later`, for the next call, so that the CPU does not wait."""
     checksums: defaultdict[torch.device, dict[str, Tensor]] = defaultdict(dict)  # by device and description
     for (number, name), x in gradients.items():
         description = f"value of gradient {number}, of the result {name}, when it {channel.last}"
@@ -104,7 +104,12 @@ def _is_within_rounding(x: Tensor, ranks: Ranks) -> bool:
 
 
 def _distances_and_norms(rows: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """Return, for each row, the largest distance of a rank's copy to the first copy, and the largest norm."""
+    """Gather copies of the ranks; return each row's largest distance to the first copy, and largest norm.
+
+    Args:
+        rows: Rows of the gradient of this rank, (rows, elements).
+        ranks: The ranks that share the result.
+    """
     copies = current_communicator().all_gather(rows.contiguous(), ranks.n, ranks.group).view(ranks.n, *rows.shape)
     copies = copies.to(torch.complex128 if rows.is_complex() else torch.float64)
     return (copies - copies[0]).norm(dim=-1).amax(0), copies.norm(dim=-1).amax(0)

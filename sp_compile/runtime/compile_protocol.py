@@ -3,6 +3,9 @@
 Ranks that compile one program run the same exchanges in the same order: each gathers a value of every rank of a group,
 such as the digests of its inputs. A rank that fails sends its error in all remaining exchanges, so that the other ranks
 fail as well instead of waiting.
+
+A group stops if its ranks run different operations, or one is lost: it runs no further exchanges. A rank is in several
+groups, so it forwards that with STOP_VERB and its error in the exchanges of its other groups.
 """
 
 from __future__ import annotations
@@ -21,20 +24,20 @@ from .settings_digest import mode_fields
 
 
 class CompileProtocol:
-    """Exchanges of one compilation in order, each a group and the name of the exchange.
+    """Exchanges of one compilation in order, each with a group and a name such as "inputs".
 
     Every rank of the groups creates a protocol, calls `exchange` for each exchange in order, and calls `finish` when
     it has compiled or failed. Without processes there is no communication, and results are those of this rank.
 
-    If a rank of a group is lost or runs another operation, the group runs no further exchanges. All its ranks raise,
-    and `finish` forwards the error to their other groups.
+    If a rank of a group is lost or runs another operation, the group stops. All its ranks raise, and `finish` forwards
+    the error to their other groups.
 
     Args:
         exchanges: The exchanges of the compilation in order: the group and the name of each.
 
     Attributes:
         remaining: The remaining exchanges.
-        opened: True if all ranks have started to compile.
+        opened: True after `start`, unless ranks of a group ran another operation instead of this compilation.
         stopped_groups: The groups that stopped, with the error of each.
     """
 
@@ -59,7 +62,7 @@ class CompileProtocol:
                 if ranks.has_other_processes:
                     self._all_gather(ranks, mine if self.opened else STOP_VERB)
             except RankMismatchError as error:
-                self.opened &= error.__cause__ is not None  # a rank that did not arrive
+                self.opened &= error.__cause__ is not None  # a rank that did not arrive, not another operation
         if not self.opened:
             self.remaining = []
         for mismatch in self.stopped_groups.values():
@@ -92,7 +95,10 @@ class CompileProtocol:
         return [message.answer for message in messages]
 
     def finish(self, error: Exception | None = None) -> Exception | None:
-        """Run the remaining exchanges, in which this rank sends `error`.
+        """Run the remaining exchanges, in which this rank sends `error`, since the other ranks wait in them.
+
+        Args:
+            error: The error of the compilation on this rank, if any.
 
         Returns:
             The error, or that of another rank that these exchanges received; None if no rank has failed.
@@ -105,16 +111,19 @@ class CompileProtocol:
         return error
 
     def _run_next(self, error: Exception | None) -> None:
-        """Run the next exchange, whose result this rank does not use."""
+        """Run the next exchange for the other ranks: send the error of this rank, ignore the result."""
         ranks, name = self.remaining.pop(0)
+        # The ranks of another group do not know an error that this rank received.
+        received = SpError(error.code, error.cause, error.fix) if isinstance(error, RemoteError) else None
         if ranks.has_other_processes:
-            self._all_gather(ranks, Message(COMPILE_VERB, name, error=not_compiled(error), expects_answer=True))
+            sent = received or not_compiled(error)
+            self._all_gather(ranks, Message(COMPILE_VERB, name, error=sent, expects_answer=True))
 
     def _all_gather(self, ranks: Ranks, mine: Message) -> list[Message]:
         """Return the message of every rank, or [] if all are equal and none expects an answer.
 
         Raises:
-            RankMismatchError: If the operations differ or a rank is lost. The group runs no further exchanges.
+            RankMismatchError: If the operations differ or a rank is lost. The group stops.
         """
         try:
             messages, cause = all_gather_messages(ranks, mine) or [], None

@@ -1,5 +1,6 @@
 """Declare the groups of a mesh to the passes, and create communicators over several axes.
 
+An axis of a mesh splits all ranks into groups; a communicator over several axes has the ranks of all of them (a union).
 Every rank of the program must take part in the creation of a communicator, at the same point. A pass cannot create one,
 since compilation runs at different times on different ranks. The program therefore declares its mesh once. The mesh is
 not flattened (`DeviceMesh._flatten`): DTensor would then merge its redistributions independently of `merge_reductions`.
@@ -88,9 +89,9 @@ class _Declaration:
 
 
 def _make_declaration(mesh: Any, measure: Any) -> _Declaration:
-    """Return the declaration of this rank.
+    """Return the declaration of this rank, which it then sends to all ranks.
 
-    An error is sent as well: if this rank raised here, the others would wait.
+    The declaration contains an error of the arguments, if any: if this rank raised here, the others would wait.
     """
     host = platform.node()
     try:
@@ -105,7 +106,7 @@ def _make_declaration(mesh: Any, measure: Any) -> _Declaration:
 
 
 def _groups_of(mesh: Any) -> dict[str, Any]:
-    """Return the group of this rank for each axis."""
+    """Return the process group of this rank for each axis of `mesh`; None if it is in no group."""
     if isinstance(mesh, DeviceMesh):
         labels = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
         return dict(zip(labels, mesh.get_all_groups() if mesh.get_coordinate() is not None else [None] * mesh.ndim))
@@ -116,7 +117,10 @@ def _groups_of(mesh: Any) -> dict[str, Any]:
 
 
 def _agreed_axes(declarations: Sequence[_Declaration]) -> dict[str, Partition]:
-    """Return the groups of all ranks for each axis.
+    """Check the declarations of all ranks, and combine them.
+
+    Returns:
+        The ranks of each group, by axis.
 
     Raises:
         SpError: The declaration of a rank has an error, or the declarations do not agree.
@@ -141,13 +145,13 @@ def _agreed_axes(declarations: Sequence[_Declaration]) -> dict[str, Partition]:
 
 
 def _find_communicator(union: Partition, label: str, declarations: Sequence[_Declaration]) -> str | None:
-    """Return the name of the communicator of this rank in `union`, or None.
+    """Return the name of the communicator over several axes that contains this rank, or None.
 
-    A communicator that all members have is reused; otherwise a new one is created, with the backend of an axis.
+    A communicator that all members have is reused; otherwise a new one is created. Every rank calls this function.
 
     Args:
-        union: The ranks of each communicator.
-        label: The axis.
+        union: The ranks of each communicator over these axes.
+        label: One of the axes, whose backend the communicators use.
         declarations: Declaration of each rank.
     """
     own_name: str | None = None
@@ -172,7 +176,7 @@ def _find_communicator(union: Partition, label: str, declarations: Sequence[_Dec
 
 
 def _device_of_messages() -> torch.device:
-    """Return the device of tensors in collectives of the default group."""
+    """Return the device whose tensors the collectives of the default group take, to time them on it."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or dist.get_backend() == "gloo":
         return torch.device("cpu")

@@ -1,7 +1,10 @@
 """Warn once about code compiled with backend="sp" that runs eagerly, with Dynamo's reason.
 
-Results stay correct, but such a block gathers its sharded inputs on every rank and saves them for its backward. If only
-some ranks run it eagerly, the others wait for them until the group's timeout.
+Results stay correct, but such code gathers its sharded inputs on every rank and saves them for its backward. If only
+some ranks run it eagerly, the others wait for them until the group's timeout. Dynamo runs code eagerly at the recompile
+limit, under torch.compiler.disable, in torch's own files, and if a graph break is inside of a loop, try or with.
+
+With FSDP (`fully_shard`) on submodules, hooks in Python end the graph at each of them.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ _warned_fsdp: set[str] = set()  # classes of models that were warned about
 
 
 def warn_eager_fallback(target: Any, code: CodeType, reason: str) -> None:
-    """Warn on rank 0, once for each piece of code.
+    """Warn on rank 0, once for each code object, with the reason and a fix. Dynamo's hook calls it.
 
     Args:
         target: The module that runs eagerly, or the name of a function.
@@ -100,5 +103,5 @@ def warn_fsdp_submodules(model: torch.nn.Module) -> None:
 
 
 def name_of_callable(target: Any) -> str:
-    """Return the class name of a module; other targets are names of functions."""
+    """Return the name of a target for warnings: the class of a module, or the name of a function."""
     return type(target).__name__ if isinstance(target, torch.nn.Module) else str(target)

@@ -1,7 +1,9 @@
 """Compute digests of graphs that ranks compare, and lines of text to locate a difference.
 
 Ranks that run one program have the same ops with the same collectives, but other names of process groups and devices.
-The text of a node therefore omits these, and the digest of a graph is the hash of its text.
+The text of a node therefore omits these, and the digest of a graph is the hash of its text. The guard sends the digest
+at each call; the lines are compared only after the digests differ. A region is a nested graph, the body of a
+higher-order op such as a checkpoint or a loop.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ TEXT_WIDTH = 160  # characters of a line in an error message
 class TextLine(NamedTuple):
     """One operation of a program as text."""
 
-    text: str  # the text that is compared
-    name: str  # the text in messages
-    trace: str  # stack trace
+    text: str  # the op with the results that it uses, which ranks compare
+    name: str  # the op alone, compared first and shown in messages
+    trace: str  # stack trace of the user's line
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ProgramDigest:
     lines: tuple[TextLine, ...] = ()  # operations in order
 
     def first_difference(self, ranks: Ranks) -> list[str]:
-        """Return the line of each rank at the first difference, or [] if there is none.
+        """Return the line of each rank at the first difference, for an error; [] if there is none.
 
         Every rank of the group must call it. The ranks exchange digests of each line and, if there is a difference, one
         line each. Lines whose own text differs are preferred to lines that differ only in the results that they use.
@@ -82,7 +84,7 @@ class ProgramDigest:
 
 
 def _gather_programs(ranks: Ranks, mine: Any) -> list[Any]:
-    """Return the value of every rank about its program."""
+    """Exchange values of one comparison of programs, and return the value of every rank."""
     return all_gather_object(ranks, "compares", "programs", mine)
 
 
@@ -114,11 +116,11 @@ class NodeText(NamedTuple):
 
 
 def graph_lines(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
-    """Return the text of a graph, without symbols that only describe memory and may differ between ranks.
+    """Return the text of each node of a graph, except unused symbolic inputs, which may differ by rank.
 
     Args:
         gm: The graph.
-        inside: The checkpoint whose body it is.
+        inside: Text of the enclosing checkpoint, if the graph is a region; "" for a complete program.
     """
     checkpoints: defaultdict[Any, str] = defaultdict(lambda: f"in checkpoint {len(checkpoints)}")
     numbers: dict[Node, int | str] = {}
@@ -145,8 +147,8 @@ def graph_lines(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
 def exchange_digest(gm: GraphModule) -> ProgramDigest:
     """Return the digest of the collectives of a graph, or of all ops if it has none.
 
-    Ranks that wait for each other must have it in common. Each line is an op and the ops that it depends on,
-    independent of inputs and numbers.
+    Ranks that have other shards of the weights, such as tensor-parallel ranks, compare it: their collectives must be
+    equal, not their shapes. Each line is an op and the ops that it depends on, without inputs and constants.
     """
     nodes = graph_lines(gm)
     inlined = list(inline_bodies(nodes))
@@ -166,6 +168,8 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
 def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({})) -> ProgramDigest:
     """Return the digest of a graph with all its ops, dtypes and local shapes.
 
+    Ranks that share a sequence compare it, since they run the same local graph.
+
     Args:
         gm: The graph.
         names: Names of its inputs, from `input_names`.
@@ -183,13 +187,13 @@ def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({}
 
 
 def inline_bodies(lines: Iterable[NodeText]) -> Iterator[NodeText]:
-    """Yield the lines, with each region replaced by the lines of its body."""
+    """Yield the texts of nodes, with each node of a region replaced by the nodes of its body."""
     for line in lines:
         yield from inline_bodies(line.body) if line.body else [line]
 
 
 def _call_text(node: Node) -> str:
-    """Return the op, and for a collective also its reduction, such as sum or max."""
+    """Return the text of the op of a node, and for a collective also its reduction, such as sum or max."""
     leaves = pytree.tree_leaves((node.args, node.kwargs)) if is_collective(node) else ()
     texts = [_argument_text(node, leaf) for leaf in leaves if isinstance(leaf, str)]
     return " ".join([_target_text(node), *filter(None, texts)])
@@ -198,8 +202,8 @@ def _call_text(node: Node) -> str:
 def input_names(gm: GraphModule) -> dict[str, str]:
     """Return the name in messages of each input, by name of its node.
 
-    Names are unique in the graph. The name is "" for a symbol that only describes memory (strides, offsets), which may
-    differ between ranks.
+    It is that of the user's argument if it is unique, else that of the node.
+    The name is "" for a symbol that only describes memory (strides, offsets), which may differ between ranks.
     """
     nodes = gm.graph.find_nodes(op="placeholder")
     argument_names = [argument_name(node) for node in nodes]
@@ -208,7 +212,7 @@ def input_names(gm: GraphModule) -> dict[str, str]:
 
 
 def is_unused_symbol(node: Node) -> bool:
-    """Return True if the node is a symbolic input without users."""
+    """Return True for a symbolic input without users, which describes memory and may differ by rank."""
     value = node.meta.get("val", node.meta.get("example_value"))
     return node.op == "placeholder" and not node.users and isinstance(value, torch.SymInt)
 
@@ -231,10 +235,7 @@ def _target_text(node: Node) -> str:
 
 
 def _argument_text(node: Node, leaf: Any) -> str:
-    """Return the text of an argument without device indices and group names.
-
-    These differ between ranks.
-    """
+    """Return the text of an argument without device indices and group names, which differ by rank."""
     if isinstance(leaf, torch.device):
         return leaf.type
     if isinstance(leaf, str) and is_collective(node):

@@ -1,7 +1,11 @@
 """Check before each call and each backward that all ranks run the same program, call, mode and inputs.
 
-There is one exchange of a few bytes a call, before the compiled graph. A rank that could not compile takes part as
-well, so that its error reaches the others instead of blocking them in a collective.
+There is one exchange of a few bytes a call, before the compiled graph: each rank announces the call with a `Message`. A
+rank that could not compile takes part as well, so that its error reaches the others instead of blocking them in a
+collective. A program with several groups has one guard for each, nested: `run` of the outer one is the inner one.
+
+Values on an accelerator would have to be awaited. Their checksums are added to `channel.later` and sent with the next
+call, as its `earlier` values. A refusal is the error of a call that changes an input whose memory another input shares.
 
     GuardedProgram(run, ranks, ...)(*args)      # exchange a message with ranks, then run(*args)
 """
@@ -101,7 +105,7 @@ class GuardedProgram:
     boundary: GraphBoundary = field(default_factory=GraphBoundary)  # layouts of inputs, sharded results, mutations
     backward: bool = False  # compare the backwards as well
     gradients: bool = False  # compare gradients of results that are not sharded
-    called: set[int] = field(default_factory=set)  # models whose ranks agreed on their last call
+    called: set[int] = field(default_factory=set)  # numbers of the models whose ranks agreed on their last call
     parameters: Sequence[bool] | None = None  # flags of the parameters; None before the first call
 
     @cached_property
@@ -112,7 +116,7 @@ class GuardedProgram:
 
     @cached_property
     def _named_inputs(self) -> list[tuple[int, str]]:
-        """Return index and name of each named input."""
+        """Return index and name of each input whose size ranks compare; the others have no name."""
         return [(i, name) for i, name in enumerate(self.inputs.names) if name]
 
     @cached_property
@@ -123,7 +127,10 @@ class GuardedProgram:
 
     @cached_property
     def _sharding_inputs(self) -> list[bool]:
-        """Return flags of the inputs that are tested for fake or sharded values: non-parameters and one parameter."""
+        """Return flags of the inputs that are tested for fake or sharded values.
+
+        These are all but parameters, and one parameter, since all or no parameters are fake.
+        """
         parameters = self.parameters or ()
         return [not is_parameter or not any(parameters[:i]) for i, is_parameter in enumerate(parameters)]
 
@@ -158,11 +165,11 @@ class GuardedProgram:
         return args if inner else unwrap_arguments(args, self.boundary.layouts)
 
     def _agree(self, args: Sequence[Any], refusal: SpError | None = None) -> Message:
-        """Return the announcement of this call after all ranks have agreed on it.
+        """Announce this call to the ranks, and return its message after all have agreed on it.
 
         Args:
             args: Arguments of the call.
-            refusal: Error of the call on this rank.
+            refusal: Error of a call that this rank refuses, see the module docstring.
 
         Raises:
             SpError: On every rank, if the ranks do not agree or one has failed.
@@ -237,7 +244,11 @@ class GuardedProgram:
         return records
 
     def _difference(self, messages: Sequence[Message]) -> SpError | None:
-        """Return the error of ranks with different calls, or None. Values of only some ranks are ignored."""
+        """Return the error of ranks that announce calls with different contents, or None.
+
+        The error is that of the first cause found: a failed rank, then unsplit programs, options, values of earlier
+        calls, programs and inputs. Values that only some ranks send are ignored.
+        """
         failed = failure([message.error for message in messages])
         if failed is not None:
             return failed
@@ -245,7 +256,7 @@ class GuardedProgram:
             return self.error
         reasons = [message.program.unsplit_reason for message in messages]
         if any(reasons) and not all(reasons):
-            rows = [f"whole: {reason}" if reason else "as backend='sp' compiles it" for reason in reasons]
+            rows = [f"not sharded: {reason}" if reason else "sharded" for reason in reasons]
             return SpError("SP609", format_mismatch(SPLIT_ON_SOME, rows))
         modes = [{**message.program.options, "mode": message.mode} for message in messages]
         cause = describe_field_mismatch(modes, OTHER_OPTIONS)
@@ -263,12 +274,12 @@ class GuardedProgram:
 
     @cached_property
     def connected(self) -> list[Ranks]:
-        """Return the groups of this program and of the programs that it calls."""
+        """Return the groups of this guard and of the guards inside; an exception in the program ends them all."""
         return [self.ranks, *(self.run.connected if isinstance(self.run, GuardedProgram) else [])]
 
     @contextmanager
     def _run_marked(self, operation: Message) -> Iterator[None]:
-        """Mark that the program runs in the context, and publish its failures."""
+        """Mark that the program runs in the context, and publish exceptions for ranks that wait for this one."""
         with self._announce_failure(operation), mark_running(self.connected):
             yield
 
@@ -277,17 +288,22 @@ class GuardedProgram:
         return announce_failures(channel_of(self.ranks), operation, self.info.exchange_sources, self.info.lines)
 
     def _register_backward_check(self, out: Any, call: Message) -> None:
-        """Register hooks on the autograd nodes of the results that compare the backward when it begins."""
+        """Register autograd hooks on the results that compare the backward over ranks when it begins.
+
+        Args:
+            out: The results of the call.
+            call: The announcement of the call.
+        """
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
         for node, row_results in find_backward_nodes(leaves, self.boundary.rows, lambda: self._run_marked(mine)):
             node.register_prehook(partial(self._start_backward, mine, row_results))
 
     @torch.compiler.disable
     def _start_backward(self, mine: Message, row_results: frozenset[int], grads: Sequence[Any]) -> None:
-        """Compare the gradients of replicated results, since each rank continues with its own rows.
+        """Compare the gradients of replicated results, since each rank continues with those of its rows.
 
         Args:
-            mine: The message of this rank.
+            mine: The announcement of the backward.
             row_results: Indices of the results of which a rank has only its rows.
             grads: Gradients of the results.
 
@@ -320,24 +336,24 @@ def world() -> Any:
 
 @dataclass(eq=False)
 class InProcesses:
-    """Program compiled for the default process group at its creation.
+    """Program that may run only with the default process group that it was compiled for.
 
     Raises:
-        SpError: If the default process group has changed.
+        SpError: If the default process group has changed, since the ranks of its collectives then no longer exist.
     """
 
     run: Callable[..., Any]
     world: Any = field(default_factory=world)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the program."""
+        """Check the default process group, then run the program."""
         if world() is not self.world:
             raise SpError("SP681", "the model was compiled for another default process group.")
         return self.run(*args)
 
 
 def _grad_field(grad: torch.Tensor) -> str:
-    """Return the summary of a CPU gradient, see `summarize`; without a new tensor for a scalar."""
+    """Return the summary of a CPU gradient, a message field, see `summarize`; a scalar needs no tensor."""
     if grad.numel() == 1 and not grad.is_complex():
         value = grad.item()
         return f"{SUMMARY_PREFIX}{abs(value)!r} {value!r}"
@@ -345,7 +361,7 @@ def _grad_field(grad: torch.Tensor) -> str:
 
 
 def _value_size(value: Any) -> str:
-    """Return the shape of a tensor, or the value of a Python scalar.
+    """Return the size of an input that ranks compare: a tensor's shape, or a Python scalar's value.
 
     Dynamo passes a Python float as a tensor without dims.
     """

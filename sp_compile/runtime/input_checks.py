@@ -2,7 +2,8 @@
 
 The ranks compare values or sizes before they run the program. At compilation the ranks exchange digests of their inputs
 (`InputDigests`), from which the facts follow that the passes rely on (`InputFacts`). Each call compares the inputs that
-`ComparedInputs` selects. A label numbers the tensors (input_0) or the symbols (size_0).
+`ComparedInputs` selects. A label numbers the tensors (input_0) or the symbols (size_0); it is equal on all ranks, which
+the names of inputs may not be.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FEW_FLOATS = 4096  # largest floating tensor that every call compares, in elemen
 
 
 def input_digests(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
-    """Return the digests of the inputs and options of a Dynamo graph on this rank, without communication."""
+    """Return the digests of a Dynamo graph's inputs and options, which this rank sends to its groups."""
     values = {label: value_digest(local_value(x)) for label, x in zip(_input_labels(inputs), inputs) if label}
     with use_real_tensors():
         tensors = enumerate(local_tensors(inputs))
@@ -49,7 +50,7 @@ class InputDigests:
 
 
 def combine_facts(mine: InputDigests, all_digests: Sequence[InputDigests | None]) -> InputFacts:
-    """Return the facts about the inputs that follow from the digests of all ranks.
+    """Return the facts about the inputs that follow from the digests of all ranks, for the passes.
 
     Args:
         mine: The digests of this rank.
@@ -74,12 +75,15 @@ def check_options(all_digests: Sequence[InputDigests | None]) -> None:
 
 
 def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the local values of the input tensors, see `local_value`."""
+    """Return the local values (`local_value`) of the input tensors, in the order of their labels."""
     return [local_value(x) for x in inputs if isinstance(x, torch.Tensor)]
 
 
 def local_value(x: Any) -> Any:
-    """Return the local shard of a DTensor or sharded value, the inner tensor of a wrapper, or the input."""
+    """Return the value of an input that this rank stores, of which a digest needs no communication.
+
+    This is the local shard of a DTensor or sharded value, the inner tensor of a wrapper, or the input.
+    """
     if isinstance(x, Sharded):
         return x.local
     local = x.to_local() if isinstance(x, DTensor) else x
@@ -99,12 +103,12 @@ def _input_labels(inputs: Iterable[Any]) -> list[str]:
 
 
 def is_cheap_to_compare(x: torch.Tensor) -> bool:
-    """Return True for integer tensors and small floating tensors, which every call can compare."""
+    """Return True for integer tensors and small floating tensors, which every call compares completely."""
     return not x.is_floating_point() or x.numel() <= FEW_FLOATS
 
 
 def is_on_accelerator(x: torch.Tensor) -> bool:
-    """Return True if the tensor is on a device that runs asynchronously."""
+    """Return True if the tensor's device runs asynchronously, so that its value is compared later."""
     return x.device.type != "cpu"
 
 
@@ -129,8 +133,8 @@ class GraphInput(NamedTuple):
 
 def _graph_inputs(gm: GraphModule, inputs: Sequence[Any]) -> list[GraphInput]:
     """Return the inputs of a graph with their names and labels."""
-    rows = zip(gm.graph.find_nodes(op="placeholder"), input_names(gm).values(), _input_labels(inputs), inputs)
-    return [GraphInput(*row) for row in rows]
+    columns = zip(gm.graph.find_nodes(op="placeholder"), input_names(gm).values(), _input_labels(inputs), inputs)
+    return [GraphInput(*values) for values in columns]
 
 
 @dataclass(frozen=True)
@@ -150,9 +154,9 @@ class ComparedInputs:
 
 
 def sequence_inputs(gm: GraphModule, inputs: Sequence[Any], shards: Collection[int], is_run: bool) -> ComparedInputs:
-    """Return the compared inputs of a program whose ranks share a sequence.
+    """Return the compared inputs of a program whose ranks share a sequence, for its guard.
 
-    The values are those of the weights and buffers that are used, and of the replicated arguments.
+    The compared values are those of the weights and buffers that are used, and of the replicated arguments.
 
     Args:
         gm: Dynamo's graph.
@@ -175,7 +179,7 @@ def sequence_inputs(gm: GraphModule, inputs: Sequence[Any], shards: Collection[i
 def group_inputs(
     gm: GraphModule, inputs: Sequence[Any], facts: InputFacts, labels: Collection[str] | None
 ) -> ComparedInputs:
-    """Return the compared inputs of a program with its own collectives over a group.
+    """Return the compared inputs of a program with its own collectives, for the guard of one group.
 
     Sizes are not compared for parts that ranks may split unevenly, and for Python scalars where each rank has its own
     data, since the scalars may belong to that data.

@@ -50,7 +50,8 @@ def find_input_mismatch(
     if same_names and not sizes_differ and not is_same_program and lines:
         heading = "What differs first"
         rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
-    rows = [row or "the same inputs as the others" for row in rows]
+    same_inputs = "the same inputs as the others"
+    rows = [row or (same_inputs if is_same_program or names or lines else "another graph") for row in rows]
     if sizes_differ:
         are_numbers = bool(names) and _is_python_scalar(first[names[0]])
         difference = "different numbers" if are_numbers else "inputs of different sizes"

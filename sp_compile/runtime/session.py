@@ -2,7 +2,8 @@
 
 A program may have its own groups (tensor and data parallelism), and its sequence may be split over another one. All
 their ranks compile it, and their decisions must agree. Each decision that needs other ranks is a method of the session.
-Every rank calls them in the same order, even if a rank fails (see `CompileProtocol`).
+Every rank calls them in the same order, even if a rank fails (see `CompileProtocol`). The guard is the compiled program
+with the exchange of messages before each call, in which errors of the compilation are raised on all ranks.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class CompileSession:
         self._place_groups()
 
     def _check_axis(self) -> None:
-        """Raise the error of the mesh, or SpError if the program's own collectives use the ranks of the sequence."""
+        """Raise SpError if the mesh is invalid or the program's own collectives use the sequence's ranks."""
         if self.problem is not None:
             raise self.problem
         for ranks in self.sequence:
@@ -160,7 +161,7 @@ class CompileSession:
                 )
 
     def _place_groups(self) -> None:
-        """Set `grids`, `aligned` and the grids of `facts`: the relation of the groups and the ranks of the sequence."""
+        """Set `grids`, `aligned` and the grids of `facts`, which relate the groups to each other."""
         self.grids = group_grids(self.all_groups, lambda ranks, place: self._protocol.exchange(ranks, "place", place))
         self.facts = {name: replace(facts, grid=self.grids[name]) for name, facts in self.facts.items()}
         if self.sequence:
@@ -225,7 +226,10 @@ class CompileSession:
         return is_same
 
     def _is_grid(self) -> bool:
-        """Return True if each two groups are axes of a grid, or one contains the other."""
+        """Return True if each two groups are axes of a grid, or one contains the other.
+
+        Values that each group exchanges then reach all ranks.
+        """
         for a, b in combinations([ranks.group for ranks in self.all_groups], 2):
             are_axes = b in self.grids[a].level and a in self.grids[b].level
             if not are_axes and b not in self.grids[a].enclosing and a not in self.grids[b].enclosing:
@@ -233,7 +237,7 @@ class CompileSession:
         return True
 
     def _program_hash(self, gm: GraphModule) -> int:
-        """Return a hash of the graph, the groups of its collectives, and the facts of its inputs."""
+        """Return a hash of what passes read: the graph, the groups of its collectives, facts of inputs."""
         numbers = {ranks.group: i for i, ranks in enumerate(self.all_groups)}
         groups = [sorted(numbers.get(name, -1) for name in named_groups(node)) for node in gm.graph.nodes]
         facts = [self.facts[ranks.group] for ranks in self.groups]
@@ -246,7 +250,7 @@ class CompileSession:
         return hash_text(str((graph_digest(gm).digest, groups, labels, relations, sizes)))
 
     def compares_gradients(self, ranks: Ranks) -> bool:
-        """Return True if the ranks compare gradients: not in a dry run on torch's fake groups, without processes."""
+        """Return True if gradients of shared results are compared; not in a dry run on torch's fake groups."""
         return ranks.process_group is None or ranks.has_other_processes
 
     # After the passes.
@@ -341,7 +345,7 @@ class CompileSession:
         return run if self.groups else InProcesses(run)
 
     def _describe_program(self, gm: GraphModule, local: GraphModule | None, unsplit_reason: str) -> ProgramInfo:
-        """Return the facts about a program that the guards of all groups share; the arguments are those of `guard`."""
+        """Return the facts that the guards of all groups share; the arguments are those of `guard`."""
         exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
         return ProgramInfo(
             program_subject(gm),
@@ -363,7 +367,10 @@ class CompileSession:
         boundary: GraphBoundary,
         info: ProgramInfo,
     ) -> GuardedProgram:
-        """Return the program with checks of the ranks of the sequence; the arguments are those of `guard`."""
+        """Return the program with checks of the ranks of the sequence; `guard` adds those of the groups.
+
+        The arguments are those of `guard`, and the facts of `_describe_program`.
+        """
         program, is_run = ProgramDigest(), run is not None and local is not None
         if run is not None and local is not None:
             program = exchange_digest(gm) if info.unsplit_reason else graph_digest(local, input_names(gm))
@@ -373,7 +380,7 @@ class CompileSession:
 
 
 def _parse_or_default(options: Mapping[str, Any]) -> SPConfig:
-    """Return the options, or the defaults if an option is invalid; lowering raises that error."""
+    """Return the options, or the defaults if one is invalid; lowering raises that error."""
     try:
         return SPConfig.of(options)
     except Exception:
@@ -381,7 +388,7 @@ def _parse_or_default(options: Mapping[str, Any]) -> SPConfig:
 
 
 def _resolve_or_single(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:
-    """Return the ranks of the sequence; for an invalid mesh a single rank and the error."""
+    """Return the ranks of the sequence and None; for an invalid mesh a single rank and the error."""
     try:
         return resolve(mesh, mesh_dim), None
     except Exception as problem:

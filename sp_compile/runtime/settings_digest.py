@@ -1,4 +1,8 @@
-"""Collect the options and torch settings that affect the program of a rank, as comparable text."""
+"""Collect the options and torch settings that affect the program of a rank, as comparable text.
+
+Ranks compare the text at each call: a setting that differs would give them programs with other collectives. FUNCTORCH
+and INDUCTOR are the settings of torch that change which collectives a graph has and in which order.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ aggressive_recomputation ban_recompute_* recompute_views max_dist_from_bw treat_
 functionalize_rng_ops cse enable_activation_offloading joint_custom_pass selective_decompose
 guess_tangent_strides_as_outputs unsafe_allow_optimization_of_collectives _sync_decision_cross_ranks
 """.split()
-# settings that change which collectives a graph has and in which order: names, * matches any text
+# names of settings, in which * matches any text
 INDUCTOR = """
 fallback_random custom_partitioner_fn joint_graph_constant_folding pattern_matcher use_joint_graph_passes
 use_post_grad_passes *_custom_pass *_custom_pre_pass *_custom_post_pass reorder_* bucket_* _micro_pipeline_tp
@@ -33,9 +37,13 @@ IGNORED_SETTINGS = "*debug* *verbose* *.log_* *_path".split()
 
 
 def settings_fields(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return options, torch settings and versions that determine the collectives of a graph.
+    """Return options, torch settings and versions that determine the collectives of a graph, by name.
 
-    The fields are equal on ranks that would compile one graph to the same collectives.
+    The fields are equal on ranks that would compile one graph to the same collectives. They are collected once, when a
+    program is compiled.
+
+    Args:
+        options: The options of the backend that the user passed, by name.
     """
     all_options = {**{option.name: option.default for option in fields(SPConfig)}, **options}
     all_options.pop("mesh", None)  # differs between ranks
@@ -50,11 +58,12 @@ def settings_fields(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _matches_pattern(name: str, patterns: Sequence[str]) -> bool:
+    """Return True if the name of a setting matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def mode_fields() -> str:
-    """Return the torch state that affects a program and its backward.
+    """Return the torch state that affects a call and its backward, as text that ranks compare.
 
     The state is grad and inference mode, autocast, an enclosing checkpoint, and a DDP under no_sync.
     """

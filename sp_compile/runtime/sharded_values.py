@@ -1,8 +1,14 @@
 """Pass sharded values between compiled graphs: unwrap arguments and wrap results.
 
 A compiled program returns `Sharded` tensors: eager code sees the global shape, each rank stores its rows. The next
-program takes the rows directly. Reading a sharded value in eager code takes every rank. Ranks therefore announce it
-first, so that a rank that reads alone raises with the operations of the others.
+program takes the rows directly. A read of a sharded value is its gather in eager code, in which all ranks take part.
+Ranks therefore announce it first, so that a rank that reads alone raises with the operations of the others.
+
+Deferred result: the program returns the operands of a result, such as hidden states and a weight, in place of the
+result (logits). A small graph computes the rows of the result from these operands when the value is read.
+Grad token: an output of one element that is returned next to a result. The gradient of the result is stored, and the
+gradient of the token is the number of the stored one. The backward thus needs no gradient of a result without readers.
+Part: a factor of a sharded dim, such as the batch in a dim of batch * sequence.
 """
 
 from __future__ import annotations
@@ -62,7 +68,7 @@ def _has_type(kinds: type | tuple[type, ...], args: Sequence[Any]) -> bool:
 
 
 def unwrap_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequence[Any]:
-    """Return the arguments of the single-rank program.
+    """Return the arguments of the compiled program of one rank for those of a call.
 
     A sharded value is replaced by its rows, or by the full tensor if the program takes it replicated. Pending
     collectives are awaited. The order of load-balanced rows is appended.
@@ -83,7 +89,10 @@ def unwrap_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequ
 
 @dataclass(eq=False)
 class GatheredProgram:
-    """Program that takes gathered arguments, with mutations written back to sharded values."""
+    """Program that takes gathered arguments, as eager code or an unsplit program does.
+
+    Arguments that it changes in place are written back to the sharded values.
+    """
 
     run: Callable[..., Any]
     eager: bool = False  # called by eager code, where arguments that share memory need no check
@@ -104,7 +113,13 @@ class GatheredProgram:
 
 
 def _unwrap_argument(arg: Any, layout: Layout | None, orders: RowPermutation | None) -> Any:
-    """Return an argument of the program: the rows of a sharded value in this layout, or the full tensor for None."""
+    """Return an argument of one rank's program: rows in a layout, a full tensor, or the argument itself.
+
+    Args:
+        arg: Argument of the call.
+        layout: Layout in which the program takes a sharded value; None to gather it.
+        orders: Order of load-balanced rows of the call.
+    """
     if isinstance(arg, AsyncCollectiveTensor):
         return wait_async_tensor(arg)
     if not isinstance(arg, Sharded):
@@ -119,7 +134,12 @@ def _unwrap_argument(arg: Any, layout: Layout | None, orders: RowPermutation | N
 def input_orders(args: Sequence[Any], layouts: Mapping[int, Layout]) -> RowPermutation | None:
     """Return the order of load-balanced rows of a call, or None if the program takes no balanced rows.
 
-    If the argument is not balanced, it is the order of the original rows.
+    All balanced arguments and results of a call have one order, that of the first balanced argument. If this one is not
+    balanced yet, it is the order of the original rows.
+
+    Args:
+        args: Arguments of the call.
+        layouts: Layout in which the program takes arguments, by index.
     """
     index = first_balanced(layouts)
     if index is None:
@@ -139,7 +159,11 @@ class ShardedProgram:
     calls: int = 0  # number of calls so far
 
     def __call__(self, *args: Any) -> Any:
-        """Run the program on the rows of this rank, and wrap its sharded results."""
+        """Run the program on the rows of this rank; return its results, of which sharded ones are wrapped.
+
+        The outputs of `run` are results, then written arguments, the row order of balanced results, and the tokens and
+        operands of deferred results. Only results are returned, with those that are views of each other rebuilt.
+        """
         out = self.run(*args)
         self.calls += 1
         values, boundary = list(out), self.boundary
@@ -147,14 +171,14 @@ class ShardedProgram:
         orders = RowPermutation(*order_tensors) if order_tensors else input_orders(args, boundary.layouts)
         wrapped: dict[tuple[Any, ...], torch.Tensor] = {}  # a value that is returned twice is wrapped once
         for i, result in boundary.results.items():
-            # A window of a value has the same rows.
+            # The key has the length, as a window of a value may have the same rows as the value.
             key = id(result.deferred or values[i]), result.layout, result.length, *result.parts.items()
             if key not in wrapped:
                 wrapped[key] = self._wrap(result, values[i], orders, args, out)
             values[i] = wrapped[key]
         for i, number in boundary.writes.items():
             write(args[i], values[number])
-        num_outputs = len(values) if boundary.num_base_outputs is None else boundary.num_base_outputs
+        num_outputs = len(values) if boundary.num_program_outputs is None else boundary.num_program_outputs
         values = values[: num_outputs - len(boundary.writes) - len(boundary.balanced_order)]
         return type(out)(rebuild_views(values, args, boundary))
 
@@ -166,7 +190,7 @@ class ShardedProgram:
         args: Sequence[Any],
         out: Sequence[Any],
     ) -> torch.Tensor:
-        """Return a result as a sharded value.
+        """Return a result as a sharded value, which the next program or eager code takes.
 
         Args:
             result: The description of the result.
@@ -180,8 +204,8 @@ class ShardedProgram:
         layout = replace(result.layout, balanced=orders or result.layout.balanced, **parts)
         if result.deferred is not None:
             return self._deferred_value(result, result.deferred, layout, length, args, out)
-        token = None if result.grad_token is None else out[result.grad_token]
-        return from_local(local, layout, length, self._origin(result), token)
+        grad_token = None if result.grad_token is None else out[result.grad_token]
+        return from_local(local, layout, length, self._origin(result), grad_token)
 
     def _deferred_value(
         self,
@@ -192,19 +216,23 @@ class ShardedProgram:
         args: Sequence[Any],
         out: Sequence[Any],
     ) -> torch.Tensor:
-        """Return a result that is computed later."""
+        """Return a deferred result as a sharded value, whose rows are computed from operands if it is read.
+
+        `_wrap` calls it, so that logits that the caller never reads cost nothing. `args` and `out` are those of `_wrap`
+        and contain the operands. `layout` and `length` are those of the result in this call.
+        """
         origin = self._origin(result)
         shape = [self._value(extent, args) for extent in result.shape]
-        tokens = [out[operand.grad_token] for operand in deferred.operands if operand.grad_token is not None]
-        return from_deferred(deferred.bind(args, out, origin.description), shape, layout, length, origin, tokens)
+        grad_tokens = [out[operand.grad_token] for operand in deferred.operands if operand.grad_token is not None]
+        return from_deferred(deferred.bind(args, out, origin.description), shape, layout, length, origin, grad_tokens)
 
     def _origin(self, result: ShardedOutput) -> Origin:
-        """Return the description of a result for errors, and the function that agrees on a read of it."""
+        """Return the description of a result for errors, with the check that ranks run before a read."""
         text = f"result {result.name!r} of call {self.calls} of {self.subject}, made at {result.where}"
         return Origin(text, partial(agree_to_read, self.ranks))
 
     def _value(self, length: Size, args: Sequence[Any]) -> int | torch.SymInt:
-        """Return the value of a length for these arguments; it is symbolic if they are fake.
+        """Return the value of a symbolic length in a call; it remains symbolic if the arguments are fake.
 
         DDPOptimizer compiles each bucket for the fake results of the previous one.
         """
@@ -215,10 +243,12 @@ class ShardedProgram:
 
 
 def rebuild_views(values: Sequence[Any], args: Sequence[Any], edges: GraphBoundary) -> list[Any]:
-    """Return the results of a program, with views of other results or of arguments created as views.
+    """Return the results of a program, with views of other results or of arguments recreated as views.
+
+    In-place writes of the caller to a view then change its base, as without the compiler.
 
     Args:
-        values: Results of the program, including hidden ones that only views need.
+        values: Results of the program, including hidden ones at the end that only views need.
         args: Arguments of the call.
         edges: Boundary of the program.
     """
@@ -236,19 +266,22 @@ _sharded_output_ranks: set[tuple[int, str]] = set()
 
 
 def register_sharded_outputs(ranks: Ranks) -> None:
-    """Register that the program of these ranks that is compiled now returns sharded results."""
+    """Record that the program that is compiled now returns sharded results, see `has_sharded_outputs`."""
     _sharded_output_ranks.add((compiled_frame_id()[0], ranks.group))
 
 
 def has_sharded_outputs(ranks: Ranks) -> bool:
-    """Return True if an earlier program of these ranks returns sharded results."""
+    """Return True if an earlier program of these ranks returns sharded results.
+
+    The current graph may then be a part of the same model, so that a missing sequence is no error.
+    """
     return (compiled_frame_id()[0], ranks.group) in _sharded_output_ranks
 
 
 def simulate_sharded_outputs(
     results: Sequence[Any], args: Sequence[Any], edges: GraphBoundary, on_read: Callable[[str], None]
 ) -> Sequence[Any]:
-    """Return full results with the sharding of a real run, in a dry run without ranks.
+    """Return the full results of a dry run without ranks, with the sharding of those of a real run.
 
     A result that is sharded along a part of a dim is passed to the next graph replicated.
 
@@ -293,12 +326,12 @@ def call_refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[st
 
 
 def _plain_argument(arg: torch.Tensor) -> torch.Tensor:
-    """Return the argument, or its full tensor if it is gathered."""
+    """Return the argument, or the full tensor of a gathered sharded value, for its address in memory."""
     return arg if not isinstance(arg, Sharded) or arg.shard_storage.full is None else arg.shard_storage.full
 
 
 class MemoryRange(NamedTuple):
-    """Bytes of the elements of an argument."""
+    """Addresses of the elements of an argument, to detect arguments that share memory."""
 
     memory: torch.device | int | None  # the number of a sharded value that is not gathered, else a device
     begin: int = 0  # address of the first byte
@@ -310,7 +343,7 @@ class MemoryRange(NamedTuple):
 
 
 def _memory_range(arg: torch.Tensor) -> MemoryRange:
-    """Return the memory of an argument; an empty range if it is not known.
+    """Return the addresses of an argument; an empty range if they are not known.
 
     A sharded value that is not gathered has, with all its views, a separate memory, identified by a number.
     """
@@ -334,7 +367,9 @@ def _argument_at(args: Sequence[Any], source: tuple[int, int | None]) -> Any:
 
 
 def symbol_sources(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | None]]:
-    """Return the input index, and the dim of a tensor, at which each symbol of a global graph is read.
+    """Return the input index, and the dim of a tensor, at which each symbolic length is read in a call.
+
+    The dim is None for a symbol that is itself an input. The graph is in the global view, before it is split.
 
     With inputs="local" a symbol is the length of a rank's shard; the length in the global view is n times that.
     """
@@ -350,7 +385,7 @@ def symbol_sources(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | No
 
 
 def agree_to_read(ranks: Ranks, value: str) -> None:
-    """Announce that all ranks read the same value.
+    """Announce a read of a sharded value, before its gather, and check that all ranks read the same value.
 
     Args:
         ranks: The ranks that have the value in shards.

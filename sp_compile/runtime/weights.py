@@ -55,7 +55,7 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
 
 
 def _is_sharded_over(x: torch.Tensor, ranks: Ranks) -> bool:
-    """Return True if the tensor is a DTensor that is sharded over these ranks."""
+    """Return True for a DTensor that is sharded over these ranks, so that its local values differ."""
     if not isinstance(x, DTensor) or ranks.process_group is None:
         return False
     members = {*dist.get_process_group_ranks(ranks.process_group)}

@@ -250,7 +250,7 @@ def on_one_rank() -> str:
 def test_ranks_take_one_way(ranks: Ranks) -> None:
     for words in ranks.run(2, on_one_rank):
         assert "SP609" in words
-        assert "rank 0: as backend='sp' compiles it\n  rank 1: whole: " in words
+        assert "rank 0: sharded\n  rank 1: not sharded: " in words
         assert "injected" in words
 
 

@@ -200,3 +200,25 @@ def test_shards_match_the_full_sequence(ranks: Ranks, name: str, inputs: int) ->
     lengths = [8, 12, 32] if name == "branch" else [12, 20]
     for outcomes in zip(*ranks.run(2, exact, name, lengths, inputs), strict=True):
         check(outcomes)
+
+
+def own_slice_of_a_batch() -> float:
+    """Pass rows that are a slice of the full batch: a guard compares their strides with their length."""
+
+    def program(x: Tensor) -> Tensor:
+        h = x + nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return nn.functional.rms_norm(h - h.square().mean(2, keepdim=True), (8,))
+
+    mesh = worker.mesh()
+    x = torch.randn(2, 1, 4 * mesh.size(), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = slice(4 * mesh.get_local_rank(), 4 * mesh.get_local_rank() + 4)
+    run = sp(program, mesh=mesh, inputs="local", outputs="local")
+    torch._dynamo.config.assume_static_by_default = False
+    try:
+        return (run(x[:, :, rows]) - program(x)[:, :, rows]).abs().max().item()
+    finally:
+        torch._dynamo.config.assume_static_by_default = True
+
+
+def test_strides_of_shards_are_no_lengths(ranks: Ranks) -> None:
+    assert max(ranks.run(2, own_slice_of_a_batch)) < 1e-12

@@ -70,6 +70,7 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "detached": lambda h, x: (h, h.detach()),
     "pieces": lambda h, x: (*h.split(4, -1), h),
     "pieces alone": lambda h, x: h.chunk(2, -1),
+    "narrowed to the end": lambda h, x: (h.narrow(-1, -5, 5), h[..., 4:]),
     "rows apart": lambda h, x: (h[:, 0], h[:, 1]),
     "copies": lambda h, x: (h, h.clone(), h.contiguous()),
     "reshaped": lambda h, x: (h.reshape(2, -1, 4, 2), h.transpose(1, 2).reshape(2, -1), h.transpose(1, 2).contiguous()),

@@ -22,6 +22,12 @@ def sum_rows(x: Tensor, like: Tensor) -> Tensor:
     return x.unflatten(0, like.shape[:2]).sum(1) + 0.0
 
 
+@torch.library.custom_op("sp_tests::running_mean", mutates_args=())
+def running_mean(x: Tensor) -> Tensor:
+    return x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)[:, None]
+
+
+running_mean.register_fake(torch.empty_like)
 merge_rows.register_fake(lambda x: x.new_empty(x.shape[0] * x.shape[1], x.shape[2]))
 merge_rows.register_autograd(
     lambda ctx, grad: grad.unflatten(0, ctx.rows) * 2,
@@ -38,6 +44,7 @@ sum_rows.register_autograd(
 def rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "RULES", copy.copy(rule.RULES))
     sp_compile.sharding_rule(torch.ops.sp_tests.merge_rows.default, "b s d -> (b s) d")
+    sp_compile.sharding_rule(torch.ops.sp_tests.running_mean.default, "b s d -> b s d", scan="s")
     sp_compile.sharding_rule(torch.ops.sp_tests.sum_rows.default, "(b s) d, b s e -> b d", sum="s", whole="e")
 
 
@@ -63,3 +70,15 @@ def test_an_op_of_the_user_keeps_its_groups_sharded(length: int) -> None:
     report = sp_compile.verify(Model(), ids, sp=2, attention="ulysses")
     assert report.worst < 1e-4
     assert {e.op for e in report.exchanges} == {"shard", "all_to_all", "all_reduce", "reduce_grad"}
+
+
+def test_a_scan_of_the_user_is_gathered() -> None:
+    """A rule declares that rows depend on earlier rows, not how ranks would combine them."""
+
+    def model(x: Tensor) -> Tensor:
+        return torch.ops.sp_tests.running_mean(x.cumsum(1).sin()).cos()
+
+    with torch.no_grad():
+        report = sp_compile.verify(model, torch.randn(2, 7, 4, dtype=torch.float64), sp=2)
+    assert report.worst < 1e-12
+    assert [note.label for note in report.fallbacks] == ["gather"]

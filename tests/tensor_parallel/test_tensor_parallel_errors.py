@@ -106,7 +106,7 @@ def test_gradients_of_results_that_differ(ranks: Pool) -> None:
 
 def failing(where: str) -> str:
     """The last rank fails while it compiles."""
-    name = {"facts": "input_digests", "passes": "fingerprint"}[where]
+    name = {"facts": "input_digests", "passes": "graph_digest"}[where]
     plain = getattr(session, name)
 
     def fail(*args: Any) -> Any:

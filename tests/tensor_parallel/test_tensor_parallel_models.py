@@ -26,7 +26,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "checkpoint and dropout": {"checkpointed": True, "dropout": 0.3},
     "checkpoint, cut loss": {"head": "vocab", "checkpointed": True},
 }
-SCATTERED = {name: "fffssssfssss" if "head" in how and "cut" in name else "s" * 8 for name, how in DECODERS.items()}
+# Offsets of a vocabulary that is split differ between ranks: their programs differ, and no layer is scattered.
+SCATTERED = {name: "" if "head" in how and "cut" in name else "s" * 8 for name, how in DECODERS.items()}
 SCATTERED["attention beside mlp"] = "s" * 6  # forward two a layer, backward one: it reads one norm
 
 
@@ -67,10 +68,10 @@ VARIANTS: dict[str, tuple[Callable[[Split], nn.Module], str | None]] = {
     "lora": (variants.LoRA, None),
     "gate of zeros": (variants.GateOfZeros, "ssss"),
     "equal draws": (variants.EqualParts, "ffff"),  # the embedding is a matrix, too, and might be a part
-    "by rank": (variants.ByRank, "ssss"),
+    "by rank": (variants.ByRank, ""),
     "bias on the first": (variants.BiasOnTheFirst, ""),
-    "uneven": (variants.Uneven, "ssss"),
-    "offset in a buffer": (variants.OffsetInABuffer, "fffssssfssss"),
+    "uneven": (variants.Uneven, ""),
+    "offset in a buffer": (variants.OffsetInABuffer, ""),
 }
 NOT_OF_ONE = ("equal draws", "by rank", "bias on the first", "uneven")
 

@@ -17,7 +17,7 @@ MIN_LINE_LENGTH = 64  # rows of a line, up to which starting the C++ takes longe
 
 
 def fits_aten(problem: ScanProblem) -> bool:
-    """Return True for contiguous rows without segments, and without a total that torch has rounded."""
+    """Return True for scans along the last dim without segments whose total torch does not round."""
     if problem.inner != 1 or problem.segmented:
         return False
     return problem.kind == "extremes" or (problem.kind == "scan" and _is_exact(problem))
@@ -69,7 +69,7 @@ def scan_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
 
 
 def _write_scan(monoid: Monoid, x: Tensor, out: Tensor) -> None:
-    """Write torch's scan of x, in the dtype of out, into out."""
+    """Write torch's inclusive scan of x, in the dtype of out, into out, which may be a view."""
     x = x.to(out.dtype)
     if monoid.has_index:
         monoid.cumulative(x, DIM, out=(out, torch.empty_like(x, dtype=torch.int64)))

@@ -1,9 +1,11 @@
-"""Scan in blocks: few torch operations, each over one row of all blocks. States are pytrees of rows (`generic.py`).
+"""Scan in blocks: few torch operations, each over one row of all blocks.
 
-The tree combines two states at a node. This algorithm combines BLOCK states, one after another: it reduces the blocks,
-scans their totals in the same way, and scans the blocks again, each from the carry of the totals. Over n states that is
-at most 2n(1 + 2/BLOCK) combinations, of which about 2 * BLOCK for each of log_BLOCK(n) levels are sequential. The
-states are read twice and written once.
+States are pytrees of rows; `lift` and `lower` convert operands to states and states to results (`generic.py`).
+
+The tree (`tree.py`) combines two states at a node. This algorithm combines BLOCK_ROWS states, one after another: it
+reduces the blocks, scans their totals in the same way, and scans the blocks again, each from the carry of the totals.
+Over n states, with B = BLOCK_ROWS, that is at most 2n(1 + 2/B) combinations, of which about 2B for each of log_B(n)
+levels are sequential. The states are read twice and written once.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def blocked_inclusive(
 
 
 def combine_all(combine: Combine, states: Any, dim: int, lift: Map = identity) -> Any:
-    """Return the combination of all lifted states: a tree like these, with one row in ``dim``."""
+    """Return the combination of all lifted states, one row in ``dim``, without the results of a scan."""
     n = num_rows(states, dim)
     if n > BLOCK_ROWS:
         combined_rows = n // BLOCK_ROWS * BLOCK_ROWS
@@ -62,7 +64,7 @@ def combine_all(combine: Combine, states: Any, dim: int, lift: Map = identity) -
 
 
 def _block_totals(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
-    """Return the totals of the complete blocks."""
+    """Return the combination of the rows of each block of BLOCK_ROWS rows, except an incomplete last one."""
     full_blocks = num_rows(states, dim) // BLOCK_ROWS * BLOCK_ROWS
     totals = lift(slice_rows(states, dim, 0, full_blocks, BLOCK_ROWS))
     for row in range(1, BLOCK_ROWS):
@@ -71,7 +73,7 @@ def _block_totals(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
 
 
 def _empty_results(like: Any, dim: int, n: int) -> Any:
-    """Return uninitialized results like these, but with n rows."""
+    """Return uninitialized memory for n rows of results like these; the scan copies its rows there."""
 
     def empty(leaf: Tensor) -> Tensor:
         """Return an uninitialized tensor with n rows."""

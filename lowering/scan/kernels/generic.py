@@ -1,9 +1,11 @@
-"""Build the four kernels of the lowering table from any inclusive scan of states (`blocked.py`, for example).
+"""Build the kernels of the lowering table from any inclusive scan of states, such as `blocked.py`.
 
 x is (outer, length, inner); starts is None or bool (outer|1, length, inner|1). All are contiguous, and every size may
 be 0. Results are contiguous, and no views of operands or of each other.
 
-Rows of states are pytrees of tensors that have one size in a common dim.
+A state is what a combine function combines: the sum of some rows, or the affine map of a recurrence. Rows of states are
+pytrees of tensors that have one size in a common dim. `lift` converts rows of operands to states in the wider dtype in
+which they are combined, `lower` converts states to the results. Starts mark rows at which a segment begins.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class GenericKernels:
         return factor[:, 0].clone(), state[:, 0].clone()
 
     def _scan(self, combine: Combine, values: Any, starts: Tensor | None, lift: Map, lower: Map) -> tuple[Any, Any]:
-        """Return `self.inclusive` of the values, with segments unless starts is None."""
+        """Return results and the last state of `self.inclusive`, with segments unless starts is None."""
         if starts is None:
             return self.inclusive(combine, values, DIM, lift, lower)
 
@@ -121,25 +123,27 @@ class GenericKernels:
 
 
 def _cast_to(dtype: torch.dtype) -> Map:
+    """Return a `lift` or a `lower` that casts all tensors of a pytree."""
     return lambda states: pytree.tree_map(lambda leaf: leaf.to(dtype), states)
 
 
 def identity(states: Any) -> Any:
-    """Return the states."""
+    """Return the states unchanged, as a `lift` or a `lower` that converts nothing."""
     return states
 
 
 def _orient(reverse: bool, *tensors: Any) -> tuple[Any, ...]:
-    """Return the tensors, flipped along their rows if reverse. A second call undoes it."""
+    """Return the tensors with rows in scan order: flipped if reverse. A second call undoes it."""
     return tuple(x if x is None or not reverse else x.flip(DIM) for x in tensors)
 
 
 def _copy_if_operand(result: Tensor, operand: Tensor) -> Tensor:
-    """Return a copy if the result is the operand, as the scan of one row may be."""
+    """Return a copy if the result is the operand, as of one row: operators return no views of operands."""
     return result.clone() if result.data_ptr() == operand.data_ptr() else result
 
 
 def _constant_row(x: Tensor, value: float, dtype: torch.dtype) -> Tensor:
+    """Return one row of a value in the shape of a row of x, such as the result before the first row."""
     return x.new_full((x.shape[0], 1, x.shape[2]), value, dtype=dtype)
 
 

@@ -1,10 +1,7 @@
 // Scans of contiguous (outer, length, inner) tensors in one pass over memory, for GCC and Clang.
-//
-// native.py defines before this file: MACHINE, a class below with the operation, such as Scan<float, Add>; IN and OUT,
-// the element types of the operands and the result.
-//
-// A chain is the rows of one (outer, inner) pair. Adjacent chains are scanned together, row after row, their states in
-// registers; where inner is 1, a chain is scanned vector by vector. N is a number of lanes, V a vector type.
+// native.py defines before this file: MACHINE, such as Scan<float, Add>; IN and OUT, the types of operands and result.
+// A chain is the rows of one (outer, inner) pair. Adjacent chains are scanned together; where inner is 1, a chain is
+// scanned vector by vector. N is a number of lanes, V a vector type.
 
 #include <algorithm>
 #include <cstdint>
@@ -40,7 +37,6 @@ using Bits = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;
 template <class F, int... i>
 INLINE void each(F f, std::integer_sequence<int, i...>) { (f(std::integral_constant<int, i>{}), ...); }
 template <int N, class F> INLINE void each(F f) { each(f, std::make_integer_sequence<int, N>{}); }
-
 template <int N>
 INLINE Vec<float, N> widen(Vec<int32_t, N> bits, BFloat) { return (Vec<float, N>)(bits << 16); }
 // The product scales halves to the exponents of floats, subnormal ones too.
@@ -137,10 +133,9 @@ INLINE V log1p_of_positive(V x) {
   return exponent * 0x1.62e42fee00000p-1 - ((half - (s * (half + sum * z) + low)) - f);
 }
 
-// ---- Machines, the operations. A state has `planes` vectors; where chains are scanned row after row, the first
-// `carried` suffice. `lift` makes the state of one element, from x and b of a row; `join` combines s with `left`, the
-// state of the elements before. The result is the `value` of the state after an element or, if the scan is exclusive or
-// lagged, `before` of the state before it.
+// ---- Machines, the operations. A state has `planes` vectors, of which scans row after row use `carried`. `lift` makes
+// the state of one element, x and b of a row; `join` combines s with `left`, the state before it. The result is `value`
+// of the state after an element or, if the scan is exclusive or lagged, `before` of the state before it.
 
 struct Add { template <class V> static INLINE V combine(V a, V b) { return a + b; } };
 struct Multiply { template <class V> static INLINE V combine(V a, V b) { return a * b; } };
@@ -159,8 +154,7 @@ struct Machine {
   template <class V> static INLINE void lift(V* s, V x, V, V) { s[0] = x; }
   template <class V> static INLINE V value(const V* s) { return s[0]; }
   template <class V> static INLINE V before(const V* s, V) { return s[0]; }
-  // Whether no lane of x changes the state s.
-  template <class V> static INLINE bool is_same(const V*, V) { return false; }
+  template <class V> static INLINE bool is_same(const V*, V) { return false; }  // no lane of x changes the state s
 };
 
 template <class C, class Op>

@@ -59,7 +59,7 @@ def fits_native(problem: ScanProblem) -> bool:
 
 
 def _compute_dtype(problem: ScanProblem) -> torch.dtype | None:
-    """Return the dtype to compute in; None if there is no kernel."""
+    """Return the dtype of the states, in which C++ computes; None if there is no kernel of the problem."""
     floats = problem.result.is_floating_point
     if problem.op in ("max", "min"):
         # Every value of the dtype, and every index, is exact in it.
@@ -83,7 +83,7 @@ def _cpp_machine(problem: ScanProblem) -> str:
 
 
 def _native_kernel(problem: ScanProblem, dtype: torch.dtype) -> Callable[[bytes], None] | None:
-    """Return the function of a packed problem, with operands of `dtype`."""
+    """Return the C++ function, which takes the struct Problem as bytes; None if it does not compile."""
     with _compile_lock:
         return _compile(_cpp_machine(problem), CPP_TYPES[dtype], CPP_TYPES[problem.result])
 
@@ -142,6 +142,7 @@ def _kernel_dtype(dtype: torch.dtype, result: torch.dtype) -> torch.dtype:
 
 
 def _promote(a: Tensor, b: Tensor) -> Pair:
+    """Return both operands of a recurrence in their common dtype: a library has one type of operands."""
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
 

@@ -48,11 +48,11 @@ _BIAS_OPS: dict[Any, Callable[..., Any]] = {
 
 @dataclass
 class BiasElement:
-    """Term added to a score by a bias."""
+    """Element of a bias: the term that it adds to the score of a query and a key."""
 
     value: sympy.Expr  # term, where attention is allowed
     allowed: Boolean = sympy.true  # condition for attention
-    finite: bool = False  # masked scores get a large negative number, not -inf
+    finite: bool = False  # True if masked scores get a large negative number, not -inf
 
 
 class BiasReader:
@@ -100,7 +100,7 @@ class BiasReader:
         return self._computed_element(node, exact_coords)
 
     def _position_element(self, node: Node, coords: Coords) -> BiasElement:
-        """Return an integer that the positions determine, or zeros and fills."""
+        """Return the element of a value that positions determine: an integer, or zeros and fills (a mask)."""
         cases = as_cases(self.positions.at(node, coords))
         if len(cases) == 1 and cases[0][1].is_integer:
             value = cases[0][1]
@@ -123,7 +123,7 @@ class BiasReader:
         return all(is_same_size(n, 1) or (c == HEAD_INDEX and is_same_size(n, num_heads)) for c, n in extents)
 
     def _head_element(self, node: Node) -> sympy.Expr:
-        """Return the symbol of a per-head value, which is added to `heads`."""
+        """Return the symbol head0, head1, ... of a per-head value, which is added to `heads`."""
         if carries_gradient(node):
             raise NotSymbolic("may need a gradient, which an expression does not support", node)
         if node not in self.heads:
@@ -169,7 +169,7 @@ class BiasReader:
         return BiasElement(x.value + alpha * y.value, And(x.allowed, y.allowed), x.finite or y.finite)
 
     def _select(self, mask: Node, coords: Coords, yes: BiasElement, no: BiasElement, node: Node) -> BiasElement:
-        """Return the element of where(mask, yes, no), one of which is a fill: the other one, under a condition."""
+        """Return the element of where(mask, yes, no): the one that is no fill, allowed where it is selected."""
         condition = as_truth(self.positions.operand(mask, coords))
         for fill, term, allowed in ((yes, no, Not(condition)), (no, yes, condition)):
             if self._is_fill(fill.value):
@@ -178,7 +178,7 @@ class BiasReader:
 
 
 def _apply_op(op: Any, operands: list[BiasElement], node: Node) -> BiasElement:
-    """Return the element of an op of `_BIAS_OPS`. Raises NotSymbolic for fills, and where an expression may round."""
+    """Return the element of an op of `_BIAS_OPS`. Raises NotSymbolic for fills and rounded expressions."""
     if any(x.allowed != sympy.true for x in operands):
         raise NotSymbolic("computes with fills", node)
     if op is aten.div and operands[1].value.has(QUERY_INDEX, KEY_INDEX):
@@ -190,7 +190,10 @@ def _apply_op(op: Any, operands: list[BiasElement], node: Node) -> BiasElement:
 
 
 def _may_round(term: sympy.Expr) -> bool:
-    """Return True if a position is scaled by a fraction whose denominator is not a power of two."""
+    """Return True if a position is scaled by a fraction with another denominator than a power of two.
+
+    The scaled term and the scaled sum that it belongs to are then rounded differently.
+    """
     factor, position = term.as_coeff_Mul()
     return position in (QUERY_INDEX, KEY_INDEX) and int(factor.q).bit_count() != 1
 

@@ -8,6 +8,10 @@
 
     p = softmax(cat([s, sinks], -1), -1)[.., :-1] ->  sp.masked_attention(q, k, v, ..., attn_mask=mask, sinks=sinks)
 
+The *weights* are the probabilities after casts and dropout. *Leading dims* precede queries and keys; an *order* lists
+the dims of a value as (leading dims, queries, keys). A *fill* is the number that masked scores get. A *gate* is a
+tensor that multiplies the scores, such as a mask of 0 and 1 (`scores.py`).
+
 Scores may be transposed, matmul(k, q.mT) with a softmax along -2, or have permuted dims. A query without any key gets
 zeros, as with torch's op and with nan_to_num of a softmax. A scale on q or k remains there, with scale=1. A tensor that
 scales the scores scales q instead. Dropout draws other random numbers than the eager form. `sinks.py` describes sinks
@@ -45,7 +49,7 @@ from .lse_sinks import match_lse_sinks
 from .parse_masks import has_key_per_query, keeps_a_key, parse_bias, try_parse_mask
 from .score_functions import SCORE, register_expression
 from .scores import ScoreChain, is_between_products, is_neutral_op, match_scores, order_before, scores_refusal
-from .sinks import SinkValue, SoftmaxSource, match_readers
+from .sinks import SinkValue, SoftmaxSource, match_softmax_source
 from .softmaxes import SoftmaxMatch, match_softmax
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -53,7 +57,7 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @dataclass
 class WeightChain:
-    """Ops between the softmax and the product with the values."""
+    """Ops from the softmax to the product with the values, as far as they match."""
 
     chain: list[Node] = field(default_factory=list)  # the ops, in graph order
     dropout: float = 0.0  # probability of the dropout among them
@@ -114,7 +118,7 @@ class FuseEagerAttention(CanonicalPass):
         scores, sinks, last, operands = attention.scores, attention.sinks, attention.last, attention.operands
         # q, k and v have the leading dims (batch, heads) of the masks or sinks, if they are grouped differently.
         value_leading, order = operands[2].shape[:-2], attention.values.order
-        leading = value_leading if scores.masked is None else scores.masked[:-2]
+        leading = value_leading if scores.masked_shape is None else scores.masked_shape[:-2]
         leading = leading if sinks is None else sinks.batch_and_heads
         shape = (*leading, operands[0].shape[-2], operands[1].shape[-2])
         # Sinks without fills keep some weight in every row, so that fills remove all weight of their keys.
@@ -134,7 +138,7 @@ class FuseEagerAttention(CanonicalPass):
         return self.compute(aten.permute.default, (out, inverse_permutation(order)), last)
 
     def _emit_op(self, attention: EagerAttention, qkv: Sequence[Node], mask: Node | None) -> Node:
-        """Emit torch's op, or sp.masked_attention if there are sinks or a score function."""
+        """Emit torch's op on q, k, v and the mask, or sp.masked_attention for sinks or a score function."""
         scores, sinks, like = attention.scores, attention.sinks, attention.last
         if sinks is None and scores.score == SCORE:
             args: tuple[Any, ...] = (*qkv, mask, attention.dropout)
@@ -150,7 +154,7 @@ class FuseEagerAttention(CanonicalPass):
     def _emit_mask(
         self, scores: ScoreChain, shape: tuple[Size, ...], dtype: torch.dtype, absorbs_fills: bool, like: Node
     ) -> tuple[Node | None, bool]:
-        """Emit the mask of biases and fills.
+        """Emit the mask that combines biases and fills, as attention ops take it.
 
         Args:
             scores: The scores.
@@ -226,7 +230,7 @@ class FuseEagerAttention(CanonicalPass):
 
 
 def _softmax_refusal(softmax: SoftmaxMatch) -> str | None:
-    """Return the reason why a softmax is not one of an attention, or None."""
+    """Return a reason why a softmax is not that of an attention, before its operands are matched, or None."""
     ndim = softmax.source.meta["val"].ndim
     if softmax.refusal is not None:
         return softmax.refusal
@@ -240,7 +244,7 @@ def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
     # Backward from the softmax: its log-sum-exp, sinks, then the scores down to the product of queries and keys.
     x, keys_dim = softmax.source, softmax.dim
     lse = _match_lse(x, softmax.result) if keys_dim == x.meta["val"].ndim - 1 else None
-    source = match_readers(x, keys_dim, *([lse] if lse is not None else []), *softmax.readers)
+    source = match_softmax_source(x, keys_dim, *([lse] if lse is not None else []), *softmax.readers)
     scores = match_scores(source.scores, keys_dim, *source.readers)
     if scores is None:
         return scores_refusal(source.scores)
@@ -272,7 +276,7 @@ def _match_attention(softmax: SoftmaxMatch) -> EagerAttention | str:
 
 
 def _match_weights(softmax: Node, source: SoftmaxSource, order: tuple[int, ...]) -> WeightChain:
-    """Match the ops from the softmax to the product with the values.
+    """Match the ops from the softmax to the product with the values, one reader after the other.
 
     Args:
         softmax: The probabilities.
@@ -303,14 +307,17 @@ def _match_weights(softmax: Node, source: SoftmaxSource, order: tuple[int, ...])
 
 
 def _keeps_weights(user: Node, weights: Node) -> bool:
-    """Return True for an identity of the weights. For a row without keys softmax gives NaN, torch's op 0."""
+    """Return True if an op keeps the weights: x * 1, x + 0, ..., or nan_to_num to 0.
+
+    For a query without keys, a softmax gives NaN and torch's attention 0.
+    """
     if user.target is aten.nan_to_num.default:
         return OpCall(user)["nan"] in (None, 0)
     return is_neutral_op(user) and user.args[0] is weights
 
 
 def _match_values_product(product: ProductMatch, weights: Node, order: tuple[int, ...]) -> ProductMatch | None:
-    """Return the product if the weights are its left operand, in order and only once."""
+    """Return the product of weights and values with the weights on the left and in order, else None."""
     for candidate in (product, transpose_product(product)):
         left, right = candidate.left, candidate.right
         if left.node is weights and left.order == order and right.node is not weights:
@@ -347,25 +354,25 @@ def _attention_operands(scores: ProductMatch, values: ProductMatch, chain: list[
 
 
 def _has_sink_per_head(sinks: SinkValue | None, source: SoftmaxSource, scores: ScoreChain) -> bool:
-    """Return True if there are no sinks or they belong to the heads of the scores."""
+    """Return True if there are no sinks, or one per head that masks and biases agree with."""
     if sinks is None:
         return source.sinks is None
     masks = [mask for mask, _ in scores.biases] + [condition for condition, *_ in scores.fills]
     masks += [scores.gate] if scores.gate is not None else []
     if sinks.groups and any(not is_same_size(size_product(mask.shape[:-2]), 1) for mask in masks):
         return False
-    return scores.masked is None or is_same_shape(scores.masked[:-2], sinks.leading)
+    return scores.masked_shape is None or is_same_shape(scores.masked_shape[:-2], sinks.leading)
 
 
 def _has_known_fills(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) -> bool:
-    """Return True if the fills of a bias are known and every query attends to some key."""
+    """Return True if a bias with fills is equivalent as a mask: it has a known form, or keeps a key per query."""
     if keeps_a_key(bias, shape) or try_parse_mask(bias, shape) is not None:
         return True
     return parse_bias(bias, shape, dtype) is not None
 
 
 def _match_lse(scores: Any, softmax: Node) -> Node | None:
-    """Return the log-sum-exp of the softmax input along its last dim if nothing else reads that input."""
+    """Return the log-sum-exp of the scores if only it and the softmax read them (for sinks), else None."""
     readers = [n for n in scores.users if n is not softmax] if is_tensor(scores) else []
     if len(readers) != 1 or readers[0].target is not aten.logsumexp.default:
         return None
@@ -374,7 +381,7 @@ def _match_lse(scores: Any, softmax: Node) -> Node | None:
 
 
 def _uncast_operand(operand: ProductOperand, dtype: torch.dtype) -> ProductOperand | None:
-    """Return the operand in the dtype, without its cast to a wider one; None if it has another dtype."""
+    """Return q or k in the dtype of v, without a cast to a wider one; None if it has another dtype."""
     if operand.node.meta["val"].dtype == dtype:
         return operand
     cast = value_origin(operand.node)

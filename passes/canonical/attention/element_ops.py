@@ -1,7 +1,10 @@
 """Define the elements of ATen ops (see elements.py): creation, movement, arithmetic, selection.
 
-A handler is a function (reader, call, coords) that returns the element of the call's result at the coordinates.
-Omitted: ops that round, draw random numbers, sort or reduce. Their results become leaves or remain data.
+A *handler* is a function (reader, call, coords) that returns the element of the call's result at the coordinates: a
+condition, or cases of numbers, pairs (condition, number). `ElementReader` calls it for the ops with its names.
+`reader.at` and `reader.operand` return elements of operands, and `reader.box` proves relations between indices.
+Handlers raise `NotSymbolic`, with a reason for the report, if no expression is exact. Omitted: ops that round, draw
+random numbers, sort or reduce. Their results become leaves or remain data.
 """
 
 from __future__ import annotations
@@ -99,14 +102,14 @@ def _cat_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element
 
 @element_handler("stack")
 def _stack_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the element of the operand that the coordinate counts."""
+    """Return the element of operand number i, where i is the coordinate along the new dim."""
     dim = int(call["dim"]) % len(coords)
     pieces = [reader.at(x, (*coords[:dim], *coords[dim + 1 :])) for x in call.operands]
     return _first_match([(reader.box.at_least_zero(i - coords[dim]), piece) for i, piece in enumerate(pieces)])
 
 
 def _joined_element(reader: ElementReader, parts: list[Any], coords: Coords, dim: int) -> Element:
-    """Return the element of tensors joined along `dim`; parts that the coordinate cannot reach are not read."""
+    """Return the element of tensors joined along `dim`, without the parts that the coordinate cannot reach."""
     start: Size = 0
     pieces: list[tuple[Any, Element]] = []
     for part in parts:
@@ -121,7 +124,7 @@ def _joined_element(reader: ElementReader, parts: list[Any], coords: Coords, dim
 
 
 def _first_match(pieces: list[tuple[Any, Element]]) -> Element:
-    """Return the element of the first condition that holds, for pairs (condition, element); the last is the default."""
+    """Return the element of the first pair (condition, element) whose condition holds, else the last one."""
     if not pieces:
         raise NotSymbolic("is read after its last piece")
     value = pieces[-1][1]
@@ -218,7 +221,7 @@ _pointwise_element(sympy.Min, "minimum")
 
 @element_handler("floor_divide", "div", "remainder")
 def _divide_element(reader: ElementReader, call: OpCall, coords: Coords) -> Element:
-    """Return the floor of a quotient of integers, or its remainder, for positive constant divisors."""
+    """Return the rounded quotient of integers, or the remainder, for positive constant divisors."""
     a, b = _operands(reader, call, coords)
     name, rounding = schema_of(call.node.target).name, call.get("rounding_mode")
     if call.node.meta["val"].dtype.is_floating_point or not all(v.is_Integer and v > 0 for _, v in as_cases(b)):
@@ -248,7 +251,7 @@ def _compare_element(compare: Compare, *names: str) -> None:
 
 
 def _difference(x: sympy.Expr, y: sympy.Expr) -> sympy.Expr:
-    """Return x - y, or its sign if a number is infinite."""
+    """Return x - y to be compared with 0, or its sign if a number is infinite."""
     if not x.is_infinite and not y.is_infinite:
         return x - y
     if x == y:

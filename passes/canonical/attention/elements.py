@@ -3,13 +3,14 @@
     arange(S)[:, None] >= arange(S)     at (q, k):     k <= q
     padding[:, None, None]              at (b, h, q, k): leaf0(b, k) != 0
 
-An element is a condition (of a bool tensor), or *cases*: pairs (condition, number) of which exactly one holds. Nothing
-is executed: `ElementReader.at` derives the element of an op from the elements of its operands, by the handlers of
-`element_ops.py` or by the op's rule. A value without either is a *leaf*, a function of its coordinates, if it has an
-integer or bool dtype and is indexed by a query or a key. Floats are supported only if they are exact: integers and
-infinities, never values whose rounding could matter.
+The *element* of a tensor at *coordinates*, one expression per dim, is a condition (of a bool tensor), or *cases*: pairs
+(condition, number) of which exactly one holds. Nothing is executed: `ElementReader.at` derives the element of an op
+from the elements of its operands, by the handlers of `element_ops.py` or by the op's rule. A value without either is a
+*leaf*, a function of its coordinates, if it has an integer or bool dtype and is indexed by a query or a key. Floats are
+supported only if they are exact: integers and infinities, never values whose rounding could matter.
 
-Readers raise `NotSymbolic` at any depth if an element has no expression. The passes catch it, leave the tensor in the
+The indices b, h, q and k count batch entries, heads, queries and keys; expressions are over these. Readers raise
+`NotSymbolic` at any depth if an element has no expression. The passes catch it, leave the tensor in the
 graph, and report the reason.
 """
 
@@ -54,7 +55,7 @@ class NotSymbolic(Exception):
         self.node = node
 
     def of(self, node: Node) -> NotSymbolic:
-        """Return the same error for `node`, unless it has a node already."""
+        """Return the same error for `node`, unless it names a node already, so that the innermost one is reported."""
         return self if self.node is not None else NotSymbolic(str(self), node)
 
 
@@ -100,7 +101,7 @@ class ElementReader:
         return self._elements[key]
 
     def _element(self, node: Node, coords: Coords) -> Element:
-        """Return the element that the op computes, a constant, or a leaf."""
+        """Return the element that the op computes, or else a constant or a leaf; `at` caches it."""
         op_error: NotSymbolic | None = None
         try:
             computed = self._computed_element(node, coords)
@@ -152,7 +153,10 @@ class ElementReader:
         return Ne(element, 0) if value.dtype == torch.bool else ((sympy.true, element),)
 
     def _index(self, coord: sympy.Expr, extent: Any) -> sympy.Symbol | None:
-        """Return the index that a coordinate of a dim of this extent runs over, or None if it is constant."""
+        """Return the index that a coordinate of a leaf runs over, or None if the coordinate is constant.
+
+        Raises NotSymbolic if it may be outside of the extent of its dim.
+        """
         error = NotSymbolic(f"is read at {coord} of {extent}, which is not the index of a query, a key or a batch")
         for index in (QUERY_INDEX, KEY_INDEX):
             if coord.has(index):
@@ -173,7 +177,7 @@ class ElementReader:
         return self.at(x, tuple(0 if s == 1 else c for s, c in zip(shape, coords[len(coords) - len(shape) :])))
 
     def integer(self, value: Element) -> sympy.Expr:
-        """Return the value as one integer expression. Raises NotSymbolic."""
+        """Return an element as one integer expression. Raises NotSymbolic if it has cases or is no integer."""
         cases = as_cases(value)
         if len(cases) != 1 or not cases[0][1].is_integer:
             raise NotSymbolic("has an operand that is not an integer, or an integer with cases")
@@ -198,7 +202,7 @@ def as_number(x: Any) -> Element:
 
 
 def as_cases(value: Element) -> Cases:
-    """Return a number as cases; bools become 1 and 0."""
+    """Return an element as cases of numbers; a condition becomes 1 and 0."""
     if isinstance(value, tuple):
         return value
     cases = ((value, sympy.Integer(1)), (Not(value), sympy.Integer(0)))
@@ -206,14 +210,14 @@ def as_cases(value: Element) -> Cases:
 
 
 def as_truth(value: Element) -> Boolean:
-    """Return a bool; numbers are true unless they are 0."""
+    """Return an element as a condition; numbers are true unless they are 0."""
     if not isinstance(value, tuple):
         return value
     return Or(*(And(condition, Ne(v, 0)) for condition, v in value))
 
 
 def cast_element(value: Element, dtype: torch.dtype) -> Element:
-    """Return the value in another dtype. Raises NotSymbolic if the cast could round or wrap."""
+    """Return an element in another dtype. Raises NotSymbolic if the cast could round or wrap."""
     if dtype == torch.bool:
         return as_truth(value)
     cases = as_cases(value)
@@ -249,7 +253,7 @@ def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:
 
 
 def _fixed_indices(condition: Boolean) -> dict[sympy.Symbol, int]:
-    """Return the indices that the condition fixes to one value, as q < 1 does."""
+    """Return the indices that a condition fixes to one value, as q < 1 does, to simplify the result under it."""
     return {i: 0 for i in INDICES if any(term == (i < 1) for term in And.make_args(condition))}
 
 

@@ -7,6 +7,9 @@ The replacement transposes to (B, H, S, D). Varlen functions are rewritten as to
 by name, `_flash_attn_forward` and `_flash_attn_varlen_forward` in any namespace, as the package and its builds on hubs
 register them. Arguments are matched by name, too: FlashAttention-3 passes the ends of documents to the first kernel.
 
+An autograd.Function is one call in the graph, with its forward and backward as *bodies*, which are graphs. A *bare
+kernel* is called outside of a Function.
+
 The forward of the Function is inlined, with attention in place of its kernel. Its other ops only move, pad and slice,
 and its backward is one kernel, the derivative. Causal masks and windows are aligned to the last query and the last key.
 Bytes moved: none. Unchanged, with a note: other Functions around these kernels (hand-written rings, readers of the
@@ -96,7 +99,15 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         return True
 
     def _inline_forward(self, body: GraphModule, operands: Sequence[Any], kernel: Node, index: int, like: Node) -> Node:
-        """Inline the forward of a Function and return its result with this index."""
+        """Inline the forward of a Function, with attention in place of its kernel, and return one result.
+
+        Args:
+            body: The forward.
+            operands: The operands of the Function.
+            kernel: The kernel in the body.
+            index: The index of the result.
+            like: The node whose metadata new nodes copy.
+        """
         needed = _ancestors(_result_at(body.graph.output_node().args[0], index))
 
         def inline_node(node: Node, values: Mapping[Node, Any]) -> Any:
@@ -163,7 +174,7 @@ def _kernel_name(node: Node) -> str:
 
 
 def _kernel_arguments(kernel: Node) -> Mapping[str, Any]:
-    """Return all arguments of a kernel by name."""
+    """Return all arguments of a kernel by name, with the defaults of the others."""
     return OpCall(kernel).args
 
 
@@ -173,7 +184,7 @@ def _document_ends(args: Mapping[str, Any]) -> list[Any]:
 
 
 def _kernel_refusal(kernel: Node) -> str | None:
-    """Return the reason why the kernel is not supported, or None."""
+    """Return the reason why attention cannot replace a kernel with these arguments, or None."""
     args = _kernel_arguments(kernel)
     q_ends, k_ends = _document_ends(args)
     if (q_ends is None) != (k_ends is None):
@@ -192,7 +203,7 @@ def _kernel_refusal(kernel: Node) -> str | None:
 
 
 def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], read: Collection[int]) -> str | None:
-    """Return a reason if a Function is more than one kernel and its derivative.
+    """Return the reason why a Function is not one kernel and its derivative, or None if it is.
 
     Args:
         kernels: The forward kernels.
@@ -228,11 +239,11 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
 
 
 def _result_at(output: Any, index: int) -> Any:
-    """Return a result of the forward of a Function; torch 2.11 returns all values of the body, the results last."""
+    """Return one result of the forward of a Function; torch 2.11 also returns all values of the body."""
     results = output[0]
     return results[index] if isinstance(results, tuple | list) else results
 
 
 def _ancestors(node: Node) -> set[Node]:
-    """Return the node and everything that it is computed from."""
+    """Return the node and all nodes of its graph that it is computed from."""
     return reachable_set([node], lambda n: n.all_input_nodes)

@@ -9,6 +9,10 @@ tables of a BlockMask follow from its mask_mod, so unused tables are never built
 kernels and are ignored. A score_mod, and masks without a predicate (per-head masks, tables of pairs), become a score
 function (`score_functions.py`). Bytes moved: none.
 
+A *body* is the graph of a mask_mod or score_mod. A *pair* is a query and a key. A mask_mod is split into *conditions*,
+all of which must hold; each becomes part of the predicate or of the score function. A *fill* is a large negative finite
+number in place of -inf.
+
 Unchanged, with torch's op on gathered q, k and v: functions that read more than one pair, readers of the maximum score,
 and block tables without a mask_mod. Readers of the log-sum-exp may be sinks (`lse_sinks.py`); else it is appended to
 each row of the result.
@@ -107,7 +111,7 @@ class RewriteFlexAttention(RewriteMasks):
         return reason is None
 
     def _parse_conditions(self, node: Node) -> tuple[AttentionMask, list[GraphModule]]:
-        """Return the predicates of the mask_mod, and the conditions without a predicate."""
+        """Return the mask of the conditions that have a predicate, and the bodies of the other conditions."""
         body, masks, other_conditions = _FlexCall(*node.args).mask_body, list[AttentionMask](), list[GraphModule]()
         try:
             return self._parse_mask_body(node, body), []
@@ -121,20 +125,26 @@ class RewriteFlexAttention(RewriteMasks):
         return intersect_masks(masks, _scores_shape(node)), other_conditions
 
     def _write_score(self, node: Node, conditions: list[GraphModule]) -> ScoreOperands:
-        """Return the score modification, -inf where a condition fails. Raises NotSymbolic or SpError."""
+        """Return the score function of the score_mod, -inf where a condition without a predicate fails.
+
+        Raises NotSymbolic or SpError if there is none.
+        """
         # Sinks take their share of a row's weights; fills take none.
         is_fill = self._may_contain_fills if _match_sinks(node) is None else None
         call = _FlexCall(*node.args)
         return write_score(call.score_body, call.score_captured, conditions, call.mask_captured, self, node, is_fill)
 
     def _may_contain_fills(self, value: Node) -> bool:
-        """Return True if a value that a score function reads may contain fills."""
+        """Return True if a value that a score function reads may contain fills; those nodes are found once."""
         if self._nodes_with_fills is None:
             self._nodes_with_fills = fill_nodes(self.graph.owning_module)
         return value.meta["val"].is_floating_point() and value in self._nodes_with_fills
 
     def _replace_call(self, node: Node, mask: AttentionMask, conditions: list[GraphModule]) -> None:
-        """Replace the call. Raises NotSymbolic or SpError and leaves the graph unchanged."""
+        """Replace a call by attention with a mask and a score function for the other conditions.
+
+        Raises NotSymbolic or SpError, and leaves the graph unchanged, if no predicate describes the mask.
+        """
         q, k, v, *_ = node.args
         sink_attention, results = _match_sinks(node), read_results(node)
         query_heads, key_heads = (node_shape(x)[1] for x in (q, k))
@@ -199,7 +209,7 @@ class RewriteFlexAttention(RewriteMasks):
         return self.share_mask((body.code, *captured, shape), parse)
 
     def _refusal(self, node: Node) -> str | None:
-        """Return a reason against the rewrite that needs no analysis of the mask."""
+        """Return a reason against the rewrite that needs no analysis of the mask, or None."""
         call = _FlexCall(*node.args)
         qkv = (call.q, call.k, call.v)
         if 2 in read_results(node):
@@ -213,7 +223,7 @@ class RewriteFlexAttention(RewriteMasks):
         return None
 
     def _inline_body(self, body: GraphModule, operands: list[Any], like: Node) -> Node:
-        """Inline the body of b, h, q, k and captured values for all indices: a tensor of four dims."""
+        """Emit the result of a mask body for all indices b, h, q and k at once: a tensor (B, H, Q, K) to parse."""
         function: Any = body
         for dim in reversed(range(4)):
             function = torch.vmap(function, in_dims=tuple(0 if i == dim else None for i in range(len(operands))))
@@ -225,7 +235,7 @@ class RewriteFlexAttention(RewriteMasks):
 
 
 def _match_sinks(node: Node) -> SinkAttention | None:
-    """Return the attention with sinks if only sinks read the log-sum-exp (base 2 in torch's op)."""
+    """Return the attention with sinks if only sinks read the log-sum-exp (base 2 in torch's op), else None."""
     results = read_results(node)
     (natural_lse,) = results[1].users if set(results) == {0, 1} and len(results[1].users) == 1 else (None,)
     if natural_lse is None or natural_lse.target is not aten.mul.Tensor:
@@ -237,7 +247,7 @@ def _match_sinks(node: Node) -> SinkAttention | None:
 
 
 def _scores_shape(node: Node) -> tuple[Size, ...]:
-    """Return (B, H, Q, K)."""
+    """Return the shape (B, H, Q, K) of the scores of a flex_attention call."""
     q, k = node.args[:2]
     return (*node_shape(q)[:3], node_shape(k)[2])
 
@@ -250,7 +260,7 @@ def _graph_body(ref: Node) -> GraphModule:
 
 
 def _inline_numbers(body: GraphModule) -> None:
-    """Replace tensors that a trace created for numbers by numbers, in place: documents[0] looks up row tensor(0)."""
+    """Replace constant 0-dim tensors of a body by aten.full, in place, as documents[0] reads row tensor(0)."""
     for node in body.graph.find_nodes(op="get_attr"):
         constant = operator.attrgetter(node.target)(body)
         if isinstance(constant, torch.Tensor) and not constant.ndim and not isinstance(constant, FakeTensor):

@@ -5,8 +5,9 @@
     k = reshape(permute(expand(unsqueeze(k, 2))))   OpenAI's GPT-OSS, (S, H, r, D) originally
     sdpa(q, k, v)                           ->      sdpa(q, k0, v0, enable_gqa=True) on the Hkv heads themselves
 
-An exchange before the attention then sends Hkv heads instead of H. Bytes moved: none. Unchanged: keys and values
-repeated differently, and tilings (`repeat`), which pair other heads.
+Here H is the number of query heads, a multiple r of the Hkv heads of keys and values. *Tiled* heads are repeated as a
+list, h0, h1, h0, h1. An exchange before the attention then sends Hkv heads instead of H. Bytes moved: none. Unchanged:
+keys and values repeated differently, and tiled heads (`repeat`), which are paired with other query heads.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class GroupKeyHeads(CanonicalPass):
         return changes
 
     def _group(self, node: Node) -> bool:
-        """Set enable_gqa and the heads before the repetition in an attention; return False if there is none."""
+        """Let an attention read the heads before the repetition, with enable_gqa; return False if none is found."""
         call = OpCall(node)
         if call["enable_gqa"] or call.ndim() != 4:
             return False
@@ -64,7 +65,7 @@ class GroupKeyHeads(CanonicalPass):
         return True
 
     def _undo_repeat(self, node: Node) -> Node | None:
-        """Emit the heads of one sequence before each of them was repeated, from any order of dims.
+        """Emit the heads of one sequence before a program repeated each of them, from any order of its dims.
 
         The node is reshape(permute(expand(x))): x has a dim of size 1 that is expanded and moved after the heads. The
         result is (1, heads, S, D), or None for any other node.
@@ -117,7 +118,7 @@ def _unrepeated_heads(node: Node) -> Node | None:
 
 
 def _is_tiled(node: Node) -> bool:
-    """Return True for repeat(x) that repeats the list of several heads: h0, h1, h0, h1."""
+    """Return True for tiled heads, which cannot be grouped, so that the caller reports them."""
     node = value_origin(node)
     if node.target is not aten.repeat.default or node.meta["val"].ndim != 4:
         return False

@@ -5,7 +5,8 @@
     out * exp(lse - logsumexp(cat([lse, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], -1), -1, keepdim=True))
                                                                                     transformers, with flex_attention
 
-The factor of `out` is the share of a row's weights that its keys have; the sink has the other share. Unchanged:
+A *sink* is a learned logit of a head, which takes a share of the weights of a row (one query) and has no value. The
+factor of `out` is the *share* of a row's weights that its keys have; the sink has the other share. Unchanged:
 log-sum-exps with other readers, and log-sum-exps that are normalized with more than one sink or over queries. The
 caller reports these.
 """
@@ -23,7 +24,7 @@ from sp_compile.passes.graph.sizes import Size, is_same_shape, is_same_size
 from sp_compile.passes.sharding.matchers import is_cast_op, is_copy, is_only_read_by, keeps_order, skip_ops
 
 from .proofs import BATCH_INDEX, HEAD_INDEX, QUERY_INDEX
-from .sinks import SinkValue, sink_index
+from .sinks import SinkValue, match_sink_value
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ class SinkAttention:
 
 
 def match_lse_sinks(out: Node, lse: Node) -> SinkAttention | None:
-    """Match sinks on the output of an attention.
+    """Match sinks on the output of an attention, so that one op with sinks can replace both.
 
     Args:
         out: (B, H, Q, E), the result of the attention.
@@ -60,12 +61,18 @@ def match_lse_sinks(out: Node, lse: Node) -> SinkAttention | None:
 
 
 def _strip_moves(x: Node) -> Node:
-    """Return the value before casts, copies and changes of shape."""
+    """Return the value before casts, copies and changes of shape, which do not matter to the sinks."""
     return skip_ops(x, lambda n: is_cast_op(n) or is_copy(n) or keeps_order(n))
 
 
 def _match_share_sinks(share: Node, lse: Node, rows: tuple[Size, ...]) -> SinkValue | None:
-    """Return the sinks s in a share sigmoid(lse - s), or exp(lse - logsumexp([lse, s])), of rows (B, H, Q)."""
+    """Return the sinks s in a share sigmoid(lse - s) or exp(lse - logsumexp([lse, s])), or None.
+
+    Args:
+        share: The factor of the attention.
+        lse: The log-sum-exp of the attention.
+        rows: The shape (B, H, Q) of the rows.
+    """
     difference = _strip_moves(share.args[0]) if share.target in (aten.sigmoid.default, aten.exp.default) else None
     if difference is None or difference.target is not aten.sub.Tensor or OpCall(difference)["alpha"] != 1:
         return None
@@ -80,11 +87,11 @@ def _match_share_sinks(share: Node, lse: Node, rows: tuple[Size, ...]) -> SinkVa
         if sinks is None:
             return None
     coords = (BATCH_INDEX, HEAD_INDEX, QUERY_INDEX, 0)[: len(shape)]
-    return sink_index(sinks, coords[len(shape) - sinks.meta["val"].ndim :], rows[:2])
+    return match_sink_value(sinks, coords[len(shape) - sinks.meta["val"].ndim :], rows[:2])
 
 
 def _match_joined_sinks(total: Node, lse: Node, ndim: int) -> Node | None:
-    """Return s if the total is logsumexp(cat([lse, s], -1), -1, keepdim=True) of two columns with `ndim` dims."""
+    """Return s if the total is logsumexp(cat([lse, s], -1), -1, keepdim=True) of two columns, else None."""
     if total.target is not aten.logsumexp.default or not OpCall(total)["keepdim"]:
         return None
     joined = OpCall(total).operands[0]

@@ -51,7 +51,7 @@ class AttentionMask:
     allowed: Boolean  # condition under which a query attends to a key
     box: IndexBox  # extents of the indices, for proofs
     leaves: dict[str, Node]  # values without an expression, by function name
-    extent: dict[sympy.Symbol, Size]  # size of the scores along each index
+    extent: dict[sympy.Symbol, Size]  # size of the scores along each index, 1 for an index that they lack
 
 
 def try_parse_mask(node: Node, shape: tuple[Size, ...], absorbs_fills: bool = False) -> AttentionMask | None:
@@ -108,7 +108,7 @@ def parse_bias(
 
 
 def _mask_coordinates(node: Node, shape: tuple[Size, ...]) -> tuple[ElementReader, list[Any]]:
-    """Return a reader, and the coordinates of the mask for a query and a key."""
+    """Return a reader of elements, and the coordinates of a mask's element for the indices of the scores."""
     mask_shape = node_shape(node)
     if len(shape) not in (3, 4) or len(mask_shape) > len(shape):
         raise NotSymbolic(f"scores of {len(shape)} dims, a mask of {len(mask_shape)}")
@@ -119,7 +119,7 @@ def _mask_coordinates(node: Node, shape: tuple[Size, ...]) -> tuple[ElementReade
 
 
 def _checked_mask(positions: ElementReader, allowed: Boolean, needs_key_per_query: bool) -> AttentionMask:
-    """Return a simplified condition as a mask. Raises NotSymbolic.
+    """Return a simplified condition as a mask. Raises NotSymbolic if a predicate cannot express it.
 
     Args:
         positions: The reader of the condition's leaves.
@@ -147,17 +147,17 @@ def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> 
 
 
 def require_all_heads(mask: AttentionMask) -> AttentionMask:
-    """Return the mask. Raises NotSymbolic if its predicate needs the index of a head or a batch entry."""
+    """Return the mask if it holds for all heads and batch entries; else raise NotSymbolic, as printing would."""
     _print_predicate(MaskPrinter(), mask)
     return mask
 
 
 def _print_predicate(printer: MaskPrinter, mask: AttentionMask) -> Boolean:
-    """Return the mask's condition in the symbols of a printer, to which its leaves and sizes are added.
+    """Return the predicate of a mask in the symbols of a printer, which records its leaves and sizes.
 
     Raises NotSymbolic if it needs the index of a head or a batch entry.
     """
-    predicate = printer.to_text(mask.allowed)
+    predicate = printer.rename_symbols(mask.allowed)
     if predicate.free_symbols & {BATCH_INDEX, HEAD_INDEX}:
         raise NotSymbolic("its condition on data differs between heads or batches")
     return predicate
@@ -175,7 +175,7 @@ def keeps_a_key(node: Node, shape: tuple[Size, ...]) -> bool:
 
 
 def _allowed_condition(value: Element, max_fill: float = MAX_FILL) -> tuple[Boolean, bool]:
-    """Return where a query may attend, and whether the other scores get a finite fill.
+    """Return (condition for attention, True if the other scores get a finite fill) of a mask's element.
 
     Raises NotSymbolic for other numbers than 0 and fills, which are at most `max_fill`.
     """
@@ -198,14 +198,14 @@ def has_key_per_query(mask: AttentionMask) -> bool:
 
 @dataclass
 class MaskPrinter:
-    """Printer of a predicate that collects the vectors and sizes of its symbols."""
+    """Printer of a predicate, which names leaves and sizes by symbols and collects them as operands."""
 
     rows: list[AppliedUndef] = field(default_factory=list)  # leaves of queries, named row0, row1, ...
     cols: list[AppliedUndef] = field(default_factory=list)  # leaves of keys, named col0, col1, ...
     sizes: list[sympy.Expr] = field(default_factory=list)  # sizes, named n0, n1, ...
 
-    def to_text(self, e: Any) -> Any:
-        """Return the expression with row, col and n symbols for leaves and sizes."""
+    def rename_symbols(self, e: Any) -> Any:
+        """Return the expression with a symbol row0, col0 or n0, ... for each leaf and size."""
         if isinstance(e, AppliedUndef):
             leaves, prefix = (self.rows, "row") if e.has(QUERY_INDEX) else (self.cols, "col")
             return self._symbol(leaves, e, prefix)
@@ -216,11 +216,11 @@ class MaskPrinter:
         size_terms = [term for term in terms if not term.has(*INDICES, AppliedUndef)]
         if any(not term.is_number for term in size_terms):
             index_terms = sympy.Add(*(term for term in terms if term not in size_terms))
-            return self._symbol(self.sizes, sympy.Add(*size_terms), "n") + self.to_text(index_terms)
-        return e.func(*(self.to_text(a) for a in e.args))
+            return self._symbol(self.sizes, sympy.Add(*size_terms), "n") + self.rename_symbols(index_terms)
+        return e.func(*(self.rename_symbols(a) for a in e.args))
 
     def _symbol(self, values: list[Any], e: Any, prefix: str) -> sympy.Symbol:
-        """Return the symbol of an entry of `values`, which is added if it is new."""
+        """Return the symbol of an expression, a prefix and its index in `values`; it is added if it is new."""
         if e not in values:
             values.append(e)
         return sympy.Symbol(f"{prefix}{values.index(e)}", integer=True)
@@ -234,7 +234,7 @@ class RewriteMasks(base.CanonicalPass):
     provides = frozenset({"canonical", "mask predicates"})
 
     def edit(self, graph: Graph) -> Self:
-        """Start to edit a graph with empty caches, since the layers of a model have equal masks."""
+        """Bind the pass to a graph, with empty caches that share work between layers with equal masks."""
         self.vectors: dict[tuple[Any, ...], Node] = {}  # of leaves, by (leaf, index, length)
         self.masks: dict[tuple[Any, ...], AttentionMask | str] = {}  # by key: the mask, or why there is none
         self.biases: dict[tuple[Any, ...], tuple[AttentionMask, ScoreOperands] | None] = {}

@@ -4,7 +4,9 @@
     IndexBox({q: S, k: S}).at_least_zero(q - k)              k <= q
 
 Sizes may be symbols (at least 1). A relation without a proof is kept in one normal form, `k <= q` or `-k + q < 4`, so
-that equal predicates have equal text. In what follows, a *term* is a product of a number and one symbol or leaf.
+that equal predicates have equal text. The indices b, h, q and k
+count batch entries, heads, queries and keys. A *leaf* is a function of them with unknown values, such as leaf0(k). A
+*term* is a product of a number and one symbol or leaf.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Boolean: TypeAlias = sympy.logic.boolalg.Boolean
 
 
 class IndexBox:
-    """Extents of the indices: each index is at least 0 and less than its size, and at most its entry of `last`."""
+    """Ranges of the indices, for proofs: each is at least 0, and at most its entry of `last`, its size - 1."""
 
     def __init__(self, sizes: Mapping[sympy.Symbol, Size]) -> None:
         self.last = {index: sympy.sympify(size) - 1 for index, size in sizes.items()}
@@ -46,14 +48,14 @@ class IndexBox:
         return self.is_nonnegative(e) and self.is_nonnegative(extent - 1 - e)
 
     def at_least_zero(self, e: sympy.Expr) -> Boolean:
-        """Return e >= 0 as true, false, or a relation."""
+        """Return e >= 0 as true or false if that is proven, else as a relation in normal form."""
         e = sympy.expand(e)
         if self.is_nonnegative(e):
             return sympy.true
         return sympy.false if self.is_nonnegative(-e - 1) else _normalize_inequality(e)
 
     def equals_zero(self, e: sympy.Expr) -> Boolean:
-        """Return e == 0 as true, false, or an equation."""
+        """Return e == 0 as true or false if that is proven, else as an equation in normal form."""
         e = sympy.expand(e)
         if e == 0:
             return sympy.true
@@ -77,7 +79,12 @@ class IndexBox:
         return p.func(*self._drop_implied(conditions, conjunction=isinstance(p, And)))
 
     def _drop_implied(self, conditions: list[Boolean], conjunction: bool) -> list[Boolean]:
-        """Drop conditions of a conjunction that others imply, or conditions of a disjunction that imply others."""
+        """Return the conditions of an And without those that others imply, or of an Or without those that imply others.
+
+        Args:
+            conditions: The simplified conditions.
+            conjunction: True for an And, False for an Or.
+        """
         needed = list(dict.fromkeys(conditions))
         for condition in list(needed):
             others = [p for p in needed if p is not condition]
@@ -102,7 +109,7 @@ def _is_nonnegative_size(e: sympy.Expr) -> bool:
 
 
 def _margin(p: Relational) -> sympy.Expr:
-    """Return e such that an inequality of integers is equivalent to e >= 0."""
+    """Return e such that an inequality of integers is equivalent to e >= 0, the form that proofs take."""
     greater, smaller = (p.lhs, p.rhs) if p.rel_op in (">", ">=") else (p.rhs, p.lhs)
     return sympy.expand(greater - smaller - (0 if p.rel_op in (">=", "<=") else 1))
 

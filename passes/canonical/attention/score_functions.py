@@ -6,8 +6,9 @@
 
 A score function is a graph of elementwise ops on one pair: its inputs are the score s, the indices b, q and k, the
 elements head0, head1, ... of per-head vectors at the pair's head, and tables. The *outer graph* is the user's, which
-contains the attention. Values that depend on neither a pair nor its score are computed there, once. The index of a head
-is read from a vector of heads, so that ranks with a share of the heads get the right ones.
+contains the attention. Values that depend on neither a pair nor its score are computed there, once. A *body* is the
+graph of a score_mod or a mask_mod; a *fill* is a large negative finite number in place of -inf. The index of a head is
+read from a vector of heads, so that ranks with a share of the heads get the right ones.
 
 Unchanged, with a note: functions of more than one pair, except lookups by all dims of a tensor; random numbers; Python
 floats that may change between calls, except captured ones.
@@ -59,7 +60,7 @@ _EXPRESSION_OPS: dict[Any, Any] = {
 
 
 def head_symbol(index: int) -> sympy.Symbol:
-    """Return the value of per-head vector `index` at the query head, in an expression."""
+    """Return the symbol, for expressions, of the element of per-head vector `index` at the query head."""
     return sympy.Symbol(f"head{index}", real=True)
 
 
@@ -74,7 +75,7 @@ def register_expression(expr: sympy.Expr) -> str:
     heads = [x for x in inputs if not x.is_integer and x != SCORE]
 
     def write(e: sympy.Expr) -> Any:
-        """Return a number, or the node of an expression."""
+        """Return a number, or the node of the score function that computes an expression."""
         if e.is_number:
             return int(e) if e.is_Integer else float(e)
         if e.is_Symbol:
@@ -152,7 +153,7 @@ def _is_arithmetic(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class _TableElement:
-    """Element of a tensor of the outer graph."""
+    """Element of a tensor of the outer graph; a dim without an index yet is *open*."""
 
     table: Node  # the tensor
     indices: tuple[Any, ...]  # one index per dim, None for open dims
@@ -189,11 +190,11 @@ class _ScoreWriter:
         return self.known[key]
 
     def inline(self, body: GraphModule, operands: Sequence[Any]) -> Any:
-        """Inline a body and return its value. Raises NotSymbolic."""
+        """Write the ops of a body to the score function, and return its result. Raises NotSymbolic."""
         return self._argument(interpret_graph(body, operands, self._inline_node))
 
     def _inline_node(self, node: Node, values: Mapping[Node, Any]) -> Any:
-        """Return the value of a node of a body, given those of the nodes before it."""
+        """Return the value of a node of a body; `values` has those of the nodes before it."""
         constant = constant_value(node)
         if constant is not None:
             return self._constant(constant, node.meta["val"].dtype)
@@ -218,7 +219,7 @@ class _ScoreWriter:
         return self.call(node.target.overloadpacket if has_table else node.target, args, kwargs)
 
     def _is_outer(self, x: Any) -> bool:
-        """Return True for a node of the outer graph."""
+        """Return True for a node of the outer graph, whose value no pair changes."""
         return isinstance(x, Node) and x.graph is not self.graph
 
     def _constant(self, value: Any, dtype: torch.dtype) -> Node:
@@ -232,7 +233,7 @@ class _ScoreWriter:
         return cast
 
     def _argument(self, value: Any) -> Any:
-        """Return a value as an argument of a call: a number, or a node of the score function. Raises NotSymbolic."""
+        """Return a value as an argument of a call: a number or a node of the score function."""
         if value is _HEAD:
             return self._head_number()
         if isinstance(value, _TableElement):
@@ -268,19 +269,19 @@ class _ScoreWriter:
         return _TableElement(source.table, tuple(indices))
 
     def _is_head_vector(self, x: _TableElement) -> bool:
-        """Return True if each rank may read the vector's values of its heads only."""
+        """Return True if the element is that of a per-head vector, of which a rank needs its own heads only."""
         if x.indices != (_HEAD,) or carries_gradient(x.table):
             return False
         return is_same_size(node_shape(x.table)[0], as_size(self.q.shape[1]))
 
     def _head(self, x: Node) -> Node:
-        """Return the input with the element of a per-head vector of the outer graph."""
+        """Return the input of the score function for the element of a per-head vector of the outer graph."""
         if x not in self.heads:
             self.heads.append(x)
         return self.read_input(f"head{self.heads.index(x)}")
 
     def _table(self, x: Node) -> Node:
-        """Return the input with a tensor or a size of the outer graph."""
+        """Return the input of the score function for a tensor, or for a size, of the outer graph."""
         if not is_tensor(x):
             value = x.meta["val"]
             if not isinstance(value, int | torch.SymInt):
@@ -300,7 +301,7 @@ class _ScoreWriter:
         return self._head(self.head_numbers)
 
     def _emit_outer(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        """Emit an op in the outer graph."""
+        """Emit an op in the outer graph, and record it so that `write_score` can erase it after an error."""
         self.outer_nodes.append(self.editor.compute(target, args, self.like, kwargs))
         return self.outer_nodes[-1]
 
@@ -332,7 +333,7 @@ def _adds_fills(graph: Graph) -> bool:
 
 
 def split_conditions(body: GraphModule) -> list[GraphModule]:
-    """Split a boolean body into the bodies of conditions whose conjunction it is."""
+    """Split a mask body at its ands into the bodies of conditions, which get a predicate or not one by one."""
     conditions: list[GraphModule] = []
     waiting = [body.graph.output_node().args[0]]
     while waiting:

@@ -4,7 +4,11 @@
         ->  ScoreChain(q @ k.mT, scale=0.125, biases=(bias,), fills=(mask,))
 
 Queries and keys may be any dims: an `order` lists the dims of a value as (leading dims, queries, keys), so that the
-identity order is (B, H, Q, K).
+identity order is (B, H, Q, K). To *regroup* leading dims reshapes them only, as (B * H,) to (B, H).
+
+A *bias* is added to scores, and a *fill* is the number that masked scores get, -inf or a large negative one. A *factor*
+is a tensor that scales the scores, constant over the keys of a query. A *gate* is any other tensor that multiplies
+them, such as a mask of 0 and 1. `eager_attention.py` emits the mask of a matched chain.
 
 The report names an op between a product and a softmax that is neither a scale nor a bias nor a fill:
 
@@ -56,7 +60,7 @@ SCORE_OPS = [*SCORE_SCALE_OPS, *parse_overloads("add.Tensor sub.Tensor tanh"), *
 
 @dataclass(frozen=True)
 class ScoreOperand:
-    """Tensor that broadcasts to scores."""
+    """Tensor that broadcasts to scores: a factor, a bias, the condition of a fill, or a gate."""
 
     node: Node  # the tensor
     order: tuple[int, ...]  # dims of the scores as (leading dims, queries, keys)
@@ -69,7 +73,7 @@ class ScoreOperand:
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """Return the shape after `materialize`; without dims that it lacks, in the identity order."""
+        """Return the shape that `materialize` gives the tensor, of which the first dims may be missing."""
         own_shape = (*(self.leading or node_shape(self.node)[:-2]), *node_shape(self.node)[-2:])
         full_shape = (*[1] * (len(self.order) - len(own_shape)), *own_shape)
         return own_shape if is_identity(self.order) else tuple(full_shape[d] for d in self.order)
@@ -84,7 +88,7 @@ class ScoreOperand:
         return editor.compute(aten.permute.default, (x, list(self.order)), like)
 
     def regroup(self, before: tuple[Size, ...], after: tuple[Size, ...]) -> ScoreOperand | None:
-        """Return the operand for scores whose leading dims `before` are regrouped to `after`: (B * H,) to (B, H).
+        """Return the operand for scores whose leading dims `before` are regrouped to `after`.
 
         Returns:
             The operand; None if it has only some of the leading dims, or another order.
@@ -102,7 +106,10 @@ class ScoreOperand:
 
 
 def _undo_batch_repeat(x: Node, leading: tuple[Size, ...]) -> Node | None:
-    """Return the tensor that x repeats for each batch entry, or regroups from these leading dims; else None."""
+    """Return the tensor with these leading dims that x regroups or repeats for each batch entry, else None.
+
+    It is the mask or bias itself, before a program merged batch entries and heads into one dim.
+    """
     node = value_origin(x)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
@@ -130,12 +137,13 @@ class ScoreChain:
     biases: tuple[tuple[ScoreOperand, float], ...] = ()  # (bias, its factor)
     fills: tuple[tuple[ScoreOperand, bool, float], ...] = ()  # (condition, its value where scores are filled, fill)
     gate: ScoreOperand | None = None  # tensor by which scores are multiplied and which is no factor of a head
-    masked: tuple[Size, ...] | None = None  # shape, in order, at which scores were masked
+    # shape (leading dims, queries, keys) of the scores that the last operand is applied to; None without operands
+    masked_shape: tuple[Size, ...] | None = None
     score: sympy.Expr = SCORE  # function of the scaled product before biases and fills
 
 
 def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
-    """Match the scores that end in `x`.
+    """Match the ops that compute the scores `x`, from a softmax back to the product, one op per call.
 
     Args:
         x: The input of the softmax, or the scores in it.
@@ -176,7 +184,7 @@ def match_scores(x: Any, keys_dim: int, *users: Node) -> ScoreChain | None:
 
 
 def _match_score_product(product: ProductMatch, x: Node) -> ScoreChain | None:
-    """Match a product, with the term that it adds itself (baddbmm)."""
+    """Return the chain that starts at the product x, with the term that x itself adds (baddbmm) as a bias."""
     scores, addend = ScoreChain(product, product.scale, (x,), product.order), product_addend(x)
     if addend is None:
         return scores
@@ -187,7 +195,7 @@ def _match_score_product(product: ProductMatch, x: Node) -> ScoreChain | None:
 
 
 def _match_permutation(x: Node, keys_dim: int) -> ScoreChain | None:
-    """Match scores before a permutation, or before a regrouping of the leading dims."""
+    """Match scores that x permutes, or of which it regroups the leading dims."""
     source, permuted = OpCall(x).operands[0], permutation_of(x)
     added_dims = len(node_shape(x)) - len(node_shape(source))
     source_dim = permuted[keys_dim] if permuted is not None else keys_dim - added_dims
@@ -197,7 +205,10 @@ def _match_permutation(x: Node, keys_dim: int) -> ScoreChain | None:
 
 
 def order_before(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the order of `x` for an operand with this order, or None if `x` mixes leading dims, queries and keys."""
+    """Return the order of a permutation or reshape x whose operand has the order `order`.
+
+    None if x mixes leading dims, queries and keys.
+    """
     permuted = permutation_of(x)
     if permuted is not None:
         return tuple(permuted.index(d) for d in order)
@@ -251,7 +262,7 @@ def _match_scale(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
 
 
 def _match_soft_cap(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
-    """Match the tanh of a soft cap c * tanh(score / c), before any mask; `_match_scale` matches c."""
+    """Match the tanh of a soft cap c * tanh(scores / c), before any mask; `_match_scale` matches both c."""
     inner = match_scores(call["self"], keys_dim, x)
     if inner is None or inner.biases or inner.fills:
         return None
@@ -291,7 +302,7 @@ def _match_fill(call: OpCall, x: Node, keys_dim: int) -> ScoreChain | None:
 def _add_operand(
     inner: ScoreChain, x: Node, operand: Node, gate: ScoreOperand | None = None, **new_entries: Any
 ) -> ScoreChain | None:
-    """Return the chain with a tensor that an op applies to the scores, or None if these broadcast to it.
+    """Return the chain with one more operand, which the op x applies; None if scores broadcast to it.
 
     All operands are regrouped to the leading dims at which the last one is applied.
 
@@ -299,28 +310,28 @@ def _add_operand(
         inner: The scores before the op.
         x: The op.
         operand: The tensor.
-        gate: The tensor as the chain's gate.
+        gate: The tensor if it is the gate of the chain.
         new_entries: The tensor as an entry of the field `factors`, `biases` or `fills`.
     """
     shape = node_shape(x)
     if node_shape(inner.chain[-1]) != shape or operand.meta["val"].ndim > len(shape):
         return None
-    masked = tuple(shape[d] for d in inner.order)
-    regrouped = inner if inner.masked in (None, masked) else _regroup_chain(inner, masked)
+    masked_shape = tuple(shape[d] for d in inner.order)
+    regrouped = inner if inner.masked_shape in (None, masked_shape) else _regroup_chain(inner, masked_shape)
     if regrouped is None:
         return None
     fields: dict[str, Any] = {name: (*getattr(regrouped, name), *entries) for name, entries in new_entries.items()}
-    return replace(regrouped, masked=masked, gate=gate or regrouped.gate, **fields)
+    return replace(regrouped, masked_shape=masked_shape, gate=gate or regrouped.gate, **fields)
 
 
-def _regroup_chain(inner: ScoreChain, masked: tuple[Size, ...]) -> ScoreChain | None:
-    """Return the chain with operands for scores of shape `masked`, or None if one cannot be regrouped."""
-    assert inner.masked is not None
+def _regroup_chain(inner: ScoreChain, shape: tuple[Size, ...]) -> ScoreChain | None:
+    """Return the chain with its operands regrouped to the leading dims of `shape`, or None if one cannot be."""
+    assert inner.masked_shape is not None
     if inner.gate is not None:
         return None
     fields: dict[str, Any] = {}
     for name in ("factors", "biases", "fills"):
-        entries = [(x.regroup(inner.masked[:-2], masked[:-2]), *others) for x, *others in getattr(inner, name)]
+        entries = [(x.regroup(inner.masked_shape[:-2], shape[:-2]), *others) for x, *others in getattr(inner, name)]
         if any(x is None for x, *_ in entries):
             return None
         fields[name] = tuple(entries)
@@ -328,12 +339,12 @@ def _regroup_chain(inner: ScoreChain, masked: tuple[Size, ...]) -> ScoreChain | 
 
 
 def is_between_products(softmax: Node) -> bool:
-    """Return True if the softmax is computed from a product and a product is computed from it."""
+    """Return True if a softmax is between two products, so that it looks like attention and is reported."""
     return _reaches_product(softmax, lambda n: n.all_input_nodes) and _reaches_product(softmax, lambda n: list(n.users))
 
 
 def _reaches_product(start: Node, neighbors: Callable[[Node], Sequence[Node]]) -> bool:
-    """Return True if one of the next MAX_STEPS nodes in the direction of `neighbors` is a product."""
+    """Return True if one of the MAX_STEPS nodes after `start` is a product; `neighbors` gives the next nodes."""
 
     def tensor_neighbors(node: Node) -> Iterable[Node]:
         """Return the neighbors that compute tensors."""
@@ -349,7 +360,7 @@ def _is_product(node: Node) -> bool:
 
 
 def scores_refusal(x: Node) -> str:
-    """Return the reason why `match_scores` rejected the input of a softmax that follows a product."""
+    """Return the reason, for the report, why `match_scores` rejected the input of a softmax after a product."""
     node = x
     while not _is_product(node):
         if len(node.users) > 1:

@@ -4,7 +4,8 @@
     every = every - every.max(-1, keepdim=True).values                      changes no probability, and no gradient
     weights = softmax(every, -1)[..., :-1]
 
-A sink is a learned logit that takes a share of a row's weights and has no value. For a vector (H,), scores may be
+A *sink* is a learned logit that takes a share of the weights of a row (one query) and has no value. A reader of the
+weights *drops* it by a slice of the keys. For a vector (H,), scores may be
 (groups, H / groups, Q, K), as in the original GPT-OSS: all heads of one sequence. Unchanged: sinks that differ between
 queries or batch entries, and sinks appended after the maximum of the scores was subtracted, which shifts the sinks too.
 """
@@ -40,7 +41,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SoftmaxSource:
-    """Scores of a softmax, and the ops between them and the softmax."""
+    """Scores of a softmax without sinks, and the ops between them and the input of the softmax."""
 
     scores: Any  # input of an equivalent softmax without sinks
     readers: tuple[Node, ...]  # readers of the scores
@@ -49,12 +50,12 @@ class SoftmaxSource:
     first: bool = False  # True if the sinks precede the scores
 
     def head_sinks(self) -> SinkValue | None:
-        """Return the sinks of scores (B, H, Q, K), or None."""
+        """Return the sinks of scores (B, H, Q, K); None without sinks, or if they are not one per head."""
         leading = node_shape(self.sinks)[:-2] if self.sinks is not None else ()
-        return sink_index(self.sinks, INDICES, leading) if len(leading) == 2 else None
+        return match_sink_value(self.sinks, INDICES, leading) if len(leading) == 2 else None
 
     def drops_sinks(self, node: Node) -> bool:
-        """Return True if the node keeps the weights of the keys and drops that of the sinks."""
+        """Return True if a node slices the weights of the keys from those of keys and sinks."""
         piece = match_slice(node) if self.sinks is not None else None
         if piece is None or piece.dim != piece.source.meta["val"].ndim - 1:
             return False
@@ -62,13 +63,13 @@ class SoftmaxSource:
         return is_same_size(piece.start, int(self.first)) and is_same_size(piece.length, num_keys)
 
 
-def match_readers(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource:
-    """Match the ops between the scores and the readers of a value; often there are none.
+def match_softmax_source(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource:
+    """Match the ops between the scores and the input of a softmax; often there are none.
 
     Args:
         x: The input of the softmax.
         keys_dim: The dim of `x` along which the softmax reduces.
-        readers: All readers of `x`.
+        readers: All readers of `x`: the ops of the softmax, and of its log-sum-exp.
 
     Returns:
         The scores, the ops in between, and the sinks if there are any.
@@ -77,12 +78,12 @@ def match_readers(x: Any, keys_dim: int, *readers: Node) -> SoftmaxSource:
     if not is_tensor(x) or set(x.users) != set(readers) or not isinstance(x.target, OpOverload):
         return no_ops
     if is_cast_op(x) or is_copy(x):
-        inner = match_readers(move_source(x), keys_dim, x)
+        inner = match_softmax_source(move_source(x), keys_dim, x)
         return replace(inner, chain=(*inner.chain, x)) if inner.chain else no_ops
     difference = match_difference(x, MAXIMA)  # row - maximum(row)
     shift = ops_between(*difference, x) if difference is not None and difference[1] == keys_dim else None
     if shift is not None:
-        inner = match_readers(shift.source, keys_dim, *shift.readers)
+        inner = match_softmax_source(shift.source, keys_dim, *shift.readers)
         return replace(inner, chain=(*inner.chain, *shift.chain))
     operands = OpCall(x).operands
     is_last_dim = keys_dim == x.meta["val"].ndim - 1
@@ -104,11 +105,11 @@ class SinkValue:
 
     @property
     def batch_and_heads(self) -> tuple[Size, Size]:
-        """Return the batch size and the number of heads of the attention with these sinks."""
+        """Return (batch size, number of heads) of the attention; (1, H) if the leading dims are groups of heads."""
         return (1, size_product(self.leading)) if self.groups else (self.leading[0], self.leading[1])
 
     def vector(self, editor: GraphEditor, like: Node) -> Node:
-        """Return the sinks as a vector (H,)."""
+        """Emit the sinks as a vector (H,), the form that sp.masked_attention takes."""
         count, (_, num_heads) = size_product(node_shape(self.value)), self.batch_and_heads
         sinks = editor.reshape(self.value, (count,), like)
         if is_same_size(count, num_heads):
@@ -116,8 +117,8 @@ class SinkValue:
         return editor.compute(aten.expand.default, (sinks, [editor.sizes(num_heads)]), like)
 
 
-def sink_index(sinks: Node, coords: Sequence[Any], leading: tuple[Size, ...]) -> SinkValue | None:
-    """Return the sinks that row (b, h, q) of the scores reads, or None if they are not one number per head.
+def match_sink_value(sinks: Node, coords: Sequence[Any], leading: tuple[Size, ...]) -> SinkValue | None:
+    """Return the sinks that the rows of the scores read, or None if they are not one number per head.
 
     Args:
         sinks: A value that is computed from the sinks by views and copies.

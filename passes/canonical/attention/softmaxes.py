@@ -4,6 +4,7 @@
     exp(s - logsumexp(s, -1, keepdim=True))
     exp(log_softmax(s, -1))
 
+Here s are the scores, and a *row* is s along the dim of the softmax. `eager_attention.py` fuses the matched forms.
 Unchanged, with a note: exponentials without protection from overflow, since exp(s) / exp(s).sum(-1) is NaN for a large
 score and a softmax is not. Not a softmax: sums plus a term (an epsilon), values with other readers, and
 s - logsumexp(s).detach(), which has a different gradient.
@@ -63,7 +64,7 @@ def match_softmax(node: Node) -> SoftmaxMatch | None:
 
 
 def _match_exp_log_softmax(node: Node) -> SoftmaxMatch | None:
-    """Match exp(log_softmax(s)) and exp(s - logsumexp(s))."""
+    """Match exp(log_softmax(s)) and exp(s - logsumexp(s)); return None for other exponentials."""
     logs = value_origin(node.args[0])
     if logs.target in LOG_SOFTMAX and _has_same_dtype(logs, node):
         call = OpCall(logs)
@@ -73,7 +74,7 @@ def _match_exp_log_softmax(node: Node) -> SoftmaxMatch | None:
 
 
 def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
-    """Match e / e.sum(dim, keepdim=True) with e = exp(s - max(s)); exp(s) is a refusal."""
+    """Match e / e.sum(dim, keepdim=True) with e = exp(s - max(s)); e = exp(s) gives a match with a refusal."""
     exponentials, total = value_origin(node.args[0]), node.args[1]
     if not is_tensor(total) or exponentials.target is not aten.exp.default or not _has_same_dtype(exponentials, node):
         return None
@@ -88,7 +89,7 @@ def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
 
 
 def match_difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, int] | None:
-    """Return (s, dim) for s - f(s), where f is one of the reductions along `dim`."""
+    """Return (s, dim) for a node s - f(s), where f is one of the reductions along `dim`; else None."""
     if node.target is not aten.sub.Tensor or OpCall(node)["alpha"] != 1 or not all(map(is_tensor, node.args)):
         return None
     row = value_origin(node.args[0])
@@ -116,14 +117,19 @@ def _match_reduction(x: Node, row: Node, reductions: tuple[Any, ...]) -> int | N
 
 
 def _has_same_dtype(a: Node, b: Node) -> bool:
-    """Return True if both tensors have one dtype."""
+    """Return True if both tensors have one dtype, so that no cast between them rounds."""
     return bool(a.meta["val"].dtype == b.meta["val"].dtype)
 
 
 def ops_between(source: Node, dim: int, result: Node) -> SoftmaxMatch | None:
-    """Return the ops between a row and a result that only they compute, or None if one of them has other readers.
+    """Return the ops between the scores and a result as one match; None if one of them has other readers.
 
     The result need not be a softmax: `sinks.py` matches the difference of a row and its maximum.
+
+    Args:
+        source: The scores.
+        dim: The dim of a row.
+        result: The last op.
     """
     between = reachable_set([source], lambda n: () if n is result else n.users) - {source}
     unread = [n for n in between if not n.users and n.target is operator.getitem]  # the indices of the maximum

@@ -4,9 +4,10 @@
         ->  document = bucketize(arange(T), ends[1:], right=True)
             sp.masked_attention(q, k, v, rows=[document], cols=[document], predicate="Eq(row0, col0) & (k <= q)")
 
-The replacement transposes: (T, H, D) becomes (1, H, T, D). If keys have other document ends than queries, a window is
-aligned to the last query and the last key of each document: row1 is the key at a query's own position. Tokens after the
-last document form one more document, for which torch's kernels define no result. Bytes moved: none.
+T tokens are the *documents* in order, packed without padding; their *ends* are cumulative, from 0 on. The replacement
+transposes: (T, H, D) becomes (1, H, T, D). If keys have other document ends than queries, a window is aligned to the
+last query and the last key of each document. Then row1 is the key at a query's own position. Tokens after the last
+document form one more document, for which torch's kernels define no result. Bytes moved: none.
 
 Unchanged, with torch's op on gathered q, k and v: readers of the log-sum-exp (torch's backward ignores its gradient, so
 sinks on it train differently), and paged keys (block_table, seqused_k), which have no gradient either.
@@ -31,13 +32,13 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @register_pass
 class RewriteVarlenAttention(CanonicalPass):
-    """Replacement of the calls of varlen_attn in one graph."""
+    """Replacement of the calls of varlen_attn in one graph; `flash_attention.py` uses `emit_attention`, too."""
 
     provides = frozenset({"canonical", "mask predicates"})
 
     def edit(self, graph: Graph) -> Self:
-        """Start to edit a graph with an empty cache."""
-        self.documents: dict[Any, Node] = {}  # values that depend on the ends of documents, shared between layers
+        """Bind the pass to a graph, with an empty cache of the values that its layers share."""
+        self.documents: dict[Any, Node] = {}  # document or aligned key of each token, by the ends it depends on
         return super().edit(graph)
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
@@ -54,7 +55,7 @@ class RewriteVarlenAttention(CanonicalPass):
         return changes
 
     def _rewrite(self, node: Node) -> None:
-        """Replace a call and the getitem of its only result that is read."""
+        """Replace a call by attention with a predicate, and the getitem of its first result, the only one read."""
         call = OpCall(node)
         q, k, v = (call[name] for name in ("query", "key", "value"))
         q_ends, k_ends = call["cu_seq_q"], call["cu_seq_k"]
@@ -74,7 +75,7 @@ class RewriteVarlenAttention(CanonicalPass):
 
         Args:
             qkv: q (T, H, D), k and v, any floating dtype.
-            ends: The cumulative ends of the documents of queries and of keys, (documents + 1,).
+            ends: The cumulative ends of the documents of queries and of keys, (documents + 1,) each.
             window: The number of keys before and after a position, -1 for all.
             scale: The factor of the scores, None for 1 / sqrt(D).
             like: The node whose metadata new nodes copy.
@@ -98,11 +99,11 @@ class RewriteVarlenAttention(CanonicalPass):
         return self.compute(aten.transpose.int, (self.compute(aten.squeeze.dims, (out, [0]), like), 0, 1), like)
 
     def _to_sdpa_layout(self, x: Node, like: Node) -> Node:
-        """Transpose (T, H, D) to (1, H, T, D)."""
+        """Transpose q, k or v from (T, H, D) to (1, H, T, D), the layout of sp.masked_attention."""
         return self.compute(aten.unsqueeze.default, (self.compute(aten.transpose.int, (x, 0, 1), like), 0), like)
 
     def _document_index(self, x: Node, ends: Node, like: Node) -> Node:
-        """Return the index of each token's document: int64 (1, T)."""
+        """Return the index of each token's document, int64 (1, T), emitted once for all layers."""
         length = node_shape(x)[0]
         if (ends, length) not in self.documents:
             options = {"dtype": ends.meta["val"].dtype, "device": x.meta["val"].device}
@@ -113,7 +114,7 @@ class RewriteVarlenAttention(CanonicalPass):
         return self.documents[ends, length]
 
     def _last_aligned_keys(self, documents: Node, q_ends: Node, k_ends: Node, like: Node) -> Node:
-        """Return the key as far from the end of its document as the query from its own: int64 (1, T)."""
+        """Return, per query, the key as far from the end of its document as the query from its own: int64 (1, T)."""
         key = (documents, q_ends, k_ends)
         if key not in self.documents:
             length = node_shape(documents)[1]
@@ -129,7 +130,7 @@ class RewriteVarlenAttention(CanonicalPass):
 
 
 def _varlen_refusal(node: Node) -> str | None:
-    """Return the reason why a call of varlen_attn is not replaced, or None."""
+    """Return the reason why a call of varlen_attn is not replaced, for the report, or None."""
     call = OpCall(node)
     if set(read_results(node)) != {0} or len(node.users) != 1:
         return "its log-sum-exp is read, for example by sinks, and its backward has no gradient for it"
@@ -139,7 +140,10 @@ def _varlen_refusal(node: Node) -> str | None:
 
 
 def window_predicate(position: str, left: int, right: int) -> Iterator[str]:
-    """Yield conditions for a window of `left` keys before and `right` keys after the position, -1 for all."""
+    """Yield conditions for a window of `left` keys before and `right` keys after a position, -1 for all.
+
+    Both ends are inclusive. `position` is the text of the key at the query's own position.
+    """
     if right >= 0:
         yield f"(k <= {position})" if right == 0 else f"(k - {position} <= {right})"
     if left >= 0:

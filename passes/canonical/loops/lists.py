@@ -5,7 +5,8 @@
         y[:, t] = a[:, t] * y[:, t - 1] + b[:, t]   ->        ys.append(a[:, t] * ys[t - 1] + b[:, t])
                                                           y = stack(ys, 1)
 
-In a functional graph the left side is a chain of select_scatter or slice_scatter. Readers of a row just written read
+In a functional graph the left side is a *chain* of select_scatter or slice_scatter: each *write* of a row reads the
+result of the previous one, its *base*. `reroll.py` then matches the list as a loop. Readers of a row just written read
 the row itself. One row at either end may keep its initial value. Bytes moved: none. Unchanged: rows written twice, and
 chains with other readers.
 """
@@ -31,12 +32,12 @@ SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 @dataclass(frozen=True)
 class RowWrite:
-    """Write of one row to a tensor."""
+    """Write of one row to a tensor; its result is the tensor after the write."""
 
     base: Node  # tensor before the write
     row: Node  # the row
     dim: int  # dim that counts rows
-    index: int  # index of the row
+    index: int  # index of the row, not negative
     keeps_dim: bool  # True if the row has that dim, too
 
 
@@ -56,7 +57,10 @@ class StackWrittenRows(CanonicalPass):
         return sum(forwarded) + sum(stacked)
 
     def _forward_reads(self, node: Node, write: RowWrite) -> bool:
-        """Redirect each read of one row to the written row, or to the tensor before the write."""
+        """Redirect each read of one row after a write to the written row, or to the base if it is another row.
+
+        So a step reads the value of the previous step itself. Returns True if a read is redirected.
+        """
         changed = False
         for user in value_readers(node):
             read = match_piece_read(user)
@@ -72,12 +76,12 @@ class StackWrittenRows(CanonicalPass):
         return changed
 
     def _is_written_on(self, node: Node) -> bool:
-        """Return True if the chain of writes continues."""
+        """Return True if the only reader of a written tensor is the next write, so that its chain continues."""
         users = [self.writes.get(u) for u in value_readers(node)]
         return len(users) == 1 and users[0] is not None and users[0].base is node
 
     def _stack_chain(self, last: Node) -> bool:
-        """Replace the chain of writes that ends in `last` by a stack or cat of its rows."""
+        """Replace the chain that ends in the write `last` by a stack or cat of its rows; return False if not."""
         # Follow the chain back to its base; a row has the value of its last write.
         value, write = last.meta["val"], self.writes[last]
         rows: dict[int, Node] = {}  # by index
@@ -114,7 +118,7 @@ class StackWrittenRows(CanonicalPass):
         return True
 
     def _is_loop(self, last: Node) -> bool:
-        """Return True if the chain that ends in `last` writes at least MIN_ROWS rows, and most rows of the dim.
+        """Return True if the chain that ends in `last` looks like a loop: MIN_ROWS writes or more, of most rows.
 
         Only such a chain is reported if it is not replaced. A chain that continues along another dim is none.
         """
@@ -126,7 +130,7 @@ class StackWrittenRows(CanonicalPass):
         return num_writes >= MIN_ROWS and 2 * num_writes > last.meta["val"].shape[dim]
 
     def _initial_row(self, base: Node, write: RowWrite, index: int) -> Node:
-        """Emit row `index` of the base, with the dim of the rows if the written rows have it."""
+        """Emit row `index` of the base, which no write replaces, in the form of the written rows."""
         if write.keeps_dim:
             return self.compute(aten.slice.Tensor, (base, write.dim, index, index + 1), base)
         return self.compute(aten.select.int, (base, write.dim, index), base)

@@ -5,6 +5,8 @@
     h = h + b     ->  cumsum(b, time) + initial
     h = h * a     ->  cumprod(a, time) * initial
 
+The *state* is the column (one node of every step) that reads its own node of the previous step. `LoopBuilder`
+(reroll.py) calls `affine` for each op between the previous state and the state, and then `scan_states`.
 `ScanBuilder.affine` evaluates one op on operands that are affine in the state: the state itself is 1 * state + 0, and
 an operand x without the state is 0 * state + x. Factors and terms are values of all steps at once, or numbers. `time`
 is the dim of the steps.
@@ -44,7 +46,7 @@ class AffineValue:
 
 
 class ScanBuilder(BatchedOps):
-    """Affine arithmetic on the values of steps, and scans of states."""
+    """Editor that evaluates ops on values that are affine in a state, and emits the scans of states."""
 
     def affine(self, node: Node, leaves: list[Value]) -> AffineValue | None:
         """Return the value of `node` at every step, affine in a state.
@@ -73,7 +75,7 @@ class ScanBuilder(BatchedOps):
         return None if coefficients is None else AffineValue(state, *coefficients)
 
     def scan_states(self, affine: AffineValue, seed: Value, reverse: bool) -> BatchedValue:
-        """Scan a recurrence.
+        """Emit the scan that computes a state at every step.
 
         Args:
             affine: The state as a function of the previous state.
@@ -93,7 +95,7 @@ class ScanBuilder(BatchedOps):
         stacked_shape = (*shape[:time], len(affine.state.nodes), *shape[time:])
 
         def expand_steps(x: Value) -> Node:
-            """Expand a value to all steps."""
+            """Expand a coefficient to the shape of all steps, as scans require."""
             return self.expand_to(self.align(x, value.ndim - time), stacked_shape, like)
 
         initial = None if _is_constant(seed, 0) else self.expand_to(seed, shape, like)
@@ -130,13 +132,13 @@ class _FoldingArithmetic:
         self.scans, self.like = scans, like
 
     def coefficients(self, x: Value) -> Coefficients:
-        """Return (a, b) of any operand; a tuple is a pair of coefficients already."""
+        """Return (a, b) of any operand, (0, x) without the state; a tuple is a pair of coefficients already."""
         if isinstance(x, AffineValue):
             return x.a, x.b
         return x if isinstance(x, tuple) else (0, x)
 
     def multiply(self, x: Value, y: Value) -> Value:
-        """Return x * y."""
+        """Return x * y for values without the state."""
         if _is_number(x):
             x, y = y, x
         if _is_number(y) and y == 0:
@@ -148,7 +150,7 @@ class _FoldingArithmetic:
         return self.scans.pointwise(aten.mul.Tensor, x, y, like=self.like)
 
     def add(self, x: Value, y: Value) -> Value:
-        """Return x + y."""
+        """Return x + y for values without the state."""
         if _is_number(x):
             x, y = y, x
         if _is_number(x):
@@ -158,7 +160,7 @@ class _FoldingArithmetic:
         return self.scans.pointwise(aten.add.Tensor, x, y, like=self.like)
 
     def divide(self, x: Value, y: Value) -> Value:
-        """Return x / y."""
+        """Return x / y for values without the state."""
         if _is_number(x) and _is_number(y):
             return x / y
         if _is_constant(x, 0):
@@ -212,7 +214,7 @@ def _affine_addcmul(ops: _FoldingArithmetic, args: dict[str, Any]) -> Coefficien
 
 
 def _affine_lerp(ops: _FoldingArithmetic, args: dict[str, Any]) -> Coefficients | None:
-    """Return the coefficients of (1 - weight) * x + weight * end, or None if the weight contains the state."""
+    """Return the coefficients of (1 - weight) * x + weight * end; None if the weight contains the state."""
     weight = args["weight"]
     if isinstance(weight, AffineValue):
         return None
@@ -228,7 +230,7 @@ def _affine_select(ops: _FoldingArithmetic, condition: Value, x: Value, y: Value
     return ops.select(condition, a, c), ops.select(condition, b, d)
 
 
-_AFFINE_RULES: dict[Any, AffineRule] = {  # for every overload
+_AFFINE_RULES: dict[Any, AffineRule] = {  # by op, for every overload
     aten.add: lambda ops, args: _affine_sum(ops, args["self"], args["other"], args["alpha"]),
     aten.sub: lambda ops, args: _affine_sum(ops, args["self"], args["other"], -args["alpha"]),
     aten.rsub: lambda ops, args: _affine_sum(ops, args["other"], args["self"], -args["alpha"]),
@@ -243,7 +245,7 @@ _AFFINE_RULES: dict[Any, AffineRule] = {  # for every overload
 
 
 def _is_like_state(node: Node, state: Node) -> bool:
-    """Return True if the node is a tensor of the dtype and shape of the state."""
+    """Return True if a node has the dtype and shape of the state, so that it may be affine in it."""
     x, y = node.meta["val"], state.meta["val"]
     return is_tensor(node) and x.dtype == y.dtype and as_sizes(x.shape) == as_sizes(y.shape)
 

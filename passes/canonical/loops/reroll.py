@@ -5,10 +5,13 @@
         ys.append(h * c[:, t])
     y = stack(ys, 1)
 
-S equal nodes of a list become one node on all steps (steps.py, vectorize.py). A state that is affine in the previous
-state becomes a scan (recurrence.py). Steps are read by select, slices, unbind or split, in order or in reverse. The
-first step may be different (an initial state). Rows written into a tensor form a list, too (lists.py). Other readers of
-the value of one step select it. Takes time linear in the number of nodes. Bytes moved: none.
+The operands of a stack or cat are the *list* of a loop, one value per *step*. S equal nodes of the steps are a *column*
+and become one node on all steps (steps.py, vectorize.py). A *state* is a column that reads its own node of the previous
+step, and a value at the first one, its *seed*. If it is affine in the previous state, a * state + b, it becomes a scan
+(recurrence.py). Nodes that the steps read and that no step computes are *shared*. Steps are read by select, slices,
+unbind or split, in order or in reverse. The first step may be different (an initial state). Rows written into a tensor
+form a list, too (lists.py). Other readers of the value of one step select it. Takes time linear in the number of nodes.
+Bytes moved: none.
 
 Unchanged: steps that differ, states that are not affine in the previous state, random draws, changes of the grad mode
 between steps, lists without a recurrence, and loops of which only the last state is used.
@@ -34,14 +37,15 @@ from .steps import ColumnRef, IndexRead, LoopMatcher, NotALoop, Operand, SeededL
 from .vectorize import BatchedValue, Value
 
 aten = torch.ops.aten
-PENDING = object()  # in place of an operand that is not computed yet
+PENDING = object()  # in place of an operand whose value is not emitted yet and that is not affine in a state
 
 
 class LoopBuilder:
-    """Builder of one loop at the insertion point: scans for states, batched ops for all else.
+    """Builder of one loop at the insertion point: scans for states, batched ops for all other columns.
 
-    A column that reads the previous state waits for the scan of that state. If the state depends on the column, the
-    column is represented as an affine function of the state.
+    `RerollLoops` creates one per matched loop. A *batched* value is that of all steps as one tensor. A column that
+    reads the previous state waits for the scan of that state. If the state depends on the column, the column is
+    represented as an affine function of the state.
 
     The dim of the steps is in the order of the tensors they read; `reverse` is True if the last step comes first.
     """
@@ -52,7 +56,7 @@ class LoopBuilder:
         self.reverse = bool(reads) and all(x.stride < 0 for x in reads)
         self.scans = 0  # number of emitted scans
         self.values: dict[StepColumn, Value] = {}  # of computed columns; a node if it is constant over the steps
-        self.forms: dict[StepColumn, AffineValue] = {}  # of columns that depend on a state before its scan
+        self.forms: dict[StepColumn, AffineValue] = {}  # of columns that are affine in a state, before its scan
         self.seeds: dict[StepColumn, Any] = {}  # initial values of states
         self.operand_values: dict[Any, Value] = {}  # by (operand, first step, end)
         self.columns: list[StepColumn] = []  # columns that differ between the steps
@@ -63,18 +67,18 @@ class LoopBuilder:
                 self.columns.append(column)
 
     def shared_nodes(self) -> set[Node]:
-        """Return the nodes that must be computed before any step."""
+        """Return the nodes outside of the loop that the steps read, after which the batched ops can be inserted."""
         sources = [x.source if isinstance(x, IndexRead) else x for x in self.loop.operands()]
         return {x for x in (*sources, *self.values.values()) if isinstance(x, Node)}
 
     def _is_shared(self, x: Operand) -> bool:
-        """Return True if the operand is constant over the steps."""
+        """Return True if the operand is constant over the steps, so that its column needs no batched op."""
         if isinstance(x, ColumnRef):
             return isinstance(self.values.get(x.column), Node)
         return not isinstance(x, IndexRead | SeededList)
 
     def run(self) -> BatchedValue:
-        """Compute every column and return the list of the loop.
+        """Compute every column and return the list of the loop, in the order of the tensors that the steps read.
 
         Raises:
             NotALoop: A column cannot be computed.
@@ -91,7 +95,7 @@ class LoopBuilder:
         return result
 
     def select_step(self, node: Node) -> Node:
-        """Emit the value of a node of one step, from the value of all steps."""
+        """Emit the value of a node of one step, from the value of all steps, for a reader outside of the loop."""
         column, step = self.loop.owner[node]
         batched = self.values[column]
         if not isinstance(batched, BatchedValue):
@@ -100,7 +104,10 @@ class LoopBuilder:
         return self.editor.compute(aten.select.int, (batched.node, batched.time, index), node)
 
     def _compute_column(self, column: StepColumn) -> bool:
-        """Compute a column if its operands are known, and record its value; return False if it has to wait."""
+        """Compute a column if its operands are known, and record its value; return False if it has to wait.
+
+        A column that depends on a state first gets a form, and its value after the scan of that state.
+        """
         form = self.forms.get(column)
         if form is not None and form.state not in self.values:
             return False
@@ -121,7 +128,7 @@ class LoopBuilder:
         return True
 
     def _leaf(self, x: Operand, column: StepColumn) -> Any:
-        """Return an operand's value or its form as an AffineValue of a state; PENDING if neither is known yet."""
+        """Return an operand's value, or its form in the previous state; PENDING if neither is known yet."""
         reference = x.later if isinstance(x, SeededList) else x
         if not isinstance(reference, ColumnRef) or reference.column in self.values:
             return self.value(x, column.first, column.end)
@@ -134,7 +141,7 @@ class LoopBuilder:
         return self.forms.get(source, PENDING) if has_same_steps else PENDING
 
     def value(self, x: Operand, first: int, end: int) -> Value:
-        """Return an operand at the steps first, ..., end - 1."""
+        """Return an operand at the steps first, ..., end - 1, which is emitted once for all columns."""
         if not isinstance(x, IndexRead | ColumnRef | SeededList):
             return x
         key = (x, first, end)
@@ -161,7 +168,7 @@ class LoopBuilder:
         return self.editor.narrow(value, start, end - first)
 
     def _read_steps(self, x: IndexRead, first: int, end: int) -> BatchedValue:
-        """Emit the pieces that the steps first, ..., end - 1 read."""
+        """Emit the pieces (rows of a tensor) that the steps first, ..., end - 1 read, in the order of all steps."""
         least, greatest = sorted((x.start + x.stride * first, x.start + x.stride * (end - 1)))
         rows = max(x.rows, 1)
         pieces = self.editor.narrow(BatchedValue(x.source, x.dim), least * rows, (greatest + 1 - least) * rows)
@@ -171,7 +178,7 @@ class LoopBuilder:
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
-    """Return True for the same node, or equal constants."""
+    """Return True if two seeds of a state are the same node or equal constants."""
     return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and bool(a == b))
 
 
@@ -196,12 +203,15 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         return sum(bool(n.users) and self._roll(n) for n in lists)
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:
-        """Append a node and record it."""
+        """Append a node and record it, so that `_erase_unused` can erase it if the loop is not replaced."""
         self.emitted.append(super().emit(*args, **kwargs))
         return self.emitted[-1]
 
     def _roll(self, stack: Node) -> bool:
-        """Replace the loop that computes the operands of a stack or cat, in order or in reverse, if it is one."""
+        """Replace the loop that computes the operands of a stack or cat; return False if no loop does.
+
+        The first step may compute the first operand, or the last one.
+        """
         values, reasons = _stacked_values(stack), []
         for reverse in (False, True):
             loop, self.emitted = LoopMatcher(self.budget), []
@@ -219,13 +229,19 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         return False
 
     def _erase_unused(self) -> None:
-        """Erase the emitted nodes that have no users."""
+        """Erase the emitted nodes that have no users: all of a loop that is not replaced, or unused selects."""
         for node in reversed(self.emitted):
             if not node.users:
                 self.graph.erase_node(node)
 
     def _rewrite(self, stack: Node, loop: LoopMatcher, reverse: bool) -> None:
-        """Replace a matched loop; `reverse` if the steps are the operands from last to first. Raises NotALoop."""
+        """Replace a matched loop. Raises NotALoop if it has no state, or a column cannot be computed.
+
+        Args:
+            stack: The stack or cat of the list.
+            loop: The columns of the loop.
+            reverse: True if the first step computes the last operand of the stack.
+        """
         operands = list(loop.operands())
         reads_rolled = any(isinstance(x, IndexRead) and x.source in self.rolled for x in operands)
         if not reads_rolled and not any(isinstance(x, ColumnRef) and x.lag for x in operands):
@@ -247,7 +263,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self._erase_steps(stack, loop)
 
     def _arrange(self, values: BatchedValue, stack: Node) -> Node:
-        """Return the values of all steps in the layout of a stack or cat."""
+        """Return the values of all steps in the layout of the stack or cat that they replace."""
         dim = OpCall(stack)["dim"] % stack.meta["val"].ndim
         stacked = self.move_steps(values, dim).node
         if stack.target is aten.stack.default:
@@ -257,7 +273,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         return self.compute(aten.flatten.using_ints, (stacked, dim, dim + 1), stack)
 
     def _erase_steps(self, stack: Node, loop: LoopMatcher) -> None:
-        """Erase the steps and the nodes that only they read."""
+        """Erase the replaced stack, the steps without other readers, and the nodes that only they read."""
         self.graph.erase_node(stack)
         inputs = [i for n in loop.owner for i in n.all_input_nodes if i not in loop.owner]
         for node in sorted(loop.owner, reverse=True):
@@ -271,7 +287,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self.rolled.update(n for n in self.emitted if n.users)
 
     def _select_pieces(self, split: Node) -> None:
-        """Let remaining readers of an unbind or a split select their piece, so that no rank needs all pieces."""
+        """Let remaining readers of an unbind or split select their piece, so that no rank needs all pieces."""
         for user in list(split.users):
             read = match_piece_read(user)
             if read is not None:
@@ -283,7 +299,10 @@ class RerollLoops(CanonicalPass, ScanBuilder):
 
 
 def _stacked_values(stack: Node) -> list[Node]:
-    """Return the values of a stack, or of a cat of pieces of one size; [] if there is one, or some are equal."""
+    """Return the operands of a stack, or of a cat of pieces of one size, as the list of a loop.
+
+    [] if there are fewer than two, or if some are the same node.
+    """
     values = list(stack.args[0])
     if stack.target is aten.cat.default:
         dim = OpCall(stack)["dim"]
@@ -293,9 +312,9 @@ def _stacked_values(stack: Node) -> list[Node]:
 
 
 def _is_chain(values: list[Node]) -> bool:
-    """Return True if the last of three values or more is computed from nodes between the two values before it.
+    """Return True if the last of several values reads the previous step, so that a refusal is reported.
 
-    These nodes belong to the previous step, so that the values look like the states of a loop.
+    The nodes of the previous step are those after the value before, up to the previous value, in graph order.
     """
     if len(values) < 3 or any(v.op != "call_function" for v in values):
         return False

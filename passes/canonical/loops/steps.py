@@ -1,12 +1,15 @@
 """Match the steps of an unrolled loop: equal nodes, and the operands in which they differ.
 
-A `StepColumn` has one node of every step. For h = tanh(x[:, t]) + h, the columns are the selects, the tanhs and the
-sums. An operand of a step is one of
+The *list* is one value per step, which a loop may compute. A *column* (`StepColumn`) has one node of every step,
+without the first steps if these are different. For h = tanh(x[:, t]) + h, the columns are the selects, the tanhs and
+the sums. An operand of a step is one of
 
     IndexRead     piece t of a tensor        select(x, dim, t), x[:, t * n : (t + 1) * n], unbind, split
     ColumnRef     a column's node of the same step, or of the previous step (lag 1)
     SeededList    an initial value at the first step, one of the above afterwards
     a node or a constant that all steps share
+
+The *root* is the operand whose values are the list. `reroll.py` runs the matcher and builds the matched loops.
 
 Matching creates no nodes, and takes time linear in the number of nodes of the loop. Any part of the matcher and of the
 builder of loops raises `NotALoop` if the nodes are no loop; only `RerollLoops` catches it, and reports the reason.
@@ -38,10 +41,10 @@ class NotALoop(Exception):
 
 @dataclass(eq=False)
 class StepColumn:
-    """Equal nodes of consecutive steps."""
+    """Nodes of consecutive steps that call one op, with operands that differ by the step only."""
 
     nodes: list[Node]  # one node per step
-    first: int  # first step
+    first: int  # first step with a node
     operands: list[Operand] = field(default_factory=list)  # leaves of the arguments
 
     @property
@@ -51,7 +54,7 @@ class StepColumn:
 
     @property
     def node(self) -> Node:
-        """Return a representative node."""
+        """Return the node of the last step, as a representative."""
         return self.nodes[-1]
 
 
@@ -95,17 +98,17 @@ Operand: TypeAlias = Any  # IndexRead | ColumnRef | SeededList | Node | a consta
 
 
 class LoopMatcher:
-    """Matcher of the columns that compute a list of step values; `root` is the operand of the list."""
+    """Matcher of the columns that compute a list; `read` finds them, for one loop per matcher."""
 
     def __init__(self, budget: int) -> None:
         self.columns: list[StepColumn] = []
         self.owner: dict[Node, tuple[StepColumn, int]] = {}  # node to its column and step
         self.budget = budget  # remaining number of nodes to examine
-        self.root: Operand = None
+        self.root: Operand = None  # operand whose values are the list
         self.length = 0  # number of steps
 
     def read(self, values: Sequence[Node]) -> None:
-        """Find the columns of a list of values.
+        """Find the columns that compute a list of values, from the list back to what all steps share.
 
         Args:
             values: One node per step.
@@ -120,7 +123,7 @@ class LoopMatcher:
             self._read_arguments(column)
 
     def sort_columns(self) -> list[StepColumn]:
-        """Return the columns in topological order within a step."""
+        """Return the columns in the topological order of the nodes of one step, the order of computation."""
         last = min((c.end for c in self.columns), default=1) - 1
         if any(c.first > last for c in self.columns):
             raise NotALoop("columns without a common step")
@@ -132,7 +135,7 @@ class LoopMatcher:
             yield from (operand.seed, operand.later) if isinstance(operand, SeededList) else (operand,)
 
     def _read_arguments(self, column: StepColumn) -> None:
-        """Match the operands of a column; new columns are added to `columns`."""
+        """Match the operands of a column, leaf by leaf of its nodes' arguments; new columns join `columns`."""
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
         if any(spec != flat[0][1] for _, spec in flat[1:]):
             raise NotALoop("steps that differ in the structure of an op's arguments")
@@ -143,7 +146,10 @@ class LoopMatcher:
         column.operands = [self._match_operand(values, column.first) for values in zip(*leaves)]
 
     def _match_operand(self, values: Sequence[Any], first: int) -> Operand:
-        """Return the operand with these values at the steps first, first + 1, ...; raise NotALoop if there is none."""
+        """Return the operand with these values at the steps first, first + 1, ...; add its column if it is new.
+
+        Raises NotALoop if the values are neither shared nor of one form, even without the first one.
+        """
         seed, later_values = values[0], values[1:]
         if all(_is_same(v, seed) for v in later_values):
             return seed
@@ -158,7 +164,7 @@ class LoopMatcher:
         return SeededList(seed, later)
 
     def _find_column(self, values: Sequence[Any], first: int) -> ColumnRef | None:
-        """Return a reference to the column of the nodes, at the same or the previous step, or None."""
+        """Return a reference to the known column that has these nodes at the same or the previous step, or None."""
         owner = self.owner.get(values[0]) if isinstance(values[0], Node) else None
         if owner is None:
             return None
@@ -179,7 +185,7 @@ class LoopMatcher:
 
 
 def _are_similar(values: Sequence[Any]) -> bool:
-    """Return True for calls of one pure op with results of one shape, dtype and device."""
+    """Return True for calls of one pure op with results of one shape, dtype and device, as a column needs."""
     if any(not isinstance(v, Node) or v.op != "call_function" for v in values):
         return False
     head = values[0]
@@ -202,17 +208,20 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _value_kind(node: Node) -> Any:
-    """Return (shape, dtype, device) of a tensor, else the type of the node's value."""
+    """Return (shape, dtype, device) of a tensor, else the type of the value, which a column has in common."""
     value = node.meta.get("val")
     return (as_sizes(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else type(value)
 
 
 def _match_index_read(values: Sequence[Any], first: int) -> IndexRead | Node | None:
-    """Return reads of one dim of one tensor, in order or in reverse; the node if all indices are equal; else None.
+    """Return the reads of one dim of one tensor at successive indices as one operand, or None.
 
     Args:
         values: The values at the steps first, first + 1, ...
         first: The first step.
+
+    Returns:
+        The operand; the first node if all read one index, as a value that all steps share; or None.
     """
     reads = [read for read in map(match_piece_read, values) if read is not None]
     if len(reads) < len(values):
@@ -228,7 +237,7 @@ def _match_index_read(values: Sequence[Any], first: int) -> IndexRead | Node | N
 
 
 def match_piece_read(node: Any) -> PieceRead | None:
-    """Return the read of a node that reads one index or one of the equal pieces of a dim; None for other nodes."""
+    """Return the index of a dim, or the piece of rows of it, that a node reads; None for other nodes."""
     piece = match_piece(node)
     if piece is None or not isinstance(piece.start, int) or not isinstance(piece.length, int) or not piece.length:
         return None

@@ -5,7 +5,12 @@
     ops along dims, einsum           the op itself, with shifted dims
     everything else                  the ops that torch.func.vmap creates
 
-A step of shape (B, D) becomes one node of shape (B, S, D), a `BatchedValue` whose `time` is 1. Ops and the dim of the
+A node of shape (B, D) at each of S steps becomes one node of shape (B, S, D), a `BatchedValue` whose `time`, the dim of
+the steps, is 1. An op of one step has *leaves*: the operands and constants in its arguments, in the order of a pytree.
+The functions below get the batched leaves in the same order. A value that is not batched is constant over the steps.
+
+`LoopBuilder` (reroll.py) calls `batch` for every column of a loop; a batcher returns None for ops of other kinds, and
+anything that cannot be batched raises `NotALoop`, so that the loop remains. Ops and the dim of the
 steps are preserved where possible, so that rules and later passes see the graph of a model without a loop. Unchanged:
 ops without a vmap rule, random draws.
 """
@@ -67,7 +72,7 @@ class BatchedOps(GraphEditor):
     """Editor that appends ops on batched values at the insertion point of the graph."""
 
     def move_steps(self, x: BatchedValue, time: int) -> BatchedValue:
-        """Move the dim of the steps to position `time`, by one permutation with one that `x` ends in."""
+        """Return x with the dim of the steps at position `time`; a permutation that computes x is merged."""
         if x.time == time:
             return x
         node, order = x.node, [d for d in range(x.ndim + 1) if d != x.time]
@@ -79,7 +84,7 @@ class BatchedOps(GraphEditor):
         return BatchedValue(node, time)
 
     def narrow(self, x: BatchedValue, start: int, length: int) -> BatchedValue:
-        """Return `length` steps from `start` on. Raises NotALoop if there are fewer."""
+        """Return `length` steps of x from `start` on. Raises NotALoop if there are fewer."""
         extent = x.node.meta["val"].shape[x.time]
         if start < 0 or start + length > extent:
             raise NotALoop("steps out of range")
@@ -88,11 +93,11 @@ class BatchedOps(GraphEditor):
         return BatchedValue(self.compute(aten.slice.Tensor, (x.node, x.time, start, start + length), x.node), x.time)
 
     def flip(self, x: BatchedValue) -> BatchedValue:
-        """Return the steps in reverse order."""
+        """Return x with its steps in reverse order."""
         return BatchedValue(self.compute(aten.flip.default, (x.node, [x.time]), x.node), x.time)
 
     def split_rows(self, x: BatchedValue, rows: int) -> BatchedValue:
-        """Split the steps into pieces of `rows` rows: (N * rows) -> (N, rows)."""
+        """Split the dim of the steps into steps and pieces of `rows` rows: (N * rows) to (N, rows)."""
         if rows == 1:
             return BatchedValue(self.unsqueeze(x.node, x.time + 1), x.time)
         shape = list(node_shape(x.node))
@@ -100,13 +105,19 @@ class BatchedOps(GraphEditor):
         return BatchedValue(self.reshape(x.node, shape, x.node), x.time)
 
     def append_step(self, seed: Value, later: BatchedValue, last: bool) -> BatchedValue:
-        """Add a step with the value `seed` before the steps `later`, or after them if `last` is True."""
+        """Add the first step, with the value `seed`, to the steps `later`.
+
+        Args:
+            seed: The value of one step.
+            later: The values of the other steps.
+            last: True to add it after the others, for tensors read in reverse.
+        """
         step = self.unsqueeze(self.expand_to(seed, later.shape, later.node), later.time)
         parts = [later.node, step] if last else [step, later.node]
         return BatchedValue(self.compute(aten.cat.default, (parts, later.time), later.node), later.time)
 
     def expand_to(self, x: Value, shape: Sequence[Size], like: Node) -> Node:
-        """Expand a node or a number to `shape` and the dtype of `like`, without rounding. Raises NotALoop."""
+        """Expand a node or a number to `shape` and the dtype of `like`. Raises NotALoop if that may round it."""
         value, sizes = like.meta["val"], self.sizes.list(shape)
         if not isinstance(x, Node):
             options = {"dtype": value.dtype, "device": value.device}
@@ -120,13 +131,13 @@ class BatchedOps(GraphEditor):
         return x if is_same_shape(x_shape, shape) else self.compute(aten.expand.default, (x, sizes), x)
 
     def unsqueeze(self, node: Node, dim: int, count: int = 1) -> Node:
-        """Insert `count` dims of size 1."""
+        """Insert `count` dims of size 1 at position `dim`."""
         for _ in range(count):
             node = self.compute(aten.unsqueeze.default, (node, dim), node)
         return node
 
     def align(self, x: Value, trailing_dims: int) -> Value:
-        """Return an operand that broadcasts with values that have `trailing_dims` dims after that of the steps.
+        """Return x with `trailing_dims` dims after that of the steps, to broadcast with values that have them.
 
         A batched value gets its dim of the steps at that position. Other tensors get a dim of size 1 there if they have
         more dims, and numbers are returned unchanged.
@@ -165,7 +176,7 @@ class BatchedOps(GraphEditor):
         return result
 
     def pointwise(self, target: Any, *operands: Value, like: Node) -> Value:
-        """Apply a pointwise op; the result is batched if an operand is."""
+        """Apply a pointwise op to values of steps (for recurrence.py); the result is batched if an operand is."""
         if not any(isinstance(x, BatchedValue) for x in operands):
             return self.compute(target, operands, like)
         return self.broadcast(target, pytree.tree_flatten((operands, {}))[1], operands, like)
@@ -173,7 +184,7 @@ class BatchedOps(GraphEditor):
     def broadcast(
         self, target: Any, spec: Any, leaves: Sequence[Value], like: Node, fixed_dims: int = 0
     ) -> BatchedValue:
-        """Apply an op whose operands broadcast except for the last `fixed_dims` dims.
+        """Apply an op to batched leaves whose operands broadcast, except for their last `fixed_dims` dims.
 
         Args:
             target: The op.
@@ -191,14 +202,17 @@ class BatchedOps(GraphEditor):
         return BatchedValue(self.compute(target, args, like, kwargs), ndim - trailing_dims)
 
     def _vmap(self, node: Node, leaves: Sequence[Value]) -> Value:
-        """Apply the op of one step to all steps by the ops of torch.func.vmap. Raises NotALoop if it has no rule."""
+        """Apply the op of one step to all steps by the ops that torch.func.vmap creates, if no batcher applies.
+
+        Raises NotALoop if vmap has no rule for the op, or if the result is not only tensors.
+        """
         operands = [self.move_steps(x, 0).node if isinstance(x, BatchedValue) else x for x in leaves]
         tensors = [i for i, x in enumerate(operands) if is_tensor(x)]
         fake_leaves = torch.fx.map_arg(operands, lambda n: n.meta["val"])
         spec = _argument_spec(node)
 
         def run_step(*values: torch.Tensor) -> Any:
-            """Run the node's function on tensors of one step."""
+            """Call the op on the tensors of one step, as vmap needs it; other leaves are those of the node."""
             step_leaves = list(fake_leaves)
             for i, x in zip(tensors, values):
                 step_leaves[i] = x
@@ -222,12 +236,12 @@ class BatchedOps(GraphEditor):
 
 
 def _argument_spec(node: Node) -> Any:
-    """Return the pytree spec of the node's (args, kwargs)."""
+    """Return the pytree spec of the node's (args, kwargs), which rebuilds them from leaves."""
     return pytree.tree_flatten((node.args, node.kwargs))[1]
 
 
 def _is_batch_of(batched: Value, node: Node) -> bool:
-    """Return True if a step of the batched value, or of each of a list, has the shape and dtype of the node."""
+    """Return True if a step of each batched result has the shape and dtype of the node."""
     results, values = (x if isinstance(x, list | tuple) else [x] for x in (batched, node.meta["val"]))
     if not all(isinstance(value, torch.Tensor) for value in values) or len(results) != len(values):
         return False
@@ -236,14 +250,14 @@ def _is_batch_of(batched: Value, node: Node) -> bool:
 
 
 def step_ndim(x: Value) -> int:
-    """Return the number of dims of one step, 0 for a number."""
+    """Return the number of dims of one step of a value, 0 for a number."""
     if isinstance(x, BatchedValue):
         return x.ndim
     return int(x.meta["val"].ndim) if is_tensor(x) else 0
 
 
 def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """Batch ops that act on each element independently, by their rule."""
+    """Batch ops that act on each element independently, as their sharding rule states."""
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or rule.reshapes or rule.kinds or rule.sizes or len(rule.results) != 1:
         return None
@@ -257,7 +271,7 @@ def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Ba
 
 
 def _batch_view(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """Batch a view to an equal shape as the operand itself."""
+    """Batch a copy, or a view to an equal shape, as the batched operand itself."""
     return leaves[0] if is_copy(node) and isinstance(leaves[0], BatchedValue) else None
 
 
@@ -292,7 +306,7 @@ def _batch_trailing(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Bat
 
 
 def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value | None:
-    """Batch ops of one tensor along dims; their rule gives the dim of the steps in the result."""
+    """Batch ops of one tensor along dims by shifted dim arguments; their rule locates the steps' dim."""
     x = leaves[0]
     if not isinstance(x, BatchedValue) or any(isinstance(y, BatchedValue) or is_tensor(y) for y in leaves[1:]):
         return None
@@ -316,7 +330,13 @@ def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value
 
 
 def _shift_dim(dim: Any, time: int, ndim: int) -> int | None:
-    """Return a dim of a step, of `ndim` dims, as a dim of a batched value; None if it is no number."""
+    """Return a dim argument of one step as that of a batched value; None if it is no number.
+
+    Args:
+        dim: The dim, possibly negative.
+        time: The dim of the steps.
+        ndim: The number of dims of one step that `dim` may count.
+    """
     if not isinstance(dim, int):
         return None
     dim %= max(ndim, 1)
@@ -324,7 +344,7 @@ def _shift_dim(dim: Any, time: int, ndim: int) -> int | None:
 
 
 def _result_times(node: Node, time: int) -> list[int] | None:
-    """Return the dim of each result that equals dim `time` of the operand, None if the op works along it."""
+    """Return the dim of the steps in each result, from dim `time` of the operand; None if the op changes it."""
     _, rule = lookup_rule(node) or (None, None)
     if rule is None or rule.reshapes or rule.kind(rule.operands[0][time]) != "pass":
         return None

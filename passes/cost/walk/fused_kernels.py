@@ -4,6 +4,9 @@ A *kernel* is a node that reads and writes memory when it runs: a generated kern
 no view, and no elementwise op that its readers recompute. `KernelSchedule` is the list of kernels of a graph in order.
 Kernels that Inductor fuses become one, represented by its first node, at the position of that node. Values that only
 the fused kernel itself reads have no storage.
+
+A storage is the memory of one or several values, in bytes. A reduction is a sum, mean, maximum and the like; an
+addition adds two tensors. A row-wise kernel processes the rows of a tensor (its last dim) one by one.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class KernelSchedule:
 
     def __init__(self, fused: bool) -> None:
         self.fused, self.on_gpu = fused, False
-        self.product_of_sum: dict[Node, Node] = {}  # sum -> matrix product whose kernel also adds (`addmm`)
+        self.product_of_addition: dict[Node, Node] = {}  # addition -> product whose kernel also adds (`addmm`)
         self.kernel_writes: dict[Node, list[StorageKey]] = {}  # kernel -> storages; its order is that of the kernels
         self.kernel_reads: dict[Node, frozenset[StorageKey]] = {}  # kernel -> storages
         self.sizes: dict[StorageKey, int] = {}  # storage -> bytes
@@ -72,30 +75,30 @@ class KernelSchedule:
         self.read_often: dict[Node, frozenset[StorageKey]] = {}
 
     def fuse(self) -> None:
-        """Fuse kernels in the tables; on a CPU only sums, as measured."""
+        """Fuse kernels in the tables, as Inductor would; on a CPU only reductions, as measured."""
         self.on_gpu = any(map(is_on_gpu, self.kernel_writes))
-        self._fuse_sums()
+        self._fuse_reductions()
         if self.on_gpu:
             self._fuse_rows()
 
     def is_fused(self, node: Node) -> bool:
         """Return True if the node is part of kernels that Inductor generates."""
         target = node.target
-        if not self.fused or node in self.product_of_sum or not isinstance(target, OpOverload):
+        if not self.fused or node in self.product_of_addition or not isinstance(target, OpOverload):
             return False
         is_listed = target in REDUCTIONS or target in ELEMENTWISE or _op_name(target) in PRIMS
         return is_listed or torch.Tag.pointwise in target.tags
 
-    def _fuse_sums(self) -> None:
-        """Fuse nearby sums that read a common value with the same number of rows.
+    def _fuse_reductions(self) -> None:
+        """Fuse nearby reductions that are only returned and read a common value with the same number of rows.
 
         Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first
-        part, so nodes between the first and last sum that no sum needs run later than in the graph.
+        part, so nodes between the first and last reduction that no reduction needs run later than in the graph.
         """
         # Position in Inductor's order, in which each result of an op with several results has a place, too.
         num_results = (len(node_tensors(node)) for node in self.kernel_writes)
         position = dict(zip(self.kernel_writes, accumulate((1 if n < 2 else 1 + n for n in num_results), initial=0)))
-        sums = [node for node in self.kernel_writes if self._is_last_sum(node)]
+        sums = [node for node in self.kernel_writes if self._is_returned_reduction(node)]
         pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._has_common_reads(a, b)]
         if any(map(is_on_gpu, sums)):  # those with the most common bytes are first
             pairs.sort(key=lambda pair: -sum(map(self.sizes.__getitem__, self._common_reads(*pair))))
@@ -103,16 +106,19 @@ class KernelSchedule:
         for a, b in pairs:
             merged = sorted({*group_of[a], *group_of[b]}, key=position.__getitem__)
             is_near = position[merged[-1]] - position[merged[0]] <= MAX_FUSION_DISTANCE
-            if group_of[a] is not group_of[b] and is_near and (len(merged) == 2 or not _is_row_reduction(a)):
+            if group_of[a] is not group_of[b] and is_near and (len(merged) == 2 or not _can_join_row_kernel(a)):
                 group_of.update(dict.fromkeys(merged, merged))
         self._merge_kernels(list({id(group): group for group in group_of.values()}.values()))
 
     def _common_reads(self, a: Node, b: Node) -> frozenset[StorageKey]:
-        """Return the storages that both kernels read."""
+        """Return the storages that both kernels read, without which they are not fused."""
         return self.kernel_reads[a] & self.kernel_reads[b]
 
     def _has_common_reads(self, a: Node, b: Node) -> bool:
-        """Return True if two sums read enough common values to fuse: one, or two for wide rows on GPUs (observed)."""
+        """Return True if two reductions read enough common storages to fuse.
+
+        One is enough; for wide rows on GPUs two are required, as observed.
+        """
         is_wide = is_on_gpu(a) and size_hint(a.args[0].meta["val"].shape[-1]) > WIDE_ROW  # type: ignore[union-attr]
         return _is_same_reduction(a, b) and len(self._common_reads(a, b)) > (1 if is_wide else 0)
 
@@ -149,8 +155,8 @@ class KernelSchedule:
     ) -> RowKernel | None:
         """Return an earlier kernel with which `kernel` can be fused, or None.
 
-        They read a common large value, or the earlier one writes what `kernel` reads. Everything else that `kernel`
-        reads exists before the earlier one.
+        Candidates have the same number of elements. They read a common large value, or the earlier one writes what
+        `kernel` reads. Everything else that `kernel` reads exists before the earlier one.
         """
         large_reads = {key for key in kernel.reads if self.sizes[key] >= num_elements}
         for candidate in candidates:
@@ -164,7 +170,7 @@ class KernelSchedule:
         return None
 
     def _row_wise_elements(self, node: Node) -> int:
-        """Return the number of elements of an elementwise op or a reduction over rows, or 0 for other nodes."""
+        """Return the number of elements that a row-wise op processes; 0 for nodes that are not row-wise."""
         if not self.is_fused(node):
             return 0
         if node.target not in REDUCTIONS:
@@ -174,17 +180,17 @@ class KernelSchedule:
             return 0
         shape = x.meta["val"].shape
         is_over_last_dim = len(dims) == 1 and dims[0] in (-1, len(shape) - 1)
-        return size_hint(shape.numel()) if is_over_last_dim or _is_row_reduction(node) else 0
+        return size_hint(shape.numel()) if is_over_last_dim or _can_join_row_kernel(node) else 0
 
-    def _is_last_sum(self, node: Node) -> bool:
-        """Return True for a sum that is only returned or concatenated."""
+    def _is_returned_reduction(self, node: Node) -> bool:
+        """Return True for a reduction that is only returned or concatenated, such as the gradient of a bias."""
         if node.target not in REDUCTIONS:
             return False
         reached = iterate_reachable([node], lambda n: [x for x in n.users if n is node or _is_reinterpretation(x)])
         return all(n is node or _is_reinterpretation(n) or n.target is CAT or n.op == "output" for n in reached)
 
     def _merge_kernels(self, kernels: list[list[Node]]) -> None:
-        """Fuse the nodes of each list to one kernel, and sort all kernels in graph order after their operands."""
+        """Fuse the nodes of each list to one kernel in the tables, and sort all kernels after their operands."""
         fused = [kernel for kernel in kernels if len(kernel) > 1]
         if not fused:
             return
@@ -202,7 +208,10 @@ class KernelSchedule:
         self.kernel_writes = {node: self.kernel_writes[node] for node in order}
 
     def _order_kernels(self, kernel_of: dict[Node, list[Node]]) -> Collection[Node]:
-        """Return the first node of each kernel, in graph order after its operands; `kernel_of` contains fused nodes."""
+        """Return the first node of each kernel, in graph order but after the kernels that write its operands.
+
+        `kernel_of` maps each fused node to the nodes of its kernel.
+        """
         kernels = {node: kernel_of.get(node, [node]) for node in self.kernel_writes}
         position = {node: i for i, node in enumerate(self.kernel_writes)}
         writers = defaultdict[StorageKey, list[Node]](list)  # storage -> kernels that write it, or end a wait for it
@@ -225,31 +234,31 @@ class KernelSchedule:
         return order
 
     def _remove_inner_storages(self, kernel: Node) -> None:
-        """Remove the storages that a kernel writes and no other kernel reads."""
+        """Remove the storages that only this fused kernel writes and reads: it stores no such value."""
         read_by_others = frozenset().union(*(keys for node, keys in self.kernel_reads.items() if node is not kernel))
         inner = (self.kernel_reads[kernel] & {*self.kernel_writes[kernel]}) - read_by_others - self.results
         self.kernel_writes[kernel] = [key for key in self.kernel_writes[kernel] if key not in inner]
         self.kernel_reads[kernel] -= inner
 
 
-def products_in_sums(graph: Graph) -> dict[Node, Node]:
-    """Map each sum to the product that only it reads: Inductor computes both at once (`addmm`).
+def products_in_additions(graph: Graph) -> dict[Node, Node]:
+    """Map each addition to the product that only it reads: Inductor computes both at once (`addmm`).
 
-    An example is a weight's gradient added to that of a tied embedding. On a GPU, sums with elementwise users do not
-    count.
+    An example is a weight's gradient added to that of a tied embedding. On a GPU, additions with elementwise users do
+    not count.
     """
-    product_of_sum = dict[Node, Node]()
+    product_of_addition = dict[Node, Node]()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
         if node.kwargs or (is_on_gpu(node) and all(map(_is_elementwise, node.users))):
             continue
         for product, addend in (node.args, node.args[::-1]):  # of two products, the first one
             if _can_fuse_addend(product, addend):
-                product_of_sum.setdefault(node, product)
-    return product_of_sum
+                product_of_addition.setdefault(node, product)
+    return product_of_addition
 
 
 def _can_fuse_addend(product: Any, addend: Any) -> bool:
-    """Return True if the kernel of a matrix product can add this value: it has no other reader, and shapes match."""
+    """Return True if a product has no other reader, and its kernel can add `addend` (shape and dtype)."""
     if not isinstance(product, Node) or product.target is not torch.ops.aten.mm.default or len(product.users) > 1:
         return False
     if not isinstance(addend, Node) or addend is product or not isinstance(addend.meta.get("val"), torch.Tensor):
@@ -261,7 +270,7 @@ def _can_fuse_addend(product: Any, addend: Any) -> bool:
 
 
 def _is_elementwise(user: Node) -> bool:
-    """Return True for an elementwise op, or a view with only elementwise users."""
+    """Return True for an elementwise user of an addition, or a view with only elementwise users."""
     if user.target is operator.getitem:
         return all(map(_is_elementwise, user.users))
     if not isinstance(user.target, OpOverload):
@@ -272,7 +281,7 @@ def _is_elementwise(user: Node) -> bool:
 
 
 def _is_same_reduction(a: Node, b: Node) -> bool:
-    """Return True if two sums have equal numbers of elements and equal result shapes."""
+    """Return True if two reductions have equal numbers of elements and equal result shapes."""
     counts = [size_hint(n.args[0].meta["val"].numel()) for n in (a, b)]  # type: ignore[union-attr]
     return counts[0] == counts[1] and tuple(a.meta["val"].shape) == tuple(b.meta["val"].shape)
 
@@ -287,10 +296,10 @@ def _is_reinterpretation(node: Node) -> bool:
     return node.target in VIEW_CALLS or _op_name(node.target) == "prims::convert_element_type"
 
 
-def _is_row_reduction(node: Node) -> bool:
-    """Return True if a GPU kernel over rows can compute this sum over all rows, too (Inductor's `MixOrderReduction`).
+def _can_join_row_kernel(node: Node) -> bool:
+    """Return True if a row-wise GPU kernel can compute this reduction over all rows, too.
 
-    This holds for many elements and many more rows than columns.
+    Inductor (`MixOrderReduction`) does so for many elements and many more rows than columns.
     """
     if not is_on_gpu(node):
         return False

@@ -39,7 +39,7 @@ from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.sizes import current_bytes
 from sp_compile.passes.sharding.matchers import move_source
 
-from .fused_kernels import KernelSchedule, StorageKey, is_on_gpu, products_in_sums
+from .fused_kernels import KernelSchedule, StorageKey, is_on_gpu, products_in_additions
 from .kinds import (
     ARRIVALS,
     ATTENTIONS,
@@ -108,7 +108,7 @@ class LivenessWalk:
         return sum(moment.flops for moment in self.moments)
 
     def by_last_layer(self, saved: Iterable[Node]) -> list[tuple[str, LiveValue]]:
-        """Return (path of the layer that reads it last, value) for each of these inputs; "" before the first layer."""
+        """Return (layer that reads it last, value) for each of these inputs; "" before the first layer."""
         assert self._storages is not None
         keys = dict.fromkeys(self._storages.key(x) for node in saved for x in node_tensors(node))
         # layers[i + 1] is the layer of moment i, or the last one before it.
@@ -116,7 +116,7 @@ class LivenessWalk:
         return [(layers[self._storages.last_read.get(key, -1) + 1], self._inputs[key]) for key in keys]
 
     def alive(self, moment: int) -> list[LiveValue]:
-        """Return the live values at a moment, largest first."""
+        """Return the values that are live at the kernel of this index, for reports; the largest is first."""
         assert self._storages is not None
         for i, (_, live) in enumerate(self._storages.run(self._inputs)):
             if i == moment:
@@ -155,7 +155,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
     }
     result = LivenessWalk(start=sum(value.nbytes for value in inputs.values()), _storages=storages, _inputs=inputs)
     for node, live in storages.run(inputs):
-        computed = storages.product_of_sum.get(node, node)  # `addmm` is a product
+        computed = storages.product_of_addition.get(node, node)  # `addmm` is a product
         nbytes = Counter[str]()  # by origin
         for value in live:
             nbytes[value.origin] += value.nbytes
@@ -192,7 +192,7 @@ def is_product(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class _TileLoop:
-    """Sizes of an op that runs a program on tiles of rows, one after the other, and sums some of its results."""
+    """Sizes of an op that runs a program on each tile of rows in turn, and sums some of its results."""
 
     tiles: int  # number of tiles
     part: TilePart  # program of one tile
@@ -224,11 +224,11 @@ class _TileLoop:
         return _TileLoop(tiles, getattr(body, part), accumulators, wide, narrow, copied)
 
     def tile(self, fused: bool) -> LivenessWalk:
-        """Return the liveness of one tile."""
+        """Return the liveness of one tile, which `walk` adds to the kernel of the loop."""
         return _walk_tile(self.part, fused)
 
-    def inside(self, fused: bool) -> int:
-        """Return the peak bytes of the loop, without operands and results; accumulators replace narrower results."""
+    def peak_bytes(self, fused: bool) -> int:
+        """Return the workspace of the loop at its peak; accumulators replace results of a narrower dtype."""
         tile = max((moment.nbytes for moment in self.tile(fused).moments), default=0)
         return max(tile + self.copied_bytes + self.wide_bytes - self.narrow_bytes, self.wide_bytes)
 
@@ -247,9 +247,9 @@ def _walk_tile(part: TilePart, fused: bool) -> LivenessWalk:
 
 
 def _workspace_bytes(node: Node, fused: bool) -> int:
-    """Return the workspace of an op in bytes."""
+    """Return the bytes that a kernel allocates only for its run, see `workspace.py`."""
     if node.target in TILE_LOOPS:
-        return _TileLoop.of(node).inside(fused)
+        return _TileLoop.of(node).peak_bytes(fused)
     values = [arg.meta.get("val") if isinstance(arg, Node) else arg for arg in node.args]
     operands = [x for x in values if isinstance(x, torch.Tensor)]
     if node.target not in ATTENTIONS:
@@ -260,7 +260,7 @@ def _workspace_bytes(node: Node, fused: bool) -> int:
 
 
 def _joined_results(graph: Graph) -> set[Node]:
-    """Return the values that are only concatenated, moved or reduced to results, such as gradients of weights."""
+    """Return values that become parts of results, such as weight gradients, and so count as results."""
     joined: set[Node] = set()
     for node in reversed(graph.nodes):
         if node.users and all(user.op == "output" or (user in joined and _joins_operands(user)) for user in node.users):
@@ -276,7 +276,7 @@ def _joins_operands(node: Node) -> bool:
 
 
 def _copies_operands(node: Node) -> bool:
-    """Return True if Inductor copies inlined operands for the op, as it does for required strides."""
+    """Return True if the op reads stored copies of operands that other kernels inline, for their strides."""
     return node.target in ATTENTIONS or getattr(node.target, "namespace", "") == "sp"
 
 
@@ -293,10 +293,10 @@ class StorageTable(KernelSchedule):
         # node that is stored only for library calls -> storages that generated kernels read instead
         self.uncopied_reads: dict[Node, frozenset[StorageKey]] = {}
         self.dtypes: dict[StorageKey, torch.dtype] = {}
-        self.remaining: dict[StorageKey, LiveValue] = {}  # values after the last kernel, set by `_live`
-        # storages of inputs on a CPU, and of what library calls return for such operands; set by `_live`
+        self.remaining: dict[StorageKey, LiveValue] = {}  # values after the last kernel, set by `_iterate_live`
+        # storages of inputs on a CPU, and of what library calls return for such operands; set by `_iterate_live`
         self.unaligned: set[StorageKey] = set()
-        self.product_of_sum = products_in_sums(graph) if fused else {}
+        self.product_of_addition = products_in_additions(graph) if fused else {}
         self.inputs = graph.find_nodes(op="placeholder")
         for node in graph.nodes:
             if node.op != "output":
@@ -321,15 +321,15 @@ class StorageTable(KernelSchedule):
         Args:
             inputs: Inputs of the graph to count, until their last use; others are permanent.
         """
-        kernels = [(node, dict(live)) for node, live in self._live(inputs)]
-        idle = self._idle([live for _, live in kernels]) if self.fused else [[] for _ in kernels]
+        kernels = [(node, dict(live)) for node, live in self._iterate_live(inputs)]
+        idle = self._idle_buffers([live for _, live in kernels]) if self.fused else [[] for _ in kernels]
         for (node, live), idle_buffers in zip(kernels, idle, strict=True):
             nbytes = _workspace_bytes(node, self.fused)
             workspace = [LiveValue(node.name, _node_line(node), nbytes, "workspace")] if nbytes else []
             yield node, [*live.values(), *idle_buffers, *workspace]
 
-    def _live(self, inputs: dict[StorageKey, LiveValue]) -> Iterator[tuple[Node, dict[StorageKey, LiveValue]]]:
-        """Yield each kernel with the live values by storage, without retained buffers.
+    def _iterate_live(self, inputs: dict[StorageKey, LiveValue]) -> Iterator[tuple[Node, dict[StorageKey, LiveValue]]]:
+        """Yield each kernel with the live values by storage, without idle buffers and workspace.
 
         The same dict is yielded each time. Sets `unaligned`, and at the end `remaining`.
         """
@@ -341,7 +341,7 @@ class StorageTable(KernelSchedule):
             ending = [k for k in reversed(live) if k in reads and k not in self.results and self.last_read[k] == i]
             is_extern_of_unaligned = self._is_extern_kernel(node) and not reads.isdisjoint(self.unaligned)
             for key in written:
-                value = self._live_value(key)
+                value = self._written_value(key)
                 overwritable = set(ending) - self._retained_by(node) if self.is_fused(node) else set()
                 overwritten = next((k for k in ending if k in overwritable and live[k].nbytes == value.nbytes), None)
                 if overwritten is not None:  # the kernel writes over an operand that it reads last
@@ -356,8 +356,8 @@ class StorageTable(KernelSchedule):
                 del live[key]
         self.remaining = live
 
-    def _idle(self, lives: Sequence[dict[StorageKey, LiveValue]]) -> list[list[LiveValue]]:
-        """Return the idle buffers that Inductor retains for reuse at each kernel, if that does not raise the peak.
+    def _idle_buffers(self, lives: Sequence[dict[StorageKey, LiveValue]]) -> list[list[LiveValue]]:
+        """Return the idle buffers at each kernel: Inductor retains them for reuse if the peak does not rise.
 
         The peak is that of Inductor, which identifies freeable inputs by name. It queries buffer sizes only when it
         sorts for the peak; here it runs graphs in order (`torch_compat.joint_compiler`), so they have none. Unaligned
@@ -398,13 +398,13 @@ class StorageTable(KernelSchedule):
         return totals
 
     def _is_extern_kernel(self, node: Node) -> bool:
-        """Return True for a call that Inductor passes to torch, which allocates its results."""
+        """Return True for a call that Inductor passes to torch, which allocates results that may be unaligned."""
         is_collective = isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
         return not (self.is_fused(node) or self._is_matrix_product(node) or is_collective)
 
     def _is_matrix_product(self, node: Node) -> bool:
         """Return True if the kernel computes a matrix product, alone or with a sum."""
-        return node in self.product_of_sum or node.target in MATRIX_PRODUCTS
+        return node in self.product_of_addition or node.target in MATRIX_PRODUCTS
 
     def _retained_by(self, node: Node) -> set[StorageKey]:
         """Return the storages that a kernel does not overwrite although it reads them last.
@@ -414,19 +414,19 @@ class StorageTable(KernelSchedule):
         tangents = {key for key in self.kernel_reads[node] if is_tangent(self.producer[key])}
         return tangents | self.read_often.get(node, frozenset())
 
-    def _live_value(self, key: StorageKey) -> LiveValue:
-        """Return the value that a kernel writes to a storage."""
+    def _written_value(self, key: StorageKey) -> LiveValue:
+        """Return the value that is live once its kernel writes it to a storage."""
         node = self.producer[key]
         returned = key in self.results or key in self.joined
         return LiveValue(node.name, _node_line(node), self.sizes[key], "result" if returned else "value")
 
     def traffic(self, node: Node) -> int:
-        """Return the bytes that a kernel reads and writes; 0 for a wait."""
+        """Return the bytes that a kernel reads and writes, from which its seconds follow; 0 for a wait."""
         keys = [] if node.target is WAIT_OPS else [*self.kernel_reads[node], *self.kernel_writes[node]]
         return sum(self.sizes[key] for key in keys)
 
     def _place(self, node: Node) -> None:
-        """Add a node to the tables: the storages of its value, what its readers read, and its kernel if it has one."""
+        """Add a node to the tables: its storages, those that its readers read, and its kernel, if any."""
         self._reuse_operands(node)
         keys = {self.key(x): nbytes_of(x) for x in node_tensors(node)}
         new = [key for key in keys if key not in self.producer]
@@ -449,7 +449,7 @@ class StorageTable(KernelSchedule):
             for x in node.all_input_nodes:
                 if x in self.uncopied_reads:
                     self.uncopied_reads[node] = self.uncopied_reads[x]
-        elif node in self.product_of_sum.values() or self._is_inlined(node, operand_reads):
+        elif node in self.product_of_addition.values() or self._is_inlined(node, operand_reads):
             self.inlined.update(new)
             self.value_reads[node] = operand_reads
         else:
@@ -460,7 +460,7 @@ class StorageTable(KernelSchedule):
             self.kernel_writes[self._first_writer(node)] += new
 
     def _first_writer(self, node: Node) -> Node:
-        """Return the kernel that first writes a node's storage; for a cat, the first reduction among its operands."""
+        """Return the kernel that first writes a node's storage: for a cat, the first reduction that it reads."""
         if not self.fused or node.target is not CAT:
             return node
         operands = {self.producer[key] for x in node.all_input_nodes for key in self.value_reads[x]}
@@ -482,7 +482,7 @@ class StorageTable(KernelSchedule):
     def _is_inlined(
         self, node: Node, reads: frozenset[StorageKey], is_ignored: Callable[[Node], bool] = lambda user: False
     ) -> bool:
-        """Return True if a value has no storage, because all users but the ignored ones recompute it from `reads`."""
+        """Return True if a value has no storage, since all users but ignored ones recompute it from `reads`."""
         if not self.is_fused(node) or node.target in REDUCTIONS:
             return False
         if len(reads) > INLINED_ONCE or (len(node.users) > 1 and len(reads) > INLINED_OFTEN):

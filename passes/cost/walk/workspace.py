@@ -44,14 +44,14 @@ def conversion_bytes(target: Any, operands: Sequence[torch.Tensor], result: torc
 
 
 def op_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """Return the workspace of an operator with these operands in bytes."""
+    """Return the bytes of the workspace of an attention op with these operands; 0 if it has none."""
     if operands[0].device.type == "cpu":
         return _cpu_workspace(target, operands) if target in CPU_FLASH_OPS else 0
     return _gpu_workspace(target, operands) if target in GPU_BACKWARDS and operands[0].dtype in HALF else 0
 
 
 def _cpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of score blocks of all threads, including a copy for half types."""
+    """Return the workspace of attention on a CPU: one block of scores per thread, copied for half types."""
     num_blocks = CPU_FLASH_OPS[target]  # 1 for a forward, 2 for a backward, whose first operand is the gradient
     query, key = operands[num_blocks - 1 : num_blocks + 1]
     rows, keys, element_size = size_hint(query.shape[-2]), size_hint(key.shape[-2]), query.element_size()

@@ -20,12 +20,12 @@ def bind_rule(call: OpCall, text: str, **options: Any) -> BoundRule | None:
 
 
 def factor_names(ndim: int, prefix: str = "d") -> Dims:
-    """Return one factor name per dim."""
+    """Return one factor name per dim; different prefixes name dims that operands and results do not share."""
     return tuple(f"{prefix}{i}" for i in range(ndim))
 
 
 def wrap_dim(dim: Any, ndim: int) -> int:
-    """Return a non-negative dim."""
+    """Return a dim argument as a non-negative dim of a value with `ndim` dims."""
     return int(dim) % max(ndim, 1)
 
 

@@ -58,6 +58,7 @@ def _layer_norm_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.cosine_similarity.default)
 def _cosine_similarity_rule(call: OpCall) -> BoundRule | None:
+    """Return a rule that gathers the dim of the vectors; None if the operands differ in their number of dims."""
     if call.ndim(0) != call.ndim(1) or not call.ndim():
         return None
     names, dim = factor_names(call.ndim()), call.dim()

@@ -5,13 +5,13 @@ A file contains everything about its strategy and registers it; no other file na
     from sp_compile.passes.strategies.attention import Candidate, ShardedAttention, Strategy, register_strategy
 
     class Mine(ShardedAttention):           # the pass: the demands that it claims, and the op that replaces attention
-        op = torch.ops.sp.mine.default      # defined in the same file
+        name = "mine"                       # as that of the strategy
+        op = torch.ops.sp.mine.default      # defined in the same file, or in lowering/attention/
 
     register_strategy(Strategy(name="mine", preference=4, rewrite=Mine, candidates=..., sends=...))
 
-The name of the pass is that of its class in lower case, and equals that of the strategy. `Strategy` in
-`cost/attention_cost.py` documents `candidates` and `sends`. `tests/support/attention` has a complete example. Files of
-this folder import from `.base` and from the modules of `sp_compile.passes.cost`.
+`Strategy` in `cost/attention_cost.py` documents `candidates` and `sends`. `tests/support/attention` has a complete
+example. Files of this folder import the classes above from `.base` and `sp_compile.passes.cost`.
 """
 
 from sp_compile.passes.base import import_submodules

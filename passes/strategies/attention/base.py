@@ -4,7 +4,11 @@
     scaled_dot_product_attention(q, k, v, mask, ...)      or sp::masked_attention, whose mask is a predicate
     ->  sp::<its op>(q, k, v, mask, rows, cols, sizes, predicate, ..., q_frame, k_frame, n, group, ...)
 
-`is_causal` becomes the predicate "k <= q". Operands that do not have four dims are reshaped around the op.
+`is_causal` becomes the predicate "k <= q". Operands that do not have four dims are reshaped around the op. A frame is
+the list of sizes that describes the rows of a sharded sequence on each rank.
+
+A pass claims an attention (`refusal` returns None) and then rewrites it. A refusal is the reason not to, as text of the
+report. A choice (`node_info(node).choice`) is the Candidate that `ChooseAttention` has selected for the node.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ SEQUENCE_FROM_END = -2
 
 
 class AttentionPass(DemandPass):
-    """Pass of a strategy, which claims the attention to be sharded by it."""
+    """Pass of one strategy, which claims the attention that was chosen for the strategy, and shards it."""
 
     kinds = frozenset({"attend"})
     op: Any = None  # op that replaces an attention, if any
@@ -43,14 +47,14 @@ class AttentionPass(DemandPass):
 
     @classmethod
     def on_mesh(cls, ranks: Ranks) -> bool:
-        """Return True if a mesh of this shape selects the strategy."""
+        """Return True if a mesh of this shape selects the strategy, if the user requests none by name."""
         return False
 
     def is_chosen(self, node: Node) -> bool:
         """Return True if the cost model or the user chose this pass for the node, or the pass runs directly."""
         choice = node_info(node).choice
-        asked = choice.kind if choice is not None else self.job.options.attention
-        return self.is_default or asked in ("auto", self.name)
+        strategy = choice.kind if choice is not None else self.job.options.attention
+        return self.is_default or strategy in ("auto", self.name)
 
 
 def register_strategy(strategy: Strategy, rule: RuleFunction = sharded_attention_rule) -> ExitStack:
@@ -95,6 +99,7 @@ class ShardedAttention(AttentionPass):
         return why if why is None or self.job.options.attention == self.name else ""
 
     def _refusal(self, call: OpCall) -> str | None:
+        """Return the reason why the strategy cannot shard an attention, or None."""
         query, key, value = (sequence_shard(self.plan, call, i) for i in range(3))
         if query is None:
             return "its queries are not sharded along their sequence"
@@ -112,7 +117,7 @@ class ShardedAttention(AttentionPass):
         return self.unsupported_reason(call)
 
     def unsupported_reason(self, call: OpCall) -> str | None:
-        """Return the reason why this strategy does not support the call, or None."""
+        """Return the reason why this strategy does not support the call, or None; strategies override it."""
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
@@ -146,7 +151,7 @@ class ShardedAttention(AttentionPass):
         self.replace(node, new)
 
     def extra_arguments(self, node: Node) -> tuple[Any, ...]:
-        """Return the arguments that only the op of this strategy has."""
+        """Return the arguments that only the op of this strategy has, after those of all strategies."""
         return ()
 
     def describe(self, node: Node) -> str:
@@ -154,16 +159,24 @@ class ShardedAttention(AttentionPass):
         return ""
 
     def _balance(self, node: Node) -> bool:
+        """Return the argument `balance`: True if the op itself exchanges rows to a balanced order and back."""
         choice = node_info(node).choice
         return bool(choice is not None and choice.relayout)
 
     def _result(self, q: Node, v: Node, dtype: torch.dtype) -> torch.Tensor:
+        """Return a fake result of the op, (B, H, S, E), for operands that were reshaped to four dims."""
         query, value = q.meta["val"], v.meta["val"]
         with query.fake_mode:
             return query.new_empty((*query.shape[:3], value.shape[3]), dtype=dtype)
 
     def _to_four_dims(self, x: Node, batch: tuple[Size, ...], node: Node) -> Node:
-        """Reshape (..., H, S, D) to (B, H, S, D), with the batch dims of the result expanded and flattened."""
+        """Reshape (..., H, S, D) to (B, H, S, D), with the batch dims of the result expanded and flattened.
+
+        Args:
+            x: The operand.
+            batch: The batch dims of the result.
+            node: The attention, whose metadata the new nodes get.
+        """
         shape = as_sizes(x.meta["val"].shape)
         tail = ((1,) * 3 + shape)[-3:]
         full = (*batch, *tail)
@@ -173,7 +186,7 @@ class ShardedAttention(AttentionPass):
         return self.reshape(x, (size_product(batch), *tail), node)
 
     def _score_arguments(self, call: OpCall, batch: tuple[Size, ...], node: Node) -> tuple[Any, ...]:
-        """Return the arguments that describe mask and scores.
+        """Return the arguments of the op that describe mask and scores, in its order.
 
         These are mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads, tables, sinks, lse.
         """
@@ -195,13 +208,16 @@ class ShardedAttention(AttentionPass):
 
 
 def head_counts(call: OpCall) -> tuple[Any, Any]:
-    """Return the number of key heads and of query heads, 1 without such a dim."""
+    """Return (number of key heads, number of query heads); 1 for an operand without a head dim."""
     keys, queries = (call.shape(i)[-3] if call.ndim(i) > 2 else 1 for i in (1, 0))
     return keys, queries
 
 
 def has_broadcast_heads(call: OpCall) -> bool:
-    """Return True if query or value heads broadcast; a single key head counts as grouped heads."""
+    """Return True if query or value heads broadcast, which the ops do not support.
+
+    A single key head is not such a case: it is the one group of grouped heads.
+    """
     if call.ndim(0) < 3:
         return False
     heads = [call.shape(i)[-3] if call.ndim(i) >= 3 else 1 for i in range(3)]
@@ -209,7 +225,10 @@ def has_broadcast_heads(call: OpCall) -> bool:
 
 
 def has_fills(call: OpCall) -> bool:
-    """Return True if a float mask or a score function may add large finite numbers."""
+    """Return True if a float mask or a score function may add large finite numbers in place of -inf.
+
+    Block results of rows that are masked by such numbers cannot be merged by their log-sum-exps.
+    """
     mask = call.get("attn_mask")
     if may_have_fills(call.get("score") or ""):
         return True

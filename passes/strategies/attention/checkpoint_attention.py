@@ -29,7 +29,10 @@ class SaveAttentionOutputs(Pass):
     provides = frozenset({"saved attention"})
 
     def apply(self, gm: GraphModule, job: Any) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Mark the results of attention in checkpointed regions as saved, and return their number.
+
+        Unchanged are regions with a selective policy, and all of them if the results exceed the memory of the device.
+        """
         found = [node for node in all_attention_nodes(gm) if "ac_graph_id" in node.meta and not has_policy(node)]
         if not found:
             return 0
@@ -52,6 +55,6 @@ class SaveAttentionOutputs(Pass):
 
 
 def _output_bytes(node: Node) -> int:
-    """Return the bytes of the result (B, H, s, E) and of one log-sum-exp per row, in float32 or wider."""
+    """Return the bytes that saving an attention takes: its result (B, H, s, E), and a log-sum-exp per row."""
     x = node.meta["val"]
     return int(current_bytes(x) + size_hint(x.numel()) // size_hint(x.shape[-1]) * 4)

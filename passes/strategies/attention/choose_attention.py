@@ -1,10 +1,13 @@
 """Choose the fastest strategy of each attention, from the candidates of the cost model.
 
-    record(node).choice = Candidate(kind=<a strategy>, layout="zigzag", ...)       read by that strategy's pass
+    node_info(node).choice = Candidate(kind=<a strategy>, layout="zigzag", ...)    read by that strategy's pass
 
-Changes nothing else. Attention whose queries or keys are not sharded along their sequence is left to the passes. One
-layout applies to the program: zigzag if any attention was chosen to run on it and nothing else of the program depends
-on the order of the sequence; load-balanced for masks with documents, for which contiguous and zigzag orders are
+A candidate is one strategy with its parameters (Ulysses and ring ranks, layout) and its predicted times and memory. Its
+`legal` is None, or the reason why it cannot run. A layout is an order of the rows of the sequence.
+
+Changes nothing else. Attention whose queries or keys are not sharded along their sequence is for the passes to refuse.
+One layout applies to the program: zigzag if any attention was chosen to run on it and nothing else of the program
+depends on the order of the sequence; load-balanced for masks with documents, for which contiguous and zigzag orders are
 imbalanced (`row_layouts.py`).
 """
 
@@ -49,7 +52,7 @@ from .base import has_broadcast_heads, has_fills, head_counts, sequence_shard
 from .plan_memory import memory_needed
 from .row_layouts import balanced_layout_refusal, balancing_seconds, candidate_orders, unpermute_seconds
 
-MANY_NODES = 1 << 20  # number of rows that any condition on large blocks accepts
+MANY_NODES = 1 << 20  # number of rows that any condition on large blocks accepts, to predict the kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +69,14 @@ class ChooseAttention(Pass):
     provides = frozenset({"chosen attention"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Annotate every sharded attention with its strategy.
+        """Set the choice of every sharded attention, and the row order of the program (`job.folds`).
 
         Args:
             gm: The graph.
             job: The context of the compilation.
 
         Returns:
-            The number of annotated nodes.
+            0, as no op is changed.
 
         Raises:
             SpError: The requested strategy supports none of the attention.
@@ -82,15 +85,15 @@ class ChooseAttention(Pass):
         nodes = [n for n in attention_nodes(gm) if _is_shardable(n, plan)]
         shapes = {n: _attention_shape(n, job.ranks.n, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
-        # Offloading uses the memory that sharded weights leave.
-        waits = job.options.offload == "auto" and job.options.state == "sharded"
-        if nodes or waits:
+        # Offloading uses the memory that remains after sharded weights.
+        may_offload = job.options.offload == "auto" and job.options.state == "sharded"
+        if nodes or may_offload:
             machine = job.machine_of_nodes(nodes or gm.graph.nodes)
             memory = memory_needed(gm, plan, job, trained, machine.memory)
             job.memory.append(memory)
             machines = {n: replace(machine, memory=memory.available) for n, machine in machines.items()}
-        tried = candidate_orders(list(shapes.values()), plan, job)
-        decisions = {order: _decide_all(shapes, machines, order, plan, job) for order in tried}
+        orders = candidate_orders(list(shapes.values()), plan, job)
+        decisions = {order: _decide_all(shapes, machines, order, plan, job) for order in orders}
         seconds = {order: sum(d.nodes * d.chosen.seconds for d in found) for order, found in decisions.items()}
         for order, found in decisions.items():
             if order.is_balanced and found:
@@ -123,25 +126,33 @@ class ChooseAttention(Pass):
     ) -> RowOrder:
         """Return the load-balanced order, or the best other order if the program does not allow it.
 
+        Args:
+            balanced: The load-balanced order, which is predicted to be the fastest.
+            found: The decisions in this order.
+            seconds: The predicted seconds in each order.
+            gm: The graph.
+            plan: The placements.
+            job: The context of the compilation.
+
         Raises:
             SpError: The option names the order. If inputs arrive in it, sets the job's refusal instead.
         """
-        arrived = bool(balanced_inputs(job))
-        apart = {d.node for d in found if d.chosen.ring == 1}  # in the program's order between its exchanges
-        refusal = balanced_layout_refusal([n for n in attention_nodes(gm) if n not in apart], plan, job)
-        if arrived or job.options.layout != "auto":
+        has_balanced_inputs = bool(balanced_inputs(job))
+        without_ring = {d.node for d in found if d.chosen.ring == 1}  # in the program's order between its exchanges
+        refusal = balanced_layout_refusal([n for n in attention_nodes(gm) if n not in without_ring], plan, job)
+        if has_balanced_inputs or job.options.layout != "auto":
             if refusal is not None and not job.inputs:
                 raise refusal.error()
             job.refusal = refusal
             return balanced
         why = refusal.text if refusal is not None else ""
         best = min((order for order in seconds if not order.is_balanced), key=lambda order: seconds[order])
-        lost, of_what = (0.0, "") if why else unpermute_seconds(gm, plan, job)
-        saved = seconds[best] - seconds[balanced]
-        if lost > saved:
+        reorder_seconds, results = (0.0, "") if why else unpermute_seconds(gm, plan, job)
+        saved_seconds = seconds[best] - seconds[balanced]
+        if reorder_seconds > saved_seconds:
             why = (
-                f"{of_what}, would take {lost * 1e3:.3f} ms to reorder where the next graph does not use its "
-                f"order, and balancing saves {saved * 1e3:.3f} ms"
+                f"{results}, would take {reorder_seconds * 1e3:.3f} ms to reorder where the next graph does not use "
+                f"its order, and balancing saves {saved_seconds * 1e3:.3f} ms"
             )
         if not why:
             return balanced
@@ -149,6 +160,7 @@ class ChooseAttention(Pass):
         return best
 
     def _reject_balanced(self, why: str) -> None:
+        """Add a line to the report that states why the load-balanced order is not used."""
         self.notes.append(Note(NoteKind.DECLINED, BALANCED.name, why))
 
 
@@ -159,29 +171,50 @@ def _decide_all(
     plan: PlacementPlan,
     job: PassContext,
 ) -> list[AttentionDecision]:
-    """Return the best candidate of every attention if the program keeps its sequence in this order."""
-    out = []
+    """Return the decision for each attention if the program has its rows in this order.
+
+    Args:
+        shapes: The sizes of each attention.
+        machines: The machine of each attention, with the memory that is available for it.
+        order: The order of rows.
+        plan: The placements.
+        job: The context of the compilation.
+    """
+    decisions = []
     for node, shape in shapes.items():
         found = candidates_in_order(replace(shape, order=order), machines[node])
         choice = _choose_candidate(found, node, plan, job)
         if choice is not None:
-            out.append(
+            decisions.append(
                 AttentionDecision(shape, found, choice, job.times(node), _requested_strategy(job) != "auto", node=node)
             )
-    return out
+    return decisions
 
 
 def _is_shardable(node: Node, plan: PlacementPlan) -> bool:
+    """Return True if the cost model covers an attention, whose q, k, v are sharded along their sequence."""
     call = OpCall(node)
-    sharded = all(sequence_shard(plan, call, i) is not None for i in range(3))
-    wanted = any(d.node is node and d.kind == "attend" for d in plan.demands)
-    return wanted and sharded and call.ndim(0) >= 3 and not has_broadcast_heads(call)
+    is_sharded = all(sequence_shard(plan, call, i) is not None for i in range(3))
+    has_demand = any(d.node is node and d.kind == "attend" for d in plan.demands)
+    return has_demand and is_sharded and call.ndim(0) >= 3 and not has_broadcast_heads(call)
 
 
 def _choose_candidate(
     found: Iterable[Candidate], node: Node, plan: PlacementPlan, job: PassContext
 ) -> Candidate | None:
-    """Return the best candidate that config and sizes allow; None leaves the refusal to the passes."""
+    """Return the best candidate that options and sizes allow; None if a pass explains why there is none.
+
+    If no candidate fits in memory, the smallest one is chosen.
+
+    Args:
+        found: The candidates of all strategies.
+        node: The attention.
+        plan: The placements.
+        job: The context of the compilation.
+
+    Raises:
+        SpError: The requested strategy does not support the attention.
+    """
     even = all(_has_even_chunks(plan.of(o), job.ranks.n) for o in OpCall(node).operands[:2])
     allowed = [c for c in found if _is_allowed(c, job) and (even or not c.relayout)]
     requested = STRATEGIES.get(_requested_strategy(job))
@@ -189,9 +222,9 @@ def _choose_candidate(
         allowed = [c for c in allowed if not STRATEGIES[c.kind].rewrite.merges_blocks]
         if requested is not None and requested.rewrite.merges_blocks:
             return None
-    legal = [c for c in allowed if c.legal is None]
-    if legal:
-        return choose_attention(legal)
+    supported = [c for c in allowed if c.legal is None]
+    if supported:
+        return choose_attention(supported)
     if large := [c for c in allowed if not c.fits]:
         return min(large, key=lambda c: (c.memory, c.seconds))
     if requested is None or requested.rewrite.is_explained:
@@ -203,32 +236,41 @@ def _choose_candidate(
             f"layout={options.layout!r}: attention={options.attention!r} uses the layout of an earlier graph, which is "
             f"different, in {describe_node(node)}.",
         )
-    raise _unsupported_reasons(node, job, allowed, {c.kind for c in found if c.legal is None})
+    raise _unsupported_error(node, job, allowed, {c.kind for c in found if c.legal is None})
 
 
-def _unsupported_reasons(node: Node, job: PassContext, allowed: Iterable[Candidate], legal: set[str]) -> SpError:
-    n, (key_heads, heads), asked = job.ranks.n, head_counts(OpCall(node)), job.options.attention
+def _unsupported_error(node: Node, job: PassContext, allowed: Iterable[Candidate], alternatives: set[str]) -> SpError:
+    """Return the error of a requested strategy that does not support an attention, with reasons and a fix.
+
+    Args:
+        node: The attention.
+        job: The context of the compilation.
+        allowed: The candidates of the requested strategy, none of which can run.
+        alternatives: The names of strategies that support the attention.
+    """
+    n, (key_heads, heads), requested = job.ranks.n, head_counts(OpCall(node)), job.options.attention
     why = "; ".join(f"{c.kind} (ulysses {c.ulysses} x ring {c.ring}): {c.legal}" for c in allowed)
     cause = (
-        f"attention={asked!r} does not support {heads} query heads and {key_heads} key heads on {n} ranks"
+        f"attention={requested!r} does not support {heads} query heads and {key_heads} key heads on {n} ranks"
         + (f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis" if job.ranks.ulysses else "")
         + f", in {describe_node(node)}: "
         + (why or f"no number of Ulysses ranks u with 1 < u < {n} divides both {n} and the query heads")
     )
     return SpError(
-        "SP401", f"{cause}.", f"Use attention={', '.join(map(repr, ['auto', *sorted(legal)]))}, or another mesh."
+        "SP401", f"{cause}.", f"Use attention={', '.join(map(repr, ['auto', *sorted(alternatives)]))}, or another mesh."
     )
 
 
-def _is_allowed(c: Candidate, job: PassContext) -> bool:
-    if _requested_strategy(job) not in ("auto", c.kind):
+def _is_allowed(candidate: Candidate, job: PassContext) -> bool:
+    """Return True if the options `attention`, `mesh` and `layout` allow a candidate."""
+    if _requested_strategy(job) not in ("auto", candidate.kind):
         return False
-    if 1 < c.ulysses < job.ranks.n and job.ranks.ulysses not in (None, c.ulysses):
+    if 1 < candidate.ulysses < job.ranks.n and job.ranks.ulysses not in (None, candidate.ulysses):
         return False
     requested = LAYOUTS.get(job.options.layout)
     if requested is not None and not requested.is_in_order:
-        return not c.relayout
-    return requested is None or LAYOUTS[c.layout].is_in_order
+        return not candidate.relayout
+    return requested is None or LAYOUTS[candidate.layout].is_in_order
 
 
 def _requested_strategy(job: PassContext) -> str:
@@ -238,11 +280,17 @@ def _requested_strategy(job: PassContext) -> str:
 
 
 def _has_even_chunks(have: object, n: int) -> bool:
-    """Return True if every rank has two equal chunks without padding."""
+    """Return True if each rank has two equal chunks of rows without padding, as zigzag order requires.
+
+    Args:
+        have: The placement of an operand of attention.
+        n: The number of ranks.
+    """
     return isinstance(have, Shard) and have.frame.is_exact(n) and divides(2 * n, have.frame.size)
 
 
 def _attention_shape(node: Node, n: int, trained: Collection[Node]) -> AttentionShape:
+    """Return the sizes, mask and kernel of an attention for the cost model."""
     call = OpCall(node)
     q, k, v = ([size_hint(s) for s in operand.meta["val"].shape] for operand in call.operands[:3])
     predicate = mask_predicate(call)
@@ -267,19 +315,27 @@ def _attention_shape(node: Node, n: int, trained: Collection[Node]) -> Attention
 
 
 def _planned_device(q: Node) -> torch.device:
-    """Return the device of a tensor, a GPU for the meta device."""
+    """Return the device for which times are predicted: that of a tensor, a GPU for the meta device."""
     return torch.device("cuda") if q.meta["val"].is_meta else q.meta["val"].device
 
 
 def _operand_dtype(x: Node, node: Node) -> torch.dtype:
-    """Return the dtype in which the attention reads an operand."""
+    """Return the dtype in which the attention reads an operand, that of autocast if it is enabled."""
     return autocast_dtype(node, x.meta["val"], _planned_device(OpCall(node).operands[0]).type)
 
 
 def _kernel_rate(
     call: OpCall, predicate: str | None, window: int | None, head_dim: int, trained: Collection[Node]
 ) -> str:
-    """Return the throughput of the kernel, by its name in `Machine`."""
+    """Return the name in `Machine` of the throughput of the kernel that will run the attention.
+
+    Args:
+        call: The attention.
+        predicate: Its mask as a condition on q and k; None for a mask tensor.
+        window: The number of visible keys up to the query's own, or None for all.
+        head_dim: The larger one of the head dims of keys and values.
+        trained: The nodes with gradients.
+    """
     q, mask = call.operands[0], call.get("attn_mask")
     kind = Kind.PACKED if predicate and is_within_documents(predicate) else Kind.BAND if window else Kind.FULL
     kind = kind if mask is None else Kind.MASKED
@@ -292,7 +348,15 @@ def _kernel_rate(
 
 
 def _predicate_bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:
-    """Return (True if no query sees later keys, the number of visible keys up to its own or None for all)."""
+    """Return (True if no query sees later keys, the number of visible keys up to its own or None for all).
+
+    The bounds are found by evaluation of the predicate at a few queries, for the predicted work of the attention.
+
+    Args:
+        predicate: The mask as a condition on q and k.
+        queries: The number of queries.
+        keys: The number of keys.
+    """
     box = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}
 
     def none(q: tuple[int, int], k: tuple[int, int]) -> bool:
@@ -308,7 +372,12 @@ def _predicate_bounds(predicate: str, queries: int, keys: int) -> tuple[bool, in
 
 
 def _max_visible_keys(none: Callable[..., bool], query: int) -> int | None:
-    """Return the maximum number of keys up to its own that a query sees, or None for all."""
+    """Return the maximum number of keys up to its own that a query sees, or None for all, by bisection.
+
+    Args:
+        none: Returns True if no query of a range (first, last) sees a key of a range (first, last).
+        query: The position of the query.
+    """
     if not none((query, query), (0, 0)):
         return None
     near, far = 0, query  # keys at distance `far` and beyond are not visible

@@ -2,9 +2,10 @@
 
     sdpa(q, k, v, mask, enable_gqa=True)  ->  sdpa(q, repeat(k), repeat(v), mask)     on accelerators
 
-On CUDA the fused kernels with a mask do not support grouped heads: attention would fall back to the kernel with an
-S x S matrix. The exchange of k and v came before, so only Hkv heads were sent. Bytes moved: none. Unchanged: grouped
-heads of the user's program, attention without a mask, and the CPU, whose kernel supports both.
+Grouped heads are Hkv key heads, each of which H / Hkv query heads use. On CUDA the fused kernels with a mask do not
+support them: attention would fall back to the kernel with an S x S matrix. The exchange of k and v came before, so only
+Hkv heads were sent. Bytes moved: none. Unchanged: grouped heads of the user's program, attention without a mask, and
+the CPU, whose kernel supports both.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ExpandHeads(DemandPass):
         self.except_on = except_on
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Apply the pass to a graph and return the number of changes."""
+        """Repeat the heads of each masked attention that the passes have grouped; return their number."""
         target = aten.scaled_dot_product_attention.default
         nodes = [n for n in gm.graph.find_nodes(op="call_function", target=target) if self._needs_expansion(n)]
         for node in nodes:
@@ -43,16 +44,18 @@ class ExpandHeads(DemandPass):
         return len(nodes)
 
     def _needs_expansion(self, node: Node) -> bool:
+        """Return True for attention with a mask and heads that a pass has grouped, if no kernel supports both."""
         call = OpCall(node)
         grouped = node_info(node).grouped and call["enable_gqa"]
         return grouped and call["attn_mask"] is not None and node.meta["val"].device.type not in self.except_on
 
     def _expand(self, node: Node) -> None:
+        """Repeat the key and value heads of an attention to the number of query heads."""
         call = OpCall(node)
-        wanted = call.shape(0)[HEADS]
+        num_heads = call.shape(0)[HEADS]
         with self.graph.inserting_before(node):
             key, value = (
-                self.repeat_each(call.operands[i], HEADS, exact_quotient(wanted, call.shape(i)[HEADS]), node)
+                self.repeat_each(call.operands[i], HEADS, exact_quotient(num_heads, call.shape(i)[HEADS]), node)
                 for i in (1, 2)
             )
         node.args, node.kwargs = call.with_operands(

@@ -42,28 +42,30 @@ class GatherKeys(ShardedAttention):
 
 
 def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
-    n, kv = shape.n, shape.head_bytes.keys
-    busiest = shape.imbalance(n, layout)
-    compute = machine.attention(shape.flops * busiest, shape.kv_len)
+    """Yield the candidate of the strategy, with predicted seconds and memory (`Strategy.candidates`)."""
+    n, kv_bytes = shape.n, shape.head_bytes.keys
+    imbalance = shape.imbalance(n, layout)
+    compute = machine.attention(shape.flops * imbalance, shape.kv_len)
     # A causal mask splits the keys of a run of queries into a full and a diagonal block, which are merged. Zigzag keys
     # form two runs, too.
     runs = LAYOUTS[layout].chunks
     calls = (3 if shape.causal else 1) * runs * machine.call
-    again = runs * machine.seconds("all_gather", kv / runs, n) + machine.copy(2 * n * kv)
-    wide = kv * shape.widening
-    grads = runs * machine.seconds("all_gather", wide / runs, n) + machine.copy(2 * n * wide)
-    forward, backward = compute + again + calls, BACKWARD_FLOPS * compute + again + grads + calls
+    gather = runs * machine.seconds("all_gather", kv_bytes / runs, n) + machine.copy(2 * n * kv_bytes)
+    grad_bytes = kv_bytes * shape.widening
+    scatter = runs * machine.seconds("all_gather", grad_bytes / runs, n) + machine.copy(2 * n * grad_bytes)
+    forward, backward = compute + gather + calls, BACKWARD_FLOPS * compute + gather + scatter + calls
     if shape.causal:
         forward += machine.copy(shape.merge_bytes)
         backward += machine.copy(shape.accumulate_bytes)
-    memory: float = n * kv
+    memory: float = n * kv_bytes
     if shape.training:  # with the gradients of all keys; then these only, and packed
         inside = shape.workspace(1, shape.kv_len // runs)
-        memory = max(memory * (1 + shape.widening) + inside, 2 * n * kv * shape.widening) + shape.gradient_bytes
+        memory = max(memory * (1 + shape.widening) + inside, 2 * n * kv_bytes * shape.widening) + shape.gradient_bytes
     yield Candidate("gather", 1, n, layout, forward, backward, memory, (runs, 2 * runs), folds_keys=False)
 
 
 def _gather_sends(call: OpCall, n: int) -> tuple[Size, Size]:
+    """Return the bytes that one rank sends for a call of the op, forward and backward, for the report."""
     heads = head_bytes(call)
     keys = heads.keys if len(call["k_frame"]) else 0
     others = relayout_bytes(call, heads.queries + heads.results, n) + collective_bytes("all_gather", keys, n)
@@ -71,6 +73,7 @@ def _gather_sends(call: OpCall, n: int) -> tuple[Size, Size]:
 
 
 def _declare_gather(call: OpCall, ranks: Ranks) -> None:
+    """Declare the routes of the exchanges of the op, when a program that contains it is lowered."""
     routes.declare_attention_routes(ranks.group, 1, ranks.n)
 
 

@@ -3,7 +3,8 @@
     n = U * R ranks:  all-to-all among U neighbors: (B, H/U, U * S/n, D);  a ring of R;  all-to-all back
     scaled_dot_product_attention(q, k, v)   ->   sp::hybrid_attention(q, k, v, ..., n, group, balance, U, grads)
 
-For more ranks than heads, and for machines with fast links between neighbors. U comes from the mesh's "ulysses" axis or
+The ranks form a grid: U neighbors exchange heads for rows (Ulysses), and R such groups are the places of a ring. For
+more ranks than heads, and for machines with fast links between neighbors. U comes from the mesh's "ulysses" axis or
 from the cost model; the default is the largest proper divisor of n that divides the query heads. Refuses: n without
 such a divisor. Bytes: those of Ulysses over U neighbors, and those of a ring of R.
 """
@@ -48,7 +49,11 @@ class HybridAttention(ShardedAttention):
         return ranks.ulysses not in (None, 1, ranks.n)
 
     def unsupported_reason(self, call: OpCall) -> str | None:
-        """Return the reason why this strategy does not support the call, or None."""
+        """Return None if a number of Ulysses ranks divides the ranks and the query heads.
+
+        Raises:
+            SpError: No such number exists, or that of the mesh does not divide them.
+        """
         if self._ulysses(call) is not None:
             return None
         n, (_, heads) = self.job.ranks.n, head_counts(call)
@@ -72,34 +77,40 @@ class HybridAttention(ShardedAttention):
         return f"heads over {ulysses} neighbors, a ring of {self.job.ranks.n // ulysses} such groups"
 
     def _ulysses(self, call: OpCall) -> int | None:
+        """Return the number of neighbors U: the chosen one, that of the mesh, or the largest possible one.
+
+        None if no proper divisor of the number of ranks divides the query heads.
+        """
         choice = node_info(call.node).choice
         n, (_, heads) = self.job.ranks.n, head_counts(call)
         if choice is not None:
             return choice.ulysses
-        wanted = self.job.ranks.ulysses
-        for u in [wanted] if wanted else range(n - 1, 1, -1):
+        of_mesh = self.job.ranks.ulysses
+        for u in [of_mesh] if of_mesh else range(n - 1, 1, -1):
             if n % u == 0 and divides(u, heads):
                 return u
         return None
 
 
 def _hybrid_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
+    """Yield a candidate for each possible U, with predicted seconds and memory, see `Strategy.candidates`."""
     for u in range(2, shape.n):
         if shape.n % u == 0 and shape.heads % u == 0:
-            heads, exchanged = exchange_seconds(shape, machine, u), exchanged_memory(shape, u)
-            left = replace(machine, memory=max(machine.memory - exchanged, 1.0))
-            ring = ring_candidate(shape, left, layout, u)
+            seconds, exchanged = exchange_seconds(shape, machine, u), exchanged_memory(shape, u)
+            ring_machine = replace(machine, memory=max(machine.memory - exchanged, 1.0))
+            ring = ring_candidate(shape, ring_machine, layout, u)
             yield replace(
                 ring,
                 kind="hybrid",
-                forward=heads + ring.forward,
-                backward=heads + ring.backward,
+                forward=seconds + ring.forward,
+                backward=seconds + ring.backward,
                 memory=ring.memory + exchanged,
                 rounds=(2 + ring.rounds[0], 2 + ring.rounds[1]),
             )
 
 
 def _hybrid_sends(call: OpCall, n: int) -> tuple[Size, Size]:
+    """Return the bytes that one rank sends for a call of the op, forward and backward, for the report."""
     heads, u = head_bytes(call), call["ulysses"]
     others = collective_bytes("all_to_all", heads.exchange_bytes(u), u) + relayout_bytes(
         call, heads.exchange_bytes(1), n
@@ -109,6 +120,7 @@ def _hybrid_sends(call: OpCall, n: int) -> tuple[Size, Size]:
 
 
 def _declare_hybrid(call: OpCall, ranks: Ranks) -> None:
+    """Declare the routes of the exchanges of the op, when a program that contains it is lowered."""
     routes.declare_attention_routes(ranks.group, call["ulysses"], ranks.n // call["ulysses"])
 
 

@@ -2,9 +2,11 @@
 
 weights        parameters and buffers, replicated; with FSDP, a shard with the state of AdamW
 gradients      as large as the parameters that require one, or a shard of these
-kept           operands of products and attention, results of attention, and logarithms of weights, once each; for
+saved          operands of products and attention, results of attention, and logarithms of softmax, once each; for
                a checkpointed region its inputs. A partitioner recomputes everything else from these.
-tiled          the part of `kept` that tiles do not save: logarithms of the losses of a product
+tiled          the part of these that tiles do not save: logarithms of the losses of a product
+
+Saved values are those that the forward stores for the backward. A checkpointed region is marked by "ac_graph_id".
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ def memory_needed(
 ) -> RankMemory:
     """Return the memory that one rank needs outside of attention, for a graph in the global view.
 
+    `ChooseAttention` reserves the rest of the device's memory for attention.
+
     Args:
         gm: The graph.
         plan: The placements.
@@ -54,13 +58,13 @@ def memory_needed(
     inputs = [node for op in ("placeholder", "get_attr") for node in gm.graph.find_nodes(op=op) if is_tensor(node)]
     state = _state_bytes(inputs, plan, n) if job.repeats is None else job.repeats.weights
     weights, gradients = state.sharded_bytes(n) if options.state == "sharded" else (state.parameters, state.trainable)
-    kept = Counter[Node]()
+    saved = Counter[Node]()
     for value, times in _saved_values(trained, job):
-        kept[value] = max(times, kept[value])
+        saved[value] = max(times, saved[value])
     losses = [node for node in trained if node.target in LOSS_OPS]
     nbytes = {node: _rank_bytes(node.args[0], plan, n, 4) for node in losses}
     tiled = sum(nbytes[node] for node in losses if options.tiles != "never" and _is_loss_of_product(node, trained))
-    known = sum(_rank_bytes(node, plan, n) * kept[node] for node in kept.keys() - inputs) + sum(nbytes.values())
+    known = sum(_rank_bytes(node, plan, n) * saved[node] for node in saved.keys() - inputs) + sum(nbytes.values())
     may = isinstance(options.tiles, str)  # or tiles are used in any case
     return RankMemory(
         device=device,
@@ -73,7 +77,13 @@ def memory_needed(
 
 
 def _state_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelBytes:
-    """Return the bytes of the weights of a graph; numbers in their names identify layers."""
+    """Return the bytes of the weights of a graph on one rank, in total and of the largest layer.
+
+    Args:
+        inputs: The inputs and attributes of the graph; numbers in their names identify layers.
+        plan: The placements.
+        n: The number of ranks.
+    """
     weights = {
         node: _rank_bytes(node, plan, n) for node in inputs if node.op == "get_attr" or node_info(node).parameter
     }
@@ -88,9 +98,9 @@ def _state_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelBy
 
 
 def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
-    """Return True if a loss reads, row by row, values computed from one product."""
+    """Return True if a loss reads one product row by row, so that both can run in tiles."""
     while True:
-        operands = [one for one in node.all_input_nodes if one in trained]
+        operands = [operand for operand in node.all_input_nodes if operand in trained]
         if len(operands) != 1 and node.target not in LOSS_OPS:
             return False
         node = operands[0]
@@ -115,13 +125,13 @@ def _saved_values(trained: Iterable[Node], job: PassContext) -> Iterator[tuple[N
 
 
 def _backward_reads_operands(node: Node) -> bool:
-    """Return True if the backward reads the operands, as for attention and products."""
+    """Return True if the backward reads the operands, so that they are saved: attention and products."""
     _, rule = lookup_rule(node) or (None, None)
     return node.target in ATTENTION or (rule is not None and rule.is_contraction and node.target not in LOSS_OPS)
 
 
 def _storage_owner(node: Node) -> Node:
-    """Return the value that owns the memory of a node."""
+    """Return the value that owns the memory of a node, so that views of it are counted once."""
     while (source := move_source(node)) is not None and is_tensor(source):
         x, y = source.meta["val"], node.meta["val"]
         if x.dtype != y.dtype or x.numel() != y.numel() or source.meta.get("ac_graph_id") is not None:
@@ -135,5 +145,5 @@ def _rank_bytes(node: Node, plan: PlacementPlan, n: int, least: int = 0) -> int:
     value = node.meta["val"]
     if not is_tensor(node):
         return 0
-    whole = current_bytes(value, least)
-    return -(-whole // n) if isinstance(plan.of(node), Shard) else whole
+    full = current_bytes(value, least)
+    return -(-full // n) if isinstance(plan.of(node), Shard) else full

@@ -7,6 +7,9 @@ it. Causal attention is load-balanced by the zigzag layout, of the program or (`
 queries that are not sharded along their sequence, keys and values that are sharded differently.
 Bytes, for P ranks and G key heads of `n_h` bytes a rank: (P-1) * 2 G * n_h in P-1 hops, equally many in the backward,
 and the gradients of K and V, which travel with them and one hop further, or are reduce-scattered.
+
+A hop moves keys from a rank to the next one, in one shift of all ranks. Rank r attends to its own keys in step 0 and to
+those of rank r - s (modulo n) in step s. A place of the ring is one rank, or the neighbors of a hybrid together.
 """
 
 from __future__ import annotations
@@ -53,7 +56,10 @@ class RingAttention(ShardedAttention):
         return f"{shifts} shifts of keys and values forward, at most {2 * shifts + 1} backward"
 
     def _ring_steps(self, node: Node) -> int:
-        """Return 1 + the largest distance to a rank with visible keys, or all ranks without a proof for fewer."""
+        """Return the number of steps of the ring: 1 + the hops to the last rank whose keys a query may see.
+
+        It is the number of ranks unless the mask proves that fewer are sufficient, as for a sliding window.
+        """
         call, n = OpCall(node), self.job.ranks.n
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         predicate = mask_predicate(call)
@@ -67,7 +73,7 @@ class RingAttention(ShardedAttention):
 
 @lru_cache(maxsize=256)
 def max_hops(predicate: str, n: int, rows: int) -> int:
-    """Return the largest distance, in hops backward, to a rank whose keys any query may see.
+    """Return the largest distance, in hops, from a rank to an earlier rank whose keys its queries may see.
 
     A condition on the distance of a key from its query is equal for all ranks whose keys come from earlier ranks, and
     for all other ranks, so it is evaluated once for each of the two cases.
@@ -81,26 +87,30 @@ def max_hops(predicate: str, n: int, rows: int) -> int:
         The number of hops, 0 to n - 1.
     """
     free = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}
-    near = [c for c in split_conjuncts(predicate) if depends_on_distance(c, ())]
+    near = [c for c in split_conjuncts(predicate) if depends_on_distance(c, ())]  # such as "q - k < 128"
 
-    def may(condition: str, rank: int, step: int) -> bool:
+    def can_see(condition: str, rank: int, step: int) -> bool:
         """Return True if queries of a rank may satisfy a condition with the keys of a step."""
         keys = _rank_rows((rank - step) % n, rows)
         return evaluate_over(condition, {**free, "q": _rank_rows(rank, rows), "k": keys}) is not False
 
     for step in reversed(range(n)):
-        for one, ranks in ((n - 1, range(step, n)), (0, range(step))):
-            if all(may(c, one, step) for c in near) and any(may(predicate, rank, step) for rank in ranks):
+        for example, ranks in ((n - 1, range(step, n)), (0, range(step))):
+            if all(can_see(c, example, step) for c in near) and any(can_see(predicate, rank, step) for rank in ranks):
                 return step
     return 0
 
 
 def _rank_rows(rank: int, rows: int) -> tuple[int, int]:
+    """Return the first and the last position of the rows of a rank."""
     return rank * rows, (rank + 1) * rows - 1
 
 
 def ring_grads(node: Node) -> str:
-    """Return the chosen path of the gradients of keys and values: "travel" or another option of the ring."""
+    """Return the chosen path of the gradients of keys and values to their rank.
+
+    "travel": around the ring with the keys; "scatter": in one reduce_scatter at the end.
+    """
     choice = node_info(node).choice
     return choice.ring_grads or "travel" if choice is not None else "travel"
 
@@ -108,7 +118,8 @@ def ring_grads(node: Node) -> str:
 def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses: int = 1) -> Candidate:
     """Return the candidate for a ring of `n / ulysses` places.
 
-    Each place has the rows of `ulysses` neighbors and a share of the heads.
+    Each place has the rows of `ulysses` neighbors and a share of the heads. The times are seconds of one rank: of the
+    attention of a step (`compute`), a shift (`hop`), and either path of the gradients (`travel`, `scatter`).
 
     Args:
         shape: The sizes of the attention.
@@ -120,38 +131,38 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
         The candidate.
     """
     size, chunks = shape.n // ulysses, LAYOUTS[layout].chunks
-    kv = shape.head_bytes.repeat_keys(ulysses)
-    grads = kv * shape.widening
+    kv_bytes = shape.head_bytes.repeat_keys(ulysses)
+    grads = kv_bytes * shape.widening
     hops = _needed_hops(shape, size) if ulysses == 1 else size - 1
     keys = ulysses * shape.kv_rows / chunks
-    busiest = shape.imbalance(size, layout)
-    step = machine.attention(shape.flops * busiest, keys) / machine.ring_efficiency / (hops + 1)
+    imbalance = shape.imbalance(size, layout)
+    compute = machine.attention(shape.flops * imbalance, keys) / machine.ring_efficiency / (hops + 1)
     # Zigzag: every step has two blocks, and half of the queries participate in three of four.
     blocks, share = (2, 0.75) if chunks > 1 else (1, 1.0)
     calls = (blocks * (hops + 1) + hops) * machine.call
-    hop, hop_grads = machine.seconds("shift", kv, shape.n), machine.seconds("shift", grads, shape.n)
+    hop, grad_hop = machine.seconds("shift", kv_bytes, shape.n), machine.seconds("shift", grads, shape.n)
 
-    forward = calls + step + hops * machine.together(step, hop)
+    forward = calls + compute + hops * machine.together(compute, hop)
     forward += hops * share * machine.copy(shape.merge_bytes)
-    back = BACKWARD_FLOPS * step
+    back = BACKWARD_FLOPS * compute
     backward = calls + back + hops * share * machine.copy(shape.accumulate_bytes)
     # Current and next keys, and the accumulators with their increments.
-    memory: float = 2 * kv + shape.heads * shape.out_bytes * (1 + shape.widening)
+    memory: float = 2 * kv_bytes + shape.heads * shape.out_bytes * (1 + shape.widening)
     if shape.training:
-        inside = shape.workspace(ulysses, ulysses * shape.kv_rows)
-        memory = max(memory, 2 * kv + 2 * shape.gradient_bytes + 3 * grads + inside)
-    last = 1 if hops else 0  # from the last rank to the owner; none if no rank needs keys of another one
-    travel = hops * (machine.together(back, hop + hop_grads) + machine.copy(3 * grads)) + last * hop_grads
+        workspace = shape.workspace(ulysses, ulysses * shape.kv_rows)
+        memory = max(memory, 2 * kv_bytes + 2 * shape.gradient_bytes + 3 * grads + workspace)
+    last_hop = 1 if hops else 0  # from the last rank to the owner; none if no rank needs keys of another one
+    travel = hops * (machine.together(back, hop + grad_hop) + machine.copy(3 * grads)) + last_hop * grad_hop
     scatter = hops * machine.together(back, hop) + machine.seconds("all_gather", grads, size, ulysses)
     parts = memory + 2 * size * grads  # every part, and all of them packed
     if forward + backward + travel <= TIE_RATIO * (forward + backward + scatter) or parts > machine.memory:
-        rounds = (hops, 2 * hops + last)
+        rounds = (hops, 2 * hops + last_hop)
         return Candidate("ring", ulysses, size, layout, forward, backward + travel, memory, rounds, "travel")
     return Candidate("ring", ulysses, size, layout, forward, backward + scatter, parts, (hops, hops + 1), "scatter")
 
 
 def _needed_hops(shape: AttentionShape, size: int) -> int:
-    """Return the number of hops of a ring of `size` until no rank needs more keys, in contiguous order."""
+    """Return the predicted number of hops of a ring of `size` places, which a causal window reduces."""
     if shape.window is None or not shape.causal or shape.q_len != shape.kv_len:
         return size - 1
     return window_hops(shape.window, -(-shape.q_len // size), size)
@@ -176,6 +187,7 @@ def ring_send_bytes(keys: Size, widening: int, grads: str, size: int, hops: int)
 
 
 def _ring_sends(call: OpCall, n: int) -> tuple[Size, Size]:
+    """Return the bytes that one rank sends for a call of the op, forward and backward, for the report."""
     heads = head_bytes(call)
     moved = relayout_bytes(call, heads.exchange_bytes(1), n)
     there, back = ring_send_bytes(heads.keys, heads.widening, call["grads"], n, call["steps"] - 1)

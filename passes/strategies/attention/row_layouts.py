@@ -3,8 +3,9 @@
     layout="auto"    contiguous; zigzag where nothing else depends on the order; load-balanced where, moreover, masks
                      identify documents, and inputs are full tensors
 
-Load balancing takes the host some milliseconds per graph (`balancing_seconds`). Sharded results keep its order; a graph
-that cannot process that order gathers them (`unpermute_seconds`).
+Load-balanced rows give each rank the same work of attention. Inputs are balanced if an earlier graph returned them in
+that order. Balancing takes the host some milliseconds per graph (`balancing_seconds`). Sharded results keep its order;
+a graph that cannot process that order gathers them (`unpermute_seconds`).
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
 
 
 def _is_permutable(plan: PlacementPlan, job: PassContext) -> bool:
-    """Return True if the program may keep its sequence in another order."""
-    has_no_order = not job.inputs and not _has_sharded_outputs(job)
+    """Return True if no op and no caller depends on the order of the sequence, so that zigzag is possible."""
+    has_no_order = not job.inputs and not _has_local_outputs(job)
     return has_no_order and not any(d.kind in ORDERED_ROWS and d.node.op != "output" for d in plan.demands)
 
 
-def _has_sharded_outputs(job: PassContext) -> bool:
+def _has_local_outputs(job: PassContext) -> bool:
+    """Return True if a result is the contiguous rows of this rank (outputs='local')."""
     return "local" in ([job.outputs] if isinstance(job.outputs, str) else job.outputs)
 
 
@@ -75,7 +77,7 @@ def balancing_seconds(shapes: Iterable[AttentionShape]) -> float:
 
 
 def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: PassContext) -> Refusal | None:
-    """Return a reason against the load-balanced order.
+    """Return the reason why the program cannot run in the load-balanced order, if any.
 
     Args:
         nodes: The attention that would run in it.
@@ -85,22 +87,22 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
     Returns:
         The reason, or None if the order is possible.
     """
-    given = bool(balanced_inputs(job))
+    has_balanced_inputs = bool(balanced_inputs(job))
 
     def refuse(code: str, text: str) -> Refusal:
         """Return the refusal of the layout."""
         return Refusal(RefusalKind.ROW_ORDER, code, f"layout={job.options.layout!r}", text)
 
-    if given and job.options.layout not in KEEP_BALANCED_ORDER:
+    if has_balanced_inputs and job.options.layout not in KEEP_BALANCED_ORDER:
         return refuse("SP414", "an earlier graph returned the rows in another order")
-    if job.inputs and not given:
+    if job.inputs and not has_balanced_inputs:
         return refuse("SP412", "inputs are sharded in another order")
-    if _has_sharded_outputs(job):
+    if _has_local_outputs(job):
         return refuse("SP413", "outputs='local' is not supported")
     for vector in (v for node in nodes for name in ("rows", "cols") for v in OpCall(node).get(name) or []):
         if not all(_is_available(n, plan) for n in iterate_reachable([vector], lambda n: n.all_input_nodes)):
             return refuse("SP411", f"{describe_node(vector)}, which a mask indexes, is computed from shards")
-    kinds = ORDERED_ROWS if job.options.layout == "auto" and not given else ("halo", "align")
+    kinds = ORDERED_ROWS if job.options.layout == "auto" and not has_balanced_inputs else ("halo", "align")
     for demand in plan.demands:
         if demand.kind in ("scan", *kinds) and demand.node.op != "output":
             node = describe_node(demand.node)
@@ -112,19 +114,19 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
         several = " and of ".join(map(str, lengths))
         return refuse("SP411", f"the program has sequences of {several} positions")
     ends = {as_size(end) for frame in frames for end in (frame.start, frame.size - frame.start - frame.length)}
-    if given and not all(isinstance(end, int) and end <= FIXED_END_POSITIONS for end in ends):
+    if has_balanced_inputs and not all(isinstance(end, int) and end <= FIXED_END_POSITIONS for end in ends):
         return refuse("SP411", f"more than {FIXED_END_POSITIONS} positions at an end of the sequence are removed")
     return None
 
 
 def _is_available(node: Node, plan: PlacementPlan) -> bool:
-    """Return True if every rank has the value before any value is sharded."""
-    whole = all(isinstance(p, Replicate) for p in plan.placements.get(node, ()))
-    return whole and (node.op in ("placeholder", "get_attr") or is_pure(node))
+    """Return True if every rank has the value before values are sharded, to compute the order from it."""
+    is_replicated = all(isinstance(p, Replicate) for p in plan.placements.get(node, ()))
+    return is_replicated and (node.op in ("placeholder", "get_attr") or is_pure(node))
 
 
 def unpermute_seconds(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> tuple[float, str]:
-    """Estimate the cost of gathers if the next graph cannot keep the order.
+    """Estimate the cost of gathering load-balanced results, if the next graph cannot run in their order.
 
     A result that the program itself reads, as logits with their loss, does not count as an input of another graph.
 

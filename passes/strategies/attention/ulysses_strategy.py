@@ -5,10 +5,11 @@
     out     = scaled_dot_product_attention    unchanged: causal, masks, scale, grouped heads
     out     = sp.all_to_all([out])            one exchange:   f32[B, H, S/n, D]
 
-Key heads that n does not divide are repeated to lcm(Hkv, n) first, so that each is sent to the ranks that use it; their
-gradients are summed. Bytes sent per rank: (n-1)/n of its q, k, v and out; equally many in the backward. A per-head mask
-is sliced by head, any other mask is replicated. Refuses: query heads that n does not divide (an error if the user
-requested Ulysses), operands without a head dim, unequal windows.
+An exchange is one all-to-all: heads are scattered over the ranks and rows are gathered, or the reverse. Key heads that
+n does not divide are repeated to lcm(Hkv, n) first, so that each is sent to the ranks that use it; their gradients are
+summed. Bytes sent per rank: (n-1)/n of its q, k, v and out; equally many in the backward. A per-head mask is sliced by
+head, any other mask is replicated. Refuses: query heads that n does not divide (an error if the user requested
+Ulysses), operands without a head dim, unequal windows.
 
 `ulysses_chunks` splits the heads into groups: the same ops once per group, and a cat of the results. The exchanges of
 the next group's operands and of the last group's result overlap with the attention of a group. DeepSpeed's FPDT (Yao et
@@ -59,6 +60,7 @@ class UlyssesAttention(AttentionPass):
         return why
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
+        """Return the reason why the heads of an attention cannot be exchanged for its rows, or None."""
         n = self.job.ranks.n
         for i, operand in enumerate(call.operands[:3]):
             shape = call.shape(i)
@@ -88,7 +90,7 @@ class UlyssesAttention(AttentionPass):
         self.replace(node, joined)
 
     def _chunk_count(self, node: Node) -> int:
-        """Return the requested or chosen number of groups of heads; 1 if anything else differs between heads."""
+        """Return the requested or chosen number of groups of heads; 1 and a note if heads cannot be split."""
         requested, choice, call = self.job.options.ulysses_chunks, node_info(node).choice, OpCall(node)
         chunks = requested if isinstance(requested, int) else choice.chunks if choice is not None else 1
         heads = [call.shape(i)[HEADS_FROM_END] for i in range(3)]
@@ -107,7 +109,13 @@ class UlyssesAttention(AttentionPass):
     def _attend_in_chunks(
         self, node: Node, chunks: int, placed: dict[Node, Placement]
     ) -> list[tuple[Node, dict[Node, Placement]]]:
-        """Emit the attention of each group of heads in sequence; return the nodes with their placements."""
+        """Emit the attention of each group of heads; return each with the placements of its operands.
+
+        Args:
+            node: The attention of all heads.
+            chunks: The number of groups.
+            placed: The placements of q, k and v.
+        """
         call, parts = OpCall(node), []
         with self.graph.inserting_before(node):
             split = {o: self._split_heads(o, chunks, node) for o in call.operands[:3]}
@@ -120,13 +128,21 @@ class UlyssesAttention(AttentionPass):
         return parts
 
     def _split_heads(self, x: Node, chunks: int, node: Node) -> list[Node]:
-        """Split heads into groups. Gradients of slices would be padded and added one by one."""
+        """Split the heads of an operand into groups by one op.
+
+        Gradients of slices would be padded and added one by one.
+        """
         dim = x.meta["val"].ndim + HEADS_FROM_END
         both = self.compute(aten.split.Tensor, (x, as_sizes(x.meta["val"].shape)[dim] // chunks, dim), node)
         return [self.emit(operator.getitem, (both, i), value, node) for i, value in enumerate(both.meta["val"])]
 
     def _exchange_around(self, node: Node, placed: dict[Node, Placement]) -> tuple[Node, str]:
-        """Exchange the operands and the result of an attention; return the result and a description."""
+        """Exchange operands and result of an attention; return the exchanged result, and text for the report.
+
+        Args:
+            node: The attention.
+            placed: The placements of q, k and v.
+        """
         call = OpCall(node)
         moved = {o: have for o in call.operands[:3] if isinstance(have := placed[o], Shard)}
         groups = _group_by_frame(moved)
@@ -147,13 +163,18 @@ class UlyssesAttention(AttentionPass):
         return back, f"{len(moved)} operands in {len(groups)} all-to-all, the result in 1"
 
     def _needs_repeat(self, call: OpCall) -> bool:
-        """Return True if key heads must be repeated and a share of the query heads needs that."""
+        """Return True if the key heads must be repeated, since the ranks do not divide them."""
         heads, keys, values = (call.shape(i)[HEADS_FROM_END] for i in range(3))
         grouped = isinstance(keys, int) and keys == values and divides(keys, heads)
         return grouped and call.ndim(1) == call.ndim(0) and not divides(self.job.ranks.n, keys)
 
     def _repeat(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
-        """Repeat every key head in place, to lcm(Hkv, n) heads; the placements are unchanged."""
+        """Repeat the key heads of an attention to lcm(Hkv, n) heads; return placements of the new operands.
+
+        Args:
+            node: The attention, whose operands are replaced.
+            placed: The placements of q, k and v.
+        """
         call = OpCall(node)
         with self.graph.inserting_before(node):
             repeated = {o: self._repeat_if_needed(o, node) for o in call.operands[1:3]}
@@ -162,10 +183,12 @@ class UlyssesAttention(AttentionPass):
         return {new: placed[old] for old, new in repeated.items()}
 
     def _repeat_if_needed(self, x: Node, node: Node) -> Node:
+        """Emit x with each head repeated, so that the ranks divide the heads."""
         heads = as_sizes(x.meta["val"].shape)[HEADS_FROM_END]
         return self.repeat_each(x, HEADS_FROM_END, math.lcm(heads, self.job.ranks.n) // heads, node)
 
     def _exchange(self, operands: list[Node], scattered: DimFrame, gathered: DimFrame, node: Node) -> list[Node]:
+        """Emit one all-to-all that scatters one dim of operands and gathers another; return its results."""
         ndim, ranks = operands[0].meta["val"].ndim, self.job.ranks
         cuts = [x for dim, frame in (scattered, gathered) for x in (ndim + dim, self.sizes.list(frame))]
         values = [o.meta["val"] for o in operands]
@@ -185,13 +208,16 @@ def _group_by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
 
 
 def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
-    """Yield candidates. Full sequences are in contiguous order, independent of the layout of the shards."""
+    """Yield the candidates, without and with groups of heads, with predicted seconds and memory.
+
+    Full sequences are in contiguous order, so there are no candidates for other layouts. See `Strategy.candidates`.
+    """
     n = shape.n
     if LAYOUTS[layout].chunks > 1:
         return
-    legal = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
-    inside = shape.workspace(n, shape.kv_len) if legal is None else 0
-    memory = exchanged_memory(shape, n) + inside if n > 1 else 0
+    why = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
+    workspace = shape.workspace(n, shape.kv_len) if why is None else 0
+    memory = exchanged_memory(shape, n) + workspace if n > 1 else 0
     found = [
         Candidate(
             "ulysses",
@@ -201,11 +227,11 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
             *_ulysses_seconds(shape, machine, 1),
             memory,
             (2, 2) if n > 1 else (0, 0),
-            legal=legal,
+            legal=why,
         )
     ]
     heads = math.lcm(shape.kv_heads, n) // n
-    for chunks in range(2, heads + 1 if n > 1 and legal is None else 0):
+    for chunks in range(2, heads + 1 if n > 1 and why is None else 0):
         if heads % chunks == 0 and shape.heads % (chunks * n) == 0:
             forward, backward = _ulysses_seconds(shape, machine, chunks)
             found.append(replace(found[0], forward=forward, backward=backward, rounds=(2 * chunks,) * 2, chunks=chunks))
@@ -216,14 +242,17 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
 
 
 def _ulysses_seconds(shape: AttentionShape, machine: Machine, chunks: int) -> tuple[float, float]:
-    """Return the seconds of forward and backward in groups of heads; all other exchanges are hidden."""
+    """Return the seconds of forward and backward if the heads run in groups.
+
+    The exchange of one group is visible; those of the others overlap with attention.
+    """
     compute = machine.attention(shape.flops, shape.kv_len)
     exchange = exchange_seconds(shape, machine, shape.n, chunks)
-    shown = exchange / chunks + chunks * machine.call
+    visible = exchange / chunks + chunks * machine.call
     forward, backward = (
         machine.together(work, exchange - exchange / chunks) for work in (compute, BACKWARD_FLOPS * compute)
     )
-    return forward + shown, backward + shown
+    return forward + visible, backward + visible
 
 
 def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, chunks: int = 1) -> float:
@@ -247,7 +276,7 @@ def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, chunks
 
 
 def exchanged_memory(shape: AttentionShape, ranks: int) -> int:
-    """Return the bytes of q, k, v and the result after the exchange, and of their gradients."""
+    """Return the bytes that a rank stores of exchanged q, k, v and results, and of their gradients."""
     return shape.head_bytes.exchange_bytes(ranks) * (2 if shape.training else 1)
 
 

@@ -1,4 +1,8 @@
-"""Handle exceptions that a program raises on one rank while other ranks may wait for it."""
+"""Handle exceptions that a program raises on one rank while other ranks may wait for it.
+
+The rank publishes the exception: it writes a stop notice to the store of the process groups. Ranks that wait for it, in
+an exchange of messages or in a collective (`watch.py`), read the notice and raise, without waiting until the timeout.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,12 @@ from .message import Message, StopNotice
 from .watch import abort_groups, involved_groups, raised_rank
 
 CAUSE = 500  # characters of an exception that other ranks repeat
-_agreed_errors = "_sp_compile_known"  # attribute of exceptions that other ranks know of
+_agreed_errors = "_sp_compile_known"  # attribute of exceptions that the other ranks raise as well, or have received
 
 
 @contextmanager
 def mark_agreed() -> Iterator[None]:
-    """Mark an SpError raised in the context as known to all ranks."""
+    """Mark an SpError raised in the context as raised by all ranks, so that it is not published again."""
     try:
         yield
     except SpError as error:
@@ -32,61 +36,69 @@ def mark_agreed() -> Iterator[None]:
 
 @contextmanager
 def announce_failures(
-    wire: ControlChannel | None, what: Message, places: Mapping[str, ExchangeSource], lines: Mapping[str, str]
+    channel: ControlChannel | None, mine: Message, places: Mapping[str, ExchangeSource], lines: Mapping[str, str]
 ) -> Iterator[None]:
-    """Publish exceptions raised in the context, and raise SpError if a peer has raised or is lost.
+    """Publish exceptions raised in the context; raise SpError in place of a lost connection to a rank.
+
+    The context is one call of a program or its backward. A lost connection means that a rank has raised, or is lost.
 
     Args:
-        wire: The channel of the group, or None.
-        what: The operation of this rank.
+        channel: The channel of the group, or None.
+        mine: The message of this rank about its operation.
         places: Collectives as `exchange_sources` returns them.
         lines: Lines of nodes as `node_lines` returns them.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         yield
     except BaseException as error:
-        if wire is None or hasattr(error, _agreed_errors) or (wire.broken and isinstance(error, SpError)):
+        if channel is None or hasattr(error, _agreed_errors) or (channel.broken and isinstance(error, SpError)):
             raise
         if is_lost_connection(error):
-            place, found = failed_exchange(error, places), raised_rank()
-            if found is None:
-                raise wire.fail_timeout(what, time.monotonic() - begun, error, place) from error
-            ended = wire.break_group(found, f"{what}, in {place}" if place else str(what))
-            abort_groups(found)
-            raise ended from error
-        wire.raised = _publish_failure(error, str(what), failed_line(error, lines) or failed_exchange(error, places))
+            place, notice = failed_exchange(error, places), raised_rank()
+            if notice is None:
+                raise channel.fail_timeout(mine, time.monotonic() - start, error, place) from error
+            group_error = channel.break_group(notice, f"{mine}, in {place}" if place else str(mine))
+            abort_groups(notice)
+            raise group_error from error
+        channel.raised = _publish_failure(error, str(mine), failed_line(error, lines) or failed_exchange(error, places))
         raise
 
 
-def abort_if_connected(wire: ControlChannel | None, everyone: Sequence[Message], doing: Message) -> None:
+def abort_if_connected(channel: ControlChannel | None, messages: Sequence[Message], mine: Message) -> None:
     """End the groups of a program after a rank has raised in it, if there is more than one group.
 
-    Ranks of a single group are in step again at the next call: see `GuardedProgram`.
+    The other groups have ranks that wait for this rank in the program. Without such groups the ranks run the next call
+    together: see `GuardedProgram`.
+
+    Args:
+        channel: The channel of the group, or None.
+        messages: Message of each rank of the group.
+        mine: The message of this rank about its operation.
     """
-    raised = [one.raised for one in everyone if one.raised]
-    if wire is not None and raised and len(involved_groups()) > 1:
-        rank, words = raised[0]
-        found = StopNotice(rank, words, False, {}, raised=True)
-        wire.break_group(found, str(doing))
-        abort_groups(found)
+    raised = [message.raised for message in messages if message.raised]
+    if channel is not None and raised and len(involved_groups()) > 1:
+        rank, text = raised[0]
+        notice = StopNotice(rank, text, False, {}, raised=True)
+        channel.break_group(notice, str(mine))
+        abort_groups(notice)
 
 
-def _publish_failure(error: BaseException, doing: str, line: str) -> tuple[int, str]:
+def _publish_failure(error: BaseException, operation: str, line: str) -> tuple[int, str]:
     """Publish that this rank has raised, and add the rank and the line to the exception.
 
     The type of the exception does not change.
 
     Args:
         error: The exception.
-        doing: Text of the operation of this rank.
+        operation: Text of the operation of this rank.
         line: The user's line, or the inputs of the op; "" if unknown.
 
     Returns:
         The rank, and the text for other ranks.
     """
     setattr(error, _agreed_errors, True)
-    where = f"at {line}, when it {doing}" if line else f"when it {doing}"
+    where = f"at {line}, when it {operation}" if line else f"when it {operation}"
     cause = f"{type(error).__name__}: {str(error)[:CAUSE]}".removesuffix(": ")
     publish_stop(f"{cause}, {where}", goes_on=True, raised=True)
     own = f"rank {dist.get_rank()} raised this {where}"

@@ -1,7 +1,8 @@
 """Define the messages that ranks exchange before an operation of a group, and their encoding.
 
-Each rank first sends a header of 24 bytes with a digest. The message itself follows only if digests differ, an answer
-is expected or a rank has failed. It is JSON, so that decoding executes no code.
+Each rank first sends a header of 24 bytes with a digest. The message itself, its body, follows only if digests differ,
+an answer is expected or a rank has failed. It is JSON, so that decoding executes no code. An answer is a value of the
+rank that all ranks receive. A stop notice is the reason why a rank does not come to an exchange; it is in the store.
 """
 
 from __future__ import annotations
@@ -73,32 +74,34 @@ class Message:
 
     @property
     def header(self) -> list[int]:
-        """Return the hash and flags, which are equal on all ranks if no message body is needed."""
+        """Return the hash of what ranks compare, and the flags of an error and an answer, as three integers.
+
+        If the headers are equal and without flags, the ranks agree and send no body.
+        """
         values = [*self.fields.items(), *self.inputs.items(), *self.earlier.items()]
         contents = [self.verb, self.subject, self.model, self.number, self.note, self.mode, self.program.hash, values]
         return [hash_text(json.dumps(contents)), self.error is not None, self.expects_answer]
 
     @property
     def body(self) -> bytes:
-        """Return the encoded message."""
+        """Return the message as JSON, which `read` decodes on the other ranks."""
         return json.dumps([_encode_value(getattr(self, f.name)) for f in fields(self)]).encode()
 
     @classmethod
     def read(cls, body: bytes) -> Message:
         """Return the message that a body encodes."""
-        found = cls(*map(_decode_value, json.loads(body)))
-        return replace(found, inputs={name: InputRecord(*one) for name, one in found.inputs.items()})
+        message = cls(*map(_decode_value, json.loads(body)))
+        return replace(message, inputs={name: InputRecord(*record) for name, record in message.inputs.items()})
 
 
 CALL_VERB = "calls"
 COMPILE_VERB = "compiles"
 READ_VERB = "reads"  # a sharded value
 LIKELY_CAUSE = (
-    "Likely causes: a rank that has skipped a batch or a backward, has ended (killed, a shorter loop) or has destroyed "
-    "its process group, runs this part of the model eagerly (the recompile limit, torch.compiler.disable, another "
-    "backend, a mode as FlopCounterMode is, after which torch compiles this code no more), has caught an exception of "
-    "this step and gone on, or has begun a collective of its own over the group (a barrier or all_reduce under "
-    "`if rank == 0`)."
+    "Likely causes: a rank that has skipped a batch or a backward, left the loop early, was killed, or destroyed its "
+    "process group; that runs this part of the model eagerly (torch.compiler.disable, another backend, the recompile "
+    "limit, a dispatch mode such as FlopCounterMode); that has caught an exception of this step and continued; or that "
+    "has started another collective of the group (a barrier or all_reduce under `if rank == 0`)."
 )
 GROUP_ENDED = "The process group cannot be used any more, as exchanges were under way."
 BACKWARD = "runs the backward of"  # in the device's autograd thread, if it has one
@@ -130,7 +133,7 @@ def hash_text(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-# Answers contain JSON values, tuples, frozen sets and registered dataclasses.
+# Answers contain JSON values, tuples, frozen sets and registered dataclasses. The table creates one from its parts.
 
 _sendable: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
@@ -140,18 +143,19 @@ _sendable: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def register_sendable(one: type) -> type:
-    """Register a dataclass that answers may contain. Used as a decorator."""
-    _sendable[one.__name__] = lambda parts: one(**dict(parts))
-    return one
+def register_sendable(sent_class: type) -> type:
+    """Register a dataclass that answers may contain, so that other ranks decode it. Used as a decorator."""
+    _sendable[sent_class.__name__] = lambda parts: sent_class(**dict(parts))
+    return sent_class
 
 
 register_sendable(ProgramRecord)
 
 
 def _encode_value(value: Any) -> Any:
+    """Return a value as JSON values; types that JSON lacks become {"of": type, "is": parts}."""
     if isinstance(value, list):
-        return [_encode_value(one) for one in value]
+        return [_encode_value(item) for item in value]
     parts: Any = None
     kind = type(value).__name__
     if is_dataclass(value) and kind in _sendable:
@@ -168,6 +172,7 @@ def _encode_value(value: Any) -> Any:
 
 
 def _decode_value(value: Any) -> Any:
+    """Return the value that `_encode_value` has encoded."""
     if isinstance(value, list):
-        return [_decode_value(one) for one in value]
+        return [_decode_value(item) for item in value]
     return _sendable[value["of"]](_decode_value(value["is"])) if isinstance(value, dict) else value

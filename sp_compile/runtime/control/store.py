@@ -22,9 +22,9 @@ def query_store(ask: Callable[[], T], otherwise: T) -> T:
 
     The store does not answer if its rank was stopped. Exceptions of the query are raised.
     """
-    if _pending_queries:
-        _pending_queries[0].join(STORE_TIMEOUT)  # it may be answered by now
-        if _pending_queries[0].is_alive():
+    for pending in [*_pending_queries]:
+        pending.join(STORE_TIMEOUT)  # it may be answered by now
+        if pending.is_alive():
             return otherwise
     answer: Future[T] = Future()
 
@@ -35,15 +35,16 @@ def query_store(ask: Callable[[], T], otherwise: T) -> T:
         except BaseException as error:
             answer.set_exception(error)
 
-    _pending_queries[:] = [threading.Thread(target=run, daemon=True)]
-    _pending_queries[0].start()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()  # before it is stored, as other threads of this rank join it
+    _pending_queries[:] = [*(query for query in _pending_queries if query.is_alive()), thread]
     try:
         return answer.result(STORE_TIMEOUT)
     except TimeoutError:
         return otherwise
 
 
-_pending_queries: list[threading.Thread] = []  # thread of the last query, which may be pending
+_pending_queries: list[threading.Thread] = []  # threads of the last queries, which may be pending
 
 
 def _join_threads() -> None:

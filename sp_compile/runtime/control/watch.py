@@ -4,6 +4,9 @@ A rank that raises publishes that in the store. The other ranks wait in a collec
 A thread of each process checks once a second whether the running program has made progress, and reads the store only if
 it has not. If a rank has raised since the last exchange of a group, the thread aborts the collectives of all groups of
 the program. The program then raises, as do those of the other ranks of these groups.
+
+A run is one execution of a program, forward or backward, by one thread. Progress is a new run, a new exchange of
+messages, or CPU time of the threads of the runs. The involved groups are those of the program that runs or ran last.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ def mark_running(groups: Sequence[Ranks]) -> Iterator[None]:
     Raises:
         SpError: If a group was ended during the run, since the results of its collectives are invalid.
     """
-    thread, wires = threading.get_ident(), [wire for wire in map(channel_of, groups) if wire is not None]
+    thread, channels = threading.get_ident(), [channel for channel in map(channel_of, groups) if channel is not None]
     outermost = thread not in _active_runs
     if outermost:
         _active_runs[thread], _recent_groups[:] = next(_run_numbers), groups
@@ -48,9 +51,9 @@ def mark_running(groups: Sequence[Ranks]) -> Iterator[None]:
     finally:
         if outermost:
             del _active_runs[thread]
-    for wire in wires:
-        if wire.ended is not None:
-            wire.check_broken()
+    for channel in channels:
+        if channel.ended is not None:
+            channel.check_broken()
 
 
 _run_numbers = itertools.count(1)
@@ -58,79 +61,79 @@ _active_runs: dict[int, int] = {}  # number of the run of each thread that runs 
 _recent_groups: list[Ranks] = []  # the groups of the program that runs, or ran last
 
 
-def abort_groups(found: StopNotice, everywhere: bool = False) -> None:
+def abort_groups(notice: StopNotice, everywhere: bool = False) -> None:
     """Abort the collectives of all groups of the program that runs or ran last.
 
     Args:
-        found: The notice of the rank that has raised.
-        everywhere: If True, abort all groups that this rank shares with that rank.
+        notice: The notice of the rank that has raised.
+        everywhere: If True, abort all groups that this rank shares with that rank, as the program waits in one of them.
     """
-    names, at = {wire.name for wire in involved_groups()}, _progress_state()
+    names, progress = {channel.name for channel in involved_groups()}, _progress_state()
     for group in all_groups():
-        if everywhere and _progress_state() != at:  # the program has continued; new groups do not belong to it
+        if everywhere and _progress_state() != progress:  # the program has continued; new groups do not belong to it
             return
-        wire = channel_of(ranks_of(group))
-        if wire is not None and (wire.name in names or (everywhere and found.rank in wire.ranks)):
-            if not wire.broken:
-                wire.break_group(found, "ran a program")
+        channel = channel_of(ranks_of(group))
+        if channel is not None and (channel.name in names or (everywhere and notice.rank in channel.ranks)):
+            if not channel.broken:
+                channel.break_group(notice, "ran a program")
             abort_waits(group)
 
 
 def involved_groups() -> list[ControlChannel]:
-    """Return the channels of the groups of the program that runs or ran last."""
-    return [wire for wire in map(channel_of, _recent_groups) if wire is not None]
+    """Return the channels of the groups of the program that runs or ran last, which wait if a rank raises."""
+    return [channel for channel in map(channel_of, _recent_groups) if channel is not None]
 
 
 def raised_rank() -> StopNotice | None:
-    """Return the notice of a rank that has raised in the running program, or None."""
-    return next(filter(None, (wire.ended or wire.find_raised() for wire in involved_groups())), None)
+    """Return the notice of a rank that has raised in the running program, from the store, or None."""
+    return next(filter(None, (channel.ended or channel.find_raised() for channel in involved_groups())), None)
 
 
 class _Watcher:
     """State of the watch thread between checks.
 
     Attributes:
-        at: The runs, and the number of exchanges of each group.
-        computed: CPU time of each thread that runs a program, in seconds.
-        found: The rank that has raised, after the groups of the program were aborted.
+        progress: The result of `_progress_state` at the last check.
+        cpu_seconds: CPU time of each thread that runs a program, in seconds.
+        notice: The notice of the rank that has raised, after the groups of the program were aborted.
     """
 
     def __init__(self) -> None:
-        self.at: list[tuple[int | str, int]] = []
-        self.computed: dict[int, float] = {}
-        self.found: StopNotice | None = None
+        self.progress: list[tuple[int | str, int]] = []
+        self.cpu_seconds: dict[int, float] = {}
+        self.notice: StopNotice | None = None
 
     def poll(self) -> None:
-        """Abort the collectives that wait for a rank that has raised."""
+        """Abort the collectives that wait for a rank that has raised; the watch thread calls it once a second."""
         if not self._is_stalled():
-            self.found = None
+            self.notice = None
             return
-        if self.found is not None:
-            if _progress_state() == self.at:
-                abort_groups(self.found, everywhere=True)
+        if self.notice is not None:
+            if _progress_state() == self.progress:  # the program still waits, in a group that it has not aborted
+                abort_groups(self.notice, everywhere=True)
             return
-        self.found = raised_rank()
-        if self.found is not None:
+        self.notice = raised_rank()
+        if self.notice is not None:
             if not _active_runs:  # only autograd waits, as in DDP, whose error is Gloo's
-                log.error("rank %d raised %s; what waits for it is ended", self.found.rank, self.found.text)
-            abort_groups(self.found)
+                log.error("rank %d raised %s; what waits for it is ended", self.notice.rank, self.notice.text)
+            abort_groups(self.notice)
 
     def _is_stalled(self) -> bool:
         """Return True if a program or its autograd runs and no thread has progressed since the last check."""
         threads = {*_active_runs, *backward_threads()}
-        computed, at = {one: _cpu_seconds(one) for one in threads}, _progress_state()
-        before, self.computed = self.computed, computed
-        same, self.at = at == self.at, at
+        after, progress = {thread: _cpu_seconds(thread) for thread in threads}, _progress_state()
+        before, self.cpu_seconds = self.cpu_seconds, after
+        is_same, self.progress = progress == self.progress, progress
         return (
-            same
+            is_same
             and bool(threads)
-            and all(computed[one] - before.get(one, -WATCH_INTERVAL) < IDLE_SECONDS * WATCH_INTERVAL for one in threads)
+            and all(after[t] - before.get(t, -WATCH_INTERVAL) < IDLE_SECONDS * WATCH_INTERVAL for t in threads)
         )
 
 
 def _progress_state() -> list[tuple[int | str, int]]:
-    """Return the runs of the threads of this process, and the number of exchanges of each group."""
-    return [*_active_runs.items(), *((wire.name, wire.exchanges) for wire in involved_groups())]
+    """Return the runs of this process and the number of exchanges of each group; progress changes them."""
+    return [*_active_runs.items(), *((channel.name, channel.exchanges) for channel in involved_groups())]
 
 
 def _cpu_seconds(thread: int) -> float:
@@ -153,11 +156,12 @@ def _start_watching() -> None:
 
 
 def _watch_loop() -> None:
-    watch = _Watcher()
+    """Check the running program once a second until the process ends, in the watch thread."""
+    watcher = _Watcher()
     while not _is_ended.wait(WATCH_INTERVAL):
         try:
             if _recent_groups and dist.is_initialized():
-                watch.poll()
+                watcher.poll()
         except Exception as error:  # groups or the store may be destroyed concurrently
             log.debug("a look at the ranks failed: %r", error)
 

@@ -324,7 +324,7 @@ def test_one_graph_for_all_lengths() -> None:
 def test_models_of_transformers(name: str) -> None:
     """Models that use flex_attention, also with soft-caps and windows: nothing is gathered."""
     pytest.importorskip("transformers")
-    of_hf = importlib.import_module("canonical.test_masks_of_hf")
+    of_hf = importlib.import_module("canonical.attention.test_masks_of_hf")
     # Inside of torch.compile torch warns of an option that transformers sets, which would cut the graph.
     model, ids = of_hf.decoder(name, "flex_attention").double().eval(), tokens(19) % 48
     with torch._dynamo.config.patch(ignore_logging_functions={warnings.warn}):

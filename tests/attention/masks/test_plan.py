@@ -19,7 +19,7 @@ from torch import Tensor
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.lowering.masks.block_plan import TILE_ROWS, plan_blocks
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall, Window
-from sp_compile.lowering.masks.cells import valid_segments
+from sp_compile.lowering.masks.cells import valid_ranges
 from sp_compile.lowering.masks.predicate import evaluate_mask, split_conjuncts
 from sp_compile.lowering.masks.spans import Segment, full_span, index_intervals, local_valid_rows, shard_spans
 
@@ -165,7 +165,7 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
         assert block.kind is not Kind.BAND
         assert set(block.conditions) <= set(split_conjuncts(predicate))
         assert (block.kind is Kind.FULL) == (not block.conditions)
-    for low, high in valid_segments(k_rows):
+    for low, high in valid_ranges(k_rows):
         of_keys = [block for block in found.blocks if low <= block.k_off < high]
         heights = {block.q_off: block.q_len for block in of_keys}
         assert [q for q, _ in groupby(of_keys, key=lambda block: block.q_off)] == list(heights)
@@ -184,7 +184,7 @@ def test_padding_between_keys_is_no_call_more(n: int, missing: int) -> None:
                 frame = [1, size, 0, size - lag, 2]
                 queries = rows_of([n, 2, 1, 0, *frame[2:4]], 64, rank)
                 keys = [rows_of(span, 32 * n, 0) for span in shard_spans(frame, n)]
-                assert len(valid_segments(keys[1])) == (2 if lag else 1)
+                assert len(valid_ranges(keys[1])) == (2 if lag else 1)
                 plans = [plan_blocks(text, queries, rows) for rows in keys]
                 calls = [len(one.packed) + len(one.others) for one in plans]
                 assert all(block.kind is not Kind.MASKED for one in plans for block in one.others)

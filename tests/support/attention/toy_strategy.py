@@ -49,7 +49,7 @@ class Toy(ShardedAttention):
     name = "toy"
     op = sp.toy_attention.default
 
-    def says(self, node: torch.fx.Node) -> str:
+    def describe(self, node: torch.fx.Node) -> str:
         return "everything is gathered"
 
 

@@ -183,7 +183,7 @@ def _compiled(
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         session = CompileSession(gm, example_inputs, options, measures=False)
         lowered = lower(UserProgram(gm, tuple(example_inputs)), options, session)
-        lowered.return_edges()
+        lowered.add_boundary_outputs()
         found.mode = detect_fake_mode(lowered.inputs)
         with compiling(found.mode) as modules, apply_checkpoint_policies(lowered.graph):
 
@@ -202,7 +202,7 @@ def _compiled(
 
             for program in programs_of(lowered.graph):
                 program.compile(part, object(), learns=True)
-            joint, halves = lowered.joint, lowered.halves()
+            joint, halves = lowered.joint, lowered.partitioned_passes()
             torch_compat.joint_compiler("inductor", joint, None, None, halves)(
                 lowered.graph, lowered.inputs, inner_compile=inner
             )

@@ -451,5 +451,5 @@ FAULTS: dict[str, Fault] = {
             ("a rank that does not come to compile", WAITS, parallel.comes_late, {}),
         )
     },
-    "a mesh axis that is none, grid": Fault("SP114|SP115", begins=option(mesh_dim="sq"), **GRID),
+    "a mesh axis that is none, grid": Fault("SP113", begins=option(mesh_dim="sq"), **GRID),
 }

@@ -15,7 +15,7 @@ class Doubled(CanonicalPass):
 
     name = "doubled"
     requires = frozenset({"normalized"})
-    provides = frozenset({"canonical", "fused attention"})
+    provides = frozenset({"canonical", "fused attention"})  # so it runs before passes that require fused attention
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         added = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)

@@ -1,4 +1,6 @@
-"""Choose the schedule of a scan on a GPU: one program for each line, or several for parts of its length.
+"""Choose the schedule of a scan on a GPU: one program for each line, or several for its parts.
+
+A line is the rows of one scan; a tile is the places x lines that a program processes at once (`triton_tiles.py`).
 
 On an H100 the chosen schedule was the faster one for every shape of `benchmarks/gpu_scans.py` (torch 2.11). Importing
 this module needs triton.
@@ -49,7 +51,7 @@ def tile_sizes() -> TileSizes:
 
 
 def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> State | None:
-    """Run a scan.
+    """Run a scan in the schedule that keeps the device busy.
 
     Args:
         sweep: The scan.
@@ -75,10 +77,11 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
 
 
 def _floor_power_of_2(number: int) -> int:
-    """Return the largest power of 2 that is at most the number, and at least 1."""
+    """Return the largest power of 2 that is at most the number, or 1, as sizes of tiles are powers of 2."""
     return 1 << max(number, 1).bit_length() - 1
 
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; 1 for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

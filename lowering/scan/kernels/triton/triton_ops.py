@@ -32,6 +32,7 @@ def _min(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _logsumexp(top_a, a, top_b, b):  # type: ignore[no-untyped-def]
+    """Return the maximum of both states, and the sum of their exponentials relative to it."""
     top = tl.where(top_b >= top_a, top_b, top_a)
     # The weight of the larger is set to 1: the difference of two infinities is NaN.
     a = a * tl.where(top_a == top, 1.0, tl.exp(top_a - top))
@@ -123,7 +124,10 @@ def combine(p_a, q_a, p_b, q_b, OP: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit
 def combine_where(mask, p_a, q_a, p_b, q_b, OP: tl.constexpr, PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the states b, combined with the earlier states a where ``mask`` is True. PAIR: states are (p, q)."""
+    """Return the states b, combined with the earlier states a where ``mask`` is True.
+
+    PAIR: states are (p, q). A walk combines the carry with the first row of a tile, unless a segment begins there.
+    """
     combined_p, combined_q = combine(p_a, q_a, p_b, q_b, OP)
     p = tl.where(mask, combined_p, p_b)
     q = p

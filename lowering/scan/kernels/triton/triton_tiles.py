@@ -56,6 +56,7 @@ def tile_lines(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _time_at(place, length, REVERSE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the row in memory of a place in scan order."""
     return length - 1 - place if REVERSE else place
 
 

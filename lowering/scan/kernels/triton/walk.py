@@ -38,10 +38,11 @@ def _walk(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
     CARRY: tl.constexpr, STORE: tl.constexpr, TOTAL: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Scan places [k * part, (k + 1) * part) of LINES lines, tile by tile; k is the program's number along the length.
+    """Scan places [k * part, (k + 1) * part) of LINES lines, tile by tile.
 
-    For the other names see `triton_tiles.py`. With CARRY, part k starts from the state k of ``carry`` (parts, lines).
-    With STORE, results are written to ``out`` and ``out_index``; with TOTAL, the part's total to (parts, lines).
+    k is the program's number along the length. For the other names see `triton_tiles.py`. With CARRY, part k starts
+    from the state k of ``carry`` (parts, lines). With STORE, results are written to ``out`` and ``out_index``; with
+    TOTAL, the part's total to (parts, lines).
     """
     k = tl.program_id(1).to(tl.int64)
     inner = inner // UNIT * UNIT
@@ -90,7 +91,7 @@ def _walk(  # type: ignore[no-untyped-def]
 def _run_parts(
     sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | None, total: bool
 ) -> State | None:
-    """Scan the parts of a length.
+    """Scan all parts of all lines by one launch, each part from its carry, if any.
 
     Args:
         sweep: The scan.
