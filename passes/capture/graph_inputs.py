@@ -1,9 +1,9 @@
 """Build the global view of a Dynamo graph, with parameters and placements of its inputs.
 
 The global view is the captured graph of the full sequence; later passes split it over the ranks. A sequence dim is a
-dim of an input along which the ranks split; dims of one sequence have equal lengths. A placement describes how an input
-is sharded, and a layout also its order of rows on the ranks. A `Sharded` input is a wrapper of a rank's shard, which an
-earlier graph has returned. Load-balanced rows are in the order of a causal mask's equal shares. With inputs="local"
+dim of an input along which the ranks split it. A placement describes how an input is sharded. A `Sharded` input is a
+wrapper of a rank's shard, which an earlier graph has returned; its layout describes the shard (dim, ranks, order of
+rows). Load-balanced rows are ordered such that ranks have equal work in causal attention. With inputs="local"
 each rank passes its shard, so that Dynamo traces a graph of s tokens. This graph is captured again with n*s in every
 sequence dim for n ranks, so that positions created in the model (arange over the sequence) are global; the shards are
 the inputs of the local graph.
