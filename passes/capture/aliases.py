@@ -98,7 +98,7 @@ class Aliases:
         return has_float_result and any(map(self.is_differentiable, inputs))
 
     def other_owner(self, root: Node) -> Node | None:
-        """Return another node that owns the memory of a root, or None; a mutation of the root would miss it.
+        """Return another node that owns the memory of a root, and that a mutation would miss, or None.
 
         An example is an input that overlaps with another one, or the result of an op that hides a view.
         """
@@ -106,11 +106,11 @@ class Aliases:
         return next(iter(owners - {root}), None)
 
     def is_detached_view(self, node: Node) -> bool:
-        """Return True if the view was created by detach or under no_grad, so that no gradient reaches its root."""
+        """Return True if the node is a detached view, from which no gradient reaches its root."""
         return node in self._detached_views
 
     def is_differentiable(self, node: Node) -> bool:
-        """Return True if the value of `node` has a gradient, as a result or as a view of a differentiable root."""
+        """Return True if the node is differentiable, by its op or as a view of a differentiable root."""
         is_view_of_differentiable = self.root(node) in self._differentiable and node not in self._detached_views
         return node in self._differentiable or is_view_of_differentiable
 
@@ -123,7 +123,7 @@ class Aliases:
         return any(self.is_differentiable(x) or self.is_differentiable(self.root(x)) for x in inputs)
 
     def mark_differentiable(self, target: Node) -> None:
-        """Record that a mutation has made `target` differentiable, and its root unless `target` is detached."""
+        """Record that a mutation made `target` differentiable, and its root unless that is detached."""
         self._differentiable |= {target} if target in self._detached_views else {target, self.root(target)}
 
 

@@ -114,7 +114,7 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
 
 
 def specialize_inputs(example_inputs: Sequence[Any]) -> list[Any]:
-    """Return the inputs, with fakes for those with a dim that Dynamo made dynamic and that has one length."""
+    """Return the inputs, with fakes for those with a dynamic dim that can have one length only."""
     mode, fakes = _fake_inputs(example_inputs)
     results = list(example_inputs)
     for i, specialized in enumerate(_replace_single_values(fakes, mode)):
@@ -262,7 +262,7 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
 
 
 def _single_fake_mode(gm: GraphModule) -> FakeTensorMode | None:
-    """Return the fake mode of all values of a graph, or None without fake values; raise if there are several."""
+    """Return the fake mode of all values of a graph, None without fake values; raise if several."""
     values = [n.meta.get("val") for n in gm.graph.nodes]
     if len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1:
         raise SpError("SP205", "capture_export: expected values of one fake mode, got several.")
@@ -289,7 +289,7 @@ def _copy_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
 
 
 def _copy_sources(new_gm: GraphModule, old_gm: GraphModule) -> None:
-    """Copy Dynamo's sources (origins) of inputs and module state to a graph with the same placeholders."""
+    """Copy Dynamo's sources (origins) of inputs and module state to a graph with equal placeholders."""
     for new, old in zip(*(gm.graph.find_nodes(op="placeholder") for gm in (new_gm, old_gm)), strict=True):
         torch_compat.keep_source(new, old)
     torch_compat.keep_state_sources(new_gm, old_gm)
@@ -317,7 +317,7 @@ def _check_written_inputs(captured: GraphModule, example_inputs: Sequence[Any]) 
 
 
 def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
-    """Register tensor attributes of the graph as buffers, unless they are parameters or buffers of the model.
+    """Register the tensor attributes of a graph as buffers, except the model's parameters and buffers.
 
     Sets the fake values and the facts about gradients of their get_attr nodes. Raises for a fake or functorch tensor:
     it has escaped the trace of a torch.func transform, so that the graph would be wrong.

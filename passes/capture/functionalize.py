@@ -253,7 +253,7 @@ class _Functionalizer:
 
     @contextmanager
     def disable_autocast_of_in_place(self, node: Node, device: torch.device) -> Iterator[None]:
-        """Emit the nodes of the block without autocast if it would change the functional form of the in-place op.
+        """Emit the nodes of the block without autocast if it changes the op's functional form.
 
         Autocast does not change in-place ops: they compute in the dtype of their target.
         """
@@ -268,7 +268,7 @@ class _Functionalizer:
         token.meta["val"] = exit_node.meta["val"] = None
 
     def assign(self, node: Node, target: Node, value: Node) -> None:
-        """Set `value` as the current value of `target` after the mutation `node`, and update its root.
+        """Set `value` as the current value of `target` after the mutation `node`; update its root.
 
         Increments the version of the root, so that other views of it are outdated.
         """

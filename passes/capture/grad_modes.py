@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def detach_no_grad_regions(graph: Graph) -> None:
-    """Insert a detach after each value that leaves a no-grad region; remove hooks on values without gradient."""
+    """Insert a detach after each value that leaves a no-grad region, and remove hooks that never run."""
     no_grad, editor = no_grad_nodes(graph), GraphEditor().edit(graph)
     for node in [n for n in graph.nodes if n in no_grad and n.op == "call_function" and is_tensor(n)]:
         users_with_grad = [user for user in node.users if user not in no_grad or user.op == "output"]

@@ -1,6 +1,9 @@
 """Build the global view of a Dynamo graph, with parameters and placements of its inputs.
 
-The global view is the captured graph of the full sequence; later passes split it over the ranks. With inputs="local"
+The global view is the captured graph of the full sequence; later passes split it over the ranks. A sequence dim is a
+dim of an input along which the ranks split it. A placement describes how an input is sharded. A `Sharded` input is a
+wrapper of a rank's shard, which an earlier graph has returned; its layout describes the shard (dim, ranks, order of
+rows). Load-balanced rows are ordered such that ranks have equal work in causal attention. With inputs="local"
 each rank passes its shard, so that Dynamo traces a graph of s tokens. This graph is captured again with n*s in every
 sequence dim for n ranks, so that positions created in the model (arange over the sequence) are global; the shards are
 the inputs of the local graph.
@@ -90,7 +93,14 @@ def capture_shards(
 
 
 def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> dict[str, int]:
-    """Return the sequence dim of each input that has one, by name: the user's dims, or the detected ones."""
+    """Return the sequence dim of each input, by name: the user's dims, or else the detected ones.
+
+    Inputs without one are omitted.
+
+    Args:
+        graph: Captured graph of a shard.
+        seq_dims: The user's dims by input name; None to detect them.
+    """
     axes, inputs = name_axes(graph), graph.graph.find_nodes(op="placeholder")
     user_dims = None if seq_dims is None else {n: seq_dims[n.name] for n in inputs if n.name in seq_dims}
     find_sequences(graph, axes, user_dims)
@@ -103,10 +113,12 @@ def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> di
 
 
 def _check_equal_rows(dims: Mapping[Node, int], axes: Axes) -> None:
-    """Raise if shards of one sequence differ in their number of rows: one may be a table of positions.
+    """Raise if a rank's inputs of one sequence differ in their number of rows.
+
+    One of them may then be a complete table of positions, which is not a shard.
 
     Args:
-        dims: Sequence dim of each input.
+        dims: Detected sequence dim of each input.
         axes: Axes of the graph, which name the sequence of a dim.
     """
     first_inputs: dict[Any, Node] = {}  # first input of each sequence
@@ -123,9 +135,13 @@ def _check_equal_rows(dims: Mapping[Node, int], axes: Axes) -> None:
 
 
 def _sequence_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
-    """Return the symbols that are the lengths of the sequence dims of a rank's inputs.
+    """Return the symbols that are the lengths of sequence dims, which are multiplied for the global view.
 
     Raises if a sequence dim is a constant, or if another dim has the same symbol.
+
+    Args:
+        nodes: Placeholders of the captured graph of a shard.
+        dims: Sequence dim by name.
     """
     symbols: set[sympy.Expr] = set()
     for node in nodes:
@@ -153,7 +169,16 @@ def _sequence_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sym
 def _check_guards_of_sequence(
     guards: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: torch_compat.FakeTensorMode
 ) -> None:
-    """Raise unless each guard on the length of a shard also holds for the full sequence; add it as a guard."""
+    """Raise unless each guard on the length of a shard also holds for the full sequence.
+
+    Otherwise Dynamo has traced a branch that the global view does not take. The global conditions become guards.
+
+    Args:
+        guards: Guards of Dynamo's trace.
+        symbols: Lengths of sequence dims of a shard.
+        n: Number of ranks.
+        mode: Fake mode of the compilation.
+    """
     global_lengths = {symbol: n * symbol for symbol in symbols}
     for condition in guards:
         if condition.free_symbols & symbols and not torch_compat.assume_fact(mode, condition.xreplace(global_lengths)):
@@ -166,7 +191,15 @@ def _check_guards_of_sequence(
 
 
 def _global_fake(fake: Any, dim: int | None, symbols: set[sympy.Expr], n: int, mode: Any) -> Any:
-    """Return the fake full tensor, of n times the rows along `dim`, or n times a size that is the length; else fake."""
+    """Return the fake input of the global view for the fake input of a shard.
+
+    Args:
+        fake: Fake tensor, SymInt or other value.
+        dim: Sequence dim of the tensor, which becomes n times as long; None for an input without one.
+        symbols: Lengths of sequence dims; an input that is one of them is multiplied by n.
+        n: Number of ranks.
+        mode: Fake mode of the compilation.
+    """
     if isinstance(fake, torch.SymInt):
         return fake * n if as_size(fake) in symbols else fake
     if dim is None or not isinstance(fake, torch.Tensor):
@@ -178,7 +211,7 @@ def _global_fake(fake: Any, dim: int | None, symbols: set[sympy.Expr], n: int, m
 
 @dataclass(frozen=True)
 class GlobalView:
-    """Dynamo graph in the global view."""
+    """Dynamo graph in the global view, with the facts about its inputs and results that the passes need."""
 
     graph: GraphModule  # captured graph
     fragment: bool  # True for a part of a model between graph breaks
@@ -195,7 +228,7 @@ class GlobalView:
 
     @property
     def folds(self) -> int:
-        """Return the number of sequence chunks of a rank in the inputs (see `RowOrder`)."""
+        """Return the number of sequence chunks of a rank in the sharded inputs (see `RowOrder`); else 1."""
         return min((layout.folds for layout in self.layouts.values()), default=1)
 
 
@@ -251,10 +284,11 @@ def global_view(
 def _sharded_inputs(
     graph: GraphModule, example_inputs: Sequence[Any], ranks: Ranks, accept_balanced: bool
 ) -> tuple[dict[str, Placement], dict[int, Layout]]:
-    """Return placements and layouts of inputs that an earlier graph sharded on these ranks.
+    """Return the placements, by name, and layouts, by index, of inputs that stay sharded on these ranks.
 
-    An input that is sharded along a part of a dim is gathered. If load-balanced rows are accepted, only load-balanced
-    inputs remain sharded; otherwise only the others do. Records the fake shard of each as `local` of its node.
+    These are `Sharded` inputs of the same ranks; all others are gathered before the program. An input that is sharded
+    along a part of a dim is gathered, too. If load-balanced rows are accepted, only load-balanced inputs stay sharded;
+    otherwise only the others do. Records the fake shard of each as `local` of its node.
     """
     mode, _ = fake_inputs(())
     placements: dict[str, Placement] = {}
@@ -283,10 +317,10 @@ def _write_backs(graph: GraphModule) -> dict[int, Node]:
 def _omit_views(
     graph: GraphModule, example_inputs: Sequence[Any], inputs: str, outputs: list[str]
 ) -> tuple[tuple[ResultView, ...], list[ResultView]]:
-    """Remove results from the graph that are recreated as views of others after the run.
+    """Remove results from the graph that the runtime recreates as views of other results or of arguments.
 
-    Views remain results with inputs='local' (views of arguments) or outputs='local' (views of results), because the
-    sizes of views are global.
+    They remain results with inputs='local' (views of arguments) or outputs='local' (views of results), because the
+    sizes in the view ops are global. A hidden result is one that the graph returns only as the base of views.
 
     Args:
         graph: Captured graph.
@@ -319,7 +353,16 @@ def _omit_views(
 def _return_writes(
     graph: GraphModule, example_inputs: Sequence[Any], write_backs: Mapping[int, Node]
 ) -> dict[int, int]:
-    """Replace the copies to `Sharded` inputs by results of the graph; return the result index by input index."""
+    """Replace the write-backs to `Sharded` inputs by results, which the runtime writes to the shards.
+
+    Args:
+        graph: Captured graph. Modified.
+        example_inputs: Inputs of the graph.
+        write_backs: Result of `_write_backs`.
+
+    Returns:
+        Index of the result by index of the input.
+    """
     output, result_indices = graph.graph.output_node(), dict[int, int]()
     for i, copy in write_backs.items():
         if isinstance(example_inputs[i], Sharded):
@@ -334,9 +377,9 @@ def _return_writes(
 def local_inputs(
     example_inputs: Sequence[Any], layouts: Mapping[int, Layout] | None = None, graph: GraphModule | None = None
 ) -> list[Any]:
-    """Return the inputs for the compilation of a rank's program: local rows of `Sharded`, or full tensors.
+    """Return example inputs to compile a rank's program with: local rows of `Sharded`, or full tensors.
 
-    Results of pending collectives are replaced by fakes, too.
+    `Sharded` inputs and results of pending collectives are replaced by fakes.
 
     Args:
         example_inputs: Inputs of the graph.
@@ -361,10 +404,14 @@ def local_inputs(
 
 
 def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
-    """Return the user's name of each result.
+    """Return the user's name of each result, for options and messages.
 
     This is the name in the returned structure, or the name on the line that computes it (Dynamo appends numbers, as in
     `hidden_states_15`) if it is unique, or the name of the node.
+
+    Args:
+        gm: Dynamo graph.
+        results: Node of each result; None for a value that is not a tensor.
     """
     structure_names = torch_compat.result_names(gm)
     line_names = [_name_on_line(node) for node in results]
@@ -377,9 +424,9 @@ def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
 
 
 def _name_on_line(node: Node | None) -> str:
-    """Return the node's name, without its number if the line that computes it contains only the name without it.
+    """Return a node's name on the user's line that computes it, else its own; "" for an input or None.
 
-    Return "" for an input or None.
+    The name on the line is that of the node without Dynamo's number, if the line does not contain the number, too.
     """
     if node is None or node.op == "placeholder":
         return ""
@@ -396,7 +443,7 @@ def _without_number(node_name: str) -> str:
 def _output_options(
     names: Sequence[str], results: Sequence[Node | None], outputs: str | Mapping[str | int, str], fragment: bool
 ) -> list[str]:
-    """Return the output option of each result.
+    """Return the output option of each result, "auto" if the user has set none; raise for unknown results.
 
     Args:
         names: Name of each result from `_result_names`.
@@ -420,7 +467,7 @@ def _output_options(
 
 
 def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Record in the metadata of each tensor input if it is a parameter, and if it requires a gradient."""
+    """Record in the metadata of each placeholder if it is a parameter, and if it requires a gradient."""
     for node, example in zip(graph.graph.find_nodes(op="placeholder"), example_inputs):
         if isinstance(example, torch.Tensor):
             parameter = isinstance(example, torch.nn.Parameter) or torch_compat.is_module_state(node)
@@ -428,9 +475,14 @@ def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int], fragment: bool) -> dict[str, int] | None:
-    """Convert the user's argument names or indices to names of placeholders.
+    """Convert the argument names or indices in the user's `seq_dims` to names of placeholders.
 
     A fragment of the model may lack some of them; if it has none, None is returned, and the sequence is detected.
+
+    Args:
+        graph: Dynamo graph, marked by `_mark_inputs`.
+        seq_dims: The user's dims, by argument name or by index among the tensors that are not parameters.
+        fragment: True for a part of a model.
     """
     tensors = [n for n in graph.graph.find_nodes(op="placeholder") if node_info(n).parameter is False]
     arguments = [argument_name(n) for n in tensors]

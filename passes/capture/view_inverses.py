@@ -2,7 +2,8 @@
 
 `y = x.transpose(0, 1); y.add_(1)` changes x as well. With y' the new y, the new x is y'.transpose(0, 1): each view op
 has such an inverse. The inverse of a permutation or reshape is derived from its rule; the others are defined here.
-In all functions `new` is the new value of the view, and `emit(target, *args, **kwargs)` appends a node to the graph.
+`functionalize.py` uses them for the bases of views that the program writes to. In all functions `new` is the new value
+of the view, and `emit(target, *args, **kwargs)` appends a node to the graph and returns it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ViewCall:
 
 
 def invert_view(view: ViewCall, new: Node, emit: Emit) -> Node | None:
-    """Append nodes that compute the base of `view` from its new value; return None if there is no inverse."""
+    """Append nodes that compute the new base of `view`, and return it; None if the op has no inverse."""
     if view.node.target in _INVERSES:
         return _INVERSES[view.node.target](view, new, emit)
     order = permutation_of(view.node)
@@ -51,17 +52,17 @@ def shape_in_graph(node: Node, emit: Emit) -> list[Any]:
 
 
 def _invert_reshape(view: ViewCall, new: Node, emit: Emit) -> Node:
-    """Reshape the new value to the shape of the base."""
+    """Emit the new base of a reshape: the new value in the shape of the base."""
     return emit(aten.reshape.default, new, shape_in_graph(view.base, emit))
 
 
 def _invert_by_scatter(op: Any) -> Callable[[ViewCall, Node, Emit], Node]:
-    """Return the inverse of a view of some elements: `op` writes the new value to these elements of the base."""
+    """Return the inverse of a view of some elements: `op` writes the new value to them in the base."""
     return lambda view, new, emit: emit(op, view.base, new, *view.args)
 
 
 def _invert_narrow(view: ViewCall, new: Node, emit: Emit) -> Node:
-    """Write the new value to the rows of the base that `narrow(base, dim, start, length)` selects."""
+    """Emit the new base of `narrow(base, dim, start, length)`: the new value in the rows that it selects."""
     dim, start, length = view.args
     symbolic = isinstance(start, Node) or isinstance(length, Node)
     end = emit(operator.add, start, length) if symbolic else start + length
@@ -69,7 +70,16 @@ def _invert_narrow(view: ViewCall, new: Node, emit: Emit) -> Node:
 
 
 def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emit) -> Node:
-    """Permute the new value back, by the op of the view if it is its own inverse (transpose)."""
+    """Emit the new base of a permutation: the new value, permuted back.
+
+    A permutation that is its own inverse (transpose) is emitted as the op of the view.
+
+    Args:
+        view: The view.
+        new: Its new value.
+        order: The dim of the base that each dim of the view is.
+        emit: Appends a node.
+    """
     if is_identity(order):  # of an op that copies only if necessary, such as contiguous: it did not copy
         return new
     inverse = inverse_permutation(order)
@@ -80,7 +90,7 @@ def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emi
 
 
 def _invert_expand(view: ViewCall, new: Node, emit: Emit) -> Node | None:
-    """Return the new value if expand did not repeat any dim, else None."""
+    """Return the new value if expand did not repeat any dim, else None: repeated rows have no inverse."""
     return new if new.meta["val"].shape == view.base.meta["val"].shape else None
 
 

@@ -4,6 +4,10 @@
 
 A write to one is then visible in the other, and autograd treats them as views, as AOTAutograd does on a single device.
 Views are detected before functionalization, which removes all sharing of mutated memory.
+
+The base of a view is the tensor in whose memory it is; its root is the node where the chain of bases starts, and the
+chain is the views from the root (or from a base) to the node (`aliases.py`). A hidden result is a base that the program
+does not return itself, added to the results of the graph after all others.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ aten = torch.ops.aten
 
 VIEW_OPS = "sp_views"  # key of `SharedResults` in the meta of a captured graph
 
-# Ops whose result may share memory, depending on strides.
+# Ops whose result is a view or a copy, depending on strides (and, for the second set, on dtype and device).
 _RESHAPES = parse_overloads("reshape reshape_as view_as flatten.using_ints ravel contiguous")
 _MAY_COPY = {*_RESHAPES, *parse_overloads("to.dtype to.device to.dtype_layout to.other type_as expand_as")}
 
@@ -47,7 +51,7 @@ class ViewStep:
     kwargs: Mapping[str, Any] | None = None
 
     def bind(self, known: Mapping[sympy.Symbol, Any]) -> Callable[[Any], Any]:
-        """Return the view as a function of a tensor, with the symbols replaced by `known`."""
+        """Return a function that applies the op to a base, with the symbols replaced by their `known` values."""
 
         def evaluate(x: Any) -> Any:
             """Evaluate a symbolic expression; return other values unchanged."""
@@ -58,7 +62,7 @@ class ViewStep:
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        """Return the symbols among the arguments."""
+        """Return the symbols in the arguments, whose values `bind` needs."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs or {})))
         return {symbol for x in leaves if isinstance(x, sympy.Expr) for symbol in x.free_symbols}
 
@@ -75,15 +79,17 @@ class ResultView:
 
     @cached_property
     def symbols(self) -> set[sympy.Symbol]:
-        """Return the symbols of all steps."""
+        """Return the symbols of all steps, whose values `steps_at` needs."""
         return {symbol for step in self.steps for symbol in step.symbols}
 
     def steps_at(self, base: Tensor, known: Mapping[sympy.Symbol, Any]) -> list[Callable[[Any], Any]]:
-        """Return the functions that compute the result from this base, applied one after the other.
+        """Return the functions that compute the result from a base, to apply one after the other.
+
+        The runtime applies them after each run.
 
         Args:
-            base: Base tensor.
-            known: Values of the symbols of the inputs.
+            base: Base tensor of this call.
+            known: Values of the symbols of the inputs in this call. Symbols of the base's shape are added.
         """
         base_sizes = {size: extent for size, extent in zip(self.shape, base.shape) if isinstance(size, sympy.Symbol)}
         return [step.bind({**base_sizes, **known}) for step in self.steps]
@@ -91,16 +97,16 @@ class ResultView:
 
 @dataclass(frozen=True)
 class SharedResults:
-    """Results that are views of others."""
+    """Results that are views of others, as stored in the metadata of a captured graph."""
 
     views: tuple[ResultView, ...] = ()  # views among the results
-    hidden: int = 0  # number of bases that the graph returns after its own results
+    hidden: int = 0  # number of hidden results
 
 
 def find_shared_results(gm: GraphModule) -> SharedResults:
-    """Find the results of a captured graph, before functionalization, that are views of others or of inputs.
+    """Find the results of a graph that are views of other results or of inputs, before functionalization.
 
-    A common base of several results that is not a result itself is added to the results of the graph.
+    A common base of several results that is not a result itself is added to the graph as a hidden result.
     """
     output, inputs = gm.graph.output_node(), list(gm.graph.find_nodes(op="placeholder"))
     results = list(output.args[0])  # type: ignore[arg-type]
@@ -137,7 +143,13 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
 
 
 def omit_views(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> None:
-    """Replace these views by None in the results of a graph, and remove all but the first `hidden` added bases."""
+    """Replace these views by None in the results of a graph, as the runtime recreates them.
+
+    Args:
+        gm: Captured and functionalized graph.
+        views: The views, a part of those that `find_shared_results` has found.
+        hidden: Number of hidden results that they need; later ones are removed.
+    """
     output, shared = gm.graph.output_node(), gm.meta[VIEW_OPS]
     results = list(output.args[0])  # type: ignore[arg-type]
     for view in views:
@@ -148,7 +160,7 @@ def omit_views(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> Non
 
 
 def _read_aliases(graph: Graph) -> Aliases:
-    """Return the aliases at the end of a program with in-place ops."""
+    """Return the aliases at the end of a program with in-place ops, by visiting all its nodes."""
     aliases = Aliases(graph)
     for node in graph.nodes:
         args, kwargs = aliases.calls[node] = map_arg((node.args, node.kwargs), aliases.resolve)
@@ -168,7 +180,7 @@ def _read_aliases(graph: Graph) -> Aliases:
 
 
 def _view_chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[Node]:
-    """Return the views from a base (default: the root) to a node, in order."""
+    """Return the chain of views from a base (default: the root) to a node, in order, without the base."""
     views = list[Node]()
     while node is not base and node in aliases.parent:
         views.append(node)
@@ -177,7 +189,7 @@ def _view_chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[
 
 
 def _common_base(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
-    """Return the node of which all others are views, or None."""
+    """Return the one of these nodes of which all others are views, or None."""
     for base in nodes:
         if all(node is base or base in _view_chain(aliases, node) for node in nodes):
             return base
@@ -185,9 +197,9 @@ def _common_base(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
 
 
 def _overlapping_groups(aliases: Aliases, nodes: Mapping[int, Node]) -> Iterator[list[int]]:
-    """Yield groups, by index, of results in which a write to one may change others.
+    """Yield groups of two and more results, by index, in which a write to one may change others.
 
-    Pieces of a split are in separate groups.
+    Each group gets a common base. Results that provably share no element, such as pieces of a split, are separate.
 
     Args:
         aliases: Aliases at the end of the program.
@@ -219,7 +231,7 @@ def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
 
 
 class _PositionRange(NamedTuple):
-    """Positions that a view selects from one dim of its base."""
+    """Positions that a view selects from one dim of its base, and that writes to the view change."""
 
     dim: int  # non-negative
     start: int  # first position, non-negative
@@ -227,7 +239,7 @@ class _PositionRange(NamedTuple):
 
 
 def _selected_rows(aliases: Aliases, node: Node) -> _PositionRange | None:
-    """Return the positions that a select, a narrow or a slice without step selects, or None if they are unknown."""
+    """Return the positions that a select, narrow or slice selects; None if unknown or with a step."""
     if node.target not in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
         return None
     base, *args = to_positional(node.target, *aliases.calls[node])
@@ -253,7 +265,7 @@ def _selected_rows(aliases: Aliases, node: Node) -> _PositionRange | None:
 def _result_view(
     aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, base_index: int, known: Set[sympy.Symbol]
 ) -> ResultView | None:
-    """Return a result as a view of a base, or None if it cannot be expressed by view ops.
+    """Return the description of a result as a view of a base, or None if view ops cannot express it.
 
     Args:
         aliases: Aliases at the end of the program.
@@ -277,7 +289,7 @@ def _result_view(
 
 
 def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
-    """Return the view op that computes a view from its base, or None if there is none.
+    """Return a view op that computes the value of a view node from its base, or None if there is none.
 
     This is the op of the node, unless it copies depending on strides or reads other tensors: then `view` or
     `as_strided` to the node's shape and strides.
