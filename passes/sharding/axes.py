@@ -5,6 +5,10 @@ passes their factor, such as the S of x and of linear(x, w). The classes that at
 dim or atom of such a class contains the sequence. Sizes alone identify nothing, because S may equal the hidden size.
 Slices keep the class with another size, because a window of a sequence belongs to it.
 
+A product is a run of several atoms that attention attends over: the tokens of an image are H * W patches, those of a
+video T * H * W. `fuse_products` names the dims again with one atom for each product, so that it can be a sequence. A
+value with a factor of a product in a dim of its own, such as the image before it is flattened, does not contain it.
+
 An index, an index_select or a slice selects positions of a dim; the result is a new class, and `Axes.selected` relates
 it to its source. Evidence is an op, such as attention, and the dim that is a sequence because of it. Two classes are
 rivals if one value has both: only one of its dims can be sharded.
@@ -16,6 +20,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
@@ -43,6 +48,14 @@ class Atom:
 Dim = tuple[Atom, ...]
 
 
+class Product(NamedTuple):
+    """Run of the atoms of a dim that is one sequence."""
+
+    factors: Dim  # atoms with the representative names of their classes
+    start: int  # index of the first factor in the dim
+    num_atoms: int  # atoms of the dim before they are fused
+
+
 @dataclass
 class Axes:
     """Atoms of every dim of every value, and the classes that are sequences."""
@@ -53,6 +66,8 @@ class Axes:
     # (selected, source): a dim, and the dim that it contains positions of
     selected: list[tuple[Dim, Dim]] = field(default_factory=list)
     folds: int = 1  # of the frames of sequences, see `RowOrder`
+    products: Mapping[tuple[Node, int, int], Product] = field(default_factory=dict)  # by (node, result index, dim)
+    fused: dict[Dim, Atom] = field(default_factory=dict)  # the atom of each product, by its factors
 
     def find(self, name: int) -> int:
         """Return the representative name of the class of `name`."""
@@ -71,6 +86,23 @@ class Axes:
         if len(a) == len(b) and all(is_same_size(x.size, y.size) for x, y in zip(a, b)):
             for x, y in zip(a, b):
                 self.parent[self.find(x.name)] = self.find(y.name)
+
+    def canonical(self, dim: Dim) -> Dim:
+        """Return the atoms of a dim that are longer than 1, named by the representatives of their classes."""
+        return tuple(Atom(self.find(a.name), a.size) for a in dim if not is_same_size(a.size, 1))
+
+    def set_result(self, node: Node, index: int, dims: Sequence[Dim]) -> None:
+        """Set the atoms of a result's dims, and replace the factors of products by the atom of the product."""
+        fused = []
+        for d, dim in enumerate(dims):
+            product = self.products.get((node, index, d))
+            if product is not None and len(dim) == product.num_atoms:  # else an operand has the product already
+                if product.factors not in self.fused:
+                    self.fused[product.factors] = self.new_atom(size_product(a.size for a in product.factors))
+                end = product.start + len(product.factors)
+                dim = (*dim[: product.start], self.fused[product.factors], *dim[end:])
+            fused.append(dim)
+        self.dims[node, index] = tuple(fused)
 
     def is_sequence(self, atom: Atom) -> bool:
         """Return True if the class of the atom is a sequence."""
@@ -109,7 +141,28 @@ def name_axes(gm: GraphModule) -> Axes:
     Returns:
         The axes; `sequences` is empty until `find_sequences`.
     """
-    axes = Axes()
+    axes = _name_axes(gm, Axes())
+    products = dict(_find_products(gm, axes))
+    return _name_axes(gm, Axes(products=products)) if products else axes
+
+
+def _find_products(gm: GraphModule, axes: Axes) -> Iterator[tuple[tuple[Node, int, int], Product]]:
+    """Yield every dim, as (node, result index, dim), that contains a product over which attention attends."""
+    attended = {axes.canonical(dim) for _, dim in _attended_dims(gm, axes)}
+    products = sorted((dim for dim in attended if len(dim) > 1), key=len, reverse=True)
+    for (node, index), dims in axes.dims.items() if products else ():
+        for d, dim in enumerate(dims):
+            atoms = axes.canonical(dim)
+            for factors in products if len(atoms) == len(dim) else ():
+                starts = range(len(atoms) - len(factors) + 1)
+                start = next((i for i in starts if atoms[i : i + len(factors)] == factors), None)
+                if start is not None:
+                    yield (node, index, d), Product(factors, start, len(dim))
+                    break
+
+
+def _name_axes(gm: GraphModule, axes: Axes) -> Axes:
+    """Name every dim of every value in `axes`, and return it."""
     for node in gm.graph.nodes:
         call, rule = lookup_rule(node) or (None, None)
         if call is not None and transfer_of(node.target) is not None:  # the identity, in the global view
@@ -153,8 +206,8 @@ def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
                 factor_dims[f] = dim
     for i, (shape, names) in enumerate(zip(call.result_shapes(), rule.results)):
         dims = tuple(_result_dim(axes, factor_dims, name, rule, size) for size, name in zip(shape, names))
-        axes.dims[call.node, i] = dims
-        for dim, f in zip(dims, names):
+        axes.set_result(call.node, i, dims)
+        for dim, f in zip(axes.dims[call.node, i], names):
             source = factor_dims.get(f if rule.kind(f) == "window" else rule.picks.get(f, ""))
             if source is not None and dim != source:
                 axes.selected.append((dim, source))
