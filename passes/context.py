@@ -21,6 +21,7 @@ from sp_compile.passes.cost.attention_memory import RankMemory
 from sp_compile.passes.cost.decision import Decision
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.passes.cost.machine import Machine
+from sp_compile.passes.cost.sharded_work import ShardedWork
 from sp_compile.passes.graph.call import is_tensor, node_tensors
 from sp_compile.passes.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.passes.sharding.placement import Placement, PlacementPlan, Shard
@@ -48,6 +49,8 @@ class NoteKind(Enum):
     SAVED = "saved"  # Results in checkpointed regions are saved for the backward. Subject: "attention".
     # Results in checkpointed regions are computed again in the backward. Subject: "attention".
     RECOMPUTED = "recomputed"
+    # A large part of the FLOPs that every rank computes. Subject: the pass.
+    REPLICATED_WORK = "on every rank"
     GRAPH_BREAK = "graph break"  # The graph ends where Dynamo continues in Python. Subject: "capture".
     EXTRAPOLATED = "extrapolated"  # A few layers were examined for all of their kind. Subject: the list of layers.
 
@@ -162,6 +165,7 @@ class PassContext:
     runs: list[PassRun] = field(default_factory=list)  # the passes that ran, in order
     sequence_inputs: dict[str, list[int]] = field(default_factory=dict)  # input -> its dims along the sequence
     constraints: list[str] = field(default_factory=list)  # numbers that the ranks must divide, and padding
+    work: ShardedWork = field(default_factory=ShardedWork)  # work of the graph, and its share on shards
     decisions: list[Decision] = field(default_factory=list)  # the choice for each kind of attention
     memory: list[RankMemory] = field(default_factory=list)  # estimates; the last one is current
     tiled_regions: list[TiledRegion] = field(default_factory=list)  # parts that run in tiles of rows

@@ -13,10 +13,13 @@ from tabulate import tabulate
 from sp_compile.passes.cost.attention_memory import RankMemory
 from sp_compile.passes.cost.decision import Decision, merge_decisions
 from sp_compile.passes.cost.exchange_cost import Exchange
+from sp_compile.passes.cost.sharded_work import ShardedWork
 from sp_compile.passes.cost.step_memory import LINE_WIDTH, StepMemory, format_bytes, shorten_line
 from sp_compile.passes.graph.sizes import Size
 
 from .context import FALLBACKS, Note, NoteKind, PassRun, TiledRegion, runs_by_pass
+
+NO_INPUT_DIM = "no dim of an input, so inputs are full tensors on every rank (inputs='local' is not possible)"
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Report:
     tiled: list[TiledRegion] = field(default_factory=list)  # regions that run in tiles
     inputs: dict[str, list[int]] = field(default_factory=dict)  # sequence dims by input
     sharded_outputs: list[str] = field(default_factory=list)  # names of outputs that stay sharded
+    work: ShardedWork = field(default_factory=ShardedWork)  # FLOPs and activations, and their shares on shards
     constraints: list[str] = field(default_factory=list)  # numbers that the ranks must divide, and padding
     passes: list[PassRun] = field(default_factory=list)  # all runs, in order
     errors: list = field(default_factory=list)  # (name, largest relative error against a single device)
@@ -55,6 +59,7 @@ class Report:
         """
         self.add(other.notes)
         self.inputs.update(other.inputs)
+        self.work.merge(other.work)
         self.passes += other.passes
         self.exchanges += other.exchanges
         self.memory += other.memory
@@ -144,13 +149,13 @@ class Report:
             yield tabulate(self.errors, headers=("against a single device", "largest relative error"), floatfmt=".2e")
 
     def _describe_ranks(self) -> str:
-        """Return the first line: the number of ranks, the dims of the sequence, and tensor-parallel groups."""
+        """Return the first lines: the ranks, the share of work on shards, the sequence, and tensor-parallel groups."""
         located = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
-        text = f"{self.n} ranks; the sequence is {located or 'not an input dim'}"
-        if not self.parallel:
-            return text
         groups = f"tensor-parallel groups of {' and '.join(map(str, self.parallel))} ranks"
-        return f"{text}; {groups}" if located else f"{groups}; the sequence is not split"
+        if self.parallel and not located:
+            return f"{groups}; the sequence is not split"
+        text = f"{self.n} ranks; the sequence is {located or NO_INPUT_DIM}" + (f"; {groups}" if self.parallel else "")
+        return f"{text}\n{self.work.describe()}" if self.n > 1 and self.work.flops else text
 
 
 def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:

@@ -143,6 +143,7 @@ def run_pipeline(gm: GraphModule, job: PassContext) -> tuple[GraphModule, Report
         tiled=job.tiled_regions,
         inputs=job.sequence_inputs,
         sharded_outputs=[n.name for n in results if isinstance(job.input_placements.of(n), Shard)],
+        work=job.work,
         constraints=job.constraints,
         passes=job.runs,
     )

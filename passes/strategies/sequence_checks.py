@@ -20,9 +20,11 @@ from sp_compile.lowering.torch_compat import argument_name, known_process_group,
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
 from sp_compile.passes.cost.group_names import is_collective, named_groups
+from sp_compile.passes.cost.sharded_work import count_work
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import divides, is_same_size
+from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.output_rules import GATHER_REASON, gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Shard
@@ -160,7 +162,7 @@ class PlaceOutputs(Pass):
     provides = frozenset({"checked"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Add notes on gathered results and set `job.constraints`; return 0, as the graph is unchanged."""
+        """Add notes on gathered results and large replicated work, set `job.constraints` and `job.work`; return 0."""
         plan = job.plan(gm)
         _check_local_outputs(gm, plan, job)
         for node, options in output_options(gm.graph.output_node(), job.outputs).items():
@@ -168,7 +170,16 @@ class PlaceOutputs(Pass):
             if why not in ("", GATHER_REASON):
                 self.note(node.all_input_nodes[0], why, node.all_input_nodes[0].name, NoteKind.UNSHARDED)
         job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
+        job.work = count_work(gm, plan, differentiable_nodes(gm), job.times)
+        if job.ranks.n > 1:
+            self._note_replicated_work(job)
         return 0
+
+    def _note_replicated_work(self, job: PassContext) -> None:
+        """Add a note for each line of the program that computes a large part of all FLOPs on every rank."""
+        for line, share in job.work.large_replicated_lines():
+            text = f"every rank computes all of it: {share:.0%} of the FLOPs"
+            self.notes.append(Note(NoteKind.REPLICATED_WORK, self.name, text, where=line))
 
 
 def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
