@@ -1,16 +1,19 @@
-"""Rules of contractions, reductions and orderings along dims.
+"""Rules of products of matrices and vectors, which sum over the dims that their operands share.
 
-A factor that is summed over results in a Partial, unless an addend would be added on every rank.
+A rule names the dims of a call's operands and results; it lets the passes run the call on shards. A name in a rule is a
+factor. One that is in no result is contracted: the product sums over it, and if it is sharded, each rank has a summand
+(a partial sum, kind "sum"). A product with an addend, such as a bias, gathers it (kind "whole"), because each rank
+would add the addend to its summand. "..." is any number of dims. See `sharding/rule.py`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from sp_compile.passes.graph.call import OpCall, parse_overloads
+from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.sharding.rule import BoundRule, RuleFunction, register_rule_function, rule
 
-from ._build import along_dims, bind_rule, factor_names, gathered_dims, normalize_dims, replace_dims, resize_dims
+from ._build import bind_rule
 
 aten = torch.ops.aten
 
@@ -92,44 +95,3 @@ def _equation_labels(group: str) -> list[str]:
     """Split "ab...c" into a, b, "..." and c."""
     head, dots, tail = group.partition("...")
     return [*head, *([dots] if dots else []), *tail]
-
-
-def _reduce_rule(kind: str) -> RuleFunction:
-    """Return a rule function that reduces `dim` (default: all dims); dims kept by `keepdim` have no name."""
-
-    def instantiate(call: OpCall) -> BoundRule | None:
-        """Return the rule of a reduction, or None if it returns other dims than its arguments define."""
-        names = factor_names(call.ndim())
-        dims = normalize_dims(call.get("dim"), len(names)) if names else ()
-        with_keepdim = replace_dims(names, dims, "")
-        result = with_keepdim if call.get("keepdim") else tuple(f for f in with_keepdim if f)
-        if len(result) != call.results()[0].ndim:  # all.dims reduces no dims for [], other ops reduce all
-            return None
-        return along_dims(call, dims, result, kind)
-
-    return instantiate
-
-
-_REDUCTION_KINDS = parse_overloads("""
-    all all.dim all.dims amax amin aminmax any any.dim any.dims argmax argmin kthvalue linalg_vector_norm
-    logsumexp max max.dim median median.dim min min.dim mode nanmean nanmedian nanmedian.dim norm.Scalar
-    norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype prod prod.dim_int special_logsumexp
-    std.correction std std.dim std_mean.correction std_mean std_mean.dim var.correction var var.dim
-    var_mean.correction var_mean var_mean.dim
-""")
-register_rule_function(*parse_overloads("mean mean.dim"))(_reduce_rule("mean"))
-register_rule_function(*parse_overloads("count_nonzero count_nonzero.dim_IntList nansum sum sum.dim_IntList"))(
-    _reduce_rule("sum")
-)
-register_rule_function(*_REDUCTION_KINDS)(_reduce_rule("whole"))
-
-register_rule_function(aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable)(gathered_dims)
-register_rule_function(aten.topk.default)(resize_dims("dim"))
-
-
-@register_rule_function(aten.diff.default)
-def _diff_rule(call: OpCall) -> BoundRule:
-    """Return the rule of differences along a dim, with optional rows before and after it."""
-    names, dim = factor_names(call.ndim()), call.dim()
-    operands = tuple(replace_dims(names, [dim], f"operand{i}_") for i in range(len(call.operands)))
-    return BoundRule(operands, (replace_dims(names, [dim], "new"),), {operand[dim]: "whole" for operand in operands})
