@@ -1,9 +1,11 @@
 """Rules of products of matrices and vectors, which sum over the dims that their operands share.
 
-A rule names the dims of a call's operands and results; it lets the passes run the call on shards. A name in a rule is a
-factor. One that is in no result is contracted: the product sums over it, and if it is sharded, each rank has a summand
-(a partial sum, kind "sum"). A product with an addend, such as a bias, gathers it (kind "whole"), because each rank
-would add the addend to its summand. "..." is any number of dims. See `sharding/rule.py`.
+A rule names the dims of the operands and results of a call, "n i, i m -> n m". The names are its factors. A factor of
+no result is contracted: the product sums over it. If it is sharded, each rank has a summand (kind "sum"). A product
+with an addend, such as a bias, gathers the contracted factor (kind "whole"), as each rank would add the addend to its
+summand. Other factors pass: they remain sharded. "..." is any number of dims.
+
+A rule function returns the rule of a call, or None: the call then runs on gathered operands.
 """
 
 from __future__ import annotations
@@ -30,9 +32,13 @@ rule(
 
 
 def _with_addend(text: str, whole: str) -> RuleFunction:
-    """Return a rule of a product plus a broadcast addend, which a partial sum would add on every rank.
+    """Return a rule function of an addend plus a product, whose contracted factors are gathered.
 
-    `text` is the rule of the product; `whole` names the contracted factors, which are gathered.
+    The first operand is the addend, which broadcasts.
+
+    Args:
+        text: Rule text of the product alone.
+        whole: Names of the contracted factors.
     """
     result = text.partition("->")[2].split()
 
@@ -52,7 +58,10 @@ register_rule_function(aten.baddbmm.default)(_with_addend("b n i, b i m -> b n m
 
 @register_rule_function(aten.linear.default)
 def _linear_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of linear; with a bias, which every rank would add, the contraction is gathered."""
+    """Return the rule of linear: it sums over the input features i, and gathers them if there is a bias.
+
+    A weight with one dim has no output features o.
+    """
     weight = "o i" if call.ndim("weight") == 2 else "i"
     result = "... o" if call.ndim("weight") == 2 else "..."
     if call["bias"] is None:
@@ -62,7 +71,7 @@ def _linear_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.linalg_matmul.default, aten.matmul.default)
 def _matmul_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a product of vectors, matrices or batches of matrices."""
+    """Return the rule of matmul, which sums over i, for vectors, matrices and batches of matrices."""
     texts = {
         (True, True): "i, i -> ",
         (True, False): "i, ... i m -> ... m",
@@ -74,7 +83,10 @@ def _matmul_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.einsum.default)
 def _einsum_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of the equation, or None if an operand has a label twice (a diagonal)."""
+    """Return the rule that has the labels (letters) of the equation as factors, or None.
+
+    There is none if an operand has a label twice (a diagonal), or if the equation sums over the dims of "...".
+    """
     equation = call["equation"].replace(" ", "")
     left, arrow, right = equation.partition("->")
     operands = [_equation_labels(labels) for labels in left.split(",")]
@@ -92,6 +104,6 @@ def _einsum_rule(call: OpCall) -> BoundRule | None:
 
 
 def _equation_labels(group: str) -> list[str]:
-    """Split "ab...c" into a, b, "..." and c."""
+    """Split the labels of one operand or result of an equation: "ab...c" is a, b, "..." and c."""
     head, dots, tail = group.partition("...")
     return [*head, *([dots] if dots else []), *tail]
