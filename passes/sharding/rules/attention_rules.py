@@ -29,6 +29,7 @@ def _attention_rule(call: OpCall) -> BoundRule:
     """Return "b h q d, b h k d, b h k e, b h q k -> b h q e" with attend="k".
 
     If the mask reads query positions, attend="q k". The strategies replace a call whose "attend" factors are sharded.
+    All operands after q, k and v are `masks`: they remain replicated if they are.
 
     There may be any number of leading dims (batch and heads), which may broadcast. With enable_gqa, a rank's query
     heads use its own key heads if the number of ranks divides both. Vectors that the predicate of sp::masked_attention
@@ -61,9 +62,9 @@ def _attention_rule(call: OpCall) -> BoundRule:
 
 
 def _leading_names(call: OpCall) -> tuple[Dims, dict[str, Size]]:
-    """Return the names of the leading dims, and the sizes of these, q and k before broadcasting.
+    """Return the names of the leading dims, .., b1, b0, h, and the full sizes of these, q and k.
 
-    The names are .., b1, b0, h. With the sizes, `_attention_rule` finds the dims of an operand that broadcast.
+    `_attention_rule` compares an operand's dims with the full sizes to find those that broadcast.
     """
     result_shape = call.result_shapes()[0]
     ndim = len(result_shape) - 2
