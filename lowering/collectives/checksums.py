@@ -1,6 +1,6 @@
 """Compute checksums of tensors, by which ranks compare weights, inputs and gradients.
 
-A checksum is equal for bitwise equal tensors only, up to collisions; a summary is three floats that are nearly equal
+Checksums are equal only for bitwise equal tensors, up to collisions. A summary is three floats that are nearly equal
 for nearly equal tensors, such as gradients that ranks round differently. Tensors are read in pieces, with some MiB of
 scratch memory for tensors of any size. `checksum` returns a text at once. `start_checksums` returns checksums of a
 device that are copied asynchronously: reading them does not wait for later work of the device.

@@ -1,8 +1,8 @@
 """Define the contents of padded rows, and ``sp::window`` and ``sp::mask``, which fill them.
 
-A shard of s rows per rank has padded rows if the ranks do not divide the sequence, or if a value is a window of it: the
-valid rows of a frame `[outer, size, start, length]` are those from start to start + length - 1. In every tensor of a
-local graph
+A shard of s rows per rank has padded rows if the ranks do not divide the sequence, or if a value is a window of it. The
+valid rows of a frame `[outer, size, start, length]` are those from start to start + length - 1: its window. In every
+tensor of a local graph
 
     row at position p  =  row at position clamp(p, start, start + length - 1)        (`frames.nearest_rows`)
 

@@ -3,8 +3,8 @@
     h: [B, S, D] along dim 1      h.flatten(0, 1): [B * S, D] along a part of dim 0      h[:, 1:]: a window of dim 1
     h[:, 0]                       no such view: the value is read
 
-The base is the value of which a view is made. A view has no storage of its own. It refers to the storage of its base,
-before and after that is read or written. A position is one index of the sharded dim of the base, as of one token.
+The base is the value that a view is created from. A view has no storage of its own. It refers to the storage of its
+base, before and after that is read or written. A position is one index of the sharded dim of the base, as of one token.
 """
 
 from __future__ import annotations

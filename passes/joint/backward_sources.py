@@ -1,6 +1,6 @@
 """Annotate the collectives of a backward with their forward node, for timeout messages.
 
-A message about a collective for which ranks wait in vain names the user's line. AOTAutograd annotates only forward
+The message about a collective that does not complete in time names the user's line. AOTAutograd annotates only forward
 nodes with it. Inductor writes the annotation into its code, which caches keep: a program that is loaded from a cache
 has no graph.
 """
@@ -19,8 +19,8 @@ from sp_compile.passes.cost.group_names import is_collective
 class AnnotateBackwardSources(Pass):
     """Pass that sets meta["from_node"] of collectives in the backward to that of their forward node.
 
-    This is the first forward node with the same autograd sequence number (`seq_nr`), which AOTAutograd gives to a
-    forward op and to the nodes of its backward.
+    This is the first forward node with the same autograd sequence number (`seq_nr`): AOTAutograd sets the
+    same one for a forward op and the nodes of its backward.
     """
 
     provides = frozenset({"named sources"})

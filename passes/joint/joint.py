@@ -136,8 +136,8 @@ class MergeExchanges(Passes):
 class AddGradientChecks(Pass):
     """Pass that starts the backward with a check of the tangents that `ScatterLayers` assumes to be equal.
 
-    Readers of a tangent t then read check[0] of `check = sp.shared([t], [line], n, group)`, an op that compares t
-    between the ranks at run time and raises an error with the source line if the values differ.
+    Readers of a tangent t then read check[0] of `check = sp.shared([t], [line], n, group)`. This op compares t between
+    the ranks at run time. If the values differ, it raises an error with the source line.
     """
 
     requires = frozenset({"final collectives"})

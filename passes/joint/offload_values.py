@@ -59,7 +59,7 @@ class OffloadValues(Pass):
     """Pass that offloads saved values of one graph.
 
     The option `offload` is a share of the saved bytes, or "auto": the smallest amount with which the step fits. A
-    storage is chosen and copied at once; in all methods it is identified by the node x whose value fills it.
+    storage is chosen and copied as a unit. In all methods it is identified by the node x whose value fills it.
     """
 
     requires = frozenset({"captured", "overlapped collectives"})
@@ -295,7 +295,7 @@ class _OffloadSchedule:
     """The schedule of copies: when each node of both partitions runs, and how long a copy takes.
 
     Times are seconds of products and attentions since the start of the partition; other ops take none. The number of a
-    node is its position in the forward or, counted on from the last of these, in the backward.
+    node is its position in the list of all nodes of the forward, then of the backward.
     """
 
     def __init__(self, saved: _SavedValues, forward: Graph, backward: Graph, machine: Machine) -> None:

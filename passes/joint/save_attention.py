@@ -58,7 +58,7 @@ class SaveAttentionInCheckpoints(Pass):
 def _forward_nodes(node: Node) -> Iterator[Node]:
     """Yield the forward nodes whose results a node reads, if it is an attention backward.
 
-    Copies, casts and views are followed to the node of which they are made, which is the smallest value to save.
+    Copies, casts and views are followed to the result of the forward op, whose value is the smallest one to save.
     """
     for name in BACKWARD_OPS.get(node.target, ()):
         value = OpCall(node)[name]

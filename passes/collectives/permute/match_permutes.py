@@ -6,7 +6,7 @@
 block p is for rank p. In the result, a new factor takes their place, the received one: block r is from rank r. The
 chain exchanges dim a (scatter) for dim b (gather) under two conditions: the sent factors lead x's dim a, and y has the
 other factors of x in their order, with the received factor before those of dim b. A move is a node that only moves data
-(`is_move`); a chain has the moves on both sides, and an exact one has the dims of the result, not only its elements.
+(`is_move`), and a chain has moves on both sides. An exact chain has the dims of the result, not only its elements.
 """
 
 from __future__ import annotations
