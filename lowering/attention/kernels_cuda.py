@@ -239,9 +239,9 @@ def _is_bias_aligned(bias: Tensor, keys: int) -> bool:
 
 
 def _combine_bias_and_mask(q: Tensor, args: KernelArgs, keys: int) -> Tensor | None:
-    """Combine bias and mask to one bias (B | 1, H | 1, Q | 1, K), as the kernel requires; None without either.
+    """Combine bias and mask to one bias (B | 1, H | 1, Q | 1, K); return None without either.
 
-    A copy is necessary if there is a mask or if rows are not aligned.
+    The kernel requires one bias with aligned rows. A copy is necessary if there is a mask or if rows are not aligned.
     """
     bias = args.bias
     if args.allowed is not None:

@@ -96,11 +96,10 @@ def local_row_count(frame: FrameArg, n: int) -> int:
 
 
 def inner_rows(extent: int, rows: int) -> int:
-    """Return the inner factor of a dim: its length over outer * rows; the constant 1 if known, for simple shapes.
+    """Return the inner factor of a dim: its length divided by outer * positions.
 
-    Args:
-        extent: Length of the dim.
-        rows: The outer factor times the positions of the dim.
+    The result is the constant 1 if this is known, which keeps shapes simple. Args: extent: Length of the dim. rows: The
+    outer factor times the positions of the dim.
     """
     return 1 if is_known(extent == rows) else extent // rows
 
@@ -238,7 +237,10 @@ def from_rows_first(y: Tensor, dim: int, outer: int) -> Tensor:
 
 
 def trim(x: Tensor, dim: int, frame: FrameArg, n: int, inner: int) -> Tensor:
-    """View the window's rows of a dim that has the rows of all ranks, n * s * inner, in order. `outer` is 1."""
+    """View the rows of the window in a dim that has the rows of all ranks, in sequence order.
+
+    The dim has n * s * inner rows, and `outer` is 1. Gathers call this to drop the padding.
+    """
     start, length = frame[2:4]
     return x.narrow(dim, start * inner, length * inner) if is_padded(frame, n) else x
 

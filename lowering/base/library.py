@@ -107,10 +107,10 @@ def _define(schema: str, body: Callable[..., object], key: str, tags: Sequence[t
 
 
 class LinearMap(torch.autograd.Function):
-    """Linear map of a tensor whose backward runs the adjoint map. Both are called as ``function(x, *parameters)``.
+    """Linear map of a tensor whose backward runs the adjoint map.
 
-    Dynamo must not trace the backward: eager code may call it between compiled graphs, where Dynamo does not trace
-    torch's own backwards, either.
+    Both maps are called as ``function(x, *parameters)``. Dynamo must not trace the backward: eager code may call it
+    between compiled graphs, where Dynamo does not trace torch's own backwards, either.
     """
 
     @staticmethod
@@ -146,7 +146,11 @@ def _hash_sources(folders: frozenset[Path], sources: frozenset[Path]) -> str:
 
 
 def tag_programs() -> None:
-    """Add the digest of the operators' sources to the key of torch's compile caches, in torch.compiler.config."""
+    """Add the digest of the operators' sources to the key of torch's compile caches.
+
+    The functions on shards call this before they compile, because these caches do not see the bodies of operators. The
+    key is in torch.compiler.config.
+    """
     config, tag = torch.compiler.config, f"sp_compile {sources_digest()}"
     if tag not in config.cache_key_tag:
         config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()

@@ -31,14 +31,12 @@ GROUPED_PRODUCT_OPS = {
 
 
 def _tiled_flops(part: str, rows: list[Tensor], shared: Any, tiles: int, name: str, *_: Any, **_meta: Any) -> int:
-    """Return the FLOPs of a program's "forward" or "gradients" over all rows, from those of its longest tile.
+    """Return the FLOPs of a program's "forward" or "gradients" over all rows.
 
-    Args:
-        part: Field of `TileBody`. The gradients include the recomputation, or the results if they are computed at once.
-        rows: Rows of the call, and so are ``shared``, ``tiles`` and the program's name.
-        shared: Operands that every tile reads.
-        tiles: Number of tiles.
-        name: Name of the program.
+    They are those of its longest tile, scaled to the number of rows. Args: part: Field of `TileBody`. The gradients
+    include the recomputation, or the results if they are computed at once. rows: Rows of the call, and so are
+    ``shared``, ``tiles`` and the program's name. shared: Operands that every tile reads. tiles: Number of tiles. name:
+    Name of the program.
     """
     program = PROGRAMS[name]
     body = program.bodies[max(program.bodies)]
@@ -89,7 +87,10 @@ def node_flops(node: Node) -> int:
 
 
 def is_grouped_product(node: Node) -> bool:
-    """Return True if a node multiplies each group of rows by a matrix of its own, or reduces groups to matrices."""
+    """Return True if a node multiplies each group of rows by its own matrix.
+
+    Products that reduce each group of rows to a matrix, as gradients of weights do, count, too.
+    """
     return isinstance(node.target, OpOverload) and schema_of(node.target).name in GROUPED_PRODUCT_OPS
 
 

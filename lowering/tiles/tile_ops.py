@@ -45,7 +45,10 @@ def _iterate_tiles(program: TileProgram, rows: Tensors, tiles: int) -> Iterator[
 
 
 def _slice_tile(operands: Sequence[Tensor], dims: Sequence[int | None], first: int, length: int) -> Tensors:
-    """Return the rows [first, first + length) of each operand along its dim, contiguous; all of it if that is None."""
+    """Return the rows [first, first + length) of each operand along its dim, contiguous.
+
+    An operand whose dim is None has no rows of its own for a tile and is returned unchanged.
+    """
     return [
         x if dim is None else x.narrow(dim, first, length).contiguous() for x, dim in zip(operands, dims, strict=True)
     ]
@@ -167,7 +170,10 @@ class _AtOnceFunction(torch.autograd.Function):
     def forward(
         ctx: Any, num_rows: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the program and its backward in tiles, and save the gradients; operands as in `_RecomputeFunction`."""
+        """Run the program and its backward in tiles, and save the gradients.
+
+        The operands are those of `_RecomputeFunction`.
+        """
         tile_program, rows, shared = PROGRAMS[program], list(operands[:num_rows]), list(operands[num_rows:])
         values = sp.tiles_at_once.default(rows, shared, tiles, program, seed)
         results, gradients = values[: len(tile_program.results)], values[len(tile_program.results) :]

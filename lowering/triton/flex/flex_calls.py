@@ -1,7 +1,9 @@
-"""Call flex_attention, forward and backward, through programs compiled once per mask text, score function and shape.
+"""Call flex_attention, forward and backward, through compiled programs.
 
-The first program of a family is compiled for the lengths of its first call. The second one is dynamic in all lengths:
-sequences of varying length would otherwise compile at every step. Steps of a ring share a program.
+A program is compiled once per mask text, score function and shape. Calls that differ only in their lengths (numbers of
+queries and keys) are a *family*. The first program of a family is compiled for the lengths of its first call. The
+second one is dynamic in all lengths: sequences of varying length would otherwise compile at every step. Steps of a ring
+share a program.
 """
 
 from __future__ import annotations
@@ -80,11 +82,11 @@ def flex_block_backward(
 
 
 def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return blocks, warps and stages with which the values of mask texts and score functions fit in registers.
+    """Return blocks, warps and stages with which the values of a kernel fit in registers.
 
-    torch's defaults for plain scores spill. Measured on sm_90, compiled by Triton 3.7, with soft-caps, slopes and
-    documents. In float32, which tensor cores do not support without TF32, two stages move rows from registers to shared
-    memory.
+    These include the values of mask texts and score functions, for which torch's defaults spill. Measured on sm_90,
+    compiled by Triton 3.7, with soft-caps, slopes and documents. In float32, which tensor cores do not support without
+    TF32, two stages move rows from registers to shared memory.
     """
     # (queries per block, keys per block, stages) of forward and backward
     if dtype == torch.float32:
@@ -195,7 +197,10 @@ def _run_program(
 
 
 def _compile_program(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tuple[int, ...]]) -> FlexProgram:
-    """Compile a function with dynamic ``lengths``; a failure warns and marks flex_attention as unavailable."""
+    """Compile a function with dynamic ``lengths``.
+
+    A failure warns and marks flex_attention as unavailable, so that later calls compute scores densely.
+    """
     global _failed
     try:
         return FlexProgram(fn, xs, lengths, COMPILER.value)
