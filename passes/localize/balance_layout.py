@@ -141,7 +141,7 @@ class BalanceLayout(Pass):
         ends = sorted(fixed | {(self.fixed_ends, self.fixed_ends)}, key=str)
         front, back = (self.sizes.list(dict.fromkeys(rows)) for rows in zip(*ends))
         strategies = ((op_strategy(call.node.target), call) for call in attentions)
-        stride = min((strategy.neighbours(call) if strategy else 1 for strategy, call in strategies), default=1)
+        stride = min((strategy.neighbors(call) if strategy else 1 for strategy, call in strategies), default=1)
         return self.vectors, *work, self.sizes(length), front, back, n, stride, device
 
     def _add_order_inputs(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
