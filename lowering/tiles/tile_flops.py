@@ -1,6 +1,7 @@
 """Count the FLOPs of tiled work: those of a tile, times the number of tiles.
 
-torch.utils.flop_counter uses these functions.
+torch.utils.flop_counter and the cost model use these functions. A program has one body per length of a tile, and a body
+two parts: the graphs "forward" and "gradients" (`tile_program.py`).
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ def tiles_backward_flops(cotangents: Any, *operands: Any, **meta: Any) -> int:
 
 
 def _accumulated_flops(part: TilePart, sums: list[TileSum]) -> int:
-    """Return the FLOPs of the products that a loop adds to its sums, from matrices of a tile.
+    """Return the FLOPs of the products that a loop adds to its sums over the tiles, for one tile.
 
-    The last results of the part are the parts of these sums, in order.
+    The last results of the part are the summands of these sums, in order.
     """
     results = part.graph.graph.output_node().args[0]
-    sum_parts = iter(results[len(results) - sum(kind.parts for kind in sums) :])
-    return sum(kind.flops(*(x.meta["val"].shape for x in islice(sum_parts, kind.parts))) for kind in sums)
+    summands = iter(results[len(results) - sum(kind.num_summands for kind in sums) :])
+    return sum(kind.flops(*(x.meta["val"].shape for x in islice(summands, kind.num_summands))) for kind in sums)
 
 
 @cache
@@ -95,7 +96,7 @@ def is_grouped_product(node: Node) -> bool:
 
 
 def _grouped_flops(a: Node, b: Node) -> int:
-    """Return the FLOPs of a grouped product: (R, I), (E, I, O) or (I, R), (R, O).
+    """Return the FLOPs of a grouped product: (R, I), (E, I, O) or (I, R), (R, O), for R rows in E groups.
 
     Each row is in one group, so they are those of one product; of E products where both operands have E.
     """
