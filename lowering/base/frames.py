@@ -99,8 +99,11 @@ def local_row_count(frame: FrameArg, n: int) -> int:
 def inner_rows(extent: int, rows: int) -> int:
     """Return the inner factor of a dim: its length divided by outer * positions.
 
-    The result is the constant 1 if this is known, which keeps shapes simple. Args: extent: Length of the dim. rows: The
-    outer factor times the positions of the dim.
+    The result is the constant 1 if this is known, which keeps shapes simple.
+
+    Args:
+        extent: Length of the dim.
+        rows: The outer factor times the positions of the dim.
     """
     return 1 if is_known(extent == rows) else extent // rows
 

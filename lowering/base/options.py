@@ -122,40 +122,52 @@ JOINT_GRAPH_OPTIONS = {
 class SPConfig:
     """Options of the backend. Every field has a working default.
 
-    `docs/options.md` describes each option in detail. Args: mesh: DeviceMesh whose ranks share the sequence. None
-    selects the default process group, or a single rank without one. mesh_dim: Axis of the mesh that splits the
-    sequence. None selects "sp", or "ring" and "ulysses". seq_dims: "auto", or {input name: dim} with the sequence dims
-    of the model's inputs. attention: "ulysses" exchanges heads for sequence, "ring" circulates keys and values,
-    "hybrid" does both, "gather" gathers keys and values, "auto" selects the fastest predicted strategy for each
-    attention. Others are registered, see `sp_compile.passes.strategies.attention`. layout: Order of the sequence over
-    the ranks. "zigzag" balances causal attention, "balanced" assigns chunks by the documents of each batch, so that all
-    ranks attend to about the same number of pairs. "auto" selects one of them where it is faster and the program
-    permits it. ulysses_chunks: Number of head groups that Ulysses exchanges separately, each while another group is
-    computed. A number applies if it divides the heads of a rank; "auto" follows the cost model. cost: Constants of the
-    cost model that replace those of the device, such as {"flops": 6e14}, see `sp_compile.passes.cost.machine.Machine`.
-    The links are not measured then, except with {"memory": <bytes of a device>} alone. inputs: "global": every rank
-    passes the full sequence. "local": each rank passes its equal, contiguous shard of the inputs in `seq_dims`, which
-    requires a dynamic sequence length. outputs: "auto": large sharded results stay sharded, and are gathered when eager
-    code reads them. "lazy": small ones, too. "gather": every rank returns full results. "local": each rank returns its
-    own rows. Or {result: one of these}, by the result's name in the model's code or its index. param_grads: "reduce":
-    the backward sums parameter gradients over the ranks. "partial": they stay partial, scaled by the number of ranks,
-    for a DDP or FSDP that averages over an axis that includes these ranks. state: Placement that "auto" of other
-    options assumes for training state. "sharded": FSDP shards parameters, gradients and an optimizer state as large as
-    AdamW's over these ranks. "replicated": every device stores parameters and gradients, and no optimizer state is
-    counted. fallback: "gather": an operation that cannot be sharded runs on gathered operands and is reported. "error":
-    raise. sequence_parallel_linear: "auto": linears and all_reduces of a tensor-parallel program run scattered where
-    that is exact. "never": they run as written. merge_reductions: Reductions of a value over several mesh axes to
-    merge: "auto": those with a predicted gain. "always": all where it is exact. "intra_node": those over ranks of one
-    machine. "never": none. The axes must be declared with `sp_compile.declare_groups(mesh)`. tiles: Number of
-    sequential tiles of token-wise work with wide intermediates, such as a head with its loss or an MLP. A number tiles
-    all of it, "never" nothing. "auto" tiles as much as the memory of the device requires, first the work that ends in a
-    scalar. offload: Activations that wait in host memory for the backward. A number: this share of their bytes. "auto":
-    the smallest share for which the step of each graph fits the device (cost={"memory": ...} sets its size). "never":
-    none. activation_memory_budget: Budget of AOTAutograd's partitioner, from 0 to 1. None keeps its setting.
-    check_every: Number of calls between comparisons of checksums of all weights and buffers across ranks; the first
-    call always compares. 0: never. Tokens, modes, sizes and options are compared on every call. compiler: "inductor",
-    "aot_eager", or any torch.compile backend (a name or a callable), which compiles the local graph. Only the two named
-    ones run passes on collectives; with others the collectives stay unchanged.
+    `docs/options.md` describes each option in detail.
+
+    Args:
+        mesh: DeviceMesh whose ranks share the sequence. None selects the default process group, or a single rank
+            without one.
+        mesh_dim: Axis of the mesh that splits the sequence. None selects "sp", or "ring" and "ulysses".
+        seq_dims: "auto", or {input name: dim} with the sequence dims of the model's inputs.
+        attention: "ulysses" exchanges heads for sequence, "ring" circulates keys and values, "hybrid" does both,
+            "gather" gathers keys and values, "auto" selects the fastest predicted strategy for each attention. Others
+            are registered, see `sp_compile.passes.strategies.attention`.
+        layout: Order of the sequence over the ranks. "zigzag" balances causal attention, "balanced" assigns chunks by
+            the documents of each batch, so that all ranks attend to about the same number of pairs. "auto" selects one
+            of them where it is faster and the program permits it.
+        ulysses_chunks: Number of head groups that Ulysses exchanges separately, each while another group is computed. A
+            number applies if it divides the heads of a rank; "auto" follows the cost model.
+        cost: Constants of the cost model that replace those of the device, such as {"flops": 6e14}, see
+            `sp_compile.passes.cost.machine.Machine`. The links are not measured then, except with
+            {"memory": <bytes of a device>} alone.
+        inputs: "global": every rank passes the full sequence. "local": each rank passes its equal, contiguous shard of
+            the inputs in `seq_dims`, which requires a dynamic sequence length.
+        outputs: "auto": large sharded results stay sharded, and are gathered when eager code reads them. "lazy": small
+            ones, too. "gather": every rank returns full results. "local": each rank returns its own rows.
+            Or {result: one of these}, by the result's name in the model's code or its index.
+        param_grads: "reduce": the backward sums parameter gradients over the ranks. "partial": they stay partial,
+            scaled by the number of ranks, for a DDP or FSDP that averages over an axis that includes these ranks.
+        state: Placement that "auto" of other options assumes for training state. "sharded": FSDP shards parameters,
+            gradients and an optimizer state as large as AdamW's over these ranks. "replicated": every device stores
+            parameters and gradients, and no optimizer state is counted.
+        fallback: "gather": an operation that cannot be sharded runs on gathered operands and is reported. "error":
+            raise.
+        sequence_parallel_linear: "auto": linears and all_reduces of a tensor-parallel program run scattered where that
+            is exact. "never": they run as written.
+        merge_reductions: Reductions of a value over several mesh axes to merge: "auto": those with a predicted gain.
+            "always": all where it is exact. "intra_node": those over ranks of one machine. "never": none. The axes must
+            be declared with `sp_compile.declare_groups(mesh)`.
+        tiles: Number of sequential tiles of token-wise work with wide intermediates, such as a head with its loss or an
+            MLP. A number tiles all of it, "never" nothing. "auto" tiles as much as the memory of the device requires,
+            first the work that ends in a scalar.
+        offload: Activations that wait in host memory for the backward. A number: this share of their bytes. "auto": the
+            smallest share for which the step of each graph fits the device (cost={"memory": ...} sets its size).
+            "never": none.
+        activation_memory_budget: Budget of AOTAutograd's partitioner, from 0 to 1. None keeps its setting.
+        check_every: Number of calls between comparisons of checksums of all weights and buffers across ranks; the first
+            call always compares. 0: never. Tokens, modes, sizes and options are compared on every call.
+        compiler: "inductor", "aot_eager", or any torch.compile backend (a name or a callable), which compiles the local
+            graph. Only the two named ones run passes on collectives; with others the collectives stay unchanged.
 
     Raises:
         SpError: An option has an invalid value, or two options exclude each other.

@@ -34,10 +34,14 @@ GROUPED_PRODUCT_OPS = {
 def _tiled_flops(part: str, rows: list[Tensor], shared: Any, tiles: int, name: str, *_: Any, **_meta: Any) -> int:
     """Return the FLOPs of a program's "forward" or "gradients" over all rows.
 
-    They are those of its longest tile, scaled to the number of rows. Args: part: Field of `TileBody`. The gradients
-    include the recomputation, or the results if they are computed at once. rows: Rows of the call, and so are
-    ``shared``, ``tiles`` and the program's name. shared: Operands that every tile reads. tiles: Number of tiles. name:
-    Name of the program.
+    They are those of its longest tile, scaled to the number of rows.
+
+    Args:
+        part: Field of `TileBody`. The gradients include the recomputation, or the results if they are computed at once.
+        rows: Operands that are cut into tiles. This and the arguments below are those of the operator.
+        shared: Operands that every tile reads.
+        tiles: Number of tiles.
+        name: Name of the program.
     """
     program = PROGRAMS[name]
     body = program.bodies[max(program.bodies)]
