@@ -27,7 +27,7 @@ from .flex_texts import PairFunctions, PairTexts, pair_functions
 # compiler of a graph of fake tensors, without a device, in place of Inductor: for tests
 COMPILER: Override[Any] = Override()
 
-_programs: dict[Hashable, list[FlexProgram]] = {}  # programs of a family; see `_run_program`
+_programs: dict[Hashable, list[FlexProgram]] = {}  # programs by (family, strides); see `_run_program`
 _known_lengths: dict[Hashable, Hashable] = {}  # shapes of the first call of each family
 _programs_lock = threading.Lock()
 _failed = False  # whether a compilation has failed in this process
@@ -38,7 +38,7 @@ class CannotCompileError(SpError):
 
 
 def is_flex_available() -> bool:
-    """Return True unless a compilation of flex_attention has failed."""
+    """Return True unless a compilation of flex_attention has failed; kernel selection then skips it."""
     return not _failed
 
 
@@ -107,7 +107,7 @@ def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 def _forward_program(
     pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run flex_attention's forward, for a trace; ``learned`` is not used. Arguments: see `_call_program`."""
+    """Run flex_attention's forward, for a compilation; see `_call_program`. ``learned`` is not used."""
     (q, k, v), tables, captured = _split_inputs(inputs, 3)
     options = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
     return flex_forward(q, k, v, pair.modify_score, pair.attends, tables, tile, scale, options, captured)
@@ -116,7 +116,7 @@ def _forward_program(
 def _backward_program(
     pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run flex_attention's backward, for a trace. Arguments: see `_call_program`."""
+    """Run flex_attention's backward, for a compilation; see `_call_program`."""
     (q, k, v, grad, out, lse), tables, captured = _split_inputs(inputs, 6)
     options = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
     learned_indices = [pair.names.index(name) for name in learned]
@@ -127,7 +127,7 @@ def _backward_program(
 def _split_inputs(
     inputs: tuple[Tensor, ...], num_operands: int
 ) -> tuple[tuple[Tensor, ...], BlockTables, tuple[Tensor, ...]]:
-    """Split the inputs of a program into operands, block tables and captured tensors."""
+    """Split the inputs that `_call_program` joins: operands, block tables and captured tensors."""
     end = num_operands + len(BlockTables.__match_args__)
     return inputs[:num_operands], BlockTables(*inputs[num_operands:end]), inputs[end:]
 
@@ -143,6 +143,9 @@ def _call_program(
         pairs: Texts and tables of the pairs.
         scale: Factor of the scores.
         learned: Names of the tables of the score that need a gradient, in the backward.
+
+    Returns:
+        The results of the program, in the backward with the gradients of the learned tables at the end.
     """
     q, k, *_ = operands
     queries, keys = q.shape[2], k.shape[2]
@@ -156,7 +159,7 @@ def _call_program(
 
 
 def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
-    """Return the dims of a captured tensor that are numbers of queries or keys."""
+    """Return the dims of a captured tensor that are numbers of queries or keys, and so vary in a family."""
     if name == "mask":
         assert pair.mask_dims is not None
         return tuple(i for i, axis in enumerate(pair.mask_dims) if axis in "qk")
@@ -172,7 +175,7 @@ def _run_program(
 
     Args:
         fn: The function to compile.
-        variant: Key of the function.
+        variant: Key that identifies the function, the same for all calls of a family.
         xs: Operands of the function.
         lengths: Dims of each operand that are lengths. Calls that differ in these sizes only form a family.
     """
