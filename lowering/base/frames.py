@@ -201,7 +201,7 @@ def to_rank_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
 def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
     """Return the indices of k positions in a full dim, int64 (outer * k * inner,), clamped to the window.
 
-    A position outside the window so reads the nearest valid row, which is the definition of a padded row, see
+    A position outside the window reads the nearest valid row: this defines the contents of padded rows, see
     ``collectives/pad_rows.py``.
 
     Args:

@@ -33,7 +33,7 @@ class Override(Generic[T]):
 
     @contextmanager
     def force(self, value: T) -> Iterator[None]:
-        """Force the value inside the block."""
+        """Force the value inside the block; of nested blocks, the innermost counts."""
         self._values.append(value)
         try:
             yield

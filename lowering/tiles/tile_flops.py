@@ -100,9 +100,10 @@ def is_grouped_product(node: Node) -> bool:
 
 
 def _grouped_flops(a: Node, b: Node) -> int:
-    """Return the FLOPs of a grouped product: (R, I), (E, I, O) or (I, R), (R, O), for R rows in E groups.
+    """Return the FLOPs of a grouped product of operands (R, I), (E, I, O) or (I, R), (R, O).
 
-    Each row is in one group, so they are those of one product; of E products where both operands have E.
+    R rows in E groups have I inputs and O outputs each. Each row is in one group, so they are those of one product; of
+    E products where both operands have E.
     """
     a_shape, b_shape = (list(map(size_hint, n.meta["val"].shape)) for n in (a, b))
     is_batched = len(a_shape) == len(b_shape) == 3

@@ -48,7 +48,7 @@ class TilePart:
     graph: GraphModule
     inputs: list[Tensor]  # fake tensors as the graph takes them; rows are contiguous
     run: Callable[..., Any] = field(init=False)  # the graph, or its compiled form
-    compiler_key: Any = None  # key of the last `compile`
+    compiler_key: Any = None  # key of the last `compile`, such as the name and the options of the compiler
     strides: list[tuple[int, ...] | None] = field(init=False)  # of each input; None if its sizes are symbols
     # whether `run` supports operands of these sizes, by the sizes of inputs with symbols
     supported_sizes: dict[tuple[int, ...], bool] = field(default_factory=dict)

@@ -47,11 +47,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _product_flops(a_shape: Any, b_shape: Any) -> int:
+    """Return the FLOPs of a @ b for one tile."""
     (m, k), (_, n) = a_shape, b_shape
     return 2 * math.prod(map(size_hint, (m, k, n)))
 
 
 def _group_flops(a_shape: Any, b_shape: Any, ends_shape: Any) -> int:
+    """Return the FLOPs of `_add_groups` for one tile: each row is in one group."""
     (rows, m), (_, n) = a_shape, b_shape
     return 2 * math.prod(map(size_hint, (rows, m, n)))
 

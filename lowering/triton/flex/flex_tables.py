@@ -85,7 +85,8 @@ def tile_kinds(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tensor:
 def _covered_tiles(offset: int, length: int, num_rows: int, tile: int) -> tuple[slice, slice]:
     """Return the tiles that a range of rows touches, and the tiles of which it contains all rows.
 
-    The side (the queries or the keys) has ``num_rows`` rows. The last tile of the side may have fewer rows.
+    Both are slices of the tiles of one side. The side (the queries or the keys) has ``num_rows`` rows. The last tile of
+    the side may have fewer rows.
     """
     end = offset + length
     first, stop = -(-offset // tile), -(-end // tile) if end == num_rows else end // tile

@@ -183,5 +183,5 @@ def _row_positions(rows: Rows, length: int, dtype: torch.dtype, device: torch.de
 
 @lru_cache(maxsize=256)
 def _device_number(value: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a scalar tensor () on the device, without synchronization; cached, as it is in every call."""
+    """Return a scalar tensor () on the device, without synchronization; cached for later calls."""
     return torch.full((), value, dtype=dtype, device=device)
