@@ -40,7 +40,7 @@ Bytes of all tensors that a step of one rank makes, gradients included, at their
 Predicted by `explain(memory=True)`, measured by every allocation of a warm step of the first and the last rank, whose
 others are torch's "fake" group; the larger counts. Parameters, inputs and the optimizer's state are known beforehand
 and not counted, nor what waits on the host, as it would beside a GPU. `aot_eager` runs each operator by itself;
-`inductor` fuses them, which is modelled.
+`inductor` fuses them, which is modeled.
 
 """
 SHARDS = f"""

@@ -44,8 +44,8 @@ class Pooling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the weighted mean."""
         score = self.score(x)
-        normaliser = score.logcumsumexp(0)[-1]
-        return ((score - normaliser).exp() * x).sum(0)
+        normalizer = score.logcumsumexp(0)[-1]
+        return ((score - normalizer).exp() * x).sum(0)
 
 
 if __name__ == "__main__":

@@ -221,6 +221,28 @@ class CollectivePass(Pass):
 
     The job is a `CollectiveContext` of `passes.collectives.collective_context`. A subclass defines `of(context)`, which
     returns the pass, or None if it does not apply, such as for a program without process groups of its own.
+
+    Example: the maximum of a maximum over the same ranks is that maximum.
+
+        c10d = torch.ops._c10d_functional
+
+        @register_pass
+        class DropRepeatedMax(CollectivePass):
+            @classmethod
+            def of(cls, context):                       # called for each joint graph of a program
+                return cls() if context.session.groups else None
+
+            def apply(self, gm, context):
+                changes = 0
+                for node in gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+                    x = node.args[0]                    # node.args: (x, "max", group)
+                    first = x.args[0] if x.target is c10d.wait_tensor.default else x
+                    if "max" in node.args and first.target is node.target and first.args[1:] == node.args[1:]:
+                        self.replace(node, x)           # of GraphEditor; readers of node read x
+                        changes += 1
+                return changes
+
+    `DropRepeatedMax()(graph_module)` runs it directly.
     """
 
 

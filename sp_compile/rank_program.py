@@ -143,7 +143,7 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
         set_step(f"compiler {name}" if isinstance(name, str) else "compiler")
         inner, key = torch_compat.nested_compiler(torch_compat.get_compiler(name, patches)), (name, str(patches))
         for program in programs_of(local):
-            program.compile(inner, key, learns=torch.is_grad_enabled())
+            program.compile(inner, key, for_training=torch.is_grad_enabled())
         run = compiler(local, lowered.inputs)
     if lowered.exchanges:
         log.info("%s", joint.report)

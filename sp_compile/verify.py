@@ -36,9 +36,9 @@ REFUSED_OPTIONS = {
 
 
 def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **config: Any) -> Report:
-    """Run `model(*args)` on `sp` simulated ranks and on a single device, forward and backward, and compare.
+    """Compare `model(*args)` on `sp` simulated ranks with a single device.
 
-    The errors of a random model (dropout) are large, since each run draws other numbers.
+    Both run forward and backward. The errors of a random model (dropout) are large, since each run draws other numbers.
 
     Args:
         model: The model, or a function.

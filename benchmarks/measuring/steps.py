@@ -25,11 +25,11 @@ MORE = {**SIZES, "intermediate_size": 128, "num_key_value_heads": 2, "max_positi
 
 @dataclass(frozen=True)
 class Case:
-    """make: the model. labelled: does it take labels, and give a loss? options: of the backend. ranks: of how many."""
+    """make: the model. labeled: does it take labels, and give a loss? options: of the backend. ranks: of how many."""
 
     make: Callable[[], nn.Module]
     options: Mapping[str, Any] = field(default_factory=dict)
-    labelled: bool = True
+    labeled: bool = True
     length: int = LENGTH
     ranks: int = 4
 
@@ -39,10 +39,10 @@ class Case:
 
     def inputs(self) -> tuple[Tensor, ...]:
         ids = torch.randint(VOCAB, (1, self.length), generator=torch.Generator().manual_seed(0))
-        return (ids,) if self.labelled else (ids, ids)
+        return (ids,) if self.labeled else (ids, ids)
 
     def named(self) -> dict[str, Any]:
-        return {"labels": self.inputs()[0]} if self.labelled else {}
+        return {"labels": self.inputs()[0]} if self.labeled else {}
 
 
 def decoder() -> nn.Module:

@@ -183,8 +183,11 @@ def _device_capability(device: torch.device) -> tuple[int, int]:
     return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
-def finite_lse(lse: Tensor) -> Tensor:
-    """Replace -inf by +inf, so that exp(score - lse) is 0, and not NaN, in rows that attend to nothing."""
+def mask_empty(lse: Tensor) -> Tensor:
+    """Mask rows without keys in weights exp(score - lse): replace their lse of -inf by +inf.
+
+    Their weights are then 0, and not NaN.
+    """
     return torch.where(lse == -torch.inf, torch.inf, lse)
 
 

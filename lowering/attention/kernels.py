@@ -24,7 +24,7 @@ from sp_compile.lowering.triton import AVAILABLE
 from sp_compile.lowering.triton.flex import flex_calls as fused
 
 from . import kernels_cuda as cuda
-from .kernel_args import BiasSupport, Gradients, Kernel, KernelArgs, KernelKey, cpu_copy_bytes, finite_lse, pad_last_dim
+from .kernel_args import BiasSupport, Gradients, Kernel, KernelArgs, KernelKey, cpu_copy_bytes, mask_empty, pad_last_dim
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ def _cpu_backward(
     grad, query, key, value, out = pad_last_dim(width, grad, q, k, v, out)
     query, key, value = _copy_rows(query, key, value)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, finite_lse(lse), 0.0, args.causal, attn_mask=mask, scale=args.scale
+        grad, query, key, value, out, mask_empty(lse), 0.0, args.causal, attn_mask=mask, scale=args.scale
     )
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], None
 
@@ -143,11 +143,11 @@ def _softmax_weights(scores: Tensor, lse: Tensor, args: KernelArgs) -> Tensor:
     if args.score is not None and may_have_fills(args.score.name):
         return scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
     if args.bias is None or args.bias_grad:
-        return torch.exp(scores - finite_lse(lse).unsqueeze(-1))
+        return torch.exp(scores - mask_empty(lse).unsqueeze(-1))
     # In a row of fills only (large finite numbers in place of -inf), the rounded log-sum-exp does not encode their
     # number, so the softmax is computed from the scores. Keys are never split for a mask that may have such a row.
     has_only_fills = (lse <= -MIN_FILL) & (lse != -torch.inf)
-    weights = torch.exp(scores - torch.where(has_only_fills, scores.amax(-1), finite_lse(lse)).unsqueeze(-1))
+    weights = torch.exp(scores - torch.where(has_only_fills, scores.amax(-1), mask_empty(lse)).unsqueeze(-1))
     return weights.div_(torch.where(has_only_fills, weights.sum(-1), 1.0).unsqueeze(-1))
 
 

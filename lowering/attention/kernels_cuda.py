@@ -39,7 +39,7 @@ from torch import Tensor
 
 from sp_compile.lowering.masks.blocks import CAUSAL_WINDOW, FULL_WINDOW, Window
 
-from .kernel_args import Gradients, KernelArgs, finite_lse, pad_last_dim
+from .kernel_args import Gradients, KernelArgs, mask_empty, pad_last_dim
 from .packed import ROW_ALIGNMENT, PackedRows
 
 aten = torch.ops.aten
@@ -76,7 +76,7 @@ def cudnn_backward(
 ) -> Gradients:
     """Run cuDNN's backward; return dq, dk, dv and None. Shapes: see ``kernel_args.py``."""
     grad, query, key, value, out = pad_last_dim(_padded_width(q, v), grad, q, k, v, out)
-    lse = finite_lse(lse).contiguous().unsqueeze(-1)
+    lse = mask_empty(lse).contiguous().unsqueeze(-1)
     unused = _unused_rng_state(q)
     grads = aten._scaled_dot_product_cudnn_attention_backward(
         grad, query, key, value, out, lse, unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, args.causal,
@@ -142,7 +142,7 @@ def flash_backward(
     """Run FlashAttention's backward; return dq, dk, dv and None. Shapes: see ``kernel_args.py``."""
     layout = _FlashLayout.of(q, k, args)
     grad, query, key, value, out = layout.to_kernel(*pad_last_dim(_padded_width(q, v), grad, q, k, v, out))
-    lse, unused = finite_lse(lse), _unused_rng_state(q)
+    lse, unused = mask_empty(lse), _unused_rng_state(q)
     if args.sequences is not None:
         lse = lse.transpose(0, 1).flatten(1)  # (H, B * Q)
     grads = aten._flash_attention_backward(
@@ -239,9 +239,9 @@ def _is_bias_aligned(bias: Tensor, keys: int) -> bool:
 
 
 def _combine_bias_and_mask(q: Tensor, args: KernelArgs, keys: int) -> Tensor | None:
-    """Combine bias and mask to one bias (B | 1, H | 1, Q | 1, K), as the kernel requires; None without either.
+    """Combine bias and mask to one bias (B | 1, H | 1, Q | 1, K); return None without either.
 
-    A copy is necessary if there is a mask or if rows are not aligned.
+    The kernel requires one bias with aligned rows. A copy is necessary if there is a mask or if rows are not aligned.
     """
     bias = args.bias
     if args.allowed is not None:
@@ -300,7 +300,7 @@ def efficient_backward(
         grad, query, *(layout.pack_keys(x, q.shape[1]) for x in (key, value)),
         None if added is None else added.expand(*q.shape[:3], k.shape[2]),
         out.contiguous(),  # for half types it assumes contiguous rows
-        *layout.ends, *layout.max_length, layout.pack_lse(finite_lse(lse)), 0.0, unused, unused, mask_type,
+        *layout.ends, *layout.max_length, layout.pack_lse(mask_empty(lse)), 0.0, unused, unused, mask_type,
         bias is not None, scale=args.scale, **window,
     )  # fmt: skip
     dk, dv = (layout.unpack_keys(x, k.shape[1]) for x in (dk, dv))

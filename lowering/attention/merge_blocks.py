@@ -23,7 +23,7 @@ from sp_compile.lowering.base.library import opaque
 from sp_compile.lowering.masks.pieces import Flags
 from sp_compile.lowering.triton import can_use_triton
 
-from .kernel_args import finite_lse
+from .kernel_args import mask_empty
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
         The new (out, lse) in lse's dtype.
     """
     total_lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    return out.to(lse.dtype) * torch.exp(lse - finite_lse(total_lse)).unsqueeze(-1), total_lse
+    return out.to(lse.dtype) * torch.exp(lse - mask_empty(total_lse)).unsqueeze(-1), total_lse
 
 
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         lse: (B, H, S), the log-sum-exps with sinks.
         sinks: (H,), any floating dtype.
     """
-    weights = torch.exp(sinks.to(lse.dtype)[:, None] - finite_lse(lse))
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - mask_empty(lse))
     return -(weights * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 

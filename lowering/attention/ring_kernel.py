@@ -193,9 +193,10 @@ def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 
 class _RingGradients:
-    """Gradients of keys that rotate a step after the keys and return to their owners at the end ("travel").
+    """Gradients of keys that rotate around the ring one step after the keys.
 
-    `pending` is the shift in progress; the next block runs after it has started.
+    At the end they return to the owners of the keys ("travel"). `pending` is the shift in progress; the next block runs
+    after it has started.
     """
 
     def __init__(self, ring: RingKeys) -> None:

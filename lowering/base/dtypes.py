@@ -1,14 +1,20 @@
-"""Define half-precision dtypes and the dtypes of their accumulators."""
+"""Define half-precision dtypes, the dtypes of their accumulators, and the size of fills.
+
+A fill is a large negative finite score that a model writes into a mask in place of -inf.
+"""
 
 import torch
 
 HALF = frozenset({torch.float16, torch.bfloat16})  # half-precision dtypes
-# Smallest absolute value of a finite number that masks a score like infinity.
+# Smallest absolute value of a fill. Smaller finite numbers are ordinary scores.
 #
 # Next to such a score float32 would lose the low bits of log(number of keys), which merging of blocks adds to it.
 MIN_FILL = 1e4
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for half-precision dtypes, else the dtype itself."""
+    """Return the dtype in which sums of values of a dtype accumulate, and log-sum-exps are stored.
+
+    It is float32 for half-precision dtypes, else the dtype itself.
+    """
     return torch.float32 if dtype in HALF else dtype

@@ -17,7 +17,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ErrorInfo:
-    """One kind of error."""
+    """Title and fix of the errors with one code."""
 
     title: str  # what is wrong, without the values of one case
     fix: str  # what to do, as one or two sentences; it ends every message of this code
@@ -44,7 +44,7 @@ ERRORS = {
 
 
 def errors_page() -> str:
-    """Return the text of `docs/errors.md`."""
+    """Return the text of `docs/errors.md`, which the command above prints and a test compares."""
     lines = [
         "# Errors",
         "",

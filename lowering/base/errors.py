@@ -1,7 +1,8 @@
 """Define the package's exceptions, and find the user's source lines for their messages.
 
 A message names the line of the model that an FX node was traced from: `source_line` reads it from the stack trace that
-Dynamo or make_fx stores in `node.meta["stack_trace"]`, as "folder/file.py:12: y = x.cumsum(1)".
+Dynamo or make_fx stores in `node.meta["stack_trace"]`, as "folder/file.py:12: y = x.cumsum(1)". A stack trace is a text
+whose first frame (one call: file, line number, function) is the outermost and whose last frame is the innermost call.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class SpError(ValueError):
     def with_context(self, text: str) -> Self:
         """Return a copy of the error with text inserted before the cause.
 
+        A caller adds the place of the error that the raising function does not know, such as the name of a rule.
+
         Args:
             text: Text that is prepended to the cause.
 
@@ -69,7 +72,7 @@ class WriteError(CaptureError):
 
 
 class RemoteError(SpError):
-    """Failure of another rank, as reported by that rank."""
+    """Failure of another rank, as reported by that rank. The rank that raises it does not report it again."""
 
 
 class RankMismatchError(SpError, ShortenTraceback):
@@ -103,7 +106,7 @@ def node_line(node: Node) -> str:
 
 
 def describe_node(node: Node) -> str:
-    """Return the node's name, its op and the user's source line."""
+    """Return the node's name, its op and the user's source line, as messages name a node."""
     return f"{node.name} ({node.target}) at {node_line(node)}"
 
 
@@ -113,7 +116,10 @@ def stack_trace(node: Node) -> str:
 
 
 def first_frame(trace: str) -> str:
-    """Return the outermost frame of a stack trace as "forward at FILE:12", or "" if it has none."""
+    """Return the outermost frame of a stack trace as "forward at FILE:12", or "" if it has none.
+
+    Messages name a compiled program by this frame of its first node.
+    """
     match = _FRAME.search(trace)
     if match is None:
         return ""
@@ -130,7 +136,7 @@ def source_line(trace: str) -> str:
 
 
 def user_line() -> str:
-    """Return the innermost user line of the running call, in the form of `node_line`."""
+    """Return the innermost user line of the running call, where there is no node, as `node_line`."""
     return source_line("".join(traceback.format_stack()))
 
 

@@ -1,16 +1,17 @@
 """Compute with frames: the description of how one dim of a tensor is sharded over the ranks.
 
 A frame is ``[outer, size, start, length]``, an argument of the ``sp::`` operators. The sequence has ``size`` positions.
-Rank r of n stores s = ceil(size / n) of them, from r * s on; the last ranks may store padding. The value itself has the
-positions ``start <= position < start + length``, its window: x[:, 1:] of 8 positions has the frame [1, 8, 1, 7]. The
-dim is the product outer * rows * inner, where rows are s on a shard and ``length`` in the full tensor. ``outer`` above
-1 is a dim flattened before the sequence, as of (B, S) -> (B * S,); ``inner`` follows from the dim's length. Sizes may
-be symbolic.
+Rank r of n stores s = ceil(size / n) of them, from r * s on; the last ranks may store padding. A row is the storage of
+one position. The value itself has the positions ``start <= position < start + length``, its window: x[:, 1:] of 8
+positions has the frame [1, 8, 1, 7]. Rows of the window are valid, all others are padded. The dim is the product outer
+* rows * inner, where rows are s on a shard and ``length`` in the full tensor. ``outer`` above 1 is a dim flattened
+before the sequence, as of (B, S) -> (B * S,); ``inner`` follows from the dim's length. Sizes may be symbolic.
 
 A fifth entry of 2 selects the zigzag order: the sequence is split into 2n chunks, and rank r stores the chunks r and
 2n - 1 - r. Ranks then share the work of causal attention equally (layout of zhuzilin/ring-flash-attention). A fifth
 entry of 0 selects a permutation that is computed at run time and does not affect shapes. `LAYOUTS` lists the other
-properties of each order.
+properties of each order. Rank order has the rows of rank 0, then those of rank 1, and so on, as a gather returns them;
+sequence order has all rows by position.
 
 In all functions, `n` is the number of ranks and `group` the name of their process group.
 """
@@ -50,7 +51,7 @@ class RowOrder:
         return self.folds == 1
 
     def balances_causal(self, documents: bool) -> bool:
-        """Return True if all ranks have about equal work in causal attention.
+        """Return True if all ranks have about equal work in causal attention, for the cost model.
 
         Args:
             documents: True if queries attend only to keys of their own document.
@@ -67,7 +68,7 @@ for _order in (CONTIGUOUS, RowOrder("zigzag", 2, " in zigzag order"), BALANCED):
 
 
 def row_order(folds: int) -> RowOrder:
-    """Return the row order whose frames have this fifth entry."""
+    """Return the row order whose frames have this fifth entry (`RowOrder.folds`)."""
     return next(order for order in LAYOUTS.values() if order.folds == folds)
 
 
@@ -75,12 +76,12 @@ FrameArg = Sequence[int]  # form of a frame, without its inner factor, in operat
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
-    """Return True if the condition holds for every size. Adds no guard."""
+    """Return True if the condition holds for every size, False if it may fail. Adds no guard."""
     return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
 def frame_folds(frame: FrameArg) -> int:
-    """Return the number of chunks per rank: 2 in a zigzag frame, else 1."""
+    """Return the number of contiguous chunks per rank: 2 in a zigzag frame, else 1."""
     return (frame[4] or 1) if len(frame) == 5 else 1
 
 
@@ -96,7 +97,9 @@ def local_row_count(frame: FrameArg, n: int) -> int:
 
 
 def inner_rows(extent: int, rows: int) -> int:
-    """Return the inner factor of a dim: its length over outer * rows; the constant 1 if known, for simple shapes.
+    """Return the inner factor of a dim: its length divided by outer * positions.
+
+    The result is the constant 1 if this is known, which keeps shapes simple.
 
     Args:
         extent: Length of the dim.
@@ -106,13 +109,19 @@ def inner_rows(extent: int, rows: int) -> int:
 
 
 def is_padded(frame: FrameArg, n: int) -> bool:
-    """Return False if it is known that no rank stores positions outside the window, else True."""
+    """Return False if it is known that no rank stores rows outside the window, else True.
+
+    Callers then skip the work on padded rows.
+    """
     _, size, start, length = frame[:4]
     return not (is_known(start == 0) and is_known(length == size) and is_known(n * local_row_count(frame, n) == size))
 
 
 def row_of_position(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
-    """Return the rank that stores a position, and its row on that rank."""
+    """Return the rank that stores a position, and the index of its row on that rank.
+
+    Padded rows are filled from the valid row at this place.
+    """
     if n == 1:
         return 0, position
     folds = frame_folds(frame)
@@ -129,8 +138,9 @@ def row_of_position(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
 def has_remote_edges(frame: FrameArg, n: int) -> tuple[bool, bool]:
     """Return whether a rank has padding before or after the window but not the adjacent valid row.
 
-    This happens only for sequences of a few rows per rank, and for windows that exclude all rows of a rank. For
-    symbolic sizes the answer becomes a guard.
+    The nearest valid row is then on another rank, and filling the padding needs an exchange. This happens only for
+    sequences of a few rows per rank, and for windows that exclude all rows of a rank. For symbolic sizes the answer
+    becomes a guard.
 
     Returns:
         One flag for padding before the first valid row, and one for padding after the last.
@@ -147,14 +157,17 @@ def has_remote_edges(frame: FrameArg, n: int) -> tuple[bool, bool]:
 
 
 def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, stride: int = 1) -> Tensor:
-    """Return the positions that this rank stores, int64 (s * stride,). The rank is read at run time.
+    """Return the positions of the rows of this rank, in their order: int64 (s * stride,).
+
+    The rank is read at run time, so that one graph serves all ranks.
 
     Args:
         frame: The frame, see the module.
         n: Number of ranks.
         group: Name of the process group.
         device: Device of the result.
-        stride: Number of adjacent ranks whose positions are returned together, as of ranks that share heads.
+        stride: Number of adjacent ranks that store the sequence together, s rows each, as those that exchange heads
+            in hybrid attention. The result has the positions of all of them.
     """
     rows, n = local_row_count(frame, n) * stride, n // stride
     if n == 1:
@@ -170,7 +183,7 @@ def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, str
 
 
 def to_sequence_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
-    """Reorder the rows of all ranks, (n * s * inner, ...), from rank order to sequence order."""
+    """Reorder gathered rows of all ranks, (n * s * inner, ...), from rank order to sequence order."""
     if frame_folds(frame) == 1 or n == 1:
         return rows
     chunks = rows.unflatten(0, (n, 2, rows.shape[0] // (2 * n)))
@@ -178,7 +191,7 @@ def to_sequence_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
 
 
 def to_rank_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
-    """Reorder all rows, (n * s * inner, ...), from sequence order to rank order."""
+    """Reorder all rows, (n * s * inner, ...), from sequence order to rank order before a scatter."""
     if frame_folds(frame) == 1 or n == 1:
         return rows
     first, second = rows.unflatten(0, (2, n, rows.shape[0] // (2 * n))).unbind(0)
@@ -188,7 +201,8 @@ def to_rank_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
 def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
     """Return the indices of k positions in a full dim, int64 (outer * k * inner,), clamped to the window.
 
-    Clamping is the definition of padded rows, see ``collectives/pad_rows.py``.
+    A position outside the window reads the nearest valid row: this defines the contents of padded rows, see
+    ``collectives/pad_rows.py``.
 
     Args:
         positions: (k,), int64.
@@ -206,12 +220,12 @@ def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
 
 
 def column_along(vector: Tensor, dim: int, ndim: int) -> Tensor:
-    """View a vector as a tensor of `ndim` dims whose only dim of size above 1 is `dim`."""
+    """View a vector as a tensor of `ndim` dims along `dim`, so that it broadcasts over the others."""
     return vector.view([-1 if d == dim else 1 for d in range(ndim)])
 
 
 def outside_window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Return a bool mask, broadcastable to the sharded ``x``, of positions outside the window."""
+    """Return a bool mask, broadcastable to the sharded ``x``, that is True in padded rows."""
     outer, _, start, length = frame[:4]
     inner = inner_rows(x.shape[dim], outer * local_row_count(frame, n))
     positions = own_positions(frame, n, group, x.device)
@@ -224,7 +238,10 @@ def outside_window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> 
 
 
 def to_rows_first(x: Tensor, dim: int, outer: int) -> Tensor:
-    """View (..., outer * rows, ...) as (rows, ..., outer, ...), or (rows, ...) when outer is 1."""
+    """View (..., outer * rows, ...) as (rows, ..., outer, ...), or (rows, ...) when outer is 1.
+
+    Collectives gather and scatter along dim 0.
+    """
     if is_known(outer == 1):
         return x.movedim(dim, 0)
     return x.unflatten(dim, (outer, x.shape[dim] // outer)).movedim(dim + 1, 0)
@@ -238,7 +255,10 @@ def from_rows_first(y: Tensor, dim: int, outer: int) -> Tensor:
 
 
 def trim(x: Tensor, dim: int, frame: FrameArg, n: int, inner: int) -> Tensor:
-    """View the window's rows of a dim that has the rows of all ranks, n * s * inner, in order. `outer` is 1."""
+    """View the rows of the window in a dim that has the rows of all ranks, in sequence order.
+
+    The dim has n * s * inner rows, and `outer` is 1. Gathers call this to drop the padding.
+    """
     start, length = frame[2:4]
     return x.narrow(dim, start * inner, length * inner) if is_padded(frame, n) else x
 

@@ -1,7 +1,8 @@
 """Find the layer of the model that a node of a forward or backward graph belongs to.
 
 Dynamo stores the path of the calling modules, such as `L['self'].layers.3.mlp`, in `node.meta["nn_module_stack"]`.
-AOTAutograd copies it to backward nodes as `fwd_nn_module_stack`.
+AOTAutograd copies it to backward nodes as `fwd_nn_module_stack`. A layer is the outermost module whose name is a
+number, as in an `nn.ModuleList`: here `layers.3`. Reports and the cost model sum over its nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ ROOT_PATTERN = re.compile(r"^[LG](\[[^\]]*\])+\.?")  # prefix of a path: `L['sel
 
 
 def node_layer(node: Node) -> str:
-    """Return the path of the outermost numbered module, such as `layers.3`, or ""."""
+    """Return the path of the node's layer, such as `layers.3`, or "" for a node outside of layers."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     layers = (_numbered_prefix(ROOT_PATTERN.sub("", path)) for path, *_ in stack.values())
     return next(filter(None, layers), "")

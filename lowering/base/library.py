@@ -2,8 +2,8 @@
 
 A composite operator is one node of a rewritten graph, such as ``sp::all_gather``; AOTAutograd traces into its body,
 which calls functional collectives. An opaque operator stays one node for every tracer and compiler. The tables of this
-module store what passes need to know about an operator: the collectives that it runs, its padded rows, its temporary
-memory.
+module store what passes need to know about an operator: the collectives that it runs, its padded rows (rows of a
+shard that are outside the sequence, see ``base/frames.py``), its temporary memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PADDED: dict[OpOverload, str] = {}
 # Functions of the temporary bytes of opaque operators, in addition to operands and results; see `opaque`.
 INTERNAL_OPS: dict[OpOverload, Callable[..., int]] = {}
 
-SOURCE_FOLDERS: set[Path] = set()  # source files in which operators are defined
+SOURCE_FILES: set[Path] = set()  # files in which operators are defined
 
 Body = TypeVar("Body", bound=Callable[..., object])
 
@@ -55,7 +55,7 @@ def composite(schema: str, moves: tuple[str, str] | None = None, padded: str | N
     """
 
     def register(body: Body) -> Body:
-        """Register the body for the schema."""
+        """Define the operator with this body, add it to the tables, and return the body unchanged."""
         op = _define(schema, body, "CompositeImplicitAutograd")
         COMPOSITES.add(op)
         if moves is not None:
@@ -76,16 +76,17 @@ def opaque(
 
     Args:
         schema: Schema of the operator, without namespace.
-        fake: The function on fake tensors.
+        fake: Function of the same arguments that returns empty results, for fake tensors.
         replays: True if a CUDA graph may replay its launches. False if it synchronizes with the device, or if its
             launches depend on the contents of its operands.
-        inside: Function of the bytes that its kernels allocate, and of its operands, that returns its temporary bytes.
+        inside: Entry of `INTERNAL_OPS`: a function of the bytes that its kernels allocate, and of its operands, that
+            returns its temporary bytes for the memory estimate.
     """
     has_tag = not replays and hasattr(torch.Tag, "cudagraph_unsafe")  # depends on the torch version
     tags = [torch.Tag.cudagraph_unsafe] if has_tag else []
 
     def register(body: Body) -> Body:
-        """Register the body for the schema."""
+        """Define the operator with this body and its fake, and return the body unchanged."""
         op = _define(schema, torch.no_grad()(body), "CompositeExplicitAutograd", tags)
         torch.library.register_fake(op, fake, lib=LIBRARY)
         if inside is not None:
@@ -102,15 +103,15 @@ def _define(schema: str, body: Callable[..., object], key: str, tags: Sequence[t
     LIBRARY.impl(name, body, key)
     source = Path(inspect.unwrap(body).__code__.co_filename)
     if source.is_file():  # functions from an interactive prompt have no file
-        SOURCE_FOLDERS.add(source.resolve())
+        SOURCE_FILES.add(source.resolve())
     return getattr(torch.ops.sp, name).default
 
 
 class LinearMap(torch.autograd.Function):
-    """Linear map of a tensor whose backward runs the adjoint map. Both are called as ``function(x, *parameters)``.
+    """Linear map of a tensor whose backward runs the adjoint map.
 
-    Dynamo must not trace the backward: eager code may call it between compiled graphs, where Dynamo does not trace
-    torch's own backwards, either.
+    Both maps are called as ``function(x, *parameters)``. Dynamo must not trace the backward: eager code may call it
+    between compiled graphs, where Dynamo does not trace torch's own backwards, either.
     """
 
     @staticmethod
@@ -132,10 +133,11 @@ class LinearMap(torch.autograd.Function):
 def sources_digest(*folders: str) -> str:
     """Return a digest that changes with each edit of an operator or of a file in these folders.
 
-    Caches of compilers see only the operators' names, and would return code compiled from an older body.
+    It is part of the keys of compile caches, and ranks compare it. The caches see only the operators' names, and would
+    return code compiled from an older body.
     """
     resolved = {Path(__file__).resolve().parents[1], *(Path(folder).resolve() for folder in folders)}
-    return _hash_sources(frozenset(resolved), frozenset(SOURCE_FOLDERS))
+    return _hash_sources(frozenset(resolved), frozenset(SOURCE_FILES))
 
 
 @cache
@@ -146,7 +148,11 @@ def _hash_sources(folders: frozenset[Path], sources: frozenset[Path]) -> str:
 
 
 def tag_programs() -> None:
-    """Add the digest of the operators' sources to the key of torch's compile caches, in torch.compiler.config."""
+    """Add the digest of the operators' sources to the key of torch's compile caches.
+
+    The functions on shards call this before they compile, because these caches do not see the bodies of operators. The
+    key is in torch.compiler.config.
+    """
     config, tag = torch.compiler.config, f"sp_compile {sources_digest()}"
     if tag not in config.cache_key_tag:
         config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()

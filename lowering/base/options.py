@@ -1,6 +1,7 @@
 """Define and validate the options of the backend: `torch.compile(model, backend="sp", options={...})`.
 
 `SPConfig` has one field per option, `OPTION_RULES` the valid values of each. `SPConfig.of` validates what users pass.
+A joint graph has the forward and the backward of a program; passes on it run only if the compiler supports them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ OUTPUTS = ("auto", "lazy", "gather", "local")  # values of the option `outputs`,
 
 
 def _is_fraction(value: Any) -> bool:
-    """Return True for a number from 0 to 1."""
+    """Return True for a number from 0 to 1, both included; bools are no numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _is_count(value: Any) -> bool:
-    """Return True for a positive int."""
+    """Return True for a positive int; bools are no ints here."""
     return type(value) is int and value >= 1
 
 
@@ -49,7 +50,7 @@ class OptionRule:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return all valid strings."""
+        """Return all valid strings, in the order in which messages list them."""
         return (*self.words, *self.registered())
 
     def check(self, name: str, value: Any) -> None:
@@ -110,7 +111,7 @@ OPTION_RULES = {
     ),
 }
 
-# Options that change joint graphs: the values that every compiler supports, and the purpose of others.
+# Options that change joint graphs: the values that every compiler supports, and the passes that other values need.
 JOINT_GRAPH_OPTIONS = {
     "merge_reductions": (("auto", "never"), "passes on collectives"),
     "offload": (("never",), "copies between forward and backward"),
@@ -119,7 +120,9 @@ JOINT_GRAPH_OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SPConfig:
-    """Options of the backend. Every field has a working default; `docs/options.md` describes each in detail.
+    """Options of the backend. Every field has a working default.
+
+    `docs/options.md` describes each option in detail.
 
     Args:
         mesh: DeviceMesh whose ranks share the sequence. None selects the default process group, or a single rank
@@ -209,12 +212,12 @@ class SPConfig:
 
     @property
     def has_joint_passes(self) -> bool:
-        """Return True if the compiler runs passes on joint graphs."""
+        """Return True if the compiler runs this package's passes on joint graphs."""
         return self.compiler in JOINT_COMPILERS
 
     @property
     def uses_inductor(self) -> bool:
-        """Return True if Inductor compiles the graphs."""
+        """Return True if Inductor compiles the graphs, for its decompositions and its memory estimate."""
         return self.compiler == "inductor"
 
     def ranks(self) -> Ranks:
@@ -230,6 +233,8 @@ class SPConfig:
 
     def refuse(self, entry: str, fix: str | None = None, **reasons: str) -> None:
         """Raise SpError for a non-default option that an entry point does not support.
+
+        An entry point is a function of the package that takes these options, such as `plan` or `parallelize`.
 
         Args:
             entry: Name of the entry point.

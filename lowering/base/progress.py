@@ -1,11 +1,11 @@
 """Show a progress line on the terminal during long compilations, `explain` and `verify`.
 
-The line appears after `SHOW_AFTER` seconds, on rank 0. At the end another line reports the duration and the hits in
-torch's caches. There is none if stderr is not a terminal or TORCH_LOGS is set.
+The line appears after `SHOW_AFTER` seconds, on rank 0. At the end another line reports the duration and the number of
+graphs that torch found in its caches. There is none if stderr is not a terminal or TORCH_LOGS is set.
 
-`with show_progress("verify"):` surrounds a piece of work, in which `set_step("one device")` sets the current step.
-Outside of such a block `set_step` has no effect. While AOTAutograd or Inductor runs, the line shows the graph that
-torch compiles: "forward" or "backward".
+`with show_progress("verify"):` surrounds a piece of work, in which `set_step("single device")` sets the current step,
+the part of the work that runs now. Outside of such a block `set_step` has no effect. While AOTAutograd or Inductor
+runs, the line shows the graph that torch compiles: "forward" or "backward".
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ProgressLine:
         return self.clock() - self.started
 
     def refresh(self) -> None:
-        """Show the current step, if the work has run for `SHOW_AFTER` seconds."""
+        """Create or update the line on the terminal, if the work has run for `SHOW_AFTER` seconds."""
         with self.lock:
             if self.seconds < SHOW_AFTER:
                 return
@@ -81,7 +81,7 @@ _active_lines: list[ProgressLine] = []
 
 
 def set_step(step: str) -> None:
-    """Set the current step of the running work, if any."""
+    """Set the current step of the running work, if any, which the next update of the line shows."""
     for line in _active_lines:
         line.step = step
 
@@ -109,6 +109,8 @@ def show_progress(title: str) -> Iterator[None]:
 def show_in_thread(title: Callable[[], str], ended: threading.Event) -> None:
     """Show a progress line in the calling thread until the work of another thread has ended.
 
+    Sessions run it as the body of a thread while they compile; `show_progress` starts its own thread.
+
     Args:
         title: Function that returns the name of the work.
         ended: Event that is set at the end of the work.
@@ -119,7 +121,7 @@ def show_in_thread(title: Callable[[], str], ended: threading.Event) -> None:
 
 
 def _start_line(title: str) -> ProgressLine | None:
-    """Return a new line, or None inside of other work or without a terminal."""
+    """Start a line and return it, or return None inside of other work or without a terminal."""
     console = Console(stderr=True)
     if _active_lines or not _is_terminal(console):
         return None

@@ -163,7 +163,9 @@ def _default_group(mesh_dim: str | None) -> Ranks:
 
 
 def _sequence_axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:
-    """Return the 1-D mesh of the axis that splits the sequence; `mesh_dim` None selects "sp" or the only axis.
+    """Return the 1-D mesh of the axis that splits the sequence.
+
+    `mesh_dim` None selects "sp" or the only axis.
 
     Raises:
         SpError: The mesh does not have the axis.

@@ -1,7 +1,8 @@
 """Provide registries of rows by name.
 
 `Table` is for implementations: `table[table.choose(problem)]` is the first that fits a problem, and tests can
-force one. `ProgramTable` is for generated programs that a graph calls by name.
+force one. A problem describes one call (its shapes, dtypes and device); a row fits it if `row.fits(problem)` is True.
+`ProgramTable` is for generated programs that a graph calls by name.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Override(Generic[T]):
 
     @contextmanager
     def force(self, value: T) -> Iterator[None]:
-        """Force the value inside the block."""
+        """Force the value inside the block; of nested blocks, the innermost counts."""
         self._values.append(value)
         try:
             yield
@@ -51,16 +52,16 @@ class Table(dict[Any, TableRow]):
     def __init__(self, title: str, replace: bool = False) -> None:
         super().__init__()
         self.title, self.replace = title, replace
-        self._ranks: dict[Any, Callable[[Any], int]] = {}
+        self._priorities: dict[Any, Callable[[Any], int]] = {}
         self._forced: Override[str] = Override()
 
-    def register(self, name: Any, row: TableRow, rank: Callable[[Any], int] = lambda problem: 0) -> ExitStack:
+    def register(self, name: Any, row: TableRow, priority: Callable[[Any], int] = lambda problem: 0) -> ExitStack:
         """Add a row, permanently or, with `with table.register(...):`, for a block.
 
         Args:
             name: Key of the row.
             row: The row.
-            rank: Priority as a function of the problem, for rows with `fits(problem)`: rows of low rank are tried
+            priority: Function of the problem, for rows with `fits(problem)`: `choose` tries rows with low numbers
                 first, and equal ones in the order of registration.
 
         Returns:
@@ -76,14 +77,14 @@ class Table(dict[Any, TableRow]):
             undo.callback(self.update, {name: self[name]})
         else:
             undo.callback(self.pop, name)
-        self[name], self._ranks[name] = row, rank
+        self[name], self._priorities[name] = row, priority
         return undo
 
     def of(self, *names: Any) -> Callable[[T], T]:
         """Return a decorator that registers a function or class under these names."""
 
         def register(row: Any) -> Any:
-            """Register the row under each name."""
+            """Register the row under each name, and return it unchanged."""
             for name in names:
                 self.register(name, row)
             return row
@@ -101,7 +102,7 @@ class Table(dict[Any, TableRow]):
         return self._forced.force(name)
 
     def choose(self, problem: Any) -> str:
-        """Return the name of the first row that fits.
+        """Return the name of the first row that fits, or of the row that `use_row` forces.
 
         Raises:
             SpError: The row that `use_row` forces does not fit.
@@ -109,8 +110,8 @@ class Table(dict[Any, TableRow]):
         rows: Mapping[str, Any] = self
         name = self._forced.value
         if name is None:
-            ranked = sorted(rows, key=lambda row_name: self._ranks[row_name](problem))
-            return next(row_name for row_name in ranked if rows[row_name].fits(problem))
+            ordered = sorted(rows, key=lambda row_name: self._priorities[row_name](problem))
+            return next(row_name for row_name in ordered if rows[row_name].fits(problem))
         if not rows[name].fits(problem):
             raise SpError("SP903", f"{self.title}: {name!r} does not support {problem}.")
         return name
@@ -119,8 +120,8 @@ class Table(dict[Any, TableRow]):
 class ProgramTable(dict[str, T]):
     """Registry of programs by name, a digest of their code.
 
-    Each process registers a program before it runs a graph that contains its name, so code from a compiler's cache
-    finds the same program.
+    A graph contains the name in place of the program. Each process registers a program before it runs such a graph, so
+    code from a compiler's cache finds the same program.
 
     Args:
         title: Name of the registry in error messages.
@@ -150,5 +151,5 @@ class ProgramTable(dict[str, T]):
 
 
 def graph_code(gm: GraphModule) -> tuple[Any, ...]:
-    """Return the code of a graph and the values of its buffers, a `code` of `ProgramTable.register`."""
+    """Return the code of a graph and its buffers' values, as a `code` of `ProgramTable.register`."""
     return gm.code, *((name, x.dtype, x.tolist()) for name, x in sorted(gm.named_buffers()))

@@ -6,8 +6,9 @@
     received  (n * g, total)           the rows of all ranks, in the order of the sequence
     result    (..., G, ..., h, ...)    the columns of one tensor, split and permuted: views
 
-Tensors may differ in g, as query and key heads do. The smallest g is the number of rows, and further rows of the others
-become columns: all tensors share one exchange, and unpacking copies only those with more rows.
+A frame describes how a dim is sharded, with padding (`base/frames.py`). Tensors may differ in g, as query and key heads
+do. The smallest g is the number of rows, and further rows of the others become columns: all tensors share one exchange,
+and unpacking copies only those with more rows.
 """
 
 import math
@@ -37,7 +38,7 @@ class Reshard(NamedTuple):
     group: str  # name of the process group
 
     def inverse(self) -> "Reshard":
-        """Return the reshard in the opposite direction."""
+        """Return the reshard in the opposite direction, which the backward runs."""
         return Reshard(self.gather_dim, self.gather_frame, self.scatter_dim, self.scatter_frame, self.n, self.group)
 
 
@@ -46,7 +47,10 @@ class _AllToAllFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, reshard: Reshard, edge: bool, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Pad the tensors as `pad_to_frame` does for `edge`, and exchange them with as few collectives as possible."""
+        """Pad the scatter dims, and exchange the tensors with as few collectives as possible.
+
+        `edge`: True for values, whose padding copies valid rows; False for gradients, whose padding is zero.
+        """
         ctx.reshard = reshard
         padded = [frames.pad_to_frame(x, reshard.scatter_dim, reshard.scatter_frame, reshard.n, edge) for x in xs]
         results: list[Tensor] = list(xs)
@@ -83,7 +87,10 @@ def _shareable_groups(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
 
 
 def _common_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
-    """Return the gather length that divides all others, or None if none is known to do so. Adds no guards."""
+    """Return the gather length that divides all others, or None if none is known to do so. Adds no guards.
+
+    The tensors can then share an exchange of this number of rows.
+    """
 
     def divides(rows: int, length: int) -> bool:
         """Return True if `rows` is known to divide `length`."""
@@ -94,11 +101,14 @@ def _common_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
 
 
 def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
-    """Exchange ``xs`` in one all_to_all_single. Not differentiable.
+    """Exchange ``xs`` in one all_to_all_single. `_AllToAllFunction` makes it differentiable.
 
     Args:
-        xs: Tensors of one dtype and device. Their scatter dims are padded to n equal blocks.
+        xs: Tensors of a group of `_shareable_groups`. Their scatter dims are padded to n equal blocks.
         reshard: Dims, frames and ranks.
+
+    Returns:
+        The result of each tensor, in the order of ``xs``.
     """
     rows_per_rank = frames.local_row_count(reshard.gather_frame, reshard.n)
     if reshard.n == 1:
@@ -122,7 +132,7 @@ def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
 
 
 def _to_blocks(x: Tensor, reshard: Reshard, rows: int) -> Tensor:
-    """Return (..., g, ..., n * h, ...) as (n, rows, ...), in most cases a view.
+    """Return (..., g, ..., n * h, ...) as (n, rows, ...), the blocks to send; in most cases a view.
 
     Block r is for rank r. The other dims follow, with h in place of the scatter dim. If g exceeds `rows`, the first of
     them is g / rows.
@@ -135,7 +145,7 @@ def _to_blocks(x: Tensor, reshard: Reshard, rows: int) -> Tensor:
 
 
 def _pack_blocks(blocks: list[Tensor]) -> Tensor:
-    """Concatenate (n, g, ...) of several tensors to (n, g, cols), with one copy of each."""
+    """Concatenate the blocks (n, g, ...) of several tensors to (n, g, cols), with one copy of each."""
     widths = [math.prod(block.shape[2:]) for block in blocks]
     if not all(map(triton.can_use_triton, blocks)):
         matrices = [block.reshape(*block.shape[:2], width) for block, width in zip(blocks, widths, strict=True)]

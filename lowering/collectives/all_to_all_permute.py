@@ -1,4 +1,4 @@
-"""Move the sharded dim of one tensor to another dim with ``sp::all_to_all_permute``, for dims that n divides.
+"""Move the sharded dim of a tensor to another dim that n divides with ``sp::all_to_all_permute``.
 
     x       (..., g, ..., A, ...)            the gather dim is sharded in equal shares, the scatter dim is full
     result  (..., n * g, ..., A / n, ...)    rank r's rows from r * g on; this rank's block of the scatter dim
@@ -10,8 +10,9 @@ The first row of `PERMUTE_KERNELS` that fits runs it:
   dim is the first one, the copy follows the collective instead. Inside torch.compile the compiler fuses it into the
   kernel that computes x, or into the one that reads the result.
 
-Symmetric memory is one buffer per group. The collective ``sp_compile.declare_symmetric_memory`` declares it once on all
-ranks, before programs run. An exchange copies its operand there.
+Symmetric memory is memory of all ranks that each can read and write directly, here one buffer per group. The collective
+``sp_compile.declare_symmetric_memory`` declares it once on all ranks, before programs run. An exchange copies its
+operand there.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from .all_to_all import Reshard, exchange
 
 @dataclass(frozen=True)
 class SymmetricBuffer:
-    """Symmetric memory of a group."""
+    """Symmetric memory of a group, into which exchanges copy their operands."""
 
     memory: Tensor  # uint8 (bytes,), this rank's memory
     barrier: Callable[[], None]  # waits, on the current stream, for all ranks
 
     def view(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the first bytes of the memory as a contiguous tensor."""
+        """Return the first bytes of the memory as a contiguous tensor, for the operand of an exchange."""
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.memory[:size].view(dtype).view(shape)
 
@@ -69,7 +70,10 @@ class PermuteProblem(NamedTuple):
 
     @property
     def buffer(self) -> SymmetricBuffer | None:
-        """Return the symmetric memory that this exchange may use, or None. All ranks decide equally."""
+        """Return the symmetric memory that this exchange may use, or None. All ranks decide equally.
+
+        None if none is declared or it is too small, in a compiled or traced program, and in a simulation of ranks.
+        """
         is_eager = triton.is_plain_memory(self.x) and self.x.numel() > 0 and not torch.compiler.is_compiling()
         if not is_eager or not isinstance(current_communicator(), FunctionalCommunicator):
             return None
@@ -96,7 +100,7 @@ def _torch_exchange(problem: PermuteProblem) -> Tensor:
 
 
 def _packed_exchange(problem: PermuteProblem) -> Tensor:
-    """Run the exchange with one all_to_all_single and one copy."""
+    """Run the exchange with one all_to_all_single and one copy, after it if dim 0 is the scatter dim."""
     x, scatter, gather, n, group = problem
     if not all(is_known(size == 1) for size in x.shape[:scatter]):
         frame = (1, n, 0, n)  # n positions, one per rank: equal shares of any size
@@ -128,7 +132,7 @@ class _PermuteFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
-        """Exchange, and return a result that may be changed in place."""
+        """Run the exchange with the kernel that fits, and return a result that may be changed in place."""
         problem = PermuteProblem(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
         result = PERMUTE_KERNELS[PERMUTE_KERNELS.choose(problem)].run(problem)
         # A view of the received tensor could not be changed in place.

@@ -1,8 +1,9 @@
 """Compute checksums of tensors, by which ranks compare weights, inputs and gradients.
 
-Tensors are read in pieces, with some MiB of scratch memory for tensors of any size. `checksum` returns a text at once.
-`start_checksums` returns checksums of a device that are copied asynchronously: reading them does not wait for later
-work of the device.
+Checksums are equal only for bitwise equal tensors, up to collisions. A summary is three floats that are nearly equal
+for nearly equal tensors, such as gradients that ranks round differently. Tensors are read in pieces, with some MiB of
+scratch memory for tensors of any size. `checksum` returns a text at once. `start_checksums` returns checksums of a
+device that are copied asynchronously: reading them does not wait for later work of the device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # inte
 
 
 def checksum(a: Any) -> str:
-    """Return a checksum of a tensor's elements and their order, or "".
+    """Return a checksum of a tensor's elements and their order, or "" if there is nothing to compare.
+
+    Waits for the device. The text differs between a CPU (SHA-256) and other devices (`checksum_of`).
 
     Args:
         a: Any value. Values that are not tensors, tensors without elements and scalars on the CPU have the checksum "".
@@ -45,13 +48,13 @@ def checksum(a: Any) -> str:
 
 
 def is_freed(a: torch.Tensor) -> bool:
-    """Return True if the memory of a tensor was freed, as by `untyped_storage().resize_(0)`."""
+    """Return True if the memory of a tensor was freed, as FSDP does by `untyped_storage().resize_(0)`."""
     return a.layout == torch.strided and a.untyped_storage().nbytes() == 0
 
 
 @dataclass(frozen=True)
 class PendingChecksums:
-    """Checksums that are copied from a device."""
+    """Checksums or summaries that are being copied from a device, and are read later."""
 
     values: torch.Tensor  # (n,) int64, or (n, 3) float64 for summaries
     copied: torch.Event | None = None  # event of the copy; None on the CPU
@@ -65,7 +68,10 @@ class PendingChecksums:
 
 
 def start_checksums(xs: Sequence[torch.Tensor]) -> PendingChecksums:
-    """Start to compute checksums of non-empty tensors on a common device, one launch each with Triton."""
+    """Start to compute checksums of non-empty tensors on a common device, one launch each with Triton.
+
+    Does not wait for the device, so that a call of a program can compare its inputs without a delay.
+    """
     sums = torch.zeros(len(xs), dtype=torch.int64, device=xs[0].device)
     for x, x_sum in zip(xs, sums):
         if triton.can_use_triton(x):
@@ -87,7 +93,7 @@ def start_cpu_copy(x: torch.Tensor) -> PendingChecksums:
 
 
 def sample_view(x: torch.Tensor, limit: int, turn: int) -> torch.Tensor:
-    """Return a view of at most `limit` elements, spread over all dims.
+    """Return a view of at most `limit` elements, spread over all dims: a sample of a large tensor.
 
     Args:
         x: Any shape and dtype.
@@ -104,7 +110,7 @@ def sample_view(x: torch.Tensor, limit: int, turn: int) -> torch.Tensor:
 
 
 def summarize(x: torch.Tensor) -> torch.Tensor:
-    """Return the norm of a tensor of floats and two pseudo-random projections: (3,) float64.
+    """Return a summary of a tensor of floats, its norm and two pseudo-random projections: (3,) float64.
 
     Plain sums would not suffice: the gradient of a cross entropy has the same sums for any labels. The tensor is read
     twice and not copied.
@@ -123,7 +129,7 @@ def summarize(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pseudo_random(n: int, device: torch.device) -> torch.Tensor:
-    """Return fixed pseudo-random weights from -1 to 1, (n,) float64."""
+    """Return fixed pseudo-random weights from -1 to 1, (n,) float64, equal on all ranks."""
     return torch.cos(0.618 * torch.arange(1, n + 1, dtype=torch.float64, device=device).square())
 
 
@@ -144,13 +150,13 @@ def checksum_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _view_as_real(x: torch.Tensor) -> torch.Tensor:
-    """Return x detached, complex numbers as pairs of real ones in a further dim."""
+    """Return x detached, complex numbers as pairs of real ones in a further dim, whose bits can be read."""
     x = x.detach()
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _element_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of each element as an integer."""
+    """Return the bits of each element as an integer of the same size."""
     return x.resolve_neg().view(_BITS[x.element_size()])
 
 
@@ -168,7 +174,10 @@ def _hash_bits(bits: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def is_constant(x: torch.Tensor) -> bool:
-    """Return True if all elements are equal. False without elements."""
+    """Return True if all elements are equal; False without elements.
+
+    Any part of such an input, such as a mask of ones, is equal to any other part of the same shape.
+    """
     if x.numel() == 0:
         return False
     first = _comparable_bits(x.detach()[(0,) * x.ndim])

@@ -6,7 +6,8 @@ rank is *invariant* if its cotangent is a full tensor, too. It is *replicated* i
 sum. *Varying*: the value differs between ranks.
 
 Every operator has arguments for the number of ranks ``n`` and the name of a process group; no argument depends on the
-rank. Bytes are those that one rank sends with the usual ring algorithms; x is the local operand.
+rank. Bytes are those that one rank sends with the usual ring algorithms; x is the local operand. A cotangent is the
+gradient of a result. The window of a frame are the positions with valid rows; the others are padding.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from .pad_rows import fill_padding
 
 
 def _slice_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Return this rank's rows of a full x; positions outside the window repeat the nearest row inside."""
+    """Return this rank's rows of a full x; padding has copies of the nearest row of the window."""
     if n == 1 and not frames.is_padded(frame, n):
         return x
     inner = frames.inner_rows(x.shape[dim], frame[0] * frame[3])
@@ -37,7 +38,7 @@ def _slice_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Ten
 
 
 def _slice_rows_zeroed(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Return this rank's rows of a full cotangent; zeros at positions outside the window."""
+    """Return this rank's rows of a full cotangent, with zeros in padding."""
     return fill_padding(_slice_rows(x, dim, frame, n, group), dim, frame, 0, n, group)
 
 
@@ -51,9 +52,10 @@ def _gather_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Te
 
 
 def _reduce_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge: bool) -> Tensor:
-    """Sum full tensors over the ranks and return this rank's rows, padded as `pad_to_frame` does for `edge`.
+    """Sum full tensors over the ranks and return this rank's rows.
 
-    Values (edge) use the collective reduce_scatter, which users can find in the graph; cotangents use the fastest way.
+    With `edge`, for values, padding has copies of valid rows, and the collective is reduce_scatter, which users can
+    find in the graph. Without, for cotangents, padding has zeros, and the communicator selects the fastest way.
     """
     rows = frames.pad_to_frame(frames.to_rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge)
     summed = current_communicator().reduce_scatter(frames.to_rank_order(rows, frame, n), n, group, plain=edge)
@@ -69,12 +71,15 @@ def _all_reduce_sum(x: Tensor, n: int, group: str) -> Tensor:
 
 
 def _broadcast_first(x: Tensor, group: str) -> Tensor:
-    """Return rank 0's x."""
+    """Return the x of the group's rank 0, on every rank."""
     return current_communicator().broadcast(x, group)
 
 
 def _identity(x: Tensor, *_: Any) -> Tensor:
-    """Return a view of x: an operator does not return its operand itself."""
+    """Return a view of x, in the direction of an operator that does not communicate, forward or backward.
+
+    An operator must not return its operand itself.
+    """
     return x.view_as(x)
 
 
@@ -179,7 +184,7 @@ class _ReduceGradFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, how: str, n: int, group: str, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors unchanged."""
+        """Return views of the tensors, unchanged."""
         ctx.set_materialize_grads(False)
         ctx.how, ctx.n, ctx.group = how, n, group
         return tuple(_identity(x) for x in xs)
@@ -194,7 +199,7 @@ class _ReduceGradFunction(torch.autograd.Function):
 
 
 def _sum_flat(grads: Sequence[Tensor | None], n: int, group: str) -> list[Tensor | None]:
-    """Return the sums over the ranks, with one all_reduce per dtype and device; None stays None."""
+    """Return each gradient summed over the ranks, with one all_reduce per dtype and device; None stays."""
     sums = list(grads)
     by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}  # indices and gradients
     for i, grad in enumerate(grads):

@@ -1,10 +1,10 @@
-"""Compute a result of a program when it is read: the program returns the operands of the result instead.
+"""Compute a result of a program when it is read; the program returns its operands instead.
 
     (loss, logits)  ->  (loss, hidden)     logits = hidden @ weight.T is computed if the caller reads it
 
 Such logits are next to a loss that is computed in tiles, and may never be read. A small graph computes the result. Its
 operands are results of the program or arguments. A gradient of the result becomes a gradient of each operand, stored
-for the program's backward.
+for the program's backward. The rows of a rank are its shard of the result; they are deferred until they are computed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class DeferredGraph:
     operands: tuple[DeferredOperand, ...]
 
     def bind(self, arguments: Sequence[Tensor], results: Sequence[Tensor], description: str) -> DeferredRows:
-        """Return the deferred rows of one call.
+        """Return the deferred rows of one call, which the runtime wraps as a result of the program.
+
+        The state of the operands is recorded, so that a later read detects that they have changed.
 
         Args:
             arguments: Arguments of the call.
@@ -74,11 +76,11 @@ class DeferredRows:
     row_ops: tuple[Callable[[Tensor], Tensor], ...] = ()  # functions to apply to the rows
 
     def map_rows(self, op: Callable[[Tensor], Tensor]) -> DeferredRows:
-        """Return deferred rows to which a row-wise function is applied."""
+        """Return deferred rows to which a row-wise function, such as a cast, is applied when computed."""
         return replace(self, like=op(self.like), row_ops=(*self.row_ops, op))
 
     def compute(self) -> Tensor:
-        """Compute the rows.
+        """Compute the rows, as the result is read now.
 
         Raises:
             SpError: An operand has changed since the call.
@@ -89,6 +91,8 @@ class DeferredRows:
 
     def gradients(self, rows: Tensor) -> list[Tensor]:
         """Return the gradients of the operands of `with_grad`; recomputes the rows.
+
+        Called in the backward of the result, before that of the program.
 
         Args:
             rows: Gradient of the rows.
@@ -103,7 +107,7 @@ class DeferredRows:
             return list(torch.autograd.grad(self._run(leaves), inputs, rows, materialize_grads=True))
 
     def _run(self, arguments: Sequence[Tensor]) -> Tensor:
-        """Run the graph, which contains the autocast regions of the program, without the caller's autocast."""
+        """Run the graph on the operands, without the caller's autocast: it contains that of the program."""
         with torch.autocast(self.like.device.type, enabled=False):
             result: Tensor = self.graph(*arguments)
         return result
@@ -129,5 +133,5 @@ class DeferredRows:
 
 
 def _sample_elements(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of a few elements of each tensor on its device, without synchronization."""
+    """Return copies of a few elements of each tensor, to detect changes, without synchronization."""
     return [sample_view(x.detach(), SAMPLE_ELEMENTS, 0).clone() for x in xs]

@@ -27,7 +27,7 @@ sp = torch.ops.sp
 
 @torch.compiler.disable
 def store_grad(grad: Tensor) -> Tensor:
-    """Store a gradient for the backward and return the gradient of its token, (1,) float64."""
+    """Store a gradient for the backward and return the gradient of its token, (1,) float64: its number."""
     number = next(_grad_numbers)
     _pending_grads[number] = grad
     return torch.tensor([number], dtype=torch.float64, device="cpu")
@@ -41,7 +41,10 @@ def new_token(x: Tensor) -> Tensor:
 
 @opaque("add_left(Tensor(a!) grad, Tensor number) -> ()", lambda grad, number: None, replays=False)
 def add_stored_grad(grad: Tensor, number: Tensor) -> None:
-    """Add the stored gradient of this number, (1,) float64, to `grad` in place; do nothing for 0."""
+    """Add the stored gradient of this number, (1,) float64, to `grad` in place; do nothing for 0.
+
+    The stored gradient is removed. Opaque, as the number is known only when the backward runs.
+    """
     stored = int(number.item())
     if stored:
         grad.add_(_pending_grads.pop(stored))

@@ -16,15 +16,18 @@ from sp_compile.lowering.comm.communicator import current_communicator
 
 @opaque("pack(Tensor[] xs, int dim, Tensor after) -> Tensor", lambda xs, dim, after: torch.cat(xs, dim))
 def pack(xs: list[Tensor], dim: int, after: Tensor) -> Tensor:
-    """Concatenate the tensors along ``dim``, after ``after`` (a cotangent) is computed. Bytes: none."""
+    """Concatenate the tensors along ``dim``, after ``after`` (a cotangent) is computed. Bytes: none.
+
+    The backward of ring attention calls it to send keys and values again.
+    """
     return torch.cat(xs, dim)
 
 
 @opaque("pack_by_owner(Tensor[] parts, int stride, str group) -> Tensor", lambda parts, *_: torch.stack(parts))
 def pack_by_owner(parts: list[Tensor], stride: int, group: str) -> Tensor:
-    """Stack gradients of keys and values by their owner on a ring of every stride-th rank.
+    """Stack gradients of keys and values by their owner, to which they are sent next.
 
-    Shapes: n tensors of one shape -> (n, ...). Bytes: none.
+    The owners are on a ring of every stride-th rank. Shapes: n tensors of one shape -> (n, ...). Bytes: none.
 
     Args:
         parts: Entry i belongs to the rank i steps back on the ring.

@@ -1,7 +1,8 @@
-"""Define the contents of padded rows, and the operators that restore and fill them: ``sp::window``, ``sp::mask``.
+"""Define the contents of padded rows, and ``sp::window`` and ``sp::mask``, which fill them.
 
-A shard of s rows per rank has padded rows if the ranks do not divide the sequence, or if a value is a window of it. In
-every tensor of a local graph
+A shard of s rows per rank has padded rows if the ranks do not divide the sequence, or if a value is a window of it. The
+valid rows of a frame `[outer, size, start, length]` are those from start to start + length - 1: its window. In every
+tensor of a local graph
 
     row at position p  =  row at position clamp(p, start, start + length - 1)        (`frames.nearest_rows`)
 
@@ -56,12 +57,12 @@ def window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
 
 
 def _zero_outside(grad: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Return the cotangent with zeros at positions outside the window."""
+    """Return the cotangent with zeros at positions outside the window: the adjoint of `window`."""
     return fill_padding(grad, dim, frame, 0, n, group)
 
 
 def _fill_nearest_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Return x with the nearest valid row of any rank in each padded row."""
+    """Return x with the nearest valid row, of any rank, in each padded row: the forward of `window`."""
     outer, _, start, length = frame[:4]
     if not frames.is_padded(frame, n) or frames.is_known(length == 0):
         return x.view_as(x)
@@ -79,10 +80,10 @@ def _fill_nearest_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str)
 
 
 def _edge_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> tuple[Tensor | None, Tensor | None]:
-    """Return the first and the last valid row, (..., 1, ...), or None if no rank has padding before or after it.
+    """Return the first and the last valid row, (..., 1, ...), None without padding before or after it.
 
-    Without an all-gather, each rank returns its own row at the same local index: the rank of the valid row is the only
-    one that uses it.
+    `_fill_nearest_rows` writes them to padded rows. None if no rank has padding on that side. Without an all-gather,
+    each rank returns its own row at the same local index: the rank of the valid row is the only one that uses it.
     """
     start, length = frame[2:4]
     rows = n * frames.local_row_count(frame, n)

@@ -1,6 +1,7 @@
 """Permute the rows of a full tensor with ``sp::reorder``, and its gradient's rows back.
 
-Programs in balanced layout permute a full tensor before ``sp::shard``, and back after ``sp::unshard``.
+Programs in balanced layout permute a full tensor before ``sp::shard``, and back after ``sp::unshard``: each rank then
+has rows of equal work. An order is a permutation of positions that is computed at run time.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from sp_compile.lowering.base.library import LinearMap, composite
 
 
 def _take_rows(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return x with the row of position order[i] as its i-th row. `inverse` is for the adjoint."""
+    """Return x with the row of position order[i] as its i-th row; `inverse` is for `_undo_rows`."""
     outer, size, start, length = frame
     positions = order if is_known(length == size) else order.narrow(0, start, length)
     return x.index_select(dim, nearest_rows(positions, frame, inner_rows(x.shape[dim], outer * length)))
 
 
 def _undo_rows(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
-    """Undo `_take_rows`, which is also its adjoint."""
+    """Return x with the rows in the order before `_take_rows`. This inverse is also the adjoint."""
     return _take_rows(x, dim, frame, inverse, order)
 
 

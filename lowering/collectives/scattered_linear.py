@@ -1,7 +1,7 @@
 """Run the reductions of a tensor-parallel program with its own backward: ``sp::reduce_pair``.
 
-The reductions run over other ranks than those that share the sequence. They are elementwise, so that shards are valid
-operands.
+The reductions run over other ranks than those that share the sequence, and so are unaffected by sharding it: they are
+elementwise, and shards are valid operands. The program pairs the reductions of a forward with those of its backward.
 """
 
 from __future__ import annotations

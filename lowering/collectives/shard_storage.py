@@ -1,6 +1,9 @@
-"""Store the value of a `Sharded` tensor: its layout, this rank's rows or the full tensor, and its origin for messages.
+"""Store the value of a `Sharded` tensor: its layout, and this rank's rows or the full tensor.
 
-A value is a result of a compiled program that stays sharded until it is read, that is, gathered for eager code.
+A value is a result of a compiled program that stays sharded until it is read, that is, gathered for eager code. Its
+rows are this rank's shard, padding included; its length is that of the sharded dim in the full tensor. Its origin
+describes it in messages. Aliases are tensors of one storage, such as y and y.detach(). Deferred rows are computed when
+they are first needed (`deferred.py`).
 """
 
 from __future__ import annotations
@@ -54,12 +57,15 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Return True if the dim is exactly the sequence, neither flattened nor a window."""
+        """Return True if the dim is exactly the sequence, neither flattened nor a window.
+
+        Only a value with such a layout is the base of views.
+        """
         return (self.outer, self.inner, self.before, self.after) == (1, 1, 0, 0)
 
     @property
     def is_balanced(self) -> bool:
-        """Return True if the row order is computed at run time."""
+        """Return True if the row order is computed at run time, as `balanced`."""
         return row_order(self.folds).is_balanced
 
     def frame(self, length: int) -> list[int]:
@@ -69,18 +75,21 @@ class Layout:
         return [self.outer, size, self.before, rows, *([self.folds] if self.folds > 1 else [])]
 
     def has_same_rows(self, other: Layout) -> bool:
-        """Return True if each rank stores the same rows in both layouts."""
+        """Return True if each rank stores the same rows in both layouts, so that no exchange is needed.
+
+        The order in memory may differ.
+        """
         return self == replace(other, order=self.order) and self.balanced is other.balanced
 
     def strides(self, shape: Sequence[int]) -> list[int]:
-        """Return the strides of a full tensor of this shape, without gaps."""
+        """Return the strides of a tensor of this shape, without gaps, with the dims in the layout's order."""
         strides, stride = [0] * len(shape), 1
         for dim in reversed(self.order):
             strides[dim], stride = stride, stride * shape[dim]
         return strides
 
     def gather(self, local: Tensor, length: int) -> Tensor:
-        """Return the full tensor, by an all-gather.
+        """Return the full tensor, by an all-gather: every rank must call this.
 
         Args:
             local: This rank's rows.
@@ -92,14 +101,17 @@ class Layout:
         return self.as_dense(full)
 
     def local_rows(self, full: Tensor) -> Tensor:
-        """Return this rank's rows of a full tensor; padding contains copies of valid rows."""
+        """Return this rank's rows of a full tensor, without an exchange; padding has copies of valid rows."""
         frame = self.frame(full.shape[self.dim])
         if self.balanced is not None:
             full = sp.reorder.default(full, self.dim, frame, self.balanced.order, self.balanced.inverse)
         return self.as_dense(sp.shard.default(full, self.dim, frame, self.n, self.group))
 
     def as_dense(self, x: Tensor) -> Tensor:
-        """Return the values without gaps in memory, in the layout's order, also for dims of size 1."""
+        """Return x without gaps in memory, in the layout's order; a copy if necessary.
+
+        Its strides are those of `strides`, also for dims of size 1.
+        """
         inverse_order, strides = [self.order.index(dim) for dim in range(x.ndim)], self.strides(x.shape)
         dense = x.permute(self.order).contiguous().permute(inverse_order)
         return dense if list(dense.stride()) == strides else dense.as_strided(x.shape, strides)
@@ -111,7 +123,10 @@ def _ignore_read(description: str) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """Description of a value for messages, and functions that are called with a description when it is read."""
+    """Description of a value for messages, and functions that are called when it is read.
+
+    The runtime sets them: a read is collective, so that ranks first compare what they read, by its description.
+    """
 
     description: str = "a sharded tensor"
     check_read: Callable[[str], None] = _ignore_read  # compares the reads of all ranks; raises SpError
@@ -149,14 +164,14 @@ class ShardStorage:
 
     @property
     def local_like(self) -> Tensor:
-        """Return a tensor of the value's dtype and device."""
+        """Return a tensor of the value's dtype and device, without a read; its shape has no meaning."""
         if self.deferred is not None:
             return self.deferred.like
         return self.local if self.local is not None else self._require_full()
 
     @property
     def _is_traced(self) -> bool:
-        """Return True if the value is a fake or traced tensor."""
+        """Return True if the value is a fake or traced tensor, whose reads are not checked or cached."""
         return type(self.local_like) is not Tensor
 
     def rows(self) -> Tensor:
@@ -196,7 +211,7 @@ class ShardStorage:
         return full
 
     def assign(self, new: Tensor, storage: StoredValue | None) -> None:
-        """Assign a value to this one and all its aliases.
+        """Assign a value to this one and all its aliases, as an in-place op does.
 
         Rows are replaced and not overwritten: graphs may have saved the old ones for their backwards. A full tensor is
         overwritten, as plain tensors share its memory.
@@ -216,15 +231,15 @@ class ShardStorage:
                 self.full.copy_(full)
 
     def _require_full(self) -> Tensor:
-        """Return the full tensor of a value without rows."""
+        """Return the full tensor of a value that has no rows, as it is read already."""
         assert self.full is not None, "a storage has rows, deferred rows or the full tensor"
         return self.full
 
     def map_rows(self, op: Callable[[Tensor], Tensor], name: str) -> ShardStorage:
-        """Return the storage of the result of a row-wise function.
+        """Return the storage of the result of a row-wise function, such as a cast, without a read.
 
         Args:
-            op: The function, applied to the full tensor or to the rows.
+            op: The function, applied to the full tensor if there is one, else to the rows, now or when computed.
             name: Description of the function in messages.
         """
         origin = replace(self.origin, description=f"{name} of {self.origin.description}")

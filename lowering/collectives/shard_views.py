@@ -3,7 +3,8 @@
     h: [B, S, D] along dim 1      h.flatten(0, 1): [B * S, D] along a part of dim 0      h[:, 1:]: a window of dim 1
     h[:, 0]                       no such view: the value is read
 
-A view has no storage of its own. It refers to the storage of its base, before and after that is read or written.
+The base is the value that a view is created from. A view has no storage of its own. It refers to the storage of its
+base, before and after that is read or written. A position is one index of the sharded dim of the base, as of one token.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class ViewStorage:
 
     @property
     def local_like(self) -> Tensor:
-        """Return a tensor of the value's dtype and device."""
+        """Return a tensor of the value's dtype and device, without a read; its shape has no meaning."""
         return self.base.local_like
 
     @property
@@ -54,11 +55,11 @@ class ViewStorage:
 
     @property
     def full(self) -> Tensor | None:
-        """Return the full view, or None if the base is not gathered."""
+        """Return the full view, in the memory of its base, or None if the base is not gathered yet."""
         return None if self.base.full is None else self._view_of(self.base.full)
 
     def rows(self) -> Tensor:
-        """Return this rank's rows; a view of the base's rows while that is sharded."""
+        """Return this rank's rows: a view of the base's rows, or rows of the full view once that is read."""
         with torch.no_grad():
             if self.full is not None:
                 return self.layout.local_rows(self.full)
@@ -80,10 +81,10 @@ class ViewStorage:
             self.read().copy_(new if storage is None else storage.read())
 
     def map_rows(self, op: Callable[[Tensor], Tensor], name: str) -> ShardStorage:
-        """Return the storage of the result of a row-wise function.
+        """Return the storage of the result of a row-wise function, such as a cast, without a read.
 
         Args:
-            op: The function, applied to the full view or to its rows.
+            op: The function, applied to the full view if the base is gathered, else to the rows of the view.
             name: Description of the function in messages.
         """
         origin = replace(self.origin, description=f"{name} of {self.origin.description}")
@@ -92,7 +93,10 @@ class ViewStorage:
         return ShardStorage(self.layout, self.length, op(self.rows()), origin)
 
     def _view_of(self, full: Tensor) -> Tensor:
-        """Return the view of the full base, in its memory."""
+        """Return the view of a full base, in its memory.
+
+        `like` has the strides and offset, relative to the base.
+        """
         start = int(full.storage_offset()) + int(self.like.storage_offset())
         return full.as_strided(self.like.shape, self.like.stride(), start)
 
@@ -118,7 +122,8 @@ _views_enabled: ContextVar[bool] = ContextVar("makes_views", default=False)
 def make_view(base: Tensor, steps: Iterable[Callable[[Any], Any]]) -> Any:
     """Apply view functions to a result, as single-device code does.
 
-    A view of a sharded value stays sharded if possible; otherwise the value is read.
+    The runtime calls it for results that are views of another result. A view of a sharded value stays sharded if
+    possible; otherwise the value is read.
 
     Args:
         base: The viewed result.
@@ -138,6 +143,8 @@ def can_keep_views() -> bool:
 
 def view_storages(storage: ShardStorage | ViewStorage, shape: Sequence[int], op: Callable[[Tensor], Any]) -> Any:
     """Return the storage of the view, or the list of storages of the views, that an op creates of a value.
+
+    The op runs on the meta device, which shows the strides and the offset of each view.
 
     Args:
         storage: Storage of the value.

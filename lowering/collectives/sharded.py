@@ -4,8 +4,9 @@
     z = compiled_next(y)   consumes the rows; y.detach(), y.to(dtype) and y.clone() map them
     y.mean()               reads: an all-gather, once for y and all its aliases, on every rank
 
-Autograd operates on the single-device value, so that reading is differentiable. In a backward, gradients are such
-values, too, or full tensors (equal on every rank), which are sliced where they enter a graph.
+Reading a value gathers it; ops that only move a value do not read it. Autograd operates on the single-device value, so
+that reading is differentiable. In a backward, gradients are such values, too, or full tensors (equal on every rank),
+which are sliced where they enter a graph. `shard_storage.py` defines storage, layout, rows, length and origin.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Sharded(Tensor):
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
         """Return the value as a DTensor on a 1-D mesh, Shard(dim). Differentiable, without an exchange.
 
-        Ranks store ceil(S / n) rows, the last ones fewer. Zigzag and flattened values are read first, on every rank.
+        Ranks of a DTensor store ceil(S / n) rows, the last ones fewer. Zigzag and flattened values are read first, on
+        every rank.
 
         Args:
             mesh: Mesh of the ranks that store the value; created from their group if None.
@@ -143,7 +145,7 @@ class Sharded(Tensor):
         return self.full().__dlpack__(**kwargs)
 
     def data_ptr(self) -> int:
-        """Return the address of the full tensor."""
+        """Return the address of the full tensor, after a read."""
         return self.full().data_ptr()
 
     @torch.compiler.disable
@@ -184,7 +186,7 @@ class Sharded(Tensor):
     def __torch_dispatch__(
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a handler of `SHARDED_MOVES` or `_view` if it supports the call; else read the values and run the op."""
+        """Run a handler of `SHARDED_MOVES` or `_view` if it supports the call; else read the values."""
         args, kwargs = pytree.tree_map_only(torch.SymInt, torch_compat.end_of_view, args), dict(kwargs or {})
         handler = SHARDED_MOVES.get(func) or (_view if func.is_view and can_keep_views() else None)
         moved = handler(func, args, kwargs) if handler is not None else None
@@ -193,7 +195,7 @@ class Sharded(Tensor):
         values: dict[int, Sharded] = {}  # by the id of their full tensors
 
         def read_value(value: Sharded) -> Tensor:
-            """Return the full tensor of a value, and record it in `values`."""
+            """Return the full tensor of a value, an operand, and record it in `values`."""
             full = value.shard_storage.read()
             values[id(full)] = value
             return full
@@ -219,7 +221,10 @@ MoveHandler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return another tensor of the same storage, for detach, alias and a view of the value's own shape."""
+    """Return another tensor of the same storage, for detach, alias and a view of the value's own shape.
+
+    A view of another shape is one of `_view`.
+    """
     value = args[0]
     if func is aten.view.default and tuple(args[1]) != tuple(value.shape):
         return _view(func, args, kwargs) if can_keep_views() else None
@@ -228,7 +233,7 @@ def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the view or views as sharded values."""
+    """Return the view or views as sharded values, or None if one of them has no layout."""
     value, *options = args
     storages = view_storages(value.shard_storage, value.shape, lambda like: func(like, *options, **kwargs))
     with torch.inference_mode(value.is_inference()):
@@ -246,7 +251,7 @@ def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _record_stream(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record a stream for the memory that the value has."""
+    """Record a stream for the memory that the value has, its rows or the full tensor."""
     value, stream = args
     func(value.shard_storage.read() if value.is_gathered else value.local, stream)
     return ()
@@ -303,7 +308,7 @@ GradientMap = Callable[[Tensor], Iterable[Tensor]]  # gradient of the rows -> gr
 
 
 class _FullFunction(torch.autograd.Function):
-    """Value -> full tensor, whose gradient is a full tensor."""
+    """Value -> full tensor, whose gradient is a full tensor: `Sharded.full`."""
 
     generate_vmap_rule = True
 
@@ -314,7 +319,7 @@ class _FullFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Sharded], output: Tensor) -> None:
-        """Save nothing."""
+        """Save nothing; `generate_vmap_rule` requires the method."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -323,7 +328,7 @@ class _FullFunction(torch.autograd.Function):
 
 
 class _ToLocalFunction(torch.autograd.Function):
-    """Value -> this rank's rows, whose gradient is rows of the value's gradient."""
+    """Value -> this rank's rows, whose gradient is rows of the value's gradient: `to_local`."""
 
     @staticmethod
     def forward(ctx: Any, x: Sharded, layout: Layout) -> Tensor:
@@ -378,7 +383,10 @@ class _FromLocalFunction(torch.autograd.Function):
 
 
 def refuse_transforms(grads: Sequence[Any] = ()) -> None:
-    """Raise SpError inside of a torch.func transform or for a batch of gradients."""
+    """Raise SpError inside of a torch.func transform or for a batch of gradients.
+
+    Compiled programs and their backwards call it before they run.
+    """
     if is_in_transform() or any(isinstance(grad, Tensor) and is_batch(grad) for grad in grads):
         raise SpError(
             "SP323",
@@ -395,7 +403,10 @@ def _local_rows(x: Tensor, layout: Layout) -> Tensor:
 
 
 def to_local(x: Sharded, layout: Layout) -> Tensor:
-    """Return this rank's rows in a layout, differentiable. Every rank reads values of another layout."""
+    """Return this rank's rows in a layout, differentiable, as the argument of a program of that layout.
+
+    A value of another layout is read first, on every rank.
+    """
     return _ToLocalFunction.apply(x, layout)
 
 
@@ -403,6 +414,8 @@ def from_local(
     local: Tensor, layout: Layout, length: int, origin: Origin | None = None, grad_token: Tensor | None = None
 ) -> Tensor:
     """Return the value of which a tensor is this rank's rows, differentiable; padding has no gradient.
+
+    The runtime wraps the results of a program with it.
 
     Args:
         local: Rows of this rank, any dtype.
@@ -422,7 +435,7 @@ def from_local(
 def from_deferred(
     deferred: DeferredRows, shape: Sequence[int], layout: Layout, length: int, origin: Origin, tokens: Sequence[Tensor]
 ) -> Tensor:
-    """Return a value whose rows are computed when it is read, differentiable.
+    """Return a value whose rows are computed when they are needed, differentiable.
 
     Args:
         deferred: Computation of the rows.
@@ -437,7 +450,7 @@ def from_deferred(
 
 
 class _WriteFunction(torch.autograd.Function):
-    """In-place assignment to a value. The gradient flows to the new value."""
+    """In-place assignment to a value (`write`). The gradient flows to the new value."""
 
     @staticmethod
     def forward(ctx: Any, x: Sharded, new: Tensor) -> Tensor:
@@ -465,7 +478,7 @@ def from_replicated(x: Tensor, layout: Layout, origin: Origin | None = None) -> 
 
 
 class _FromReplicatedFunction(torch.autograd.Function):
-    """Wrap a full tensor for a dry run as a value that is read already, whose gradient is the full gradient."""
+    """Wrap a full tensor for a dry run as a value that is read already, with a full gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, origin: Origin) -> Tensor:

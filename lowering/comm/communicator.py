@@ -61,7 +61,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def start_shift(self, x: Tensor, route: str) -> Tensor:
-        """Start to send x along a route of shifts: (...) -> (...). Pass the result to ``wait`` before it is read."""
+        """Start to send x along a route of shifts: (...) -> (...).
+
+        Pass the result to ``wait`` before it is read.
+        """
 
     @abstractmethod
     def wait(self, x: Tensor) -> Tensor:

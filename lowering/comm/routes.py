@@ -92,9 +92,10 @@ def _all_members(members: range) -> RouteEnds:
 
 
 def _fold_ends(rank: int, n: int) -> RouteEnds:
-    """Return the ends of a fold: a rank sends its two contiguous chunks, and receives its two zigzag chunks.
+    """Return the ends of a fold, the route from contiguous chunks to zigzag chunks.
 
-    Destinations are the zigzag owners of the sent chunks, sources the contiguous owners of the received ones.
+    A rank sends its two contiguous chunks, and receives its two zigzag chunks. Destinations are the zigzag owners of
+    the sent chunks, sources the contiguous owners of the received ones.
     """
     zigzag_ranks = sorted(min(chunk, 2 * n - 1 - chunk) for chunk in (2 * rank, 2 * rank + 1))
     return RouteEnds(zigzag_ranks, [rank // 2, (2 * n - 1 - rank) // 2])

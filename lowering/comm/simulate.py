@@ -93,7 +93,10 @@ def _autocast_settings() -> list[tuple[str, torch.dtype, bool, bool]]:
 
 
 class _SimulatedWorld:
-    """State that the threads of the simulated ranks share: turns, pending collective calls and the first error."""
+    """State that the threads of the simulated ranks share.
+
+    It consists of their turns, their pending collective calls and their first error.
+    """
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -174,7 +177,10 @@ class _SimulatedWorld:
 
 
 def _describe_call(call: tuple[str, Tensor] | None) -> str:
-    """Return a text of a collective call for comparison and messages, such as "all_reduce of float32[2, 3]"."""
+    """Return a collective call as text, such as "all_reduce of float32[2, 3]".
+
+    The texts of the ranks are compared, and are part of error messages.
+    """
     if call is None:
         return "finished"
     name, x = call
@@ -240,7 +246,10 @@ def _route_blocks(xs: list[Tensor], ends: list[routes.RouteEnds]) -> list[Tensor
 
 
 def _sum_rounded_once(xs: list[Tensor]) -> Tensor:
-    """Sum half-precision tensors in float32, rounded once. The terms are not stacked: key gradients are large."""
+    """Sum half-precision tensors in float32, rounded once.
+
+    The terms are not stacked, because key gradients are large.
+    """
     dtype = xs[0].dtype
     total = xs[0].to(accumulation_dtype(dtype), copy=True)
     for x in xs[1:]:

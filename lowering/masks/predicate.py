@@ -69,10 +69,10 @@ def _compile_condition(expr: Any, algebra: Algebra) -> Evaluator:
 
 
 def _split_relation(expr: Any) -> tuple[type, Any, Any]:
-    """Return a relation as (class, left side, right side), with the query terms on one side, without fractions.
+    """Return a relation as (class, left side, right side), without fractions.
 
-    Each symbol of a linear condition then occurs once, so intervals are exact, and with tensors only the comparison of
-    a column with a row has the size of a block.
+    The query terms are on one side. Each symbol of a linear condition then occurs once, so intervals are exact, and
+    with tensors only the comparison of a column with a row has the size of a block.
     """
     terms = sympy.Add.make_args(sympy.expand(expr.lhs - expr.rhs))
     denominator = sympy.ilcm(1, *(term.as_coeff_Mul()[0].q for term in terms))
@@ -277,7 +277,9 @@ _PREDICATE_FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _read_node(node: ast.AST) -> Any:
-    """Convert a node of the parsed text to a sympy expression. The text may come from a file: it is never executed.
+    """Convert a node of the parsed text to a sympy expression.
+
+    The text may come from a file, so it is never executed.
 
     Raises:
         SpError: If the node is not in the language.

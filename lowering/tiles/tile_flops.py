@@ -1,6 +1,7 @@
 """Count the FLOPs of tiled work: those of a tile, times the number of tiles.
 
-torch.utils.flop_counter uses these functions.
+torch.utils.flop_counter and the cost model use these functions. A program has one body per length of a tile, and a body
+two parts: the graphs "forward" and "gradients" (`tile_program.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ GROUPED_PRODUCT_OPS = {
 
 
 def _tiled_flops(part: str, rows: list[Tensor], shared: Any, tiles: int, name: str, *_: Any, **_meta: Any) -> int:
-    """Return the FLOPs of a program's "forward" or "gradients" over all rows, from those of its longest tile.
+    """Return the FLOPs of a program's "forward" or "gradients" over all rows.
+
+    They are those of its longest tile, scaled to the number of rows.
 
     Args:
         part: Field of `TileBody`. The gradients include the recomputation, or the results if they are computed at once.
-        rows: Rows of the call, and so are ``shared``, ``tiles`` and the program's name.
+        rows: Operands that are cut into tiles. This and the arguments below are those of the operator.
         shared: Operands that every tile reads.
         tiles: Number of tiles.
         name: Name of the program.
@@ -60,13 +63,13 @@ def tiles_backward_flops(cotangents: Any, *operands: Any, **meta: Any) -> int:
 
 
 def _accumulated_flops(part: TilePart, sums: list[TileSum]) -> int:
-    """Return the FLOPs of the products that a loop adds to its sums, from matrices of a tile.
+    """Return the FLOPs of the products that a loop adds to its sums over the tiles, for one tile.
 
-    The last results of the part are the parts of these sums, in order.
+    The last results of the part are the summands of these sums, in order.
     """
     results = part.graph.graph.output_node().args[0]
-    sum_parts = iter(results[len(results) - sum(kind.parts for kind in sums) :])
-    return sum(kind.flops(*(x.meta["val"].shape for x in islice(sum_parts, kind.parts))) for kind in sums)
+    summands = iter(results[len(results) - sum(kind.num_summands for kind in sums) :])
+    return sum(kind.flops(*(x.meta["val"].shape for x in islice(summands, kind.num_summands))) for kind in sums)
 
 
 @cache
@@ -89,14 +92,18 @@ def node_flops(node: Node) -> int:
 
 
 def is_grouped_product(node: Node) -> bool:
-    """Return True if a node multiplies each group of rows by a matrix of its own, or reduces groups to matrices."""
+    """Return True if a node multiplies each group of rows by its own matrix.
+
+    Products that reduce each group of rows to a matrix, as gradients of weights do, count, too.
+    """
     return isinstance(node.target, OpOverload) and schema_of(node.target).name in GROUPED_PRODUCT_OPS
 
 
 def _grouped_flops(a: Node, b: Node) -> int:
-    """Return the FLOPs of a grouped product: (R, I), (E, I, O) or (I, R), (R, O).
+    """Return the FLOPs of a grouped product of operands (R, I), (E, I, O) or (I, R), (R, O).
 
-    Each row is in one group, so they are those of one product; of E products where both operands have E.
+    R rows in E groups have I inputs and O outputs each. Each row is in one group, so they are those of one product; of
+    E products where both operands have E.
     """
     a_shape, b_shape = (list(map(size_hint, n.meta["val"].shape)) for n in (a, b))
     is_batched = len(a_shape) == len(b_shape) == 3

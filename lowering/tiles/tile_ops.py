@@ -4,7 +4,8 @@ No intermediate value of a tile is saved.
 
 Operands are `rows`, cut along the dim that the program names, and `shared`, which every tile reads. One loop calls
 the program once per tile, so the size of the compiled code does not depend on the number of tiles. Sums over the tiles
-(the gradient of a weight, a sum over tokens) are accumulated in place.
+(the gradient of a weight, a sum over tokens) are accumulated in place. A value is a result or a gradient over all tiles
+(`tile_program.py`). A cotangent is the gradient of a result.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def tile_length(rows: int, tiles: int) -> int:
 
 
 def _iterate_tiles(program: TileProgram, rows: Tensors, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
-    """Yield the body, the first row and the number of rows of each tile."""
+    """Yield (body, first row, number of rows) of each tile, with the program's body for its length."""
     total, first = rows[0].shape[program.rows[0]], 0
     if ANY_LENGTH in program.bodies:  # tiles of one row would need other programs: sizes of 1 broadcast
         n_tiles = min(tiles, max(1, total // 2))
@@ -45,7 +46,10 @@ def _iterate_tiles(program: TileProgram, rows: Tensors, tiles: int) -> Iterator[
 
 
 def _slice_tile(operands: Sequence[Tensor], dims: Sequence[int | None], first: int, length: int) -> Tensors:
-    """Return the rows [first, first + length) of each operand along its dim, contiguous; all of it if that is None."""
+    """Return the rows [first, first + length) of each operand along its dim, contiguous.
+
+    An operand whose dim is None has no rows of its own for a tile and is returned unchanged.
+    """
     return [
         x if dim is None else x.narrow(dim, first, length).contiguous() for x, dim in zip(operands, dims, strict=True)
     ]
@@ -82,13 +86,14 @@ def _run_tiles(
 
 
 def _fake_results(rows: Tensors, shared: Tensors, name: str, *kinds: str) -> Tensors:
-    """Return empty tensors for the program's values of these kinds, "results" or "gradients"."""
+    """Return empty tensors for the program's values of these kinds, as fakes of the operators."""
     program = PROGRAMS[name]
     extents = program.sizes([*rows, *shared])
     return [value.empty(extents, rows[0]) for value in _values_of(program, kinds)]
 
 
 def _values_of(program: TileProgram, kinds: Sequence[str]) -> list[TileValue]:
+    """Return the program's values of these kinds, "results" or "gradients", in the order of the kinds."""
     return [value for kind in kinds for value in getattr(program, kind)]
 
 
@@ -127,7 +132,7 @@ def tiles_at_once(rows: Tensors, shared: Tensors, tiles: int, program: str, seed
 def tiles_backward(
     cotangents: Tensors, rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None
 ) -> Tensors:
-    """Return the gradients of the operands that need one; a tile is recomputed.
+    """Return the gradients of the operands that need one; each tile is recomputed for them.
 
     Shapes: cotangents as the differentiable results; gradients as their operands.
     """
@@ -152,7 +157,7 @@ class _RecomputeFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Recompute each tile and run its backward."""
+        """Recompute each tile and run its backward, from the gradients of the results."""
         (seed, *operands), program = ctx.saved_tensors, PROGRAMS[ctx.program]
         rows, shared = list(operands[: ctx.num_rows]), list(operands[ctx.num_rows :])
         cotangents = [grads[i] for i in program.differentiable]
@@ -167,7 +172,10 @@ class _AtOnceFunction(torch.autograd.Function):
     def forward(
         ctx: Any, num_rows: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the program and its backward in tiles, and save the gradients; operands as in `_RecomputeFunction`."""
+        """Run the program and its backward in tiles, and save the gradients.
+
+        The operands are those of `_RecomputeFunction`.
+        """
         tile_program, rows, shared = PROGRAMS[program], list(operands[:num_rows]), list(operands[num_rows:])
         values = sp.tiles_at_once.default(rows, shared, tiles, program, seed)
         results, gradients = values[: len(tile_program.results)], values[len(tile_program.results) :]
@@ -191,11 +199,12 @@ class _AtOnceFunction(torch.autograd.Function):
 
 
 def _non_differentiable_results(program: TileProgram, results: Tensors) -> Tensors:
+    """Return the results that have no cotangent, which autograd must not differentiate."""
     return [x for i, x in enumerate(results) if i not in program.differentiable]
 
 
 def _grads_per_operand(num_operands: int, program: TileProgram, grads: Tensors) -> list[Tensor | None]:
-    """Return the gradient of each operand, None for those without one."""
+    """Return the gradient of each operand, None for those without one, as autograd expects them."""
     grad_of = dict(zip(program.grad_operands, grads, strict=True))
     return [grad_of.get(i) for i in range(num_operands)]
 

@@ -2,6 +2,13 @@
 
 A program computes a function of some rows, such as a loss over tokens: its results, and gradients of its operands. A
 tile is a part of the rows. A graph contains the name of a program (`base/registry.py`).
+
+    TileProgram    one `TileBody` for each length of a tile, and a `TileValue` for each result and gradient
+    TileBody       two `TilePart`s, graphs that a loop calls once per tile: `forward` and `gradients`
+    TileValue      shape and dtype of a tensor over all tiles: it has rows of each tile, or is a sum over the tiles
+
+A cotangent is the gradient of a result, which autograd passes to the backward. Extents are the values of the symbols in
+shapes for the operands of one call.
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]
 
 
 def resolve_shape(shape: Sequence[Any], extents: Extents) -> list[Any]:
-    """Return the shape with these values for its symbols."""
+    """Return the shape with the values of its symbols in one call, or in one tile."""
     sizes = [extents.get(size, size) if isinstance(size, sympy.Symbol) else size for size in shape]
     return [evaluate_expr(size, extents) if isinstance(size, sympy.Expr) else size for size in sizes]
 
@@ -41,7 +48,7 @@ class TilePart:
     graph: GraphModule
     inputs: list[Tensor]  # fake tensors as the graph takes them; rows are contiguous
     run: Callable[..., Any] = field(init=False)  # the graph, or its compiled form
-    compiler_key: Any = None  # key of the last `compile`
+    compiler_key: Any = None  # key of the last `compile`, such as the name and the options of the compiler
     strides: list[tuple[int, ...] | None] = field(init=False)  # of each input; None if its sizes are symbols
     # whether `run` supports operands of these sizes, by the sizes of inputs with symbols
     supported_sizes: dict[tuple[int, ...], bool] = field(default_factory=dict)
@@ -51,12 +58,12 @@ class TilePart:
         self.strides = [None if is_symbolic(x) else tuple(x.stride()) for x in self.inputs]
 
     def __call__(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the graph on operands of the traced shapes; their strides are adapted."""
+        """Run the graph, compiled if possible, on operands of the traced shapes; copy those of other strides."""
         operands = [_with_strides(x, strides) for x, strides in zip(operands, self.strides, strict=True)]
         return self.run(*operands) if self._can_run(operands) else self.graph(*operands)
 
     def _can_run(self, operands: Sequence[Tensor]) -> bool:
-        """Return True if the compiled graph supports the sizes of these operands."""
+        """Return True if the compiled graph supports these sizes: a symbolic one may violate a guard."""
         if None not in self.strides:
             return True
         sizes = tuple(chain(*(x.shape for x, strides in zip(operands, self.strides) if strides is None)))
@@ -65,7 +72,7 @@ class TilePart:
         return self.supported_sizes[sizes]
 
     def compile(self, compiler: Compiler, key: Any) -> None:
-        """Compile the graph, once for each key."""
+        """Compile the graph, unless its last compilation had the same key."""
         if self.compiler_key != key:
             with torch.no_grad(), torch.autocast(self.inputs[0].device.type, enabled=False):
                 self.run = compiler(self.graph, self.inputs)
@@ -74,7 +81,10 @@ class TilePart:
 
 
 def _with_strides(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    """Return x with these strides, or contiguous if they are None; copy only if necessary."""
+    """Return x with these strides, as a compiled graph requires; contiguous if they are None.
+
+    Copies only if necessary.
+    """
     if strides is None:
         return x.contiguous()
     if x.stride() == strides:
@@ -96,17 +106,17 @@ class TileValue:
     order: tuple[int, ...] = ()  # the dims from the slowest to the fastest, if not in order
 
     def sizes(self, extents: Extents) -> list[Any]:
-        """Return the shape in a call."""
+        """Return the shape in a call with these values of the symbols."""
         return resolve_shape(self.shape, extents)
 
     def empty(self, extents: Extents, like: Tensor) -> Tensor:
-        """Allocate the returned tensor on the device of `like`."""
+        """Allocate the tensor that an operator returns, on the device of `like`, in the memory order `order`."""
         order, shape = self.order or range(len(self.shape)), self.sizes(extents)
         buffer = like.new_empty([shape[d] for d in order], dtype=self.dtype)
         return buffer.permute([order.index(d) for d in range(len(shape))]) if self.order else buffer
 
     def allocate_total(self, extents: Extents, like: Tensor) -> Tensor:
-        """Allocate the tensor that accumulates the parts of the tiles."""
+        """Allocate the tensor that a loop over the tiles fills: rows, or zeros to which tiles are added."""
         if self.dim is not None:
             return self.empty(extents, like)
         return replace(self, dtype=accumulation_dtype(self.dtype)).empty(extents, like).zero_()
@@ -114,13 +124,13 @@ class TileValue:
     def add_tile(self, total: Tensor, tile_results: Iterator[Tensor], first: int, length: int) -> None:
         """Write the rows [first, first + length) of ``total``, or add to the sum ``total``, in place.
 
-        Takes the tensors of this value from ``tile_results``.
+        ``tile_results`` iterates over the results of one call of a part; this takes the tensors of this value from it.
         """
         if self.dim is not None:
             total.narrow(self.dim, first, length).copy_(next(tile_results))
         else:
             sum_kind = TILE_SUMS[self.adds]
-            sum_kind.add(total, *islice(tile_results, sum_kind.parts))
+            sum_kind.add(total, *islice(tile_results, sum_kind.num_summands))
 
 
 @dataclass(frozen=True)
@@ -134,13 +144,13 @@ class TileBody:
 
     @property
     def parts(self) -> list[TilePart]:
-        """Return the parts that exist."""
+        """Return the parts that exist, as the digest of a program's code reads them."""
         return [part for part in (self.forward, self.gradients) if part is not None]
 
 
 @dataclass(frozen=True, eq=False)
 class TileProgram:
-    """A program for the rows of one tile."""
+    """A program for the rows of one tile. Its operands are those with rows, then the shared ones."""
 
     name: str
     bodies: dict[int, TileBody]  # by the length of a tile, at most two, or one for ANY_LENGTH
@@ -154,16 +164,17 @@ class TileProgram:
     symbol_places: tuple[tuple[sympy.Symbol, tuple[int, int]], ...] = ()
 
     def sizes(self, operands: Sequence[Tensor]) -> dict[sympy.Expr, Any]:
-        """Return the values of the symbols for these operands, rows first."""
+        """Return the values of the symbols in shapes (the extents) for these operands, rows first."""
         rows: dict[sympy.Expr, Any] = {ROWS: operands[0].shape[self.rows[0]]}
         return rows | {symbol: operands[i].shape[dim] for symbol, (i, dim) in self.symbol_places}
 
-    def compile(self, compiler: Compiler, key: Any, learns: bool) -> None:
+    def compile(self, compiler: Compiler, key: Any, for_training: bool) -> None:
         """Compile the parts that a call runs, in training or not; the others remain as traced.
 
-        In training the forward does not run if the gradients are computed at once with the results.
+        Called before a compiled graph with the program's name runs. In training the forward does not run if the
+        gradients are computed at once with the results. For `key` see `TilePart.compile`.
         """
-        needs_gradients = learns and bool(self.grad_operands)
+        needs_gradients = for_training and bool(self.grad_operands)
         for body in self.bodies.values():
             if not (needs_gradients and self.at_once):
                 body.forward.compile(compiler, key)

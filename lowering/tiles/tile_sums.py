@@ -1,4 +1,6 @@
-"""Add the parts of tiles to a sum in place, without a temporary sum per tile.
+"""Add the tensors of each tile to a sum over the tiles in place, without a temporary sum per tile.
+
+Each kind of sum has a name, the tensors that a tile returns for it (its summands), and the addition:
 
 ""         x                                                   sum += x
 product    a (m, k), b (k, n)                                  sum += a @ b
@@ -20,11 +22,11 @@ from sp_compile.lowering.torch_compat import size_hint
 
 @dataclass(frozen=True)
 class TileSum:
-    """Accumulation of the parts of a tile into a sum."""
+    """Kind of a sum over the tiles."""
 
-    parts: int  # number of tensors that a tile returns
-    add: Callable[..., Any]  # adds the parts to the sum in place: (sum, *parts)
-    flops: Callable[..., int] = lambda *shapes: 0  # FLOPs of the addition, from the shapes of the parts
+    num_summands: int  # number of tensors that a tile returns for the sum
+    add: Callable[..., Any]  # adds the summands to the sum in place: (sum, *summands)
+    flops: Callable[..., int] = lambda *shapes: 0  # FLOPs of the addition, from the shapes of the summands
 
 
 def _add_groups(total: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
@@ -37,7 +39,7 @@ def _add_groups(total: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to ``total`` in place; it is computed in its own dtype if that of the sum is wider."""
+    """Add a @ b to ``total`` in place. A product of another dtype is rounded before it is added."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -45,11 +47,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _product_flops(a_shape: Any, b_shape: Any) -> int:
+    """Return the FLOPs of a @ b for one tile."""
     (m, k), (_, n) = a_shape, b_shape
     return 2 * math.prod(map(size_hint, (m, k, n)))
 
 
 def _group_flops(a_shape: Any, b_shape: Any, ends_shape: Any) -> int:
+    """Return the FLOPs of `_add_groups` for one tile: each row is in one group."""
     (rows, m), (_, n) = a_shape, b_shape
     return 2 * math.prod(map(size_hint, (rows, m, n)))
 

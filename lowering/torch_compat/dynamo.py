@@ -77,7 +77,7 @@ def is_argument(node: Node) -> bool:
 
 
 def is_memory_layout(node: Node) -> bool:
-    """Return True if the placeholder of a Dynamo graph is a symbolic stride or storage offset of an argument."""
+    """Return True if a Dynamo placeholder is a symbolic stride or storage offset of an argument."""
     source = getattr(node, "_dynamo_source", None)
     return isinstance(source, TensorPropertySource) and source.prop is not TensorProperty.SIZE
 

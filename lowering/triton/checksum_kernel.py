@@ -1,4 +1,7 @@
-"""Compute checksums with one Triton kernel per tensor. Importing this module requires triton."""
+"""Compute checksums with one Triton kernel per tensor. Importing this module requires triton.
+
+Ranks compare checksums of weights, buffers and gradients, to find those that differ. A program is one block of threads.
+"""
 
 import triton
 import triton.language as tl

@@ -12,12 +12,12 @@ AVAILABLE = find_spec("triton") is not None  # whether Triton is installed
 
 
 def is_plain_memory(x: Tensor) -> bool:
-    """Return True if ``x`` is a plain tensor or parameter, not another subclass."""
+    """Return True if ``x`` is a plain tensor or parameter, whose data a kernel may access by address."""
     return type(x) in (Tensor, Parameter)
 
 
 def can_use_triton(x: Tensor) -> bool:
-    """Return True if a Triton kernel may read ``x`` now. A compiler generates its own kernels."""
+    """Return True if a Triton kernel may read ``x`` now; False in a trace, as compilers generate kernels."""
     return AVAILABLE and x.is_cuda and is_plain_memory(x) and not torch.compiler.is_compiling()
 
 

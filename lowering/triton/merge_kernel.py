@@ -1,4 +1,8 @@
-"""Merge two attention results with one Triton kernel. Importing this module requires triton."""
+"""Merge two attention results with one Triton kernel. Importing this module requires triton.
+
+A result is a pair for a part of the keys: ``out``, the output, and ``lse``, the log-sum-exp of the scores of each row,
+which is -inf in rows without keys. The merged pair is that of all keys. ``attention/merge_blocks.py`` has the formula.
+"""
 
 import torch
 import triton
@@ -15,7 +19,8 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Merge ROWS of the batch * heads * length rows, as ``merge_blocks.merge_pointwise``.
 
-    ``batch_a`` to ``row_b`` are strides of out_a and out_b; the other tensors are contiguous.
+    ``rows`` is the number of all rows and ``width`` their length; WIDTH is the next power of two. ``batch_a`` to
+    ``row_b`` are strides of out_a and out_b; the other tensors are contiguous. With IN_PLACE, out is out_a.
     """
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, WIDTH)[None, :]
@@ -46,7 +51,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 def launch_merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Merge two attention results; results are contiguous, in the dtype of lse.
+    """Merge two attention results with one launch; results are contiguous, in the dtype of lse.
 
     Args:
         out_a: (..., S, E), any floating dtype.
@@ -74,6 +79,9 @@ def launch_merge(
 
 
 def _view_four_dims(x: Tensor) -> Tensor:
-    """View as (batch, heads, S, E) with contiguous columns. Results of attention kernels need no copy."""
+    """View x as (batch, heads, S, E) with contiguous columns, as the kernel requires.
+
+    Results of attention kernels need no copy.
+    """
     x = x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x.flatten(0, -4)
     return x if x.stride(-1) == 1 else x.contiguous()

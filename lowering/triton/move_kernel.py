@@ -1,7 +1,8 @@
 """Copy between arrays of any strides with a tiled Triton kernel. The import requires triton.
 
-Elements are moved as integers of 1 to 8 bytes, independent of their dtype. Tiles read and write full cache lines. After
-merging of dims, a tile is rows x columns x run, and the other dims are looped over:
+Elements are moved as words, integers of 1 to 8 bytes, independent of their dtype. A unit is one or two words that a
+thread moves at once. Tiles read and write full cache lines. After merging of adjacent dims, a tile is rows x columns x
+run, which one program of the kernel moves, and the other dims are looped over:
 
     run         the dim that is contiguous in source and target
     rows        the dim that is adjacent to the run in the target
@@ -35,7 +36,7 @@ MAX_LOOPS = 4  # dims over which a kernel can loop
 
 
 class Stride(NamedTuple):
-    """Size of a dim and its strides in the source and the target."""
+    """Size of a dim and its strides in the source, which is read, and in the target, which is written."""
 
     size: int  # number of positions
     read: int  # stride in the source
@@ -43,7 +44,7 @@ class Stride(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """Return True if both strides are 1."""
+        """Return True if both strides are 1, so that the dim is the run."""
         return self.read == self.written == 1
 
 
@@ -63,17 +64,17 @@ class TileShape:
 
     @property
     def word(self) -> int:
-        """Return the bytes of the integers that are moved."""
+        """Return the bytes of a word."""
         return min(self.unit, 8)
 
     @property
     def vector(self) -> int:
-        """Return the number of these integers per unit."""
+        """Return the number of words per unit."""
         return self.unit // self.word
 
     @property
     def programs(self) -> int:
-        """Return the number of tiles."""
+        """Return the number of tiles, one for each program of the launch."""
         sizes = self.rows.size, self.columns.size, self.run * self.vector
         return math.prod(map(triton.cdiv, sizes, self.tile)) * math.prod(loop.size for loop in self.loops)
 
@@ -83,6 +84,8 @@ def choose_tiling(
     shape: tuple[int, ...], read: tuple[int, ...], written: tuple[int, ...], itemsize: int, aligned: int = MAX_UNIT
 ) -> TileShape | None:
     """Return the tiling of a copy, or None if more than `MAX_LOOPS` dims remain to loop over.
+
+    Without a tiling, the caller uses torch's copy.
 
     Args:
         shape: Shape of both arrays.
@@ -116,7 +119,7 @@ def choose_tiling(
 
 
 def _merge_strides(dims: list[Stride]) -> list[Stride]:
-    """Sort dims from the outermost of the target to the innermost, and merge contiguous ones."""
+    """Sort dims from the target's outermost to its innermost, and merge those adjacent in both arrays."""
     merged: list[Stride] = []
     for dim in sorted(dims, key=lambda dim: (-dim.written, -dim.read)):
         outer = merged[-1] if merged else None
@@ -128,7 +131,10 @@ def _merge_strides(dims: list[Stride]) -> list[Stride]:
 
 
 def _tile_shape(run: int, rows: int, columns: int, unit: int) -> tuple[int, int, int]:
-    """Return the rows, columns and words of the run of a tile of at most MOVE_TILE bytes: powers of two."""
+    """Return the rows, columns and words of the run of a tile of at most MOVE_TILE bytes: powers of two.
+
+    ``run`` is in units of ``unit`` bytes; ``rows`` and ``columns`` are the sizes of these dims in the array.
+    """
     word = min(unit, 8)
     run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (run * (unit // word), rows, columns))
     run = min(run, MOVE_TILE // word)
@@ -149,7 +155,9 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, FULL_RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Move one tile. Addresses are integers.
+    """Move one tile.
+
+    ``source`` and ``target`` are addresses, as integers. Lengths and strides are in units.
 
     The index of the program is a mixed-radix number. Its digits, from the last one on: the tile in the run, in the
     columns and in the rows, and the position in each loop.
@@ -185,7 +193,7 @@ def _tile_addresses(  # type: ignore[no-untyped-def]
     base, start, word_0, row, column, run, rows, columns, row_stride, column_stride,
     WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, RUN: tl.constexpr, FULL_RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the addresses of one side of a tile, and the mask of those inside the array."""
+    """Return the addresses of the words of a tile in one array, and the mask of those inside the array."""
     word = (word_0 + tl.arange(0, RUN))[None, None, :]
     inside = (row < rows) & (column < columns)
     if not FULL_RUNS:
@@ -195,7 +203,7 @@ def _tile_addresses(  # type: ignore[no-untyped-def]
 
 
 def copy_strided(target: Tensor, source: Tensor) -> bool:
-    """Copy source to target, of equal shape and dtype, and return False if the kernel does not support it."""
+    """Copy source to target, of equal shape and dtype; return False if the kernel does not support it."""
     source = source.resolve_conj().resolve_neg()
     if target.is_conj() or target.is_neg():
         return False

@@ -66,7 +66,9 @@ def split_by_owner(low: int, high: int, s: int) -> list[HaloPart]:
 
 
 def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
-    """Return the rows [low, high), relative to this rank's first; ``fill`` outside the window. Differentiable.
+    """Return the rows [low, high), relative to this rank's first row, differentiably.
+
+    Rows outside the window are ``fill``.
 
     Shapes: dim of s -> high - low; outer and inner 1. Bytes: those of the rows that other ranks own, in the backward,
     too.
@@ -79,7 +81,7 @@ def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill:
 
 
 def read_around_ring(x: Tensor, dim: int, low: int, high: int, s: int, n: int, group: str) -> Tensor:
-    """Return the rows [low, high), relative to this rank's first, on a ring without padding. Differentiable.
+    """Return the rows [low, high), relative to this rank's first row, on a ring, differentiably.
 
     As ``read_around``, but rank 0 follows the last rank and every row is valid.
     """

@@ -96,9 +96,9 @@ class WindowPlacement(NamedTuple):
         return read_around(x, dim, low, high, self.frame, fill, self.n, self.group)
 
     def finish(self, y: Tensor, dim: int) -> Tensor:
-        """Replace padded rows of the result y by the nearest valid row, as every operator must; last step of each.
+        """Replace padded rows of the result y by the nearest valid row.
 
-        Their cotangents become exact zeros.
+        Every operator must do this as its last step. The cotangents of padded rows become exact zeros.
         """
         result = self.result or self.frame
         if self.frame is None or result is None or not is_padded(result, self.n):

@@ -1,1 +1,1 @@
-"""Describe the sharded inputs and outputs of a rank's program, and add the outputs that the sharded ones need."""
+"""Describe the sharded inputs and outputs of a rank's program, and add the outputs that they need."""

@@ -3,7 +3,12 @@
     return (loss, logits)   ->   return (loss, logits.detach(), token)
 
 The local program is the graph of one rank, before AOTAutograd. The runtime wraps its sharded outputs as `Sharded`
-values and uses the extra outputs for that; `GraphBoundary` records their numbers.
+values and uses the extra outputs for that; `GraphBoundary` records their numbers, the indices among the outputs
+(leaves).
+
+A balanced order is a permutation of the rows that is computed at run time, so that ranks share the work of attention
+equally. A deferred output is computed from other values, its operands, when the caller reads it. A gradient token is a
+one-element tensor; its gradient refers to the gradient of an output that the runtime has stored.
 """
 
 from __future__ import annotations
@@ -29,7 +34,8 @@ from .graph_boundary import first_balanced
 class ReturnPermutation(Pass):
     """Pass that returns the balanced order, its inverse and its chunks along with balanced outputs.
 
-    Does nothing if the graph receives the order as an input.
+    The runtime needs them to restore the order of the rows when the caller reads such an output. Does nothing if the
+    graph receives the order as an input.
     """
 
     requires = frozenset({"validated"})
@@ -53,8 +59,9 @@ class ReturnPermutation(Pass):
 class AddGradientTokens(Pass):
     """Pass that returns gradient tokens for differentiable outputs that the program also uses.
 
-    An example is logits from which the program computes a loss. The token carries the gradient of the output only if
-    the caller reads the output; see `lowering/collectives/grad_tokens.py`.
+    An example is logits from which the program computes a loss. If the caller does not read them, AOTAutograd would
+    compute a full-size gradient of zeros. The token carries their gradient only if the caller reads them, see
+    `lowering/collectives/grad_tokens.py`.
     """
 
     requires = frozenset({"validated", "deferred outputs"})
@@ -65,7 +72,7 @@ class AddGradientTokens(Pass):
         return cls() if context.is_split_only and context.trains and context.ranks.n > 1 else None
 
     def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
-        """Tap such outputs, return them detached, append their tokens, and return the number of tokens."""
+        """Detach outputs that the program also uses, append a token for each, and return the number of tokens."""
         leaves, output, tokens = output_leaves(gm), gm.graph.output_node(), dict[int, int]()
         storage_counts = Counter(storage_of(x.meta["val"]) for x in leaves if is_tensor(x))
         for i in context.differentiable(gm):
@@ -88,7 +95,7 @@ LOCAL_PROPERTIES = CAPTURED_PROPERTIES | {"validated", "tiled"}  # properties of
 
 
 class BoundaryPasses(Passes):
-    """Passes that add the outputs that the sharded outputs of a local program need."""
+    """Passes that add the outputs that the sharded outputs of a local program need, before compilation."""
 
     steps = (ReturnPermutation, DeferOutputs, AddGradientTokens)
 
@@ -97,7 +104,10 @@ class BoundaryPasses(Passes):
         super().__init__(context)
 
     def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
-        """Run the passes, and update `context.boundary`: the shapes of its results and the numbers of added outputs."""
+        """Run the passes, and update `context.boundary` with the shapes of its results and the added outputs.
+
+        Outputs from `num_program_outputs` on are tokens and operands, which the runtime does not return.
+        """
         shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_RULES][i].value.shape)) for i in context.boundary.results}
         context.update_outputs(shape=shapes)
         num_outputs = len(output_leaves(gm))

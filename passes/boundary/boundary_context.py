@@ -1,4 +1,9 @@
-"""Provide the context of passes over the outputs of a local program, and functions that edit outputs."""
+"""Provide the context of passes over the outputs of a local program, and functions that edit outputs.
+
+The local program is the graph of one rank. Its outputs are also called leaves; the number of an output is its index.
+The boundary describes which inputs and outputs are sharded. A gradient token is an extra output, a one-element tensor
+that carries the gradient of another output, see `insert_tap`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from .graph_boundary import GraphBoundary
 
 @dataclass
 class BoundaryContext(PassContext):
-    """The context of a pass over the boundary of a local program."""
+    """Context of a pass that adds outputs to a local program: the pass updates `boundary` when it does."""
 
     boundary: GraphBoundary = field(default_factory=GraphBoundary)  # replaced by passes that add outputs
     trains: bool = True  # gradients are recorded
@@ -26,11 +31,15 @@ class BoundaryContext(PassContext):
     is_split_only: bool = True
 
     def differentiable(self, gm: GraphModule) -> list[int]:
-        """Return the numbers of the sharded outputs that may have a gradient."""
+        """Return the numbers of the sharded outputs that may have a gradient: those of floating dtypes."""
         return [i for i in self.boundary.results if gm.meta[OUTPUT_RULES][i].value.dtype.is_floating_point]
 
     def update_outputs(self, **values_of_field: dict[int, Any]) -> None:
-        """Replace fields of `ShardedOutput`s in `boundary`: for each field, new values by output number."""
+        """Replace fields of some outputs in `boundary`, after a pass has changed them.
+
+        Args:
+            **values_of_field: By name of a field of `ShardedOutput`, its new values by output number.
+        """
         results = dict(self.boundary.results)
         for name, values in values_of_field.items():
             results |= {i: replace(results[i], **{name: value}) for i, value in values.items()}
@@ -38,18 +47,22 @@ class BoundaryContext(PassContext):
 
 
 def output_leaves(gm: GraphModule) -> list[Any]:
-    """Return the program's outputs as a list of nodes and constants."""
+    """Return the program's outputs, nodes and constants, as a list that a pass can edit."""
     return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def set_outputs(gm: GraphModule, leaves: Sequence[Any]) -> None:
-    """Replace the program's outputs in place."""
+    """Replace the program's outputs in place; passes call it with the edited list of `output_leaves`."""
     output = gm.graph.output_node()
     output.args = (type(output.args[0])(leaves),)
 
 
 def insert_tap(node: Node) -> Node:
-    """Insert ``value, token = sp::tap(node)`` and return the token. Users except outputs get the value instead."""
+    """Insert ``value, token = sp::tap(node)`` and return the token, which a pass appends to the outputs.
+
+    All users but the outputs read the value instead of the node. Its gradient is then the sum of that of the value and
+    of the gradient that the runtime stores for the token, if the caller computes one.
+    """
     graph, output = node.graph, node.graph.output_node()
     with graph.inserting_after(node):
         tap = graph.call_function(torch.ops.sp.tap.default, (node,))
@@ -60,7 +73,7 @@ def insert_tap(node: Node) -> Node:
 
 
 def insert_detach(node: Node) -> Node:
-    """Return the node's detached value, for use as an output."""
+    """Return the node's detached value, an output without a gradient of its own; a token carries that."""
     with node.graph.inserting_before(node.graph.output_node()):
         detached: Node = node.graph.call_function(torch.ops.aten.detach.default, (node,))
     return detached

@@ -2,7 +2,12 @@
 
     return (loss, logits)  ->  return (loss, hidden), and a graph that computes logits from hidden and the weight
 
-The loss is computed in tiles, without full logits. See `lowering/collectives/deferred.py` for the graph at run time.
+A tile is a part of a rank's rows; the loss is computed tile by tile, without full logits. Logits as an output would
+need the same work again, in nodes marked `recomputed`. These nodes move to a deferred graph, which the runtime runs if
+the caller reads the output. Its operands (hidden, weight) are arguments of the program or extra outputs; each that
+needs a gradient has a gradient token, an extra output that carries it. See `lowering/collectives/deferred.py`.
+
+The outputs are also called leaves; the number of an output or argument is its index.
 """
 
 from __future__ import annotations
@@ -38,11 +43,17 @@ class DeferOutputs(Pass):
 
     @classmethod
     def of(cls, context: BoundaryContext) -> Pass | None:
-        """Create the pass for a program without collectives of its own, else return None."""
+        """Create the pass for a program without collectives of its own, else return None.
+
+        Passes over such collectives identify gradients by the position of outputs, which this pass changes.
+        """
         return cls() if context.is_split_only else None
 
     def apply(self, gm: GraphModule, context: BoundaryContext) -> int:
-        """Replace such outputs in the graph and in `context.boundary`, and return their number."""
+        """Replace outputs that only repeat work of tiles by their operands, and return their number.
+
+        `context.boundary` records the deferred graph of each, and the numbers of its operands and tokens.
+        """
         leaves, deferred = output_leaves(gm), dict[int, DeferredGraph]()
         numbers: dict[Node, list[int]] = {}  # of the outputs that return the node
         for i in context.differentiable(gm):
@@ -68,7 +79,10 @@ class DeferOutputs(Pass):
 
 
 def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand:
-    """Return the source of an operand; append it, unless it is an argument, and its gradient token to `leaves`."""
+    """Return the source of a deferred graph's operand, from which the runtime reads it after a call.
+
+    Appends the operand to `leaves`, unless it is an argument, and its gradient token, if it needs a gradient.
+    """
     grad_token = None
     # AOTAutograd returns the gradients of arguments itself.
     if trains and x.op == "call_function" and _needs_gradient(x):
@@ -82,12 +96,16 @@ def _return_operand(x: Node, leaves: list[Any], trains: bool) -> DeferredOperand
 
 
 def _needs_gradient(x: Node) -> bool:
-    """Return True if gradients may reach the node."""
+    """Return True if gradients may reach the node, so that it needs a gradient token."""
     return node_info(x).requires_grad is not False and x.meta["val"].is_floating_point()
 
 
 def _recompute_nodes(node: Node) -> list[Node] | None:
-    """Return the nodes that compute an output for the caller only, in order; None if other nodes read them."""
+    """Return the nodes that compute an output for the caller only, in order; None if it is not deferred.
+
+    They are marked `recomputed`: they only repeat work of tiles. None if nodes other than these and the output read
+    them.
+    """
     if not node_info(node).recomputed or set(node.users) != {node.graph.output_node()}:
         return None
     recomputed = reachable_set([node], lambda n: [x for x in n.all_input_nodes if node_info(x).recomputed])
@@ -96,7 +114,11 @@ def _recompute_nodes(node: Node) -> list[Node] | None:
 
 
 def _extract_graph(gm: GraphModule, nodes: Sequence[Node], result: Node) -> tuple[GraphModule, list[Node]]:
-    """Return the nodes as a separate graph, each in its autocast region, and the operands of that graph."""
+    """Return the nodes as a separate graph, and its operands: the nodes of the program that they read.
+
+    Each node is in its autocast region in the separate graph, because the runtime runs it without the caller's
+    autocast.
+    """
     graph, copies = Graph(), dict[Node, Node]()
     operands = [x for x in dict.fromkeys(x for n in nodes for x in n.all_input_nodes) if x not in nodes]
     for x in operands:
@@ -114,7 +136,7 @@ def _extract_graph(gm: GraphModule, nodes: Sequence[Node], result: Node) -> tupl
 def _argument_number(x: Node) -> int | None:
     """Return the number of the program's argument that the node is, or None for a computed value.
 
-    ``sp::reduce_grad`` returns arguments unchanged.
+    ``sp::reduce_grad``, which adds the ranks' gradients of weights, returns arguments unchanged.
     """
     if x.target is operator.getitem and x.args[0].target is torch.ops.sp.reduce_grad.default:  # type: ignore[union-attr]
         x = x.args[0].args[0][x.args[1]]  # type: ignore[union-attr,index]

@@ -1,4 +1,11 @@
-"""Describe the sharded inputs and outputs of a rank's program, for the runtime that wraps and unwraps them."""
+"""Describe the sharded inputs and outputs of a rank's program, for the runtime that (un)wraps them.
+
+The program has inputs and outputs with this rank's rows only; its caller passes and receives `Sharded` values, which
+have a layout. The number of an input or output is its index. The caller does not receive all outputs. A gradient token
+is a one-element output through which the gradient of a sharded output returns to the program. A deferred output is
+computed from other values, its operands, when the caller reads it; the operands are extra outputs. Balanced rows are in
+an order that is computed at run time, a `RowPermutation`.
+"""
 
 from __future__ import annotations
 
@@ -47,5 +54,8 @@ class GraphBoundary:
 
 
 def first_balanced(layouts: Mapping[int, Layout]) -> int | None:
-    """Return the number of the first balanced input, whose order the program keeps, or None."""
+    """Return the number of the first input with balanced rows, or None.
+
+    The program and its outputs keep the order of its rows, so the runtime reads the order from this input.
+    """
     return next((i for i, layout in layouts.items() if layout.is_balanced), None)

@@ -1,4 +1,8 @@
-"""Determine the sharded inputs and outputs of a local graph."""
+"""Determine the sharded inputs and outputs of a local graph, the graph of one rank.
+
+A sharded dim is outer * rows * inner. Its frame describes the rows: they are a window of the sequence, the positions
+[start, start + length) of `size`. The global view is the captured graph, whose values are full tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,9 @@ from .graph_boundary import GraphBoundary, ShardedOutput
 def make_boundary(
     local: GraphModule, view: GlobalView, ranks: Ranks, symbols: Mapping[sympy.Symbol, tuple[int, int | None]]
 ) -> GraphBoundary:
-    """Return the sharded inputs and outputs of a local graph.
+    """Return the sharded inputs and outputs of a local graph, once the passes have placed its outputs.
+
+    The runtime wraps and unwraps them. `BoundaryPasses` update the result later, when they add outputs to the graph.
 
     Args:
         local: The graph of one rank.
@@ -46,7 +52,11 @@ def make_boundary(
 
 
 def _sharded_outputs(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[int, ShardedOutput]:
-    """Return the outputs that stay sharded, by number: all placed as Shard, without those of option "local"."""
+    """Return the outputs that the caller receives as `Sharded` values, by number.
+
+    These are all outputs placed as Shard, except those of option "local", which are plain tensors of a rank's rows. On
+    one rank, outputs that would be gathered on several (small ones, or of option "gather") are full tensors.
+    """
     outputs: dict[int, ShardedOutput] = {}
     for i, (output_name, option, info) in enumerate(
         zip(view.names, view.outputs, local.meta[OUTPUT_RULES], strict=True)

@@ -132,9 +132,9 @@ def scan_of_leaf(e: sympy.Expr | None, i: int, left: list[Any], right: list[Any]
 
 
 def _match_recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
-    """Return the recurrence that computes leaf i, right[i] + right[j] * left[i], with factors j; else None.
+    """Return the recurrence that computes leaf i, right[i] + right[j] * left[i], or None.
 
-    Leaf j must be the product of the factors, left[j] * right[j].
+    Leaf j contains the factors: it must be computed as their product, left[j] * right[j].
     """
     for j, factors in enumerate(results):
         if factors == left[j] * right[j] and results[i] == sympy.expand(right[j] * left[i] + right[i]):
@@ -276,7 +276,10 @@ class ExpandAssociativeScans(Pass):
 
 
 def _build_tree(combine: GraphModule, num_leaves: int) -> Callable[..., Any]:
-    """Return a function of the leaves and the captured values that scans the leaves along dim 0, for a trace."""
+    """Return a function that scans the leaves along dim 0, for a trace.
+
+    Its arguments are the leaves and the captured values.
+    """
 
     def run(*inputs: Any) -> Any:
         """Scan the first `num_leaves` inputs; the others are the captured values."""

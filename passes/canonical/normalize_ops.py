@@ -88,7 +88,10 @@ def _unify_overloads(gm: GraphModule) -> int:
 
 
 def _normalize_new(op: Any, node: Node) -> CallForm:
-    """Return x.new_*(size) as `op` with the dtype and device of the result, so that x need not be gathered."""
+    """Return x.new_*(size) as `op` with the dtype and device of the result.
+
+    It does not read x, so that x need not be gathered.
+    """
     call, value = OpCall(node), node.meta["val"]
     args = tuple(call[name] for name in ("size", "fill_value") if name in call.args)
     return CallForm(op, args, {"dtype": value.dtype, "device": value.device})

@@ -49,7 +49,7 @@ SCAN_FORM_OPS = {*CUMULATIVE_OPS, sp.scan.default, sp.linear_scan.default}
 
 
 def match_shift(node: Node) -> PadMatch | None:
-    """Return the shift by one row that computes a value, as a padding of its source; None for other values."""
+    """Return the shift by one row that computes a value, as a padding of its source, or None."""
     piece = match_slice(node)
     pad = match_padding(node if piece is None else value_origin(piece.source))
     if piece is not None and pad is not None:
@@ -178,7 +178,7 @@ def _match_shifted_scan(node: Node) -> ScanMatch | None:
 
 
 def _match_exclusive(node: Node) -> ScanMatch | None:
-    """Return the inclusive scan that a value shifts by one row, so that it is the exclusive one; else None."""
+    """Return the inclusive scan that a value shifts by one row to the exclusive scan, or None."""
     shift = match_shift(node)
     scan = match_scan(shift.source) if shift is not None else None
     return scan if shift is not None and scan is not None and _excludes_element(scan, shift) else None
@@ -262,7 +262,10 @@ _SUM_FORMS = {
 
 
 def _match_combination(node: Node) -> ScanMatch | None:
-    """Match a signed sum of a scan, its operand and its total (of all rows) that is a scan: see `_SUM_FORMS`."""
+    """Match a signed sum of a scan, its operand and its total that is a scan.
+
+    The total is the sum of all rows. `_SUM_FORMS` lists these sums.
+    """
     if node.target not in SIGNS:
         return None
     terms = _signed_terms(node)

@@ -82,7 +82,9 @@ def outermost_trees(graph: Graph) -> list[tuple[Node, SlicePiece]]:
 
 
 def _is_inner(first_row: SlicePiece, first_rows: Iterable[SlicePiece]) -> bool:
-    """Return True if a level is the inner one of another level: its leaf combines that level's rows in pairs.
+    """Return True if a level is the inner level of another one.
+
+    Its leaf then combines that level's rows in pairs.
 
     Args:
         first_row: The slice of the first row of its leaf.
@@ -99,7 +101,9 @@ def _is_inner(first_row: SlicePiece, first_rows: Iterable[SlicePiece]) -> bool:
 
 
 def match_interleaving(node: Node) -> SlicePiece | None:
-    """Match the join of a level: results at even rows, interleaved with those at odd rows (the inner scan).
+    """Match the join of a level: results at even rows, interleaved with those at odd rows.
+
+    The results at odd rows are the inner scan.
 
     Returns:
         The slice of the leaf's first row, or None for another node.

@@ -160,7 +160,7 @@ def _match_rows(x: Node, dim: int) -> tuple[Node, _RowSlice | None]:
 def _match_combine(
     value: Node, level: _Level, leaf: Node | None, sides: Mapping[_RowSlice, str], num_results: int = 0
 ) -> _LevelCombine | None:
-    """Return the function by which a value combines left and right rows of a leaf, or None if it is unknown.
+    """Return the function by which a value combines left and right rows of a leaf, or None.
 
     Args:
         value: The pairs of the level, its results at even rows, or the factors of its pairs.

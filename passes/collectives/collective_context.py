@@ -1,4 +1,4 @@
-"""Provide the context of passes over the collectives of a program, and the queries that they send to other ranks."""
+"""Provide the context of passes over the collectives of a program, and their queries to other ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sp_compile.passes.cost.input_facts import InputFacts
 
 
 class RankQueries(Protocol):
-    """Queries of passes to the ranks that a program connects, implemented by the runtime.
+    """Queries of passes to the ranks of a program with process groups of its own.
 
-    All ranks send the same queries.
+    The runtime implements them. All ranks send the same queries, as the answers may need messages between them.
     """
 
     @property
@@ -28,14 +28,14 @@ class RankQueries(Protocol):
         """Return the facts about the inputs on each group, by the group's name."""
 
     def has_same_programs(self, gm: GraphModule) -> bool:
-        """Return True if all ranks have the same joint graph and the same facts about its inputs.
+        """Return True if all ranks have the same joint graph and facts, so that they rewrite it equally.
 
         Args:
             gm: The joint graph of this rank.
         """
 
     def compares_gradients(self, ranks: Ranks) -> bool:
-        """Return True if the ranks compare gradients at run time.
+        """Return True if the ranks can compare gradients at run time, as rewrites that assume equal ones need.
 
         Args:
             ranks: The group of the gradients.
@@ -44,7 +44,7 @@ class RankQueries(Protocol):
 
 @dataclass
 class NoRanks:
-    """The queries of a program that connects no ranks."""
+    """The queries of a program without process groups of its own, and of a pass that runs directly."""
 
     groups: Sequence[Ranks] = ()
     facts: Mapping[str, InputFacts] = field(default_factory=dict)

@@ -244,7 +244,7 @@ class Strategy:
     # (forward, backward) bytes that a rank sends in a call of the op; required with an op
     sends: Callable[[OpCall, int], tuple[Size, Size]] | None = None
     declare: Callable[[OpCall, Ranks], None] = lambda call, ranks: None  # declares the routes of the op's exchanges
-    neighbours: Callable[[OpCall], int] = lambda call: 1  # neighboring ranks that exchange heads in a call
+    neighbors: Callable[[OpCall], int] = lambda call: 1  # neighboring ranks that exchange heads in a call
     axes: tuple[()] | tuple[str, str] = ()  # names of the mesh axes (ring, neighbors)
     always: bool = False  # True if it splits any attention over any number of ranks
     options: tuple[str, ...] = ()  # fields of SPConfig for this strategy only

@@ -181,7 +181,10 @@ class SizeBuilder:
         return [self(v) for v in values]
 
     def _build(self, expr: sympy.Expr) -> Node:
-        """Append the nodes that compute an expression of sums, products, powers, floor divisions and remainders."""
+        """Append the nodes that compute an expression.
+
+        It may contain sums, products, powers, floor divisions and remainders.
+        """
         if isinstance(expr, sympy.Symbol):
             if expr in self.sources:
                 return self._emit(torch.ops.aten.sym_size.int, self.sources[expr])
@@ -219,7 +222,10 @@ class SizeBuilder:
 
 
 def read_sizes_from_inputs(graph: Graph) -> None:
-    """Replace sizes of intermediate values by sizes of inputs, so that no value stays alive for its size alone."""
+    """Replace sizes of intermediate values by sizes of inputs.
+
+    No value then stays alive for its size alone.
+    """
     builder, placeholders = SizeBuilder(graph), graph.find_nodes(op="placeholder")
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
         extent = as_size(node.meta["val"])

@@ -1,7 +1,8 @@
 """Annotate the collectives of a backward with their forward node, for timeout messages.
 
-AOTAutograd annotates only forward nodes. Inductor writes the annotation into its code, which caches keep: a program
-that is loaded from a cache has no graph.
+The message about a collective that does not complete in time names the user's line. AOTAutograd annotates only forward
+nodes with it. Inductor writes the annotation into its code, which caches keep: a program that is loaded from a cache
+has no graph.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from sp_compile.passes.cost.group_names import is_collective
 class AnnotateBackwardSources(Pass):
     """Pass that sets meta["from_node"] of collectives in the backward to that of their forward node.
 
-    This is the first forward node with the same autograd sequence number.
+    This is the first forward node with the same autograd sequence number (`seq_nr`): AOTAutograd sets the
+    same one for a forward op and the nodes of its backward.
     """
 
     provides = frozenset({"named sources"})

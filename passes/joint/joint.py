@@ -3,6 +3,10 @@
 Passes that rewrite only collectives run here: the all_reduces of gradients and of DTensor are in the graph, autograd is
 complete, and the partitioner selects the saved values from the result. The inputs of a joint graph are the primals (the
 inputs of the forward) and the tangents (the gradients of its results).
+
+An exchange is a collective that a pass inserts, such as sp::all_gather. Facts (`InputFacts`) state which inputs are
+equal on all ranks of a group. A rewrite that is exact only for equal values assumes them: the runtime compares the
+assumed inputs, and the graph itself the assumed tangents.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ import_submodules("sp_compile.passes.collectives", collectives.__path__)
 
 
 class ScatterLayers(Passes):
-    """Pass that scatters the rows of linear layers over one group, where all its ranks compute the same rows."""
+    """Pass that scatters the rows of linear layers over one group whose ranks all compute the same rows."""
 
     requires = frozenset({"captured"})
     provides = frozenset({"scattered layers"})
@@ -60,8 +64,8 @@ class ScatterLayers(Passes):
     def apply(self, gm: GraphModule, context: JointContext) -> int:
         """Scatter the layers over `context.ranks` in place, and return the number of changes.
 
-        Adds to the context the layers, and the inputs and output gradients that the rewrite assumes to be equal on all
-        ranks of the group.
+        The rewrite runs on a copy, which replaces the graph if a layer was scattered. Adds to the context the layers,
+        for the report, and the primals and tangents that the rewrite assumes to be equal on all ranks of the group.
         """
         ranks, copied = context.ranks, copy_graph(gm)
         facts = map_facts(copied, context.session.facts[ranks.group], context.shapes)
@@ -89,7 +93,10 @@ class ScatterLayers(Passes):
 
 
 class LowerExchanges(Pass):
-    """Pass that replaces the sp:: exchanges by the functional collectives and ATen ops of their bodies."""
+    """Pass that replaces the sp:: exchanges by the functional collectives and ATen ops of their bodies.
+
+    `MergeExchanges` and the compiler expect this form. AOTAutograd creates it only for ops before the joint graph.
+    """
 
     requires = frozenset({"scattered layers"})
     provides = frozenset({"lowered collectives"})
@@ -100,7 +107,7 @@ class LowerExchanges(Pass):
 
 
 class ScatterEachGroup(Passes):
-    """Passes that scatter layers over each of the program's groups in turn."""
+    """Passes that scatter layers over each of the program's groups in turn, as for each axis of a mesh."""
 
     steps = (ScatterLayers, LowerExchanges)
 
@@ -127,15 +134,16 @@ class MergeExchanges(Passes):
 
 
 class AddGradientChecks(Pass):
-    """Pass that starts each backward with a check of the gradients that a rewrite assumes to be equal on all ranks.
+    """Pass that starts the backward with a check of the tangents that `ScatterLayers` assumes to be equal.
 
-    Readers of a gradient t then read check[0] of `check = sp.shared([t], [line], n, group)`.
+    Readers of a tangent t then read check[0] of `check = sp.shared([t], [line], n, group)`. This op compares t between
+    the ranks at run time. If the values differ, it raises an error with the source line.
     """
 
     requires = frozenset({"final collectives"})
 
     def apply(self, gm: GraphModule, context: JointContext) -> int:
-        """Insert the checks in place, and return the number of checked gradients."""
+        """Insert the checks for groups whose ranks compare gradients; return the number of checked tangents."""
         checks = [
             (ranks, lines) for ranks, lines in context.equal_tangents if context.session.compares_gradients(ranks)
         ]
@@ -147,6 +155,9 @@ class AddGradientChecks(Pass):
         Args:
             ranks: Ranks that compare the gradients.
             lines: Source line, for the error message, by name of the tangent.
+
+        Returns:
+            The number of checked tangents, without those that nothing reads.
         """
         tangents = [node for node in self.graph.find_nodes(op="placeholder") if node.name in lines and node.users]
         if not tangents:
@@ -173,7 +184,11 @@ class OptimizeUserExchanges(Passes):
         return cls() if context.session.groups else None
 
     def apply(self, gm: GraphModule, context: JointContext) -> int:
-        """Optimize the collectives in place and return the number of changes; record the groups of the backward."""
+        """Optimize the collectives in place, and return the number of changes.
+
+        Adds to `context.backward` the groups of collectives that depend on a tangent: only for these groups the runtime
+        checks that all ranks run the backward.
+        """
         check_reductions(gm.graph)
         changes = 0
         if context.session.has_same_programs(gm):
@@ -190,7 +205,10 @@ JOINT_PROPERTIES = CAPTURED_PROPERTIES | {"canonical", "chosen attention", "chec
 
 
 class JointPasses(Passes):
-    """All passes over a joint graph, in place. An SpError is raised on all ranks of a group."""
+    """All passes over a joint graph, in place.
+
+    The compiler of a program runs them before it partitions the graph. An SpError is raised on all ranks of a group.
+    """
 
     name = "joint"
     steps = (AnnotateBackwardSources, SaveAttentionInCheckpoints, OptimizeUserExchanges, SeparateResultStorage)
@@ -215,7 +233,10 @@ class JointPasses(Passes):
         return report
 
     def key(self) -> str | None:
-        """Return the key for caches of compiled code, or None if the passes exchange messages between ranks."""
+        """Return the passes' part of the key under which torch caches compiled code; None disables the cache.
+
+        The key is None if the passes exchange messages between ranks: a rank that loads a cached result sends none.
+        """
         if self.job.session.groups:
             return None
         return f"sp_compile joint {sources_digest(*passes.__path__, str(Path(__file__).parents[2]))}"
@@ -228,14 +249,15 @@ OTHER_PROGRAMS = "the programs of the ranks differ or their groups are not a gri
 
 
 def _result_lines(results: Sequence[Node]) -> str:
-    """Return the source lines of results, any of which a gradient may belong to, for a message."""
+    """Return the source lines of the results of which a tangent may be the gradient, for an error message."""
     return " or ".join(dict.fromkeys(f"created at {node_line(result)}" for result in results))
 
 
 def replace_nodes(gm: GraphModule, new_gm: GraphModule) -> None:
-    """Replace the nodes of `gm` by copies of those of a graph with the same inputs.
+    """Replace the nodes of `gm`, except its inputs, by copies of those of a graph with the same inputs.
 
-    The Graph object of `gm` remains, as AOTAutograd's caller refers to it.
+    `ScatterLayers` calls it to return in `gm` what a pass has done to a copy. The Graph object of `gm` remains, as
+    AOTAutograd's caller refers to it.
     """
     copies: dict[Node, Node] = dict(zip(*(x.graph.find_nodes(op="placeholder") for x in (new_gm, gm)), strict=True))
     for node in reversed(list(gm.graph.nodes)):

@@ -17,7 +17,7 @@ from sp_compile.passes.tensor_parallel.scatter_layers import LinearLayer
 
 @dataclass
 class JointContext(CollectiveContext):
-    """The context of passes over one joint graph, and their results for later passes."""
+    """The context of passes over one joint graph, and their results for later passes and the runtime."""
 
     ranks: Ranks = SINGLE_RANK  # the group over which `ScatterLayers` scatters
     shapes: Sequence[tuple[Any, ...]] = ()  # of the function's tensor arguments, on this rank
@@ -27,7 +27,7 @@ class JointContext(CollectiveContext):
     common_inputs: dict[str, frozenset[str]] = field(default_factory=dict)
     # Each of these groups, and the output gradients that must be equal on its ranks: the source line by name.
     equal_tangents: list[tuple[Ranks, Mapping[str, str]]] = field(default_factory=list)
-    backward: set[str] = field(default_factory=set)  # groups of the backward's collectives
+    backward: set[str] = field(default_factory=set)  # names of the groups of the backward's collectives
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Map facts about a function's arguments to the inputs and gradients of its joint graph.
 
 A fact states, for example, that argument `input_0` has equal values on all ranks. In the joint graph that argument is
-the first tensor among the primals, such as `primals_3`.
+the first tensor among the primals, such as `primals_3`. The primals are the inputs of the forward; the tangents are the
+gradients of its results.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from sp_compile.passes.graph.sizes import as_sizes, is_same_shape
 
 
 def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ...]]) -> InputFacts | None:
-    """Return facts about a joint graph's inputs and their gradients.
+    """Return facts about a joint graph's inputs and their gradients, by the names of its placeholders.
+
+    `ScatterLayers` calls it for each group, to scatter only layers whose inputs are equal on the group's ranks.
 
     A joint graph has the primals, then the tangents; its outputs end with a gradient (or None) for each primal. A
     DTensor is represented by its local tensor and its mesh.
@@ -30,7 +33,8 @@ def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ..
         shapes: The shapes of the function's tensor arguments, on this rank.
 
     Returns:
-        The facts, or None if the inputs are not recognized.
+        The facts, or None if the tensors among the primals do not match `shapes` one by one, since AOTAutograd has
+        regrouped them.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     primals = inputs[: len(inputs) - len(graph_tangents(gm.graph))]
@@ -58,12 +62,18 @@ def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ..
 
 
 def _can_be_gradient(tangent: Node, result: Node) -> bool:
-    """Return True if the shapes are equal. AOTAutograd does not record of which result a tangent is the gradient."""
+    """Return True if a tangent has the shape of a result, so that it may be its gradient.
+
+    AOTAutograd does not record of which result a tangent is the gradient.
+    """
     return is_tensor(tangent) and is_same_shape(*(as_sizes(node.meta["val"].shape) for node in (result, tangent)))
 
 
 def _matches_shape(node: Node, shape: tuple[Any, ...]) -> bool:
-    """Return True if an input has this number of dims and its static sizes; symbolic sizes may have any value."""
+    """Return True if an input has this number of dims and its static sizes, as the argument has.
+
+    Symbolic sizes may have any value.
+    """
     node_shape = node.meta["val"].shape
     is_same_size = [size == extent for size, extent in zip(node_shape, shape) if isinstance(size, int)]
     return len(node_shape) == len(shape) and all(is_same_size)

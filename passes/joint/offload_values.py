@@ -3,7 +3,8 @@
     forward   x = ...; h = sp.offload(x); ... sp.offloaded(h, x); return (..., h)
     backward  y = sp.reload(h, device); ... sp.reloaded(y); ... reads of y
 
-`offload` and `reload` start a copy, `offloaded` and `reloaded` wait for it.
+`offload` and `reload` start a copy, `offloaded` and `reloaded` wait for it. A saved value is an output of the forward
+that the backward reads. It fills its storage if it has all elements of it; other values of a storage are views.
 
 Works on both partitions of a joint graph, where the saved values and the order of nodes are known. A copy starts when
 its value is computed, and its wait is placed where products and attention have taken as long as the copy; a copy back
@@ -57,8 +58,8 @@ sp, aten = torch.ops.sp, torch.ops.aten
 class OffloadValues(Pass):
     """Pass that offloads saved values of one graph.
 
-    The option `offload` is a share of the saved bytes, or "auto": the smallest amount with which the step fits. Chosen
-    values are identified by the node that fills their storage.
+    The option `offload` is a share of the saved bytes, or "auto": the smallest amount with which the step fits. A
+    storage is chosen and copied as a unit. In all methods it is identified by the node x whose value fills it.
     """
 
     requires = frozenset({"captured", "overlapped collectives"})
@@ -72,7 +73,7 @@ class OffloadValues(Pass):
     def apply(self, gm: GraphModule, context: PartitionContext) -> int:
         """Insert the copies in both partitions, and return the number of offloaded values.
 
-        Appends the offloaded bytes and their expected times to the context.
+        Appends the offloaded bytes and their expected times to `context.on_host`, for the report.
         """
         backward, options = context.backward, context.options
         assert backward is not None
@@ -94,7 +95,11 @@ class OffloadValues(Pass):
         return len(chosen)
 
     def _excess_bytes(self, forward: Graph, backward: Graph, context: PartitionContext) -> dict[Node, float]:
-        """Return the nodes of both partitions at which the device's memory is exceeded, with the excess bytes."""
+        """Return the nodes of both partitions at which the device's memory is exceeded, with the excess bytes.
+
+        `_choose_fitting` removes the excess. It is that of a training step without offloading: the state of the model,
+        and the values that are live at the node.
+        """
         if math.isinf(self.machine.memory):
             return {}
         is_sharded = bool(context.memory) and context.options.state == "sharded"
@@ -115,7 +120,10 @@ class OffloadValues(Pass):
         return excess
 
     def _choose_share(self, schedule: _OffloadSchedule, max_bytes: float) -> dict[Node, int]:
-        """Choose values of at most `max_bytes`, those that free most first. Returns their bytes."""
+        """Choose storages of at most `max_bytes` in total, those that free most first; return their bytes.
+
+        Used if the option `offload` is a share. "Free most": see `_OffloadSchedule.freed_byte_seconds`.
+        """
         chosen, storages = dict[Node, int](), schedule.saved.storages
         for x in sorted(storages, key=schedule.freed_byte_seconds, reverse=True):
             if sum(chosen.values()) + storages[x].nbytes <= max_bytes:
@@ -123,11 +131,11 @@ class OffloadValues(Pass):
         return chosen
 
     def _choose_fitting(self, schedule: _OffloadSchedule, excess: Mapping[Node, float]) -> dict[Node, int]:
-        """Choose the smallest set of values that removes the excess bytes at all nodes. Returns their bytes.
+        """Choose a small set of storages that removes the excess bytes at all nodes; return their bytes.
 
-        At the node with the largest excess, the smallest sufficient value is chosen, or else the one that frees most,
-        until none remains. Values that later choices make unnecessary are dropped. Where all values together do not
-        suffice, all of them are chosen.
+        Used for offload="auto". At the node with the largest excess, the smallest sufficient storage is chosen, or else
+        the one that frees most, until none remains. Storages that later choices make unnecessary are dropped. Where all
+        storages together do not suffice, all of them are chosen.
         """
         bytes_of = {x: storage.nbytes for x, storage in schedule.saved.storages.items()}
         excess_at = sorted((schedule.order[node], nbytes) for node, nbytes in excess.items())
@@ -162,7 +170,7 @@ class OffloadValues(Pass):
         return chosen
 
     def _copy_to_host(self, graph: Graph, schedule: _OffloadSchedule, chosen: Mapping[Node, int]) -> float:
-        """Insert the copies to the host in the forward, and return the seconds of waiting at its end.
+        """Insert the copies to the host in the forward; return the seconds it waits for them at its end.
 
         The copies replace the values in the forward's output.
         """
@@ -183,7 +191,10 @@ class OffloadValues(Pass):
         return max(0.0, max(ends.values()) - max(times.values(), default=0.0))
 
     def _copy_from_host(self, graph: Graph, schedule: _OffloadSchedule, chosen: Iterable[Node]) -> float:
-        """Insert the copies back in the backward, and return the seconds of waiting at its start."""
+        """Insert the copies back in the backward; return the seconds it waits for them at its start.
+
+        Its inputs become the copies on the host, so that their meta["val"] is replaced, too.
+        """
         self.edit(graph)
         saved, times, order = schedule.saved, schedule.backward, schedule.order
         begins, nodes = schedule.copies(chosen).begins, [n for n in graph.nodes if n.op != "placeholder"]
@@ -209,7 +220,7 @@ class OffloadValues(Pass):
         return max(0.0, -min(begins.values(), default=0.0))
 
     def _rebuild_views(self, saved: _SavedValues, x: Node, device_copy: Node) -> None:
-        """Replace reads of all values in the storage of x by views of its reloaded copy."""
+        """Replace reads of all values in the storage of x by views of the device copy of that storage."""
         for value in saved.storages[x].values:
             view_node, view = device_copy, value.meta["val"]
             if not _is_same_view(view, x.meta["val"]):
@@ -221,7 +232,7 @@ class OffloadValues(Pass):
 
 @dataclass(frozen=True)
 class _SavedStorage:
-    """A storage with saved values."""
+    """A storage with saved values, which are offloaded together."""
 
     nbytes: int
     values: list[Node]  # saved values in this storage
@@ -273,18 +284,18 @@ class _SavedValues:
 
 @dataclass(frozen=True)
 class _CopySchedule:
-    """The times of the copies and the intervals without a copy on the device."""
+    """The times of the copies of some storages, by the node that fills each one (x in `OffloadValues`)."""
 
-    ends: dict[Node, float]  # seconds of the forward's work at which copies to the host end
-    begins: dict[Node, float]  # seconds of the backward's work at which copies back start
-    offloaded: dict[Node, range]  # nodes (by number, the backward's after the forward's) with the value on the host
+    ends: dict[Node, float]  # seconds after the start of the forward at which copies to the host end
+    begins: dict[Node, float]  # seconds after the start of the backward (below 0: before) at which copies back start
+    offloaded: dict[Node, range]  # numbers of the nodes (`_OffloadSchedule`) that run while it is on the host only
 
 
 class _OffloadSchedule:
     """The schedule of copies: when each node of both partitions runs, and how long a copy takes.
 
-    Times are seconds of products and attentions since the start of the partition. The number of a node is its position
-    in the forward, or, after all of these, in the backward.
+    Times are seconds of products and attentions since the start of the partition; other ops take none. The number of a
+    node is its position in the list of all nodes of the forward, then of the backward.
     """
 
     def __init__(self, saved: _SavedValues, forward: Graph, backward: Graph, machine: Machine) -> None:
@@ -303,13 +314,16 @@ class _OffloadSchedule:
         self.last_use = {x: last_of_storage[storage_of(x.meta["val"])] for x in saved.storages}
 
     def freed_byte_seconds(self, x: Node) -> float:
-        """Return the bytes of x times the seconds from its computation to its first read in the backward."""
+        """Return the bytes of x times the seconds from its computation to its first read in the backward.
+
+        This is the benefit of offloading x, by which `OffloadValues` ranks the storages.
+        """
         forward_end = max(self.forward_times, default=0.0)
         first_read = self.backward[self.first_reader[x]] if x in self.first_reader else 0.0
         return self.saved.storages[x].nbytes * (forward_end - self.forward[x] + first_read)
 
     def copies(self, chosen: Iterable[Node]) -> _CopySchedule:
-        """Schedule the copies.
+        """Return when the copies of the chosen storages run, and at which nodes they are not on the device.
 
         Copies to the host follow each other. Copies back are scheduled in reverse, starting with the value that is read
         last: each ends when the next one starts or when its value is first read.
@@ -332,11 +346,11 @@ class _OffloadSchedule:
         return _CopySchedule(ends, begins, offloaded)
 
     def remaining_bytes(self, excess: Sequence[tuple[int, float]], chosen: Mapping[Node, int]) -> dict[int, float]:
-        """Return the excess bytes at nodes that remain if the chosen values are offloaded.
+        """Return the excess bytes that remain at each node, by number, if the chosen storages are offloaded.
 
         Args:
-            excess: Number of the node and excess bytes, in order.
-            chosen: Bytes of the chosen values.
+            excess: Number of a node and its excess bytes without offloading, in order.
+            chosen: Bytes of the chosen storages.
         """
         changes = defaultdict[int, int](int)  # change of the offloaded bytes at a node, by number
         for x, nodes in self.copies(chosen).offloaded.items():
@@ -352,27 +366,29 @@ class _OffloadSchedule:
 
 
 def _storages_of(nodes: Iterable[Node]) -> set[int]:
-    """Return the identities of the storages of all tensors in the values of the nodes."""
+    """Return the identities (`storage_of`) of the storages of all tensors in the values of the nodes."""
     return {storage_of(x) for node in nodes for x in node_tensors(node)}
 
 
 def _is_same_view(x: Tensor, y: Tensor) -> bool:
-    """Return True if both are the same elements of one storage."""
+    """Return True if two tensors of one storage have the same dtype and elements, in the same order."""
     return x.dtype == y.dtype and is_same_shape(_storage_layout(x), _storage_layout(y))
 
 
 def _storage_layout(x: Tensor) -> tuple[Size, ...]:
-    """Return the offset, shape and strides of a tensor, one after the other."""
+    """Return the offset, shape and strides of a tensor, from which as_strided rebuilds it, as one tuple."""
     return tuple(map(nonempty_size, as_sizes((x.storage_offset(), *x.shape, *x.stride()))))
 
 
 def _can_rebuild(node: Node, full: Node, known: Set[Size]) -> bool:
-    """Return True if a saved value can be rebuilt in the backward as a view of the value that fills its storage.
+    """Return True if the backward can rebuild a saved value as a view of the one that fills its storage.
+
+    Only the latter is copied. The sizes of the view must be known in the backward.
 
     Args:
         node: The saved value.
         full: The value that fills its storage.
-        known: The sizes that are inputs of the backward.
+        known: The symbolic sizes that are inputs of the backward.
     """
     x, y = node.meta["val"], full.meta["val"]
     if _is_same_view(x, y):
@@ -382,7 +398,7 @@ def _can_rebuild(node: Node, full: Node, known: Set[Size]) -> bool:
 
 
 def _can_offload(node: Node) -> bool:
-    """Return True if the value fills its storage and no pending collective writes it."""
+    """Return True if an op other than a pending collective computes the value, which fills its storage."""
     x = node.meta["val"]
     fills_storage = is_same_size(
         size_product(as_sizes(x.shape)) * x.element_size(), nonempty_size(as_size(x.untyped_storage().nbytes()))
@@ -391,7 +407,7 @@ def _can_offload(node: Node) -> bool:
 
 
 def _node_times(graph: Graph, machine: Machine) -> dict[Node, float]:
-    """Return the start of each node: the seconds of the products and attentions before it."""
+    """Return the start of each node of a partition: the seconds of products and attentions before it."""
     times, now = dict[Node, float](), 0.0
     for node in graph.nodes:
         times[node] = now

@@ -1,6 +1,7 @@
 """Overlap collectives with compute in the partitions of a joint graph by reordering nodes.
 
-A node that starts a collective is called an exchange here; the node `wait_tensor` waits for its result.
+A node that starts a collective is called an exchange here; the node `wait_tensor` waits for its result. A product is a
+matrix product or attention, which hides an exchange. A gradient sum is an exchange whose result is only returned.
 
     before   dx = mm(g, w); dw = mm(x, g); y = wait(exchange(dx)); s = wait(all_reduce(dw)); attention_backward(y)
     after    dx = mm(g, w); t = exchange(dx); dw = mm(x, g); y = wait(t); u = all_reduce(dw); attention_backward(y)
@@ -43,7 +44,10 @@ class OverlapCollectives(Pass):
 
 
 def _delay_waits(graph: Graph) -> int:
-    """Move waits, and cheap ops on waited values, directly before their first readers; return the number of moves."""
+    """Move waits, and cheap ops on waited values, before their first readers; return the number of moves.
+
+    The compute between an exchange and the first reader of its result then overlaps with the exchange.
+    """
     moves = 0
     for node in reversed(list(graph.nodes)):
         if node.users and _is_waited_value(node):
@@ -55,14 +59,14 @@ def _delay_waits(graph: Graph) -> int:
 
 
 def _is_waited_value(node: Node) -> bool:
-    """Return True if the node is a wait, or cheap ops on the result of one."""
+    """Return True if the node is a wait, or the result of one after cheap ops (`_is_cheap`)."""
     while _is_cheap(node):
         node = node.all_input_nodes[0]
     return node.target is WAIT_OPS
 
 
 def _is_cheap(node: Node) -> bool:
-    """Return True if the node is a view, a copy or a cast of one value.
+    """Return True if the node is a view, a copy or a cast of one value, or another op as cheap as these.
 
     A sum over rows is not cheap: delayed, as the gradient of a bias could be, it would extend the lifetime of all rows.
     """
@@ -70,7 +74,7 @@ def _is_cheap(node: Node) -> bool:
 
 
 def _hoist_exchanges(graph: Graph) -> int:
-    """Move nodes on which an exchange does not depend from before it to directly after it; return the number of moves.
+    """Move nodes on which an exchange does not depend to directly after it; return the number of moves.
 
     The moved nodes are the last product and gradient sums, see `_movable_nodes`. They are searched back to the previous
     wait, since the nodes before it overlap with another exchange. Nodes that mutate a value or draw random numbers end
@@ -93,7 +97,9 @@ def _hoist_exchanges(graph: Graph) -> int:
 
 
 def _movable_nodes(candidates: list[Node], exchange: Node) -> list[Node]:
-    """Return the last product, all gradient sums, and the readers of these, in order, without inputs of the exchange.
+    """Return the nodes to move after the start of an exchange: they can run while it does.
+
+    These are the last product and all gradient sums on which it does not depend, and readers of these, in order.
 
     Args:
         candidates: Nodes before the exchange, in order.
@@ -111,7 +117,7 @@ def _movable_nodes(candidates: list[Node], exchange: Node) -> list[Node]:
 
 
 def _is_deterministic(node: Node) -> bool:
-    """Return True for attention without dropout, which torch marks as random."""
+    """Return True for attention without dropout: torch marks it as random, but it draws no random numbers."""
     return bool(node_flops(node)) and OpCall(node).get("dropout_p") == 0
 
 

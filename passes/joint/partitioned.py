@@ -1,6 +1,7 @@
 """Run the passes over the partitions of a joint graph: overlap collectives, then offload saved values.
 
-The partitions are the forward and the backward into which AOTAutograd's partitioner splits the graph.
+The partitions are the forward and the backward into which AOTAutograd's partitioner splits the graph. Saved values are
+outputs of the forward that the backward reads.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class PartitionPasses(Passes):
 
 
 class PartitionedPasses(Passes):
-    """All passes over a forward and its backward, if there is one, in place."""
+    """All passes over a forward and its backward, if there is one, in place.
+
+    The compiler of a program calls `run_training` or `run_inference` after partitioning, before it compiles the graphs.
+    """
 
     steps = (PartitionPasses, OffloadValues)
     job: PartitionContext
@@ -47,13 +51,16 @@ class PartitionedPasses(Passes):
 
     @property
     def key(self) -> str:
-        """Return the key for caches of compiled code."""
+        """Return the passes' part of the key under which torch caches compiled code.
+
+        It has all that their result depends on, in addition to the graph.
+        """
         job, options = self.job, self.job.options
         memory = f"{options.state} {job.memory} {job.input_bytes}" if options.offload == "auto" else ""
         return f"{sources_digest(*passes.__path__)} {options.offload} {options.cost} {memory}"
 
     def run_training(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
-        """Run the passes on both graphs.
+        """Run the passes on both graphs, in place.
 
         Args:
             forward: The forward graph.
@@ -71,7 +78,10 @@ class PartitionedPasses(Passes):
 
 
 def _mark_recomputed_draws(gm: GraphModule) -> None:
-    """Set meta["val"] of random ops that the backward of a checkpoint runs again; the partitioner does not set it."""
+    """Set meta["val"] of random ops that the backward of a checkpoint runs again, which the passes read.
+
+    The partitioner inserts these ops without a value, so that they replay the random numbers of the forward.
+    """
     node_with_fake = next((n for n in gm.graph.nodes if isinstance(n.meta.get("val"), FakeTensor)), None)
     for target in RECOMPUTES_DRAWS:
         for node in gm.graph.find_nodes(op="call_function", target=target):

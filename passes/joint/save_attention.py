@@ -1,7 +1,8 @@
 """Save the results of attention in checkpointed regions, in the joint graph before it is partitioned.
 
-A selective checkpoint policy may save attention, whose forward is expensive. Its backward reads the output and the
-log-sum-exp of the forward, possibly through views: these nodes are marked for the partitioner.
+The backward recomputes a checkpointed region, except results that the user's policy (selective checkpointing) saves. It
+may save attention, whose forward is expensive. Its backward reads the output and the log-sum-exp of the forward,
+possibly through views: these nodes are marked for the partitioner.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ FORWARD_OPS = (
 
 
 class SaveAttentionInCheckpoints(Pass):
-    """Pass that saves the results that attention backwards read, so that no forward is recomputed."""
+    """Pass that saves the results that attention backwards read, so that no forward is recomputed.
+
+    A policy names attention ops. The backward may read a copy or cast of their results, which it does not name.
+    """
 
     provides = frozenset({"saved attention"})
 
@@ -52,7 +56,10 @@ class SaveAttentionInCheckpoints(Pass):
 
 
 def _forward_nodes(node: Node) -> Iterator[Node]:
-    """Yield the forward nodes whose results an attention backward reads."""
+    """Yield the forward nodes whose results a node reads, if it is an attention backward.
+
+    Copies, casts and views are followed to the result of the forward op, whose value is the smallest one to save.
+    """
     for name in BACKWARD_OPS.get(node.target, ()):
         value = OpCall(node)[name]
         if isinstance(value, Node):
@@ -71,7 +78,11 @@ def _copied_node(node: Node) -> Node | None:
 
 
 def apply_checkpoint_policies(gm: GraphModule) -> AbstractContextManager[Any]:
-    """Return a context in which AOTAutograd's tracing applies the policies of checkpoints."""
+    """Return a context in which AOTAutograd's tracing applies checkpoint policies to sp::attend, too.
+
+    A policy that saves one of `FORWARD_OPS` also saves the sp::attend that has replaced it. The compiler, which traces
+    the graph, runs in this context. Without policies it does nothing.
+    """
     if not any(has_policy(node) for node in gm.graph.nodes):
         return nullcontext()
     return apply_policies([sp.attend.default], FORWARD_OPS)

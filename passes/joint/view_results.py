@@ -24,7 +24,10 @@ from sp_compile.passes.graph.call import WAIT_OPS, is_tensor, node_shape
 
 
 class SeparateResultStorage(Pass):
-    """Pass that lets the fake operand of a returned wait share its storage, and returns no views."""
+    """Pass that lets the fake operand of a returned wait share its storage, and returns no views.
+
+    The module docstring explains both. The storage is that of the fake tensor in meta["val"].
+    """
 
     provides = frozenset({"separate storage"})
 
@@ -48,11 +51,11 @@ class SeparateResultStorage(Pass):
 
 
 def _is_strided(node: Node) -> bool:
-    """Return True if the value of a node is a strided tensor, which has a storage."""
+    """Return True if the value of a node is a strided tensor, which has a storage to compare."""
     return is_tensor(node) and node.meta["val"].layout == torch.strided
 
 
 def _returns_input_storage(node: Node) -> bool:
-    """Return True if the value of a node has the storage of an operand."""
+    """Return True if the value of a node has the storage of an operand, as a view has."""
     inputs = filter(_is_strided, node.all_input_nodes)
     return any(storage_of(x.meta["val"]) == storage_of(node.meta["val"]) for x in inputs)

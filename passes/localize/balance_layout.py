@@ -141,11 +141,14 @@ class BalanceLayout(Pass):
         ends = sorted(fixed | {(self.fixed_ends, self.fixed_ends)}, key=str)
         front, back = (self.sizes.list(dict.fromkeys(rows)) for rows in zip(*ends))
         strategies = ((op_strategy(call.node.target), call) for call in attentions)
-        stride = min((strategy.neighbours(call) if strategy else 1 for strategy, call in strategies), default=1)
+        stride = min((strategy.neighbors(call) if strategy else 1 for strategy, call in strategies), default=1)
         return self.vectors, *work, self.sizes(length), front, back, n, stride, device
 
     def _add_order_inputs(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
-        """Add the order of the balanced inputs (order, inverse, chunks) as inputs of the graph, and return them."""
+        """Add the order of the balanced inputs as inputs of the graph, and return them.
+
+        These are the order, its inverse, and the chunks.
+        """
         self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, "reuses the balanced order of the inputs"))
         extent, orders = self.sizes(length), []
         with fake_mode_of([node.meta.get("val") for node in inputs]):
@@ -287,7 +290,10 @@ class BalanceLayout(Pass):
 
 
 def balanced_inputs(job: PassContext) -> list[Shard]:
-    """Return the placements of the inputs that are balanced already, by another graph that computed the order."""
+    """Return the placements of the inputs that are balanced already.
+
+    Another graph computed their order.
+    """
     return [p for p in job.inputs.values() if isinstance(p, Shard) and p.frame.order.is_balanced]
 
 

@@ -114,9 +114,9 @@ def drops_padding(node: Node) -> bool:
 
 
 def _depends_on_padding(user: Node, operand: int, plan: PlacementPlan, ignores_padding: Callable[[Node], bool]) -> bool:
-    """Return True if padded rows of an operand, by its index, may change valid rows or derivatives, or raise.
+    """Return True if padded rows of an operand may change valid rows or derivatives, or raise.
 
-    See `_reaches_reader` for `ignores_padding`.
+    ``operand`` is its index. See `_reaches_reader` for `ignores_padding`.
     """
     if drops_padding(user):
         return False

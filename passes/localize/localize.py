@@ -48,13 +48,19 @@ COPIED_META = (*INHERITED_META, "original_aten", "seq_nr")
 
 
 class Localize(Pass):
-    """Pass that creates the program of one rank. Raises SpError if a demand is open: claimed by no strategy."""
+    """Pass that creates the program of one rank.
+
+    Raises SpError if a demand is open, that is, if no strategy claimed it.
+    """
 
     requires = frozenset({"no demands", "checked"})
     provides = frozenset({"local"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace the graph, `self.gm`, by the program of one rank; return the number of nodes that run on shards."""
+        """Replace the graph, `self.gm`, by the program of one rank.
+
+        Returns the number of nodes that run on shards.
+        """
         plan = job.input_placements = job.plan(gm)
         if plan.demands:
             first = plan.demands[0]
@@ -332,6 +338,9 @@ def _is_sequence_part(want: Placement) -> bool:
 
 
 def _is_parameter(source: Node) -> bool:
-    """Return True for a parameter or buffer, which is an attribute or, after lifting, an input of the graph."""
+    """Return True for a parameter or buffer.
+
+    It is an attribute or, after lifting, an input of the graph.
+    """
     info = node_info(source)
     return not info.constant if source.op == "get_attr" else bool(info.parameter)

@@ -86,7 +86,10 @@ def _has_dim_order(x: Tensor, expected: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor, order: Sequence[int]) -> bool:
-    """Return True if the elements of x are contiguous in memory with the dims in this order, slowest first."""
+    """Return True if the elements of x are contiguous in memory with the dims in this order.
+
+    The order starts with the slowest dim.
+    """
     shape, strides = as_sizes(x.shape), as_sizes(x.stride())
     step: Size = 1
     for d in reversed(order):

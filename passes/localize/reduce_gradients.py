@@ -80,7 +80,9 @@ def _accepts_partial_grad(node: Node, user: Node, plan: PlacementPlan, partial_g
 
 
 def needs_grad_sum(node: Node, plan: PlacementPlan, partial_grad_nodes: set[Node]) -> bool:
-    """Return True if a user computes a summand of the value's gradient, so that the gradient must be reduced.
+    """Return True if the gradient of a value must be reduced over the ranks.
+
+    It must if a user computes only a summand of it on each rank.
 
     Args:
         node: The replicated value, an input or parameter.
@@ -123,10 +125,11 @@ def _static_bytes(source: Node) -> int:
 
 
 def move_before_use(sums: list[Node], graph: Graph) -> None:
-    """Move reductions of inputs and parameters, and their getitems, before the first reader of their results.
+    """Move reductions of inputs and parameters before the first reader of their results.
 
-    `sums` are the sp::reduce_grad calls of the local graph. A reader in a no_grad region counts as the start of that
-    region. Autograd runs in reverse order, so that the gradients of a layer are summed as soon as they are complete.
+    Their getitems move with them. `sums` are the sp::reduce_grad calls of the local graph. A reader in a no_grad region
+    counts as the start of that region. Autograd runs in reverse order, so that the gradients of a layer are summed as
+    soon as they are complete.
     """
     no_grad_start: Node | None = None  # call that starts the no_grad region of the node
     first_readers: dict[Node, Node] = {}  # by op with several results

@@ -1,9 +1,10 @@
-"""Prove that every node of a local graph has the shape of its placement, for all values of the symbols.
+"""Prove that every node of a local graph has the shape of its placement.
 
-Runs the nodes on shards with fake tensors, and compares the local size times the number of shards with the global size,
-as expressions. It also checks that all targets are op overloads or built-in operators, that no exchange is read before
-its wait, and the padded rows (`fill_padding.py`). The pass adds no traffic. Errors name the node, the user's line,
-the shape, and the expected shape. The origin of a local node is the node of the global graph that it was created from.
+The proof holds for all values of the symbols. The pass runs the nodes on shards with fake tensors, and compares the
+local size times the number of shards with the global size, as expressions. It also checks that all targets are op
+overloads or built-in operators, that no exchange is read before its wait, and the padded rows (`fill_padding.py`). It
+adds no traffic. Errors name the node, the user's line, the shape, and the expected shape. The origin of a local node is
+the node of the global graph that it was created from.
 """
 
 from __future__ import annotations

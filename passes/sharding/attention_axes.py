@@ -62,7 +62,10 @@ def depends_on_query(call: OpCall) -> bool:
 
 
 def masks_all_weight(call: OpCall) -> bool:
-    """Return True if a fill has zero weight even in rows of fills only, because learned sinks are no fills."""
+    """Return True if a fill has zero weight even in rows of fills only.
+
+    It has in attention with learned sinks, which are no fills.
+    """
     sinks = call.get("sinks")
     return sinks is not None and sinks not in fill_nodes(sinks.graph.owning_module)
 
@@ -71,7 +74,10 @@ SLICE_ENDS = 2**40  # minimum magnitude of an int that is the open end of a slic
 
 
 def fill_nodes(gm: GraphModule) -> set[Node]:
-    """Return the float values that may contain fills: constants, inputs without gradients, and their users."""
+    """Return the float values that may contain fills.
+
+    These are constants, inputs without gradients, and the values that are computed from them.
+    """
     fills: set[Node] = set()
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):

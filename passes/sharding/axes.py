@@ -246,9 +246,10 @@ def _result_dim(axes: Axes, factor_dims: Mapping[str, Dim], name: str, rule: Bou
 
 
 def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, size: Size) -> Dim:
-    """Return the atoms of a factor with this size in a result; a window of a sequence remains in its class.
+    """Return the atoms of a factor with this size in a result.
 
-    `dim` has the atoms of the factor in the operands, or is None if it is in none.
+    A window of a sequence remains in its class. `dim` has the atoms of the factor in the operands, or is None if it is
+    in none.
     """
     if dim is None:
         return (axes.new_atom(size),)
@@ -288,7 +289,10 @@ def _has_rivals(axes: Axes, name: int) -> bool:
 
 
 def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None) -> None:
-    """Set `axes.sequences` to the classes of the user's dims, or else to those of the first kind of evidence found."""
+    """Set `axes.sequences` to the classes of the user's dims, or of dims found by evidence.
+
+    Only the first kind of evidence that exists counts.
+    """
     if seq_dims is not None:
         for node, dim in seq_dims.items():
             shape = node_shape(node)

@@ -1,4 +1,4 @@
-"""Rules bound to a call: the factors of every dim of operands and results, and the kind of each factor.
+"""Bind rules to calls: the factors of every dim of operands and results, and their kinds.
 
 For x (2, 8, 16) and w (32, 16), linear has the operands (("~1", "~0", "i"), ("o", "i")), the result ("~1", "~0", "o")
 and the kind "sum" for i: the result is partial if i is sharded. `rule.py` explains the kinds.
@@ -122,9 +122,10 @@ class BoundRule:
         return len(self.vanishing) > len(set(self.vanishing))
 
     def local_part(self, dims: Dims, shard: Shard) -> tuple[str, Shard]:
-        """Return the factor that the shard splits, and the shard within it, or ("", shard) if it splits no single one.
+        """Return the factor that the shard splits, and the shard within it.
 
-        If the dim is one factor, the shard is unchanged; in a group, outer and inner are relative to the factor.
+        The result is ("", shard) if the shard splits no single factor. If the dim is one factor, the shard is
+        unchanged; in a group, outer and inner are relative to the factor.
         """
         dim = dims[shard.dim]
         if dim[:1] != "(":

@@ -25,7 +25,10 @@ LINEAR_OPS = (*ADD_OPS, *SCALE_OPS)
 
 
 def summed_operands(node: Node) -> list[Node]:
-    """Return the operands that the node adds: two tensors, or one to which it adds 0; [] for any other node."""
+    """Return the operands that the node adds, or [] for any other node.
+
+    They are two tensors, or one tensor to which it adds 0.
+    """
     terms = _operands_like_result(node) if node.target in ADD_OPS else []
     if len(terms) != 1:
         return terms

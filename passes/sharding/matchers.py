@@ -1,4 +1,4 @@
-"""Match single nodes by their effect: copies, casts, permutations, reshapes, slices, pads, joins and fills.
+"""Match single nodes by their effect, such as copies, casts, reshapes, slices, pads and fills.
 
     move_source(view(x))       x                            the op moves, cuts, repeats or casts the elements of x
     is_copy(clone(x))                     is_cast_op        the same values at the same positions; in another dtype
@@ -116,9 +116,10 @@ def skip_widening_cast(node: Any) -> Node | None:
 
 
 def is_copy(node: Any) -> bool:
-    """Return True if the node copies values: clone, contiguous, alias, a view or cast to its own shape or dtype.
+    """Return True if the node copies values without a change of shape or dtype.
 
-    A detach is a copy if no gradient would pass.
+    Examples are clone, contiguous, alias, and a view or cast to its own shape or dtype. A detach is a copy if no
+    gradient would pass.
     """
     return _is_identity_order(permutation_of(node))
 
@@ -140,7 +141,10 @@ def permutation_of(node: Any) -> tuple[int, ...] | None:
 
 
 def _derive_order(node: Node, source: Node, rule: BoundRule) -> tuple[int, ...] | None:
-    """Return the dims of the source in the order of the node's, or None if its rule does not only permute dims."""
+    """Return the dims of the source in the order of the node's, or None.
+
+    The result is None if the node's rule does not only permute dims.
+    """
     before, after = rule.operands[0], rule.results[0]
     if rule.reshapes or rule.spans:
         return tuple(range(len(after))) if _has_same_shape(source, node) else None
@@ -215,7 +219,10 @@ def value_origin(node: Any) -> Any:
 
 
 def is_rearrangement(node: Any) -> bool:
-    """Return True if the op is a permutation or reshape that can be reverted: each element once, with its gradient."""
+    """Return True if the op is a permutation or reshape that can be reverted.
+
+    Its result has each element once, and passes its gradient.
+    """
     return permutation_of(node) is not None or keeps_order(node)
 
 
@@ -419,7 +426,7 @@ def constant_value(node: Any) -> Number | None:
 
 
 def _round_to_dtype(number: Number, dtype: torch.dtype) -> Number | None:
-    """Return an element of a tensor of the dtype filled with the number, or None if it cannot represent it."""
+    """Return the number as an element of a tensor of the dtype, or None if it does not fit."""
     try:
         return torch.tensor(number, dtype=dtype, device="cpu").item()
     except (RuntimeError, OverflowError, ValueError):
@@ -437,7 +444,10 @@ def _literal_tensor(x: Node) -> Number | None:
 
 
 def scalar_value(x: Any, dtype: torch.dtype) -> float | None:
-    """Return a Python scalar, or the value of a 0-dim tensor of this dtype, as a float, or None if it is unknown."""
+    """Return a Python scalar, or the value of a 0-dim tensor of this dtype, as a float, or None.
+
+    The result is None if the value is unknown.
+    """
     if is_tensor(x) and not x.meta["val"].ndim and x.meta["val"].dtype == dtype:
         x = constant_value(x)
     return float(x) if isinstance(x, Number) and not isinstance(x, bool) else None

@@ -52,7 +52,10 @@ class RulePattern:
         return _read_cached(text, tuple(sorted(options.items())))
 
     def bind(self, call: OpCall) -> BoundRule | None:
-        """Bind the text to the shapes of a call, or return None if the number of dims or group sizes do not match."""
+        """Bind the text to the shapes of a call, or return None.
+
+        The result is None if the number of dims or group sizes do not match.
+        """
         shapes = tuple(call.shape(i) for i in range(len(call.operands)))
         results = call.result_shapes()
         if (shapes, results) not in self._bound:  # layers are equal, and every analysis binds again
@@ -208,7 +211,9 @@ def _factor_sizes(pairs: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict
 def _solve_groups(
     pairs: Sequence[tuple[Sequence[str], Sequence[Size]]], known: Mapping[str, Size]
 ) -> dict[str, Size] | None:
-    """Return the size of each factor in a group, or None if the product differs from the size of the group.
+    """Return the size of each factor in a group, or None if a group's size does not match.
+
+    A group's size must be the product of the sizes of its factors.
 
     Args:
         pairs: Dims and shape of each operand and result.

@@ -72,7 +72,10 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Dim `dim` is outer * frame.length * inner in the global view; a rank holds frame.local_length(n) of length."""
+    """Placement of a tensor whose dim `dim` is split over the ranks.
+
+    The dim is outer * frame.length * inner in the global view. A rank holds frame.local_length(n) of length.
+    """
 
     dim: int  # sharded dim
     frame: Frame  # axis of the positions

@@ -1,4 +1,6 @@
-"""Derive the rule of a view: the factors that two shapes of the same elements share, in row-major order.
+"""Derive the rule of a view: the factors that two shapes share, in row-major order.
+
+Both shapes have the same elements.
 
 [2, 12] -> [2, 4, 3]    d0 (d1 d2) -> d0 d1 d2
 [6, 10] -> [4, 15]      (d0 old2) (old3 d1) -> (d0 new4) (new5 d1)    factors that are not shared must be gathered
@@ -22,7 +24,10 @@ _EMPTY_RULE = sympy.Symbol("empty", integer=True, positive=True)  # replaces 0, 
 
 
 class DimCut(NamedTuple):
-    """Factor of a dim, between two offsets: numbers of positions that all slower factors of the shape have."""
+    """Factor of a dim, between two offsets.
+
+    An offset is the number of positions that all slower factors of the shape have.
+    """
 
     factor: str  # name, or "" for the end of the dim
     start: Size  # product of the slower factors
@@ -80,7 +85,9 @@ def _shared_factors(old: Sequence[Size], new: Sequence[Size]) -> Iterator[tuple[
 
 
 def _group_dims(offsets: Sequence[Size], cuts: Sequence[Sequence[DimCut]], name: str, extents: dict[str, Size]) -> Dims:
-    """Return the dims as groups of shared factors and of the factors between them, which are added to `extents`.
+    """Return the dims as groups of shared factors and of the factors between them.
+
+    The factors between them are added to `extents`.
 
     Args:
         offsets: Offsets of the dims.

@@ -1,4 +1,4 @@
-"""Rule notation and registry: the effect of an op on the dims of its operands, as one einops-like line.
+"""Define and register rules: the effect of an op on dims, as one einops-like line.
 
     rule(aten.linear.default, "... i, o i -> ... o", sum="i")
 

@@ -1,4 +1,6 @@
-"""Place ops whose results read a window of rows along a dim: convolutions, poolings, unfolds, shifts, rolls.
+"""Place ops whose results read a window of rows along a dim.
+
+These are convolutions, poolings, unfolds, shifts and rolls.
 
     row j of the result reads rows j * stride - before + [0, width) of the operand, and constants beyond its ends
 
@@ -147,7 +149,10 @@ WindowCalls = Mapping[int, WindowCall]  # by dim of the first operand
 
 
 def _single_number(value: Any, default: Any = None) -> Any:
-    """Return the number in a list argument of an op with one spatial dim, or the default for an empty list."""
+    """Return the number in a list argument of an op with one spatial dim.
+
+    The default is for an empty list.
+    """
     listed = value if isinstance(value, Sequence) else [value]
     return as_size(listed[0]) if listed else default
 
@@ -158,7 +163,10 @@ def _along_last_dim(call: OpCall, before: Size, width: Size, stride: int) -> Sli
 
 
 def _conv_windows(call: OpCall) -> WindowCalls:
-    """Return the windows of a 1-d convolution with batch and channels; those of other convolutions are unknown."""
+    """Return the windows of a 1-d convolution with batch and channels.
+
+    The result is empty for other convolutions, whose windows are unknown.
+    """
     weight, padding = call.shape("weight"), call["padding"]
     if len(weight) != 3 or call.get("transposed") or not isinstance(weight[-1], int):
         return {}
@@ -274,7 +282,10 @@ WINDOW_CALLS: Mapping[Any, Callable[[OpCall], WindowCalls]] = {
 
 
 def window_shift_sizes(call: OpCall, n: int) -> list[tuple[int, Any]]:
-    """Return (rank offset, rows) of every shift in the forward of a call on shards; the backward reverses them."""
+    """Return (rank offset, rows) of every shift in the forward of a call on shards.
+
+    The backward runs the reversed shifts.
+    """
     if call.node.target not in SHARD_WINDOWS or call["frame"] is None or n == 1:
         return []
     (sliding,) = (window_call.sliding for window_call in _sp_windows(call).values())

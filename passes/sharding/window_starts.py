@@ -53,7 +53,10 @@ def _choose_better(best: PlacementPlan, plan: PlacementPlan) -> PlacementPlan:
 
 
 def _misaligned_demands(plan: PlacementPlan) -> list[Demand]:
-    """Return the demands of values that have the same number of rows as the other operands but another frame size."""
+    """Return the demands of values whose frame size differs from that of the other operands.
+
+    These values have the same number of rows as the other operands.
+    """
     return [demand for demand in plan.demands if demand.kind == "align" and _demand_frames(demand, plan) is not None]
 
 
@@ -70,7 +73,10 @@ def _demand_frames(demand: Demand, plan: PlacementPlan) -> tuple[Frame, Frame] |
 
 
 def _start_candidates(demand: Demand, plan: PlacementPlan) -> dict[Node, Frame]:
-    """Return new start frames for the misaligned operand, or else for the operands that it is combined with."""
+    """Return new start frames for the misaligned operand.
+
+    If there are none, returns those for the operands that it is combined with.
+    """
     frames = _demand_frames(demand, plan)
     assert frames is not None
     have, want = frames

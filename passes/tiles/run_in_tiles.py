@@ -171,7 +171,10 @@ class RunInTiles(Pass):
 
 
 def _materialize_deferred(gm: GraphModule) -> None:
-    """Clear `NodeInfo.recomputed`: without tiles, outputs that other passes deferred are computed normally."""
+    """Clear `NodeInfo.recomputed` of all nodes.
+
+    Without tiles, outputs that other passes deferred are computed normally.
+    """
     for node in gm.graph.nodes:
         if node_info(node).recomputed:
             set_node_info(node, recomputed=False)

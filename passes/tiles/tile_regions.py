@@ -81,7 +81,7 @@ def find_seeds(view: TokenView) -> list[Node]:
 
 
 def _is_widening(view: TokenView, node: Node) -> bool:
-    """Return True if the node repeats rows for a sort, or is a product that widens the rows of its operands.
+    """Return True if the node repeats rows for a sort, or is a product that widens rows.
 
     A row that is read from a shared table, such as the weights of a token's expert, counts as a result of the product.
     """

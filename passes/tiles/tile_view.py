@@ -189,7 +189,10 @@ def local_shard(node: Node, planned: PlacementPlan, n: int) -> Placement:
 
 
 def _framed_placement(node: Node) -> Placement:
-    """Return the placement of a rank's rows in the result of an op of CUTTING_OPS, from its frame argument."""
+    """Return the placement of a rank's rows in the result of an op of CUTTING_OPS.
+
+    It follows from the frame argument of the op.
+    """
     call = OpCall(node)
     dim, (frame, outer) = call.dim(), call_frame(call)
     rows = frame.local_length(call["n"])  # in the form of the shape, if the length is symbolic
@@ -252,7 +255,10 @@ class _TokenViewBuilder:
         return is_pure(node) or node.target is aten.dropout.default  # which may not draw
 
     def _fills(self, node: Node) -> bool:
-        """Return True if the node fills rows with a constant, or may do so in a tile (see `is_finite_on_ones`)."""
+        """Return True if the node fills rows with a constant, or may do so in a tile.
+
+        See `is_finite_on_ones`.
+        """
         if node in self.rejected or node.target not in MASKING_OPS or not node.meta["val"].is_floating_point():
             return False
         return node.target is sp.mask.default or is_finite_on_ones(node)

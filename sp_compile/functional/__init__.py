@@ -1,1 +1,4 @@
-"""Provide attention, scans and exchanges as functions on shards, for models that are already distributed."""
+"""Provide attention, scans and exchanges as functions on shards.
+
+They are for models that are already distributed.
+"""

@@ -50,11 +50,12 @@ DISPATCH_ERROR = (
 
 
 class SequenceParallelAccelerator(Accelerator):
-    """An Accelerator of `dp_replicate_size` replicas, in each of which `sp_size` ranks share every sequence.
+    """Accelerator with replicas of several ranks that share every sequence.
 
-    Prepared loaders yield the same batches on ranks that share a sequence. A prepared model is compiled in place and
-    wrapped in DDP. A prepared scheduler is stepped once for the batch of each replica. `gather_for_metrics`, `gather`
-    and `reduce` count each sequence once. With one process, the model is compiled without a mesh.
+    There are `dp_replicate_size` replicas of `sp_size` ranks. Prepared loaders yield the same batches on ranks that
+    share a sequence. A prepared model is compiled in place and wrapped in DDP. A prepared scheduler is stepped once for
+    the batch of each replica. `gather_for_metrics`, `gather` and `reduce` count each sequence once. With one process,
+    the model is compiled without a mesh.
 
     Args:
         *args: Positional arguments of `Accelerator`, the first of which is `device_placement`.

@@ -91,7 +91,10 @@ def local_value(x: Any) -> Any:
 
 
 def _input_labels(inputs: Iterable[Any]) -> list[str]:
-    """Return the label of each input: input_0, input_1, ... for tensors, size_0, ... for symbols, otherwise ""."""
+    """Return the label of each input.
+
+    It is input_0, input_1, ... for tensors, size_0, ... for symbols, and empty for other inputs.
+    """
     tensor_numbers, symbol_numbers = count(), count()
     labels = []
     for x in inputs:

@@ -83,7 +83,7 @@ def test_padding_between_gathered_keys(packed: bool, options: dict[str, Any]) ->
 @pytest.mark.parametrize("n", [1, 2, 3, 6])
 def test_any_number_of_ranks(n: int, op: str) -> None:
     if op == "hybrid" and n % 2 and n > 1:
-        pytest.skip("pairs of neighbours need an even number of ranks")
+        pytest.skip("pairs of neighbors need an even number of ranks")
     case = Case({"is_causal": True}, heads=6, kv_heads=3, s=20)
     found = simulated(op, case, n) if n > 1 else whole(case, [attend(op, case, None, 0, 1)])
     close(found, dense(case))

@@ -77,7 +77,7 @@ def test_loop(signs: Signs, name: str) -> None:
 
 
 def rotated_sums(x: Tensor) -> Tensor:
-    """A cat of two values that a recogniser of loops begins to read, and refuses: they are no steps."""
+    """A cat of two values that a recognizer of loops begins to read, and refuses: they are no steps."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * 2 - b * 3, a * 3 + b * 2], -1).cumsum(1)
 

@@ -125,8 +125,8 @@ def test_rounds_of_a_hybrid(ranks: Ranks) -> None:
     assert all(other["text"] == first["text"] for other in others)
     forward, backward = first["calls"]
     assert forward == ["among", "shift", "among"]
-    travelling, sent_home = ["shift"] * 3, ["across", "shift"]
-    assert sorted(backward) in (sorted([*travelling, "among", "among"]), sorted([*sent_home, "among", "among"]))
+    traveling, sent_home = ["shift"] * 3, ["across", "shift"]
+    assert sorted(backward) in (sorted([*traveling, "among", "among"]), sorted([*sent_home, "among", "among"]))
 
 
 @pytest.mark.sampled(every=6)

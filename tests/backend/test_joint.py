@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sp_compile
-from sp_compile.lowering.base.library import SOURCE_FOLDERS, _hash_sources, sources_digest
+from sp_compile.lowering.base.library import SOURCE_FILES, _hash_sources, sources_digest
 from sp_compile.passes.joint import joint
 
 EXCHANGES = re.compile(r"_c10d_functional\.(\w+)\.default")
@@ -202,8 +202,8 @@ def test_cached_code_is_forgotten_when_a_pass_changes(tmp_path: Path, monkeypatc
 def test_an_operator_from_outside_the_package_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import support.attention.toy_strategy as toy
 
-    assert Path(toy.__file__).resolve() in SOURCE_FOLDERS
-    monkeypatch.setattr(sp_compile.lowering.base.library, "SOURCE_FOLDERS", {tmp_path / "op.py"})
+    assert Path(toy.__file__).resolve() in SOURCE_FILES
+    monkeypatch.setattr(sp_compile.lowering.base.library, "SOURCE_FILES", {tmp_path / "op.py"})
     (tmp_path / "op.py").write_text("a = 1")
     before = sources_digest()
     (tmp_path / "op.py").write_text("a = 2")

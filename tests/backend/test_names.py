@@ -111,7 +111,7 @@ def test_explain_and_verify_accept_the_models_arguments() -> None:
     assert "sequence" in str(sp_compile.explain(model, x, kwargs={"labels": x.clone()}, sp=4))
 
 
-def test_a_misspelt_option_is_no_argument_of_the_model() -> None:
+def test_a_misspelled_option_is_no_argument_of_the_model() -> None:
     with pytest.raises(SpError, match=r"SP102: options: unknown option 'atention' \(did you mean 'attention'\?\)"):
         sp_compile.explain(Model(), data(), atention="ring")
     with pytest.raises(SpError, match="SP102: options: unknown option 'labels'"):

@@ -218,7 +218,7 @@ def plainly() -> Callable[..., str]:
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("option", [f.name for f in fields(SPConfig)])
-def test_an_option_is_honoured_or_refused(
+def test_an_option_is_honored_or_refused(
     mesh: DeviceMesh, plainly: Callable[..., str], entry: Callable[..., str], option: str
 ) -> None:
     model, others, value = given(option, mesh)

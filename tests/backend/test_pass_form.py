@@ -377,7 +377,7 @@ def test_only_near_misses_are_mentioned() -> None:
 
 NO_NEAR_MISSES: dict[str, Callable[[Tensor], Any]] = {
     "flips": lambda x: x.flip(1).cumsum(1) + x.flip(2).cumsum(1).flip(2),
-    "neighbours": lambda x: torch.maximum(x[:, 1:], x[:, :-1])[:, 2:] + x[:, 3:],
+    "neighbors": lambda x: torch.maximum(x[:, 1:], x[:, :-1])[:, 2:] + x[:, 3:],
     "two rows": lambda x: torch.select_scatter(torch.select_scatter(x, x[:, 1], 1, 0), x[:, 0], 1, 7),
     "padding alone": lambda x: (p := F.pad(x, (0, 0, 2, 0)))[:, :-2] + p.mean(),
     "attentions side by side": lambda x: torch.cat([F.scaled_dot_product_attention(x, x, x), x], -1),

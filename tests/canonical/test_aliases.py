@@ -127,7 +127,7 @@ ALIASED_FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Te
 
 
 def ops_of(f: Callable[[Tensor], Tensor], of: set[str]) -> Counter[str]:
-    """The ops that canonicalize recognises in the function, with their arguments, after the values were compared."""
+    """The ops that canonicalize recognizes in the function, with their arguments, after the values were compared."""
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
     gm = captured(f, x)
     for node in gm.graph.find_nodes(op="placeholder"):

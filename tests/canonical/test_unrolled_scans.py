@@ -40,7 +40,7 @@ def doubling(combine: Combine, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def padded(*fills: float, joins: bool = True) -> Scan:
-    """Hillis and Steele with rows of the neutral element where there are no neighbours."""
+    """Hillis and Steele with rows of the neutral element where there are no neighbors."""
 
     def moved(x: Tensor, step: int, fill: float) -> Tensor:
         if joins:
@@ -148,7 +148,7 @@ STAY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a difference": scanned(tree, lambda x, y: (y[0] - x[0],)),
     "a maximum": scanned(tree, lambda x, y: (torch.maximum(x[0], y[0]),)),
     "a round alone": lambda x, y: torch.cat([x[:, :2], x[:, 2:] + x[:, :-2]], 1),
-    "a row and its neighbour": token_shift,
+    "a row and its neighbor": token_shift,
     "rounds of a sum": scanned(doubling, COMBINES["sum"]),
     "levels of two functions": mixed,
     "rows that are not neutral": scanned(padded(1), COMBINES["sum"]),

@@ -99,7 +99,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("bag", [False, True])
-def test_rows_of_a_table_that_are_renormalised(bag):
+def test_rows_of_a_table_that_are_renormalized(bag):
     ids = torch.randint(0, 5, (2, 9))
     with pytest.raises(
         sp_compile.SpError, match=r"SP224.*Omit max_norm, and call torch.embedding_renorm_ under no_grad"

@@ -128,9 +128,9 @@ def test_parts_of_gradients_have_to_fit() -> None:
     s = shape(8, 8, 8)
     scattered = of(all_candidates(s, BYTES), "ring")
     assert scattered.ring_grads == "scatter"
-    travelling = of(all_candidates(s, replace(BYTES, memory=scattered.memory - 1)), "ring")
-    assert (travelling.ring_grads, travelling.legal) == ("travel", None)
-    assert scattered.memory - travelling.memory == 2 * s.kv_heads * s.kv_bytes * 2 * 8
+    traveling = of(all_candidates(s, replace(BYTES, memory=scattered.memory - 1)), "ring")
+    assert (traveling.ring_grads, traveling.legal) == ("travel", None)
+    assert scattered.memory - traveling.memory == 2 * s.kv_heads * s.kv_bytes * 2 * 8
 
 
 def test_different_head_dims_and_lengths() -> None:

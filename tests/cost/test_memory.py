@@ -60,7 +60,7 @@ def test_saved_values_are_a_share() -> None:
     results."""
     (memory,) = roomy().memory
     rows, width, double = 2 * LENGTH // RANKS, 24, 8
-    operands = 2 * (6 * width + 2 * width) + width  # normalised twice, q, k, v and out, the wide one; and of the head
+    operands = 2 * (6 * width + 2 * width) + width  # normalized twice, q, k, v and out, the wide one; and of the head
     assert memory.saved == rows * double * operands
     (again,) = explained(1e15, again=True).memory
     heads, sums = 4, 4  # of each head a log-sum-exp in float32

@@ -101,7 +101,7 @@ def name_of(case: tuple[Any, ...]) -> str:
 def test_no_kernel_spills_and_all_read_in_wide_words(gpu: AbsentGpu, case: tuple[Any, ...]) -> None:
     """Seven programs of 128 threads have registers on a multiprocessor, and memory is read 128 bits a thread at a time.
 
-    But where neighbours in memory are apart in the result.
+    But where neighbors in memory are apart in the result.
     """
     found = gpu.run(launched, *case)
     assert found

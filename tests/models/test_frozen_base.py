@@ -1,4 +1,4 @@
-"""A frozen base in quantised weights under adapters that are trained (QLoRA), on real ranks against one device."""
+"""A frozen base in quantized weights under adapters that are trained (QLoRA), on real ranks against one device."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Table(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A quantised linear with an adapter of rank 2."""
+    """A quantized linear with an adapter of rank 2."""
 
     def __init__(self, wide: int, base: Callable[[Tensor], nn.Module], dtype: torch.dtype) -> None:
         super().__init__()

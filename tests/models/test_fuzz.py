@@ -188,7 +188,7 @@ def test_a_seed_makes_one_program() -> None:
 # What the oracle notices.
 
 
-def spoilt(change: Callable[[GraphModule], None]) -> Any:
+def spoiled(change: Callable[[GraphModule], None]) -> Any:
     """`lower`, but for the graph of one rank."""
 
     def lowered(*args: Any) -> Any:
@@ -220,12 +220,12 @@ SETTING = Setting((2, 5, 3), (3,), 1, False, {})
 )
 def test_a_program_that_is_lowered_wrongly(change: Callable[[GraphModule], None], expected: Outcome) -> None:
     assert SETTING.outcome(STEPS).outcome is Outcome.EXACT
-    with spoilt(change):
+    with spoiled(change):
         assert SETTING.outcome(STEPS).outcome is expected
 
 
 def test_failures_are_minimized() -> None:
-    with spoilt(drops_the_scans):
+    with spoiled(drops_the_scans):
         setting, steps, result = minimal(SETTING, STEPS, SETTING.outcome(STEPS))
     assert steps == [Step("cumsum", (0,), (1,))]
     assert (setting, result.outcome) == (SETTING, Outcome.WRONG)
@@ -273,7 +273,7 @@ REFUSED_STEP = Event(1, "refused", "SP633: the 2 ranks of this group were given 
         ([RIGHT_STEP, REFUSED_STEP, None], [Event(2, "refused", REFUSED_STEP.words), None], Outcome.REFUSED),
     ],
 )
-def test_judgement_of_events(first: list, second: list, expected: Outcome) -> None:
+def test_judgment_of_events(first: list, second: list, expected: Outcome) -> None:
     scene = FaultScene("other tokens", world=2, odd=1, step=1, tcp=False, folder="")
     assert judged(scene, FAULTS["other tokens"], {0: first, 1: second}).outcome is expected
 
@@ -396,7 +396,7 @@ GONE = Failure(("RuntimeError",), "Connection closed by peer", "")
         ((GONE, Failure(("RuntimeError",), "Timed out waiting 120000ms", "")), Outcome.HANG),
     ],
 )
-def test_judgement_of_results(answers: tuple[Any, ...], expected: Outcome) -> None:
+def test_judgment_of_results(answers: tuple[Any, ...], expected: Outcome) -> None:
     scene = FakeScene(2, answers=answers)
     with fake_pool(scene):
         assert on_ranks.outcome(scene).outcome is expected
@@ -434,7 +434,7 @@ def test_single_device_failures_are_not_counted() -> None:
         ((GONE, GONE), Outcome.RAW),
     ],
 )
-def test_the_judgement_of_an_error_of_the_data(answers: tuple[Any, ...], expected: Outcome) -> None:
+def test_the_judgment_of_an_error_of_the_data(answers: tuple[Any, ...], expected: Outcome) -> None:
     found = {rank: (not isinstance(one, Failure), one) for rank, one in enumerate(answers) if one is not None}
     causes = [data_errors.Cause("IndexError", "index out of range in self")]
     result = data_errors.judged(data_errors.DataError(2), found, causes)

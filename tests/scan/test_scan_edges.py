@@ -39,11 +39,11 @@ def scans(x):
     return x.cumsum(1) - x.cummax(1).values + x.flip(1).cumprod(1) + x.logcumsumexp(1)
 
 
-def neighbours(x):
+def neighbors(x):
     return F.pad(x.cumsum(1).roll(1, 1), (0, 0, 2, 0))[:, :-2] + x.flip(1)
 
 
-@pytest.mark.parametrize("model", [scans, neighbours])
+@pytest.mark.parametrize("model", [scans, neighbors])
 def test_a_sequence_of_no_rows(model):
     x = torch.zeros(2, 0, 4, dtype=torch.float64, requires_grad=True)
     assert sp_compile.verify(model, x, sp=N, seq_dims={"x": 1}).worst == 0

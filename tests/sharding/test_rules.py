@@ -213,7 +213,7 @@ def test_groups_take_sizes_from_the_call() -> None:
 
 @st.composite
 def regroupings(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    """Atoms, and two ways to multiply neighbours together."""
+    """Atoms, and two ways to multiply neighbors together."""
     atoms = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5))
 
     def grouped() -> list[int]:

@@ -132,7 +132,7 @@ def wanted_full(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return all_reduce((x @ y) @ z)
 
 
-def normalised_over_rows(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+def normalized_over_rows(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return all_reduce((x[:1] @ y) @ z).softmax(1)
 
 
@@ -146,7 +146,7 @@ def waited_twice(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "program", [over_another_group, largest, no_linear, wanted_full, normalised_over_rows, vectors, waited_twice]
+    "program", [over_another_group, largest, no_linear, wanted_full, normalized_over_rows, vectors, waited_twice]
 )
 def test_left_alone(program: Callable[..., Tensor]) -> None:
     gm = captured(program, torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3))

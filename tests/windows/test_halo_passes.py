@@ -260,7 +260,7 @@ def test_gathered_with_the_reason():
 
 
 def test_windows_keep_the_sequence_in_order():
-    """A zigzag program has no neighbours: it stays contiguous, or the window is gathered if the user insists."""
+    """A zigzag program has no neighbors: it stays contiguous, or the window is gathered if the user insists."""
 
     class Model(nn.Module):
         def forward(self, x):

@@ -47,7 +47,7 @@ class TokenShift(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Local context by pools, centred, and the row before from a learned first one."""
+    """Local context by pools, centered, and the row before from a learned first one."""
 
     def __init__(self) -> None:
         super().__init__()

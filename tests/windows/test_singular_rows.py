@@ -264,19 +264,19 @@ class Tiled(nn.Module):
         return self.function(z, self.scale).logsumexp(-1).square().mean()
 
 
-def _centred(z: Tensor) -> Tensor:
+def _centered(z: Tensor) -> Tensor:
     return z - z.mean(-1, keepdim=True)
 
 
 def _energy(z: Tensor) -> Tensor:
-    return _centred(z).square().mean(-1, keepdim=True)
+    return _centered(z).square().mean(-1, keepdim=True)
 
 
 OF_LOGITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "inverse root": lambda z, w: _centred(z) * _energy(z).pow(-0.5) * w,
-    "root": lambda z, w: _centred(z) * (_energy(z).pow(0.5) * w),
+    "inverse root": lambda z, w: _centered(z) * _energy(z).pow(-0.5) * w,
+    "root": lambda z, w: _centered(z) * (_energy(z).pow(0.5) * w),
     "choice of infinity": lambda z, w: torch.where(z.detach() > z.detach().mean(-1, keepdim=True), z * w, -torch.inf),
-    "square": lambda z, w: _centred(z) * _centred(z).pow(2) * w,
+    "square": lambda z, w: _centered(z) * _centered(z).pow(2) * w,
     "overflow": lambda z, w: (800 * w * F.normalize(z, dim=-1) - 1600).exp(),
 }
 

@@ -23,8 +23,8 @@ def fits_aten(problem: ScanProblem) -> bool:
     return problem.kind == "extremes" or (problem.kind == "scan" and _is_exact(problem))
 
 
-def _aten_rank(problem: ScanProblem) -> int:
-    """Return the rank of torch's scans in the lowering table.
+def _aten_priority(problem: ScanProblem) -> int:
+    """Return the priority of torch's scans in the lowering table; low numbers are first.
 
     They are first for problems where a launch from Python dominates, and for many short lines on a CPU with little
     computation.
@@ -85,4 +85,4 @@ def extremes_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pai
     return values.flip(DIM), x.shape[DIM] - 1 - indices.flip(DIM)
 
 
-register_lowering("aten", ScanLowering(fits_aten, scan_aten, extremes_aten, is_torch=True), _aten_rank)
+register_lowering("aten", ScanLowering(fits_aten, scan_aten, extremes_aten, is_torch=True), _aten_priority)

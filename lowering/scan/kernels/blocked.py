@@ -84,4 +84,4 @@ def _empty_results(like: Any, dim: int, n: int) -> Any:
     return pytree.tree_map(empty, like)
 
 
-register_lowering("blocked", GenericKernels(blocked_inclusive, combine_all), rank=lambda problem: 40)
+register_lowering("blocked", GenericKernels(blocked_inclusive, combine_all), priority=lambda problem: 40)

@@ -198,4 +198,4 @@ def _use_large_pages(result: Tensor) -> None:
 
 
 NATIVE_LOWERING = ScanLowering(fits_native, scan_native, extremes_native, linear_native, linear_total_native)
-register_lowering("native", NATIVE_LOWERING, rank=lambda problem: 10)
+register_lowering("native", NATIVE_LOWERING, priority=lambda problem: 10)

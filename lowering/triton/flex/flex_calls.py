@@ -1,7 +1,9 @@
-"""Call flex_attention, forward and backward, through programs compiled once per mask text, score function and shape.
+"""Call flex_attention, forward and backward, through compiled programs.
 
-The first program of a family is compiled for the lengths of its first call. The second one is dynamic in all lengths:
-sequences of varying length would otherwise compile at every step. Steps of a ring share a program.
+A program is compiled once per mask text, score function and shape. Calls that differ only in their lengths (numbers of
+queries and keys) are a *family*. The first program of a family is compiled for the lengths of its first call. The
+second one is dynamic in all lengths: sequences of varying length would otherwise compile at every step. Steps of a ring
+share a program.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from .flex_texts import PairFunctions, PairTexts, pair_functions
 # compiler of a graph of fake tensors, without a device, in place of Inductor: for tests
 COMPILER: Override[Any] = Override()
 
-_programs: dict[Hashable, list[FlexProgram]] = {}  # programs of a family; see `_run_program`
+_programs: dict[Hashable, list[FlexProgram]] = {}  # programs by (family, strides); see `_run_program`
 _known_lengths: dict[Hashable, Hashable] = {}  # shapes of the first call of each family
 _programs_lock = threading.Lock()
 _failed = False  # whether a compilation has failed in this process
@@ -36,7 +38,7 @@ class CannotCompileError(SpError):
 
 
 def is_flex_available() -> bool:
-    """Return True unless a compilation of flex_attention has failed."""
+    """Return True unless a compilation of flex_attention has failed; kernel selection then skips it."""
     return not _failed
 
 
@@ -80,11 +82,11 @@ def flex_block_backward(
 
 
 def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return blocks, warps and stages with which the values of mask texts and score functions fit in registers.
+    """Return blocks, warps and stages with which the values of a kernel fit in registers.
 
-    torch's defaults for plain scores spill. Measured on sm_90, compiled by Triton 3.7, with soft-caps, slopes and
-    documents. In float32, which tensor cores do not support without TF32, two stages move rows from registers to shared
-    memory.
+    These include the values of mask texts and score functions, for which torch's defaults spill. Measured on sm_90,
+    compiled by Triton 3.7, with soft-caps, slopes and documents. In float32, which tensor cores do not support without
+    TF32, two stages move rows from registers to shared memory.
     """
     # (queries per block, keys per block, stages) of forward and backward
     if dtype == torch.float32:
@@ -105,7 +107,7 @@ def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 def _forward_program(
     pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run flex_attention's forward, for a trace; ``learned`` is not used. Arguments: see `_call_program`."""
+    """Run flex_attention's forward, for a compilation; see `_call_program`. ``learned`` is not used."""
     (q, k, v), tables, captured = _split_inputs(inputs, 3)
     options = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
     return flex_forward(q, k, v, pair.modify_score, pair.attends, tables, tile, scale, options, captured)
@@ -114,7 +116,7 @@ def _forward_program(
 def _backward_program(
     pair: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run flex_attention's backward, for a trace. Arguments: see `_call_program`."""
+    """Run flex_attention's backward, for a compilation; see `_call_program`."""
     (q, k, v, grad, out, lse), tables, captured = _split_inputs(inputs, 6)
     options = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
     learned_indices = [pair.names.index(name) for name in learned]
@@ -125,7 +127,7 @@ def _backward_program(
 def _split_inputs(
     inputs: tuple[Tensor, ...], num_operands: int
 ) -> tuple[tuple[Tensor, ...], BlockTables, tuple[Tensor, ...]]:
-    """Split the inputs of a program into operands, block tables and captured tensors."""
+    """Split the inputs that `_call_program` joins: operands, block tables and captured tensors."""
     end = num_operands + len(BlockTables.__match_args__)
     return inputs[:num_operands], BlockTables(*inputs[num_operands:end]), inputs[end:]
 
@@ -141,6 +143,9 @@ def _call_program(
         pairs: Texts and tables of the pairs.
         scale: Factor of the scores.
         learned: Names of the tables of the score that need a gradient, in the backward.
+
+    Returns:
+        The results of the program, in the backward with the gradients of the learned tables at the end.
     """
     q, k, *_ = operands
     queries, keys = q.shape[2], k.shape[2]
@@ -154,7 +159,7 @@ def _call_program(
 
 
 def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
-    """Return the dims of a captured tensor that are numbers of queries or keys."""
+    """Return the dims of a captured tensor that are numbers of queries or keys, and so vary in a family."""
     if name == "mask":
         assert pair.mask_dims is not None
         return tuple(i for i, axis in enumerate(pair.mask_dims) if axis in "qk")
@@ -170,7 +175,7 @@ def _run_program(
 
     Args:
         fn: The function to compile.
-        variant: Key of the function.
+        variant: Key that identifies the function, the same for all calls of a family.
         xs: Operands of the function.
         lengths: Dims of each operand that are lengths. Calls that differ in these sizes only form a family.
     """
@@ -195,7 +200,10 @@ def _run_program(
 
 
 def _compile_program(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tuple[int, ...]]) -> FlexProgram:
-    """Compile a function with dynamic ``lengths``; a failure warns and marks flex_attention as unavailable."""
+    """Compile a function with dynamic ``lengths``.
+
+    A failure warns and marks flex_attention as unavailable, so that later calls compute scores densely.
+    """
     global _failed
     try:
         return FlexProgram(fn, xs, lengths, COMPILER.value)

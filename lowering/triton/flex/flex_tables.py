@@ -1,5 +1,7 @@
 """Build the tables of torch's BlockMask from a plan of blocks.
 
+A pair is a query and a key; it attends if the mask allows it. A block is a rectangle of the pairs of a call with one
+kind of mask; the plan has all blocks with pairs that attend (``masks/blocks.py``). The kernel skips or masks by tiles.
 A tile of queries x keys is EMPTY (no pair attends), FULL (all pairs do, and the predicate is not evaluated) or PARTIAL
 (the predicate is evaluated for each pair). All rows of a FULL tile are valid: it contains no padding.
 """
@@ -39,7 +41,7 @@ class BlockTables(NamedTuple):
 
 
 def tile_size(queries: int, keys: int) -> int:
-    """Return the rows and keys of a tile, chosen such that the tables stay small."""
+    """Return the number of queries, and of keys, of a tile: the smallest with which the tables stay small."""
     tile = FLEX_TILE
     while -(-queries // tile) * -(-keys // tile) > MAX_TILES:
         tile *= 2
@@ -64,7 +66,7 @@ def build_tables(plan: BlockPlan, queries: int, keys: int, has_mask: bool, devic
 
 
 def tile_kinds(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tensor:
-    """Return the kind of every tile, uint8 (tiles of queries, tiles of keys), on the CPU."""
+    """Return the kind of every tile, such as FULL: uint8 (tiles of queries, tiles of keys), on the CPU."""
     kinds = torch.zeros(-(-queries // tile), -(-keys // tile), dtype=torch.uint8, device="cpu")
     for block in plan.blocks:
         rows, full_rows = _covered_tiles(*block.query_rows, queries, tile)
@@ -81,9 +83,10 @@ def tile_kinds(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tensor:
 
 
 def _covered_tiles(offset: int, length: int, num_rows: int, tile: int) -> tuple[slice, slice]:
-    """Return the tiles that a range of rows touches, and those that it covers, of a side of ``num_rows`` rows.
+    """Return the tiles that a range of rows touches, and the tiles of which it contains all rows.
 
-    The last tile of the side may have fewer rows.
+    Both are slices of the tiles of one side. The side (the queries or the keys) has ``num_rows`` rows. The last tile of
+    the side may have fewer rows.
     """
     end = offset + length
     first, stop = -(-offset // tile), -(-end // tile) if end == num_rows else end // tile
@@ -91,7 +94,10 @@ def _covered_tiles(offset: int, length: int, num_rows: int, tile: int) -> tuple[
 
 
 def _touches_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
-    """Return 1 for tiles in which the last query of a causal block attends to the first key of the block."""
+    """Return uint8 (rows, columns): 1 for tiles of a causal block in which any pair attends, else 0.
+
+    That holds if the tile's last query attends to its first key.
+    """
     last_query = torch.arange(rows.start + 1, rows.stop + 1) * tile - 1
     last_query = last_query.clamp(max=block.q_off + block.q_len - 1) - block.q_off
     first_key = (torch.arange(columns.start, columns.stop) * tile).clamp(min=block.k_off) - block.k_off
@@ -99,7 +105,10 @@ def _touches_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> T
 
 
 def _is_below_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
-    """Return True for tiles in which the first query of a causal block attends to the last key."""
+    """Return bool (rows, columns): True for tiles of a causal block in which all pairs attend.
+
+    That holds if the tile's first query attends to its last key.
+    """
     first_query = torch.arange(rows.start, rows.stop) * tile - block.q_off
     last_key = (torch.arange(columns.start + 1, columns.stop + 1) * tile).clamp(max=block.k_off + block.k_len) - 1
     return (last_key - block.k_off) <= first_query[:, None]
@@ -107,6 +116,8 @@ def _is_below_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> 
 
 def _sort_selected(is_selected: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of selected columns per row, (1, 1, rows), and the columns, selected ones first.
+
+    They are a number table and an index table of `BlockTables`.
 
     Both tensors are int32; the columns are (1, 1, rows, columns).
     """

@@ -2,6 +2,10 @@
 
     predicate "(k <= q) & Eq(row0, col0)"   ->   mask_mod(b, h, m, n), which captures tensors q, k, row0 and col0
 
+A mask text is a predicate of the positions q and k in the sequence, and of vectors with one element per query (row<i>)
+or key (col<i>). A score function modifies the score of a pair. Captured tensors are the inputs of a kernel besides
+queries, keys and values. A row of padding has position -1.
+
 A kernel contains nothing that depends on a rank, a step of a ring or a batch. Row positions, documents, sizes and
 slopes are inputs, so that one kernel serves all of them.
 """
@@ -29,7 +33,7 @@ _AXES = "bhqk"  # dims of a mask: batch, head, query, key
 
 
 class PairTexts(NamedTuple):
-    """Texts and tables for all queries and keys of a call."""
+    """Mask text, score function, and the values that they read, for the queries and keys of a call."""
 
     plan: BlockPlan  # blocks of the pairs that attend
     q_rows: Rows  # positions of the local queries
@@ -45,8 +49,9 @@ class PairTexts(NamedTuple):
 
 @dataclass(frozen=True)
 class PairFunctions:
-    """mask_mod and score_mod of flex_attention for texts.
+    """mask_mod (`attends`) and score_mod (`modify_score`) of flex_attention for texts.
 
+    Equal instances have equal kernels: the values are not fields but arguments.
     Arguments of both: indices of batch entry b, head h, local query row m and local key row n, and captured tensors.
     """
 
@@ -70,7 +75,7 @@ class PairFunctions:
         return allowed
 
     def modify_score(self, s: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *captured: Tensor) -> Tensor:
-        """Return the modified scaled score s, in float32, or in float64 for a float64 score."""
+        """Return the scaled score s after the score function and the additive mask, in float32 or float64."""
         inputs = dict(zip(self.names, captured, strict=True))
         s = s if s.dtype == torch.float64 else s.to(torch.float32)
         if self.score:
@@ -83,7 +88,7 @@ class PairFunctions:
         return s
 
     def _read_mask(self, inputs: dict[str, Tensor], b: Tensor, h: Tensor, m: Tensor, k: Tensor) -> Tensor:
-        """Return the element of the mask for local query row m and the key of global index k."""
+        """Return the element of the mask for local query row m and the key at position k."""
         assert self.mask_dims is not None
         index_of = dict(zip(_AXES, (b, h, m, k)))
         return _element_at(inputs["mask"], *(index_of[axis] for axis in self.mask_dims))
@@ -130,7 +135,7 @@ def pair_functions(
 
 
 def _predicate_symbol(name: str, inputs: dict[str, Tensor], b: Tensor, q: Tensor, k: Tensor) -> Any:
-    """Return the value of a predicate symbol for the pair of global indices q and k in batch entry b."""
+    """Return the value of a predicate symbol for the pair of positions q and k in batch entry b."""
     if name in ("q", "k"):
         return q if name == "q" else k
     vector = inputs[name]
@@ -160,7 +165,10 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {aten.tanh.default: _fast_tanh, a
 
 
 def _element_at(x: Tensor, *indices: Tensor) -> Tensor:
-    """Return one element at traced indices. Index -1, of padding, selects the last element."""
+    """Return one element at traced indices, or x itself without indices.
+
+    The index -1, of padding, selects the last element.
+    """
     return aten.index(x, list(indices)) if indices else x
 
 
@@ -175,5 +183,5 @@ def _row_positions(rows: Rows, length: int, dtype: torch.dtype, device: torch.de
 
 @lru_cache(maxsize=256)
 def _device_number(value: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a scalar tensor () on the device, without synchronization."""
+    """Return a scalar tensor () on the device, without synchronization; cached for later calls."""
     return torch.full((), value, dtype=dtype, device=device)

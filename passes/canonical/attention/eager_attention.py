@@ -365,7 +365,10 @@ def _has_sink_per_head(sinks: SinkValue | None, source: SoftmaxSource, scores: S
 
 
 def _has_known_fills(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) -> bool:
-    """Return True if a bias with fills is equivalent as a mask: it has a known form, or keeps a key per query."""
+    """Return True if a bias with fills is equivalent to a mask.
+
+    It is if it has a known form, or if it keeps a key for every query.
+    """
     if keeps_a_key(bias, shape) or try_parse_mask(bias, shape) is not None:
         return True
     return parse_bias(bias, shape, dtype) is not None

@@ -109,7 +109,10 @@ def _stack_element(reader: ElementReader, call: OpCall, coords: Coords) -> Eleme
 
 
 def _joined_element(reader: ElementReader, parts: list[Any], coords: Coords, dim: int) -> Element:
-    """Return the element of tensors joined along `dim`, without the parts that the coordinate cannot reach."""
+    """Return the element of tensors that are joined along `dim`.
+
+    Parts that the coordinate cannot reach are omitted.
+    """
     start: Size = 0
     pieces: list[tuple[Any, Element]] = []
     for part in parts:

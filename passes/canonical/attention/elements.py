@@ -55,7 +55,10 @@ class NotSymbolic(Exception):
         self.node = node
 
     def of(self, node: Node) -> NotSymbolic:
-        """Return the same error for `node`, unless it names a node already, so that the innermost one is reported."""
+        """Return the same error for `node`, unless it names a node already.
+
+        So the innermost node is reported.
+        """
         return self if self.node is not None else NotSymbolic(str(self), node)
 
 
@@ -253,7 +256,10 @@ def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:
 
 
 def _fixed_indices(condition: Boolean) -> dict[sympy.Symbol, int]:
-    """Return the indices that a condition fixes to one value, as q < 1 does, to simplify the result under it."""
+    """Return the indices that a condition fixes to one value, as q < 1 does.
+
+    The caller simplifies the result under the condition with them.
+    """
     return {i: 0 for i in INDICES if any(term == (i < 1) for term in And.make_args(condition))}
 
 

@@ -223,7 +223,10 @@ class RewriteFlexAttention(RewriteMasks):
         return None
 
     def _inline_body(self, body: GraphModule, operands: list[Any], like: Node) -> Node:
-        """Emit the result of a mask body for all indices b, h, q and k at once: a tensor (B, H, Q, K) to parse."""
+        """Emit the result of a mask body for all indices b, h, q and k at once.
+
+        It is a tensor (B, H, Q, K), which the caller parses.
+        """
         function: Any = body
         for dim in reversed(range(4)):
             function = torch.vmap(function, in_dims=tuple(0 if i == dim else None for i in range(len(operands))))
@@ -235,7 +238,10 @@ class RewriteFlexAttention(RewriteMasks):
 
 
 def _match_sinks(node: Node) -> SinkAttention | None:
-    """Return the attention with sinks if only sinks read the log-sum-exp (base 2 in torch's op), else None."""
+    """Return the attention with sinks if only sinks read the log-sum-exp, else None.
+
+    The log-sum-exp of torch's op has base 2.
+    """
     results = read_results(node)
     (natural_lse,) = results[1].users if set(results) == {0, 1} and len(results[1].users) == 1 else (None,)
     if natural_lse is None or natural_lse.target is not aten.mul.Tensor:
@@ -260,7 +266,10 @@ def _graph_body(ref: Node) -> GraphModule:
 
 
 def _inline_numbers(body: GraphModule) -> None:
-    """Replace constant 0-dim tensors of a body by aten.full, in place, as documents[0] reads row tensor(0)."""
+    """Replace constant 0-dim tensors of a body by aten.full, in place.
+
+    For example, documents[0] is traced as the row with the index tensor(0).
+    """
     for node in body.graph.find_nodes(op="get_attr"):
         constant = operator.attrgetter(node.target)(body)
         if isinstance(constant, torch.Tensor) and not constant.ndim and not isinstance(constant, FakeTensor):

@@ -45,7 +45,10 @@ class GroupKeyHeads(CanonicalPass):
         return changes
 
     def _group(self, node: Node) -> bool:
-        """Let an attention read the heads before the repetition, with enable_gqa; return False if none is found."""
+        """Let an attention read the heads before the repetition, with enable_gqa.
+
+        Returns False if no repetition can be removed.
+        """
         call = OpCall(node)
         if call["enable_gqa"] or call.ndim() != 4:
             return False

@@ -147,7 +147,10 @@ def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> 
 
 
 def require_all_heads(mask: AttentionMask) -> AttentionMask:
-    """Return the mask if it holds for all heads and batch entries; else raise NotSymbolic, as printing would."""
+    """Return the mask if it holds for all heads and batch entries, else raise NotSymbolic.
+
+    The error is that of printing the mask.
+    """
     _print_predicate(MaskPrinter(), mask)
     return mask
 

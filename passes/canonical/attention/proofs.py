@@ -26,7 +26,10 @@ Boolean: TypeAlias = sympy.logic.boolalg.Boolean
 
 
 class IndexBox:
-    """Ranges of the indices, for proofs: each is at least 0, and at most its entry of `last`, its size - 1."""
+    """Ranges of the indices, for proofs.
+
+    Each index is at least 0, and at most its entry of `last`, its size - 1.
+    """
 
     def __init__(self, sizes: Mapping[sympy.Symbol, Size]) -> None:
         self.last = {index: sympy.sympify(size) - 1 for index, size in sizes.items()}
@@ -79,7 +82,9 @@ class IndexBox:
         return p.func(*self._drop_implied(conditions, conjunction=isinstance(p, And)))
 
     def _drop_implied(self, conditions: list[Boolean], conjunction: bool) -> list[Boolean]:
-        """Return the conditions of an And without those that others imply, or of an Or without those that imply others.
+        """Return the conditions of an And or Or without the redundant ones.
+
+        In an And these are conditions that others imply, in an Or conditions that imply others.
 
         Args:
             conditions: The simplified conditions.

@@ -1,4 +1,4 @@
-"""Translate score_mods of flex_attention, and expressions, to score functions of `lowering/masks/score.py`.
+"""Translate score_mods of flex_attention, and expressions, to score functions.
 
     score + table[h, k - q + 12]            add(s, index(table0, [head0, add(sub(k, q), 12)])), and the table
     score + slopes[h] * (k - q)             add(s, mul(head0, sub(k, q))), and the slopes
@@ -65,7 +65,9 @@ def head_symbol(index: int) -> sympy.Symbol:
 
 
 def register_expression(expr: sympy.Expr) -> str:
-    """Register an expression over `SCORE`, `head_symbol` and the indices of query and key; return its name.
+    """Register an expression as a score function and return its name.
+
+    Its symbols are `SCORE`, `head_symbol` and the indices of query and key.
 
     Raises:
         NotSymbolic: The expression has another function than sums, products, powers, tanh, exp and Abs.
@@ -333,7 +335,10 @@ def _adds_fills(graph: Graph) -> bool:
 
 
 def split_conditions(body: GraphModule) -> list[GraphModule]:
-    """Split a mask body at its ands into the bodies of conditions, which get a predicate or not one by one."""
+    """Split a mask body at its ands into the bodies of conditions.
+
+    Each condition gets a predicate or not, independently of the others.
+    """
     conditions: list[GraphModule] = []
     waiting = [body.graph.output_node().args[0]]
     while waiting:

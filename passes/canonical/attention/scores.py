@@ -106,9 +106,10 @@ class ScoreOperand:
 
 
 def _undo_batch_repeat(x: Node, leading: tuple[Size, ...]) -> Node | None:
-    """Return the tensor with these leading dims that x regroups or repeats for each batch entry, else None.
+    """Return the tensor that x regroups or repeats for each batch entry, or None.
 
-    It is the mask or bias itself, before a program merged batch entries and heads into one dim.
+    The tensor has these leading dims. It is the mask or bias itself, before a program merged batch entries and heads
+    into one dim.
     """
     node = value_origin(x)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -325,7 +326,10 @@ def _add_operand(
 
 
 def _regroup_chain(inner: ScoreChain, shape: tuple[Size, ...]) -> ScoreChain | None:
-    """Return the chain with its operands regrouped to the leading dims of `shape`, or None if one cannot be."""
+    """Return the chain with its operands regrouped to the leading dims of `shape`, or None.
+
+    The result is None if an operand cannot be regrouped.
+    """
     assert inner.masked_shape is not None
     if inner.gate is not None:
         return None
@@ -344,7 +348,10 @@ def is_between_products(softmax: Node) -> bool:
 
 
 def _reaches_product(start: Node, neighbors: Callable[[Node], Sequence[Node]]) -> bool:
-    """Return True if one of the MAX_STEPS nodes after `start` is a product; `neighbors` gives the next nodes."""
+    """Return True if one of the MAX_STEPS nodes after `start` is a product.
+
+    `neighbors` returns the nodes that follow a node.
+    """
 
     def tensor_neighbors(node: Node) -> Iterable[Node]:
         """Return the neighbors that compute tensors."""
@@ -360,7 +367,10 @@ def _is_product(node: Node) -> bool:
 
 
 def scores_refusal(x: Node) -> str:
-    """Return the reason, for the report, why `match_scores` rejected the input of a softmax after a product."""
+    """Return the reason why `match_scores` rejected the input of a softmax after a product.
+
+    It is part of the report.
+    """
     node = x
     while not _is_product(node):
         if len(node.users) > 1:

@@ -105,7 +105,10 @@ class SinkValue:
 
     @property
     def batch_and_heads(self) -> tuple[Size, Size]:
-        """Return (batch size, number of heads) of the attention; (1, H) if the leading dims are groups of heads."""
+        """Return (batch size, number of heads) of the attention.
+
+        They are (1, H) if the leading dims are groups of heads.
+        """
         return (1, size_product(self.leading)) if self.groups else (self.leading[0], self.leading[1])
 
     def vector(self, editor: GraphEditor, like: Node) -> Node:

@@ -74,7 +74,10 @@ def _match_exp_log_softmax(node: Node) -> SoftmaxMatch | None:
 
 
 def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
-    """Match e / e.sum(dim, keepdim=True) with e = exp(s - max(s)); e = exp(s) gives a match with a refusal."""
+    """Match e / e.sum(dim, keepdim=True) with e = exp(s - max(s)).
+
+    For e = exp(s), the match has a refusal, because exp may overflow.
+    """
     exponentials, total = value_origin(node.args[0]), node.args[1]
     if not is_tensor(total) or exponentials.target is not aten.exp.default or not _has_same_dtype(exponentials, node):
         return None

@@ -32,7 +32,10 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @register_pass
 class RewriteVarlenAttention(CanonicalPass):
-    """Replacement of the calls of varlen_attn in one graph; `flash_attention.py` uses `emit_attention`, too."""
+    """Replacement of the calls of varlen_attn in one graph.
+
+    `flash_attention.py` uses `emit_attention`, too.
+    """
 
     provides = frozenset({"canonical", "mask predicates"})
 
@@ -55,7 +58,10 @@ class RewriteVarlenAttention(CanonicalPass):
         return changes
 
     def _rewrite(self, node: Node) -> None:
-        """Replace a call by attention with a predicate, and the getitem of its first result, the only one read."""
+        """Replace a call by attention with a predicate.
+
+        Only its first result is read, so that its one user is a getitem, which is replaced, too.
+        """
         call = OpCall(node)
         q, k, v = (call[name] for name in ("query", "key", "value"))
         q_ends, k_ends = call["cu_seq_q"], call["cu_seq_k"]
@@ -114,7 +120,7 @@ class RewriteVarlenAttention(CanonicalPass):
         return self.documents[ends, length]
 
     def _last_aligned_keys(self, documents: Node, q_ends: Node, k_ends: Node, like: Node) -> Node:
-        """Return, per query, the key as far from the end of its document as the query from its own: int64 (1, T)."""
+        """Return, per query, the key at the same distance from the end of its document: int64 (1, T)."""
         key = (documents, q_ends, k_ends)
         if key not in self.documents:
             length = node_shape(documents)[1]

@@ -118,9 +118,10 @@ class StackWrittenRows(CanonicalPass):
         return True
 
     def _is_loop(self, last: Node) -> bool:
-        """Return True if the chain that ends in `last` looks like a loop: MIN_ROWS writes or more, of most rows.
+        """Return True if the chain that ends in `last` looks like a loop.
 
-        Only such a chain is reported if it is not replaced. A chain that continues along another dim is none.
+        It then has MIN_ROWS writes or more, which write most rows. Only such a chain is reported if it is not replaced.
+        A chain that continues along another dim is none.
         """
         if any(self.writes[user].base is last for user in value_readers(last) if user in self.writes):
             return False

@@ -67,7 +67,10 @@ class LoopBuilder:
                 self.columns.append(column)
 
     def shared_nodes(self) -> set[Node]:
-        """Return the nodes outside of the loop that the steps read, after which the batched ops can be inserted."""
+        """Return the nodes outside of the loop that the steps read.
+
+        The batched ops can be inserted after them.
+        """
         sources = [x.source if isinstance(x, IndexRead) else x for x in self.loop.operands()]
         return {x for x in (*sources, *self.values.values()) if isinstance(x, Node)}
 
@@ -78,7 +81,9 @@ class LoopBuilder:
         return not isinstance(x, IndexRead | SeededList)
 
     def run(self) -> BatchedValue:
-        """Compute every column and return the list of the loop, in the order of the tensors that the steps read.
+        """Compute every column and return the list of the loop.
+
+        Its entries are in the order of the tensors that the steps read.
 
         Raises:
             NotALoop: A column cannot be computed.
@@ -168,7 +173,10 @@ class LoopBuilder:
         return self.editor.narrow(value, start, end - first)
 
     def _read_steps(self, x: IndexRead, first: int, end: int) -> BatchedValue:
-        """Emit the pieces (rows of a tensor) that the steps first, ..., end - 1 read, in the order of all steps."""
+        """Emit the pieces that the steps first, ..., end - 1 read, in the order of all steps.
+
+        A piece is one or more rows of a tensor.
+        """
         least, greatest = sorted((x.start + x.stride * first, x.start + x.stride * (end - 1)))
         rows = max(x.rows, 1)
         pieces = self.editor.narrow(BatchedValue(x.source, x.dim), least * rows, (greatest + 1 - least) * rows)

@@ -146,9 +146,10 @@ class LoopMatcher:
         column.operands = [self._match_operand(values, column.first) for values in zip(*leaves)]
 
     def _match_operand(self, values: Sequence[Any], first: int) -> Operand:
-        """Return the operand with these values at the steps first, first + 1, ...; add its column if it is new.
+        """Return the operand with these values at the steps first, first + 1, ....
 
-        Raises NotALoop if the values are neither shared nor of one form, even without the first one.
+        Adds its column if it is new. Raises NotALoop if the values are neither shared nor of one form, even without the
+        first one.
         """
         seed, later_values = values[0], values[1:]
         if all(_is_same(v, seed) for v in later_values):
@@ -164,7 +165,10 @@ class LoopMatcher:
         return SeededList(seed, later)
 
     def _find_column(self, values: Sequence[Any], first: int) -> ColumnRef | None:
-        """Return a reference to the known column that has these nodes at the same or the previous step, or None."""
+        """Return a reference to the known column that has these nodes, or None.
+
+        The column has them at the same steps, or each of them one step earlier.
+        """
         owner = self.owner.get(values[0]) if isinstance(values[0], Node) else None
         if owner is None:
             return None

@@ -202,9 +202,10 @@ class BatchedOps(GraphEditor):
         return BatchedValue(self.compute(target, args, like, kwargs), ndim - trailing_dims)
 
     def _vmap(self, node: Node, leaves: Sequence[Value]) -> Value:
-        """Apply the op of one step to all steps by the ops that torch.func.vmap creates, if no batcher applies.
+        """Apply the op of one step to all steps by the ops that torch.func.vmap creates.
 
-        Raises NotALoop if vmap has no rule for the op, or if the result is not only tensors.
+        This is for ops without a batcher. Raises NotALoop if vmap has no rule for the op, or if the result is not only
+        tensors.
         """
         operands = [self.move_steps(x, 0).node if isinstance(x, BatchedValue) else x for x in leaves]
         tensors = [i for i, x in enumerate(operands) if is_tensor(x)]
@@ -344,7 +345,10 @@ def _shift_dim(dim: Any, time: int, ndim: int) -> int | None:
 
 
 def _result_times(node: Node, time: int) -> list[int] | None:
-    """Return the dim of the steps in each result, from dim `time` of the operand; None if the op changes it."""
+    """Return the dim of the steps in each result, or None if the op changes that dim.
+
+    `time` is the dim of the steps in the operand.
+    """
     _, rule = lookup_rule(node) or (None, None)
     if rule is None or rule.reshapes or rule.kind(rule.operands[0][time]) != "pass":
         return None

@@ -2,8 +2,10 @@
 
     links 0, 1, 2 over groups a, b, c    ->    blocks {(0, 1): "ab", (2,): "c"}: one collective over ab, then one over c
 
-An option partitions the links of the chain into blocks. Each block is one collective over the union of its groups,
-whose ranks are on a grid; a communicator of the union must be declared (`sp_compile.declare_groups`).
+A link is one collective of the chain, with a group of ranks. An option partitions the links into blocks. Each block is
+one collective over the union of its groups, whose ranks are on a grid; a communicator of the union must be declared
+(`sp_compile.declare_groups`). A group is represented by its `Partition`: all groups of the same mesh axis, as lists of
+ranks. `MergeReductions` (`merge_reductions.py`) lists the options of each chain and runs the best one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from sp_compile.passes.cost.machine import Machine
 
 from .find_chains import CollectiveChain
 
-# Functions that return the union of the groups of a block as lists of ranks, or None if the groups form no grid.
+# Functions that return the union of the groups of a block as a partition, or None if the groups form no grid.
 COMPOSERS = {
     "all_reduce": reduce_partitions,
     "reduce_scatter": known_groups.scatter_partitions,
@@ -40,7 +42,7 @@ LinkIndices = tuple[int, ...]  # indices of some links of a chain, in order: a b
 
 @dataclass(frozen=True)
 class MergeOption:
-    """A way to run a chain."""
+    """A way to run a chain: its blocks, and the predicted time."""
 
     communicators: dict[LinkIndices, str]  # name of the communicator of each block
     time: float  # predicted seconds; nan if sizes are unknown
@@ -55,7 +57,7 @@ class MergeChooser:
     machine_of: Callable[[Node], Machine]  # constants of a node's device, for groups without measurements
 
     def options(self, chain: CollectiveChain) -> list[MergeOption]:
-        """Return all exact options that have communicators, including the one that merges nothing."""
+        """Return all exact options whose blocks have communicators, including the one that merges nothing."""
         links = tuple(range(len(chain.links)))
         communicators: dict[LinkIndices, str] = {}
         for size in range(len(links)):
@@ -76,7 +78,7 @@ class MergeChooser:
         return options
 
     def best(self, options: list[MergeOption]) -> MergeOption:
-        """Return the option that the policy selects."""
+        """Return the option that the policy selects: of those it allows, the one with the fewest collectives."""
         if self.policy == "auto":
             fastest = min(option.time for option in options)
             # No option is within the factor if the times are nan.
@@ -86,12 +88,15 @@ class MergeChooser:
         return min(options, key=lambda option: (len(option.communicators), option.time))
 
     def _merges_in_nodes(self, option: MergeOption) -> bool:
-        """Return True if all merged collectives are between ranks of one machine."""
+        """Return True if all merged collectives are between ranks of one machine, for the policy "intra_node"."""
         merged = [name for block, name in option.communicators.items() if len(block) > 1]
         return all(map(self.groups.is_in_one_node, merged))
 
     def unmerged_reason(self, chain: CollectiveChain, options: list[MergeOption]) -> str:
-        """Return the reason for which the chain is not merged; without an option, that of its last two links."""
+        """Return the reason, for the report, for which `best` merges nothing.
+
+        If no option merges links, it is that of the last two links.
+        """
         merged = [option for option in options if option is not unmerged_option(options)]
         if merged and self.policy == "intra_node":
             return "the policy is 'intra_node', and the ranks are on several machines"
@@ -110,11 +115,14 @@ class MergeChooser:
         return f"the {len(union[0])} ranks of {groups} are not known to divide the rows"
 
     def _link_groups(self, chain: CollectiveChain, block: LinkIndices) -> list[Partition]:
-        """Return the groups of the links, each as the partition of all ranks into groups of its axis."""
+        """Return the groups of the links of a block, each as the partition of all ranks along its axis."""
         return [self.groups[chain.links[i].group] for i in block]
 
     def _communicator(self, chain: CollectiveChain, block: LinkIndices) -> str | None:
-        """Return the group over which one collective replaces those of the block, or None."""
+        """Return the name of the group over which one collective can replace those of the block, or None.
+
+        None if the groups form no grid, no communicator of their union is declared, or the rows do not divide.
+        """
         if len(block) == 1:
             return chain.links[block[0]].group
         kind = chain.links[0].kind
@@ -124,7 +132,10 @@ class MergeChooser:
         return self.groups.communicator(union, ordered=kind != "all_reduce")
 
     def _keeps_rows(self, chain: CollectiveChain, block: LinkIndices, ranks: int) -> bool:
-        """Return True unless a merged scatter may send other rows to a rank than the separate ones."""
+        """Return True unless a merged scatter may send other rows to a rank than the separate ones.
+
+        It may if `ranks`, the number of ranks of the union, is not known to divide the scattered rows.
+        """
         first = chain.links[block[0]]
         rows = static_value(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
         return bool(statically_known_true(rows % ranks == 0))
@@ -142,7 +153,7 @@ class MergeChooser:
         return line.seconds(nbytes) / (1 if chain.links[0].kind == "all_reduce" else 2)
 
     def _bytes(self, chain: CollectiveChain, block: LinkIndices) -> float:
-        """Return the bytes that a block reduces, or gathers or scatters in total."""
+        """Return the bytes that a block reduces, or gathers or scatters in total; nan if sizes are unknown."""
         first, result = chain.links[block[0]], static_value(chain.links[block[-1]].node)
         full = static_value(first.source) if first.kind == "reduce_scatter" else result
         try:  # in the call that is being compiled
@@ -152,17 +163,17 @@ class MergeChooser:
 
 
 def unmerged_option(options: list[MergeOption]) -> MergeOption:
-    """Return the option that merges nothing."""
+    """Return the option that merges nothing: it has the most collectives."""
     return max(options, key=lambda option: len(option.communicators))
 
 
 def format_predictions(merged: MergeOption, unmerged: MergeOption) -> str:
-    """Return the predicted times of both options as text."""
+    """Return the predicted times of both options as text for the report."""
     return f"{merged.time * 1e3:.3g} ms instead of {unmerged.time * 1e3:.3g} ms"
 
 
 def static_value(node: Node) -> torch.Tensor:
-    """Return the node's fake tensor.
+    """Return the node's fake tensor, from which the options are computed.
 
     Raises:
         SpError: The node has none.

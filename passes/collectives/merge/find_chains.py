@@ -2,7 +2,8 @@
 
     all_reduce(a) -> wait -> view, permute, scale, cast -> all_reduce(b) -> wait
 
-The nodes in between must commute with the collectives, so that the earlier ones can move to the last.
+Each collective is a link of the chain. The nodes in between must commute with the collectives, so that the earlier
+links can move to the last one. A node f commutes with a collective c if c(f(x)) == f(c(x)).
 
 Programs gather and scatter along another dim than the first by moving chunks next to the collective:
 
@@ -42,12 +43,15 @@ class ChunkMove:
 
     @property
     def source(self) -> Node:
-        """Return the value that is split."""
+        """Return the value that is split: the operand of the move."""
         return OpCall(self.split)["self"]
 
 
 def match_chunks(cat: Node) -> ChunkMove | None:
-    """Return the move that ends with this cat if nothing else reads the chunks, else None."""
+    """Return the move that ends with this node, or None.
+
+    The node must be a cat of all chunks of a split, in order, which nothing else reads.
+    """
     if cat.target is not aten.cat.default:
         return None
     call = OpCall(cat)
@@ -66,7 +70,7 @@ def match_chunks(cat: Node) -> ChunkMove | None:
 
 
 def _match_chunks_after(node: Node) -> ChunkMove | None:
-    """Return the move that is the only reader of the node, or None."""
+    """Return the move whose split is the only reader of the node, or None."""
     cat = next((cat for split in node.users for piece in split.users for cat in piece.users), None)
     move = match_chunks(cat) if cat is not None and len(node.users) == 1 else None
     return move if move is not None and move.source is node else None
@@ -113,7 +117,7 @@ class ChainLink:
 
     @property
     def operand(self) -> Node:
-        """Return the operand of the collective itself."""
+        """Return the operand of the collective itself, after a move of its chunks."""
         return OpCall(self.node)["input"]
 
     @property
@@ -125,7 +129,7 @@ class ChainLink:
 
     @property
     def dim(self) -> int:
-        """Return the dim that is gathered or scattered."""
+        """Return the dim that is gathered or scattered, with the move of the chunks; 0 for all_reduces."""
         if self.chunks is None:
             return 0
         return self.chunks.split_dim if self.kind == "reduce_scatter" else self.chunks.cat_dim
@@ -136,7 +140,7 @@ class CollectiveChain:
     """A chain of collectives of one kind."""
 
     links: list[ChainLink]  # in order
-    steps: list[list[Node]]  # steps[i]: the nodes between links[i] and links[i + 1], in order
+    steps: list[list[Node]]  # steps[i]: the nodes between links[i] and links[i + 1], in order, without chunk moves
 
 
 def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, str]]]:
@@ -174,7 +178,7 @@ def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, s
 
 
 def check_reductions(graph: Graph) -> None:
-    """Raise SpError for a reduction that torch does not know.
+    """Raise SpError for a reduction that torch does not know, before any pass over collectives runs.
 
     It would fail on this rank during the run, and the other ranks would wait.
     """
@@ -183,7 +187,11 @@ def check_reductions(graph: Graph) -> None:
 
 
 def match_link(node: Node) -> ChainLink | None:
-    """Return the node as a link, or None for another op or a group without a name."""
+    """Return the node as a link, or None for another op or a group without a name.
+
+    Raises:
+        SpError: torch does not know the reduction.
+    """
     kind = COLLECTIVES.get(node.target) if node.op == "call_function" else None
     if kind is None:
         return None
@@ -199,7 +207,11 @@ def match_link(node: Node) -> ChainLink | None:
 def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
     """Return the move before a reduce_scatter or after an all_gather, of one chunk per rank of its group.
 
-    With it, the collective is one along another dim than 0.
+    With it, the collective is one along another dim than 0. None if there is no such move, and for all_reduces.
+
+    Args:
+        call: The collective.
+        kind: Its kind, as in `ChainLink`.
     """
     if kind == "all_reduce":
         return None
@@ -216,9 +228,10 @@ def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
 
 
 def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None:
-    """Return the previous collective of the same kind and the nodes in between, in order.
+    """Return the link before this one in its chain and the nodes in between, in order.
 
-    Returns the reason if the two cannot be merged, or None if there is no such collective.
+    Returns the reason for the report if the chain ends here although a collective of the same kind precedes, or None if
+    none does.
     """
     # Follow operands up to a collective, through nodes that commute with this one.
     visited, steps = [link.source], []
@@ -257,7 +270,7 @@ def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None
 
 
 def _commuting_operand(node: Node, link: ChainLink) -> Node | None:
-    """Return x if collective(node(x)) == node(collective(x)) for the op of the node, else None."""
+    """Return the operand x if link(node(x)) == node(link(x)), for the ops of both nodes, else None."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     if node.target is aten.copy.default:
@@ -278,7 +291,11 @@ def _commuting_operand(node: Node, link: ChainLink) -> Node | None:
 
 
 def _preserves_values(x: Node, node: Node, link: ChainLink) -> bool:
-    """Return True if the node has the values of x exactly, possibly in a wider dtype of the same order."""
+    """Return True if a cast or copy of x commutes with the link.
+
+    For reductions it must have the values of x exactly, possibly in a wider dtype of the same order. An all_gather only
+    moves values, so that any cast commutes with it.
+    """
     before, after = x.meta["val"], node.meta["val"]
     if before.device != after.device or before.shape != after.shape:
         return False
@@ -291,12 +308,15 @@ def _preserves_values(x: Node, node: Node, link: ChainLink) -> bool:
 
 
 def _is_int(dtype: torch.dtype) -> bool:
-    """Return True for integer dtypes, without bool."""
+    """Return True for integer dtypes, which `torch.iinfo` supports; False for bool."""
     return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
 
 
 def _is_scaled(node: Node, link: ChainLink) -> bool:
-    """Return True if the operand is multiplied by a number that commutes with the reduction."""
+    """Return True if the node multiplies or divides by a Python scalar that commutes with the reduction.
+
+    Only a positive factor keeps the order of values, as max and min need. Products commute with no factor.
+    """
     x, number = node.args[0], node.args[1]
     if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
         return False

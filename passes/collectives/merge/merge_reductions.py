@@ -2,8 +2,9 @@
 
     all_reduce(wait(all_reduce(x, sum, a)), sum, b)   ->   all_reduce(x, sum, a + b)
 
-Chains of two and more are merged through views, permutations, exact casts, and factors that are Python scalars and
-assumed equal on all ranks. Chains of reduce_scatters and all_gathers are merged along any dim, through casts and
+A chain is a sequence of collectives of one kind, its links; an option merges blocks of links (`choose_merge.py`).
+Chains of two and more links are merged through views, permutations, exact casts, and factors that are Python scalars
+and assumed equal on all ranks. Chains of reduce_scatters and all_gathers are merged along any dim, through casts and
 factors. The pass works on any graph of functional collectives at ATen level: exported graphs, and the forward, backward
 or joint graph of AOTAutograd, where DTensor's redistributions over several axes appear.
 
@@ -77,7 +78,7 @@ class MergeReductions(CollectivePass):
 
     @classmethod
     def of(cls, context: CollectiveContext) -> Pass | None:
-        """Create the pass for the declared groups, or return None without any or with merge_reductions="never"."""
+        """Create the pass for the declared groups; None without any, or with merge_reductions="never"."""
         groups, policy = declared_groups(), context.options.merge_reductions
         return cls(groups, policy, context.options.cost, strict=False) if policy != "never" and groups.members else None
 
@@ -110,7 +111,7 @@ class MergeReductions(CollectivePass):
         return changes
 
     def _merge_chain(self, chain: CollectiveChain) -> bool:
-        """Run a chain as the best option that the policy allows. Returns True if it was merged."""
+        """Run a chain as the best option of the policy, and note it; return True if links were merged."""
         options = self.chooser.options(chain)
         best = self.chooser.best(options)
         if best is unmerged_option(options):
@@ -127,7 +128,7 @@ class MergeReductions(CollectivePass):
         return True
 
     def _chain_refusal(self, chain: CollectiveChain) -> str | None:
-        """Return the reason for which no part of a chain can be merged, or None.
+        """Return the reason, for a note, for which no part of a chain can be merged, or None.
 
         Raises:
             SpError: A group is not declared, and `strict` is set.
@@ -149,7 +150,7 @@ class MergeReductions(CollectivePass):
         return None
 
     def _merge(self, chain: CollectiveChain, block: LinkIndices, name: str) -> None:
-        """Erase all links of a block but the last, and run the last one over the communicator `name`.
+        """Merge the links of a block: erase all but the last, which runs over the communicator `name`.
 
         The values of the nodes from the first to the last link are inferred again: their sizes have changed.
         """
@@ -176,7 +177,10 @@ class MergeReductions(CollectivePass):
             self._resize_chunks(last.chunks, ranks)
 
     def _erase_link(self, chain: CollectiveChain, index: int) -> None:
-        """Erase a link, its wait, and the move of its chunks. Removes the wait from `chain.steps`."""
+        """Erase a link before the last of its block, with its waits and the move of its chunks.
+
+        Readers then read the operand of the link. The waits are removed from `chain.steps`, too.
+        """
         steps, link = chain.steps[index], chain.links[index]
         waits = [node for node in steps if node.target is c10d.wait_tensor.default]
         chain.steps[index] = [node for node in steps if node not in waits]
@@ -191,7 +195,10 @@ class MergeReductions(CollectivePass):
         self.erased.add(link.node)
 
     def _resize_chunks(self, move: ChunkMove, count: int) -> None:
-        """Extend a move to `count` chunks of the same size; the operand of its split has that many."""
+        """Extend a move to `count` chunks, one per rank of the merged collective.
+
+        The chunks keep their size. The operand of the split has `count` of them already.
+        """
         self._reinfer(move.split)
         values, pieces = move.split.meta["val"], list(move.pieces)
         for piece, value in zip(pieces, values):
@@ -203,14 +210,17 @@ class MergeReductions(CollectivePass):
         self._reinfer(move.cat)
 
     def _nodes_between(self, chain: CollectiveChain, block: LinkIndices) -> Iterator[Node]:
-        """Yield the remaining nodes between the first and the last link of a block."""
+        """Yield the remaining nodes between the first and the last link of a block, to infer them again.
+
+        These include links of other blocks, as a block may skip links.
+        """
         for i in range(block[0], block[-1]):
             yield from chain.steps[i]
             if i + 1 < block[-1] and chain.links[i + 1].node not in self.erased:
                 yield chain.links[i + 1].node
 
     def _reinfer(self, node: Node) -> None:
-        """Infer the value of a node again, in place.
+        """Infer the value of a node (`meta["val"]`) again, after a merge has changed its operands.
 
         A view may be invalid without the collective that had made its operand contiguous; then the operand is cloned.
         """

@@ -5,8 +5,10 @@
     .permute(2, 0, 1, 3, 4)        (n, b, s, h, d)        [4], [0], [1], [5], [3]
     .flatten(1, 2)                 (n, b * s, h, d)       [4], [0, 1], [5], [3]
 
-Two chains of such ops move data equally if they arrange the factors of one tensor equally, in any form of code. Sizes
-may be symbolic; a size that does not provably factor has no arrangement.
+A factor is a dim of the first tensor, or a part of it; numbers identify factors. A piece is one of several equal slices
+along a dim: it lacks the outer factor of the dim, which is fixed in its arrangement. Two chains of such ops move data
+equally if they arrange the factors of one tensor equally, in any form of code. Sizes may be symbolic; a size that does
+not provably factor has no arrangement.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ FactorIds = tuple[int, ...]  # numbers of the factors of a dim in a `FactorTable
 
 
 class FixedFactors(NamedTuple):
-    """Factors of a dim that a piece of a tensor does not have, as a select and a chunk remove them."""
+    """Factors of a dim that a piece of a tensor does not have, since a slice or select has removed them."""
 
     factors: FactorIds
     piece: int  # index of the piece along these factors
@@ -45,13 +47,16 @@ class Arrangement:
 
 @dataclass
 class FactorTable:
-    """The sizes of factors, and the factors that each was split into."""
+    """The sizes of all factors, and the factors that each was split into.
+
+    Arrangements refer to factors by number. A later reshape may split these, so the methods resolve them to compare.
+    """
 
     _sizes: list[Size] = field(default_factory=list)  # by factor
     _splits: dict[int, FactorIds] = field(default_factory=dict)  # factors of a split factor, outermost first
 
     def new_factor(self, size: Size) -> int:
-        """Create a factor of the given size."""
+        """Create a factor of the given size, and return its number."""
         self._sizes.append(size)
         return len(self._sizes) - 1
 
@@ -60,7 +65,7 @@ class FactorTable:
         return Arrangement(tuple((self.new_factor(size),) for size in shape))
 
     def resolve(self, factors: Sequence[int]) -> list[int]:
-        """Return the factors with split ones replaced by their splits, without those of size 1."""
+        """Return the factors for comparison: split ones as their parts, and none of size 1."""
         resolved: list[int] = []
         for factor in factors:
             if factor in self._splits:
@@ -70,7 +75,7 @@ class FactorTable:
         return resolved
 
     def order(self, x: Arrangement) -> list[int]:
-        """Return all factors in the order of a row-major copy."""
+        """Return all factors in the order of a row-major copy, as a reshape to any shape preserves it."""
         return [factor for dim in x.dims for factor in self.resolve(dim)]
 
     def same_factors(self, a: Sequence[int], b: Sequence[int]) -> bool:
@@ -87,9 +92,9 @@ class FactorTable:
         return same_piece and all(map(self.same_factors, a.dims, b.dims))
 
     def split_leading(self, dim: FactorIds, size: Size) -> tuple[FactorIds, FactorIds] | None:
-        """Return the leading factors of a dim, of this size, and the remaining ones; splits a larger factor.
+        """Return the leading factors of a dim, whose sizes have the product `size`, and the remaining ones.
 
-        Returns None if the size does not provably divide the dim.
+        A factor that is partly in both is split. Returns None if the size does not provably divide the dim.
         """
         inner = exact_quotient(size_product(self._sizes[factor] for factor in dim), size)
         split = None if inner is None else self.reshape(Arrangement((dim,)), (size, inner))
@@ -98,7 +103,7 @@ class FactorTable:
     # The effects of ops; None if the result has no arrangement.
 
     def reshape(self, x: Arrangement, shape: Sequence[Size]) -> Arrangement | None:
-        """Return the same row-major order in other dims; a factor that is in several of them is split."""
+        """Return the arrangement of x after a reshape; a factor that is then in several dims is split."""
         order = self.order(x)
         rule = reshape_rule(tuple(self._sizes[factor] for factor in order), tuple(shape))
         if rule.kinds:
@@ -113,9 +118,9 @@ class FactorTable:
         return Arrangement(dims, x.fixed)
 
     def piece(self, x: Arrangement, dim: int, count: int, index: int, keeps_dim: bool) -> Arrangement | None:
-        """Return one of `count` equal pieces of a dim, or None.
+        """Return the arrangement of piece `index` of x, one of `count` equal pieces along a dim, or None.
 
-        Without `keeps_dim` the piece is one position, and the dim is removed.
+        With `keeps_dim` it is a slice. Without it is a select: the piece is one position, and the dim is removed.
         """
         cut = self.split_leading(x.dims[dim], count)
         if cut is None or (not keeps_dim and self.resolve(cut[1])):
@@ -124,7 +129,10 @@ class FactorTable:
         return Arrangement(dims, (*x.fixed, FixedFactors(cut[0], index)))
 
     def join(self, pieces: Sequence[Arrangement], dim: int, is_new_dim: bool) -> Arrangement | None:
-        """Undo `piece` for all pieces in order, possibly along another dim: a new one or an existing one."""
+        """Return the arrangement of a cat, or of a stack (`is_new_dim`), of all pieces of a tensor in order.
+
+        It undoes `piece`, possibly along another dim. None if the operands are not all pieces in order.
+        """
         if not pieces[0].fixed:
             return None
         *outer_fixed, (factors, _) = pieces[0].fixed
@@ -141,7 +149,8 @@ class FactorTable:
         return Arrangement(tuple(dims), tuple(outer_fixed))
 
 
-PASSTHROUGH_MOVES = (operator.getitem, WAIT_OPS)
+PASSTHROUGH_MOVES = (operator.getitem, WAIT_OPS)  # they return their operand, or one of its values
+# Ops that return a view or a copy, depending on the strides.
 MAY_COPY = parse_overloads("contiguous reshape reshape_as flatten.using_ints ravel")
 
 
@@ -155,13 +164,13 @@ def is_view(node: Node) -> bool:
 
 
 def is_move(node: Node) -> bool:
-    """Return True if the node only moves data, as far as its op shows: a view, permute, copy, slice, cat or stack."""
+    """Return True if the op of the node only moves data: a view, permute, copy, slice, cat or stack."""
     moves = node.target in PASSTHROUGH_MOVES or matchers.is_rearrangement(node)
     return moves or matchers.match_join(node) is not None or matchers.nth_result(node, 0) is not None
 
 
 def moved_operands(node: Node) -> list[Node]:
-    """Return the operands that the node of `is_move` moves: the pieces of a cat or stack, else the first one."""
+    """Return the operands that a move (`is_move`) moves: the pieces of a cat or stack, else the first one."""
     if node.target in PASSTHROUGH_MOVES:
         return [node.args[0]]
     operands = OpCall(node).operands
@@ -169,7 +178,7 @@ def moved_operands(node: Node) -> list[Node]:
 
 
 class ArrangementTracker:
-    """The arrangements of nodes that move the elements of some tensors.
+    """The arrangements of nodes that move the elements of some tensors, computed when they are first read.
 
     Args:
         table: The factors of all arrangements; splits are added to it.
@@ -187,7 +196,7 @@ class ArrangementTracker:
         return self._arrangements[node]
 
     def _move(self, node: Node) -> Arrangement | None:
-        """Return the arrangement of the node's value from those of its operands."""
+        """Return the arrangement of the node's value from those of its operands; None for other ops."""
         join = matchers.match_join(node)
         if join is not None:
             pieces = [self.arrangement(operand) for operand in moved_operands(node)]

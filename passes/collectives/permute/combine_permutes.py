@@ -1,4 +1,4 @@
-"""Pack independent exchanges (sp::all_to_all_permute) into one, and merge dims before an exchange.
+"""Pack independent exchanges into one, and merge dims before an exchange, an sp::all_to_all_permute.
 
     q' = exchange(q); k' = exchange(k); v' = exchange(v); attention(q', k', v')
 
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 class PackExchanges(Pass):
-    """Pass that packs independent exchanges of the same two dims into one sp::all_to_all, in place of the last one."""
+    """Pass that packs independent exchanges of the same two dims into one sp::all_to_all."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Pack all groups of such exchanges, and return the number of groups."""
@@ -46,7 +46,7 @@ class PackExchanges(Pass):
         return len(groups)
 
     def _combine(self, exchanges: Sequence[Node]) -> None:
-        """Replace exchanges of the same dims and ranks by one sp::all_to_all before the last of them."""
+        """Replace a group of exchanges by one sp::all_to_all, directly before the last of them."""
         _, scatter, gather, n, group = exchanges[0].args
         frame = [1, n, 0, n]  # n positions, one per rank: equal shares of any size
         ndim = exchanges[0].meta["val"].ndim
@@ -60,7 +60,10 @@ class PackExchanges(Pass):
 
 
 def _combinable_exchanges(graph: Graph) -> list[list[Node]]:
-    """Return groups of two and more exchanges that can be packed, each in the order of the graph."""
+    """Return groups of two and more exchanges that can be packed, each in the order of the graph.
+
+    An exchange joins the last group with its key (`_exchange_key`), or starts a new one.
+    """
     groups: list[list[Node]] = []
     backward = reachable_set(graph_tangents(graph), lambda n: n.users)  # a partitioner separates it from the forward
     last_groups: dict[Any, list[Node]] = {}  # the last group of each key
@@ -75,7 +78,7 @@ def _combinable_exchanges(graph: Graph) -> list[list[Node]]:
 
 
 def _exchange_key(node: Node) -> Any:
-    """Return the properties that packed exchanges have in common."""
+    """Return the properties that packed exchanges have in common, as a dict key."""
     x, scatter, gather, n, group = node.args
     value = x.meta["val"]
     scatter, gather = scatter % value.ndim, gather % value.ndim
@@ -84,13 +87,16 @@ def _exchange_key(node: Node) -> Any:
 
 
 def _dependents_before(exchanges: list[Node], last: Node) -> list[Node] | None:
-    """Return the nodes before `last` that depend on the exchanges, in order; None if `last` depends on them."""
+    """Return the nodes before `last` that depend on the exchanges, in order; None if `last` does, too."""
     reached = reachable_set(exchanges, lambda n: [user for user in n.users if user < last])
     return None if any(x in reached for x in last.all_input_nodes) else sorted(reached - set(exchanges))
 
 
 def _can_join(exchanges: list[Node], node: Node) -> bool:
-    """Return True if the exchanges can be delayed to the node, together with the nodes that depend on them."""
+    """Return True if the exchanges can run together with a later one, `node`.
+
+    They must be independent of it. The nodes before it that depend on them are then moved after it.
+    """
     dependents = _dependents_before(exchanges, node)
     # Nodes with effects, and collectives, are not moved.
     return dependents is not None and all(
@@ -99,7 +105,7 @@ def _can_join(exchanges: list[Node], node: Node) -> bool:
 
 
 def _move_users_after(exchanges: list[Node]) -> None:
-    """Move the nodes that depend on the first exchanges after the last one, in place."""
+    """Move the nodes that depend on the first exchanges after the last one, where all are packed."""
     position = exchanges[-1]
     for node in _dependents_before(exchanges[:-1], position) or ():
         position.append(node)
@@ -107,14 +113,17 @@ def _move_users_after(exchanges: list[Node]) -> None:
 
 
 class MergeDimsBeforeExchange(Pass):
-    """Pass that merges dims before an exchange in place of after it."""
+    """Pass that merges dims before an exchange in place of after it, where a merge would copy."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Move such merges, and return the number of changed exchanges."""
         return sum(self._rewrite(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE))
 
     def _rewrite(self, node: Node) -> bool:
-        """Replace the exchange and the farthest result of moves after it that only merges dims; return True if any."""
+        """Move the merge of dims after an exchange to its operand; return False if there is none.
+
+        The exchange and the moves up to the farthest result that only merges dims are replaced.
+        """
         for result in downstream_moves(node)[::-1]:
             chain = exclusive_chain(node, result)
             if chain is None or any(user.op == "output" for user in result.users):  # an output keeps its strides
@@ -126,7 +135,7 @@ class MergeDimsBeforeExchange(Pass):
         return False
 
     def _exchange_merged(self, node: Node, result: Node, groups: list[list[int]]) -> bool:
-        """Merge the dims of the operand, exchange it, and replace `result`.
+        """Merge the dims of the operand of an exchange, exchange the merged one, and replace `result` by that.
 
         Args:
             node: The exchange.
@@ -134,7 +143,8 @@ class MergeDimsBeforeExchange(Pass):
             groups: The dims of the exchange that form each dim of `result`.
 
         Returns:
-            False, without a change, if x would be copied for that, or is sent without a copy now.
+            True if `result` is replaced. False, without a change, if the merge would copy the operand, or if it is sent
+            without a copy now.
         """
         x, scatter, gather, n, group = node.args
         shape, order = as_sizes(x.meta["val"].shape), [dim for dims in groups for dim in dims]

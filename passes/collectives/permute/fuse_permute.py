@@ -4,10 +4,11 @@
     all_to_all_single, wait                                     ->    sp.all_to_all_permute(x, 2, 1): [b, n * s, h, d]
     .permute(1, 0, 2, 3, 4).reshape(b, n * s, h, d)
 
-The match uses index algebra (see `arrangement.py`), so that it covers permutes, transposes, chunks and cats. An
-exchange and its inverse are then removed. Independent exchanges (q, k and v of an attention) become one sp.all_to_all.
-Heads that are flattened after an exchange are flattened before it (see `combine_permutes.py`). The traffic is equal or
-less. Of the copies on both sides one remains, which a compiler fuses into the kernel that computes x.
+An exchange of two dims scatters one dim over the ranks and gathers the other. The match uses index algebra (see
+`arrangement.py`), so that it covers permutes, transposes, chunks and cats. An exchange and its inverse are then
+removed. Independent exchanges (q, k and v of an attention) become one sp.all_to_all. Heads that are flattened after an
+exchange are flattened before it (see `combine_permutes.py`). The traffic is equal or less. Of the copies on both sides
+one remains, which a compiler fuses into the kernel that computes x.
 
 Works on captured graphs, in which no value changes (`capture_export` creates them from exported programs), and on
 those of AOTAutograd: forward, backward or joint. Not fused, with a note: unequal shares, results or copies with other
@@ -49,7 +50,10 @@ class FusePermutes(Pass):
         return sum(self._match_and_rewrite(node) for node in list(gm.graph.nodes))
 
     def _match_and_rewrite(self, node: Node) -> bool:
-        """Fuse the node and the moves around it if it is an exchange of two dims; return True if it was fused."""
+        """Fuse the node and the moves around it if they are an exchange of two dims; return True if fused.
+
+        For another all-to-all the reason is noted.
+        """
         if _is_dtensor_exchange(node):
             return self._rewrite_dtensor(node)
         if not is_all_to_all(node):
@@ -67,7 +71,7 @@ class FusePermutes(Pass):
         return True
 
     def _rewrite(self, exchange: AllToAllMatch, match: PermuteMatch) -> None:
-        """Replace the chain of a match by one exchange."""
+        """Replace the chain of a match, an all-to-all and the moves around it, by one exchange."""
         x, y = match.x, match.y
         with self.graph.inserting_before(exchange.node):
             args = (x, match.scatter_dim, match.gather_dim, exchange.n, exchange.group)
@@ -101,7 +105,7 @@ class CancelExchanges(Pass):
         return sum(self._cancel(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE))
 
     def _cancel(self, node: Node) -> bool:
-        """Replace an exchange by the operand of an earlier exchange that it undoes; return True if there is one."""
+        """Replace an exchange by the operand of an earlier one that it undoes; return False without one."""
         first = match_permutes.undone_exchange(node)
         if first is None:
             return False
@@ -136,7 +140,7 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
         self.decomposed = decomposed
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Run all passes on a graph that has such an exchange, repair strides, and return the number of changes."""
+        """Run all passes on a graph with such an exchange, repair strides, and return the number of changes."""
         require_ops(gm, self.name)
         if not any(map(_is_permute_exchange, gm.graph.nodes)):
             return 0
@@ -152,7 +156,10 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
 
 
 def _is_permute_exchange(node: Node) -> bool:
-    """Return True for every op that exchanges shares of a tensor, also for in-place and unequal ones."""
+    """Return True for every op that exchanges shares of a tensor: without any, no pass runs on the graph.
+
+    In-place ones and unequal shares count, so that they are refused or noted.
+    """
     in_place = node_packet(node) is torch.ops.c10d.alltoall_base_
     return is_all_to_all(node) or node.target is PERMUTE or _is_dtensor_exchange(node) or in_place
 

@@ -1,11 +1,12 @@
-"""Match all_to_all_single ops that, with the views and permutes around them, are an all_to_all_permute.
+"""Match all_to_all_single ops that, with the moves around them, are an all_to_all_permute.
 
     x  (b, s, n * h, d)  -> any views, permutes and copies ->  (n, ...)   all_to_all_single   (n, ...)  -> any ->  y
 
 `arrangement.py` tracks the factors of x. In dim 0 of the operand, the leading factors of product n are the sent ones:
 block p is for rank p. In the result, a new factor takes their place, the received one: block r is from rank r. The
 chain exchanges dim a (scatter) for dim b (gather) under two conditions: the sent factors lead x's dim a, and y has the
-other factors of x in their order, with the received factor before those of dim b.
+other factors of x in their order, with the received factor before those of dim b. A move is a node that only moves data
+(`is_move`), and a chain has moves on both sides. An exact chain has the dims of the result, not only its elements.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class PermuteMatch:
     y: Node  # its result
     scatter_dim: int  # dim of x
     gather_dim: int  # dim of x
-    exact: bool  # False: y is the result after a reshape
+    exact: bool  # False: y is a reshape of the result
     chain: frozenset[Node]  # all nodes after x, up to y
 
 
 class ExchangedFactors(NamedTuple):
-    """The factors, of product n, that an exchange of a scatter and a gather dim removes and adds."""
+    """The factors, of product n each, that an exchange of a scatter and a gather dim removes and adds."""
 
     sent: FactorIds  # that lead the scatter dim of the operand: block p is for rank p
     received: FactorIds  # that lead the gather dim of the result: block r is from rank r
@@ -88,7 +89,10 @@ def match_all_to_all(node: Node) -> AllToAllMatch | str:
 
 
 def match_permute(exchange: AllToAllMatch) -> PermuteMatch | None:
-    """Return the longest chain around the exchange that is an all_to_all_permute, or None."""
+    """Return the longest chain around the exchange that is an all_to_all_permute, or None.
+
+    Exact chains are preferred. `FusePermutes` replaces the chain.
+    """
     sources = [exchange.sent, *_upstream_moves(exchange.sent)][::-1]
     results = [exchange.wait, *downstream_moves(exchange.wait)][::-1]
     chains_before = {x: _upstream_chain(exchange.sent, x) for x in sources}
@@ -104,7 +108,7 @@ def match_permute(exchange: AllToAllMatch) -> PermuteMatch | None:
 
 
 def _upstream_moves(node: Node) -> list[Node]:
-    """Return the values that the node moves, from the nearest to the farthest."""
+    """Return the values that the node and the moves before it move, from the nearest to the farthest."""
 
     def operands(n: Node) -> Sequence[Node]:
         """Return the moved operands; that of a wait is not complete."""
@@ -115,7 +119,7 @@ def _upstream_moves(node: Node) -> list[Node]:
 
 
 def downstream_moves(node: Node) -> list[Node]:
-    """Return the nodes that only move the node's data, from the nearest to the farthest."""
+    """Return the nodes after this one that only move its data, from the nearest to the farthest."""
     moves, queue = {node: None}, list(node.users)  # an ordered set, and the users to visit
     while queue and len(moves) < MAX_CANDIDATES:
         user = queue.pop(0)
@@ -126,7 +130,10 @@ def downstream_moves(node: Node) -> list[Node]:
 
 
 def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
-    """Return all nodes from x to the sent value, or None if one does not only move data, or a copy has other users."""
+    """Return all nodes from x to the sent value, or None if they cannot be part of a chain.
+
+    They cannot if one does not only move data, or if a copy has other users and would remain.
+    """
     chain = reachable_set([sent], lambda n: moved_operands(n) if n is not x and is_move(n) else ()) | {x}
     for node in chain - {x}:
         has_other_users = any(user not in chain and not is_all_to_all(user) for user in node.users)
@@ -136,7 +143,7 @@ def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
 
 
 def exclusive_chain(wait: Node, y: Node) -> set[Node] | None:
-    """Return all nodes from the wait to y, or None if a node before y has other users."""
+    """Return all nodes from the wait to y, or None if a node before y has other users, which need it."""
     chain = reachable_set([y], lambda n: moved_operands(n) if n is not wait else ())
     users = {user for node in chain - {y} for user in node.users if not is_unused(user)}
     return chain if users <= chain else None
@@ -154,7 +161,7 @@ def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tu
         exchange: The all-to-all between x and y.
         x: A value that is moved to its operand.
         y: A value that its result is moved to.
-        exact: False to accept y that has the shape of the result only after a reshape.
+        exact: False to accept a y that is only a reshape of the result of the exchange of two dims.
     """
     table = FactorTable()
     before = table.new_tensor(as_sizes(x.meta["val"].shape))
@@ -178,7 +185,17 @@ def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tu
 def _match_dims(
     table: FactorTable, exchanged: ExchangedFactors, before: Arrangement, after: Arrangement, exact: bool
 ) -> tuple[int, int] | None:
-    """Return the scatter and the gather dim of an exchange from `before` to `after`, or None if it has none."""
+    """Return the scatter and gather dim of an exchange from `before` to `after`, or None without any.
+
+    The scatter dim is the one that the sent factors lead; each other dim is tried as the gather dim.
+
+    Args:
+        table: The factors of all arrangements.
+        exchanged: The factors that the exchange sends and receives.
+        before: The arrangement of x.
+        after: The arrangement of y.
+        exact: As in `_exchange_dims`.
+    """
 
     def is_leading(factors: list[int], dim: FactorIds) -> bool:
         """Return True if the dim starts with these factors."""
@@ -208,7 +225,10 @@ def _match_dims(
 def exchange_factors(
     table: FactorTable, exchanged: ExchangedFactors, x: Arrangement, scatter: int, gather: int
 ) -> Arrangement:
-    """Return the arrangement of all_to_all_permute(x, scatter, gather), where the sent factors lead the scatter dim."""
+    """Return the arrangement of all_to_all_permute(x, scatter, gather).
+
+    The sent factors, which lead the scatter dim, are removed, and the received ones lead the gather dim.
+    """
     dims = list(x.dims)
     dims[scatter] = tuple(table.resolve(dims[scatter])[len(table.resolve(exchanged.sent)) :])
     dims[gather] = (*exchanged.received, *dims[gather])
@@ -216,7 +236,10 @@ def exchange_factors(
 
 
 def _is_inverse(first: Node, second: Node) -> bool:
-    """Return True if the second all_to_all_permute restores the operand of the first, up to a reshape."""
+    """Return True if the second all_to_all_permute restores the operand of the first, up to a reshape.
+
+    Both are then removed. Between them there may be moves.
+    """
     x, scatter, gather, n, group = first.args
     if tuple(second.args[3:]) != (n, group):
         return False
@@ -242,20 +265,23 @@ def _is_inverse(first: Node, second: Node) -> bool:
 
 
 def undone_exchange(node: Node) -> Node | None:
-    """Return the exchange whose result is moved to this one's operand, and whose operand this one restores, or None."""
+    """Return an earlier exchange, possibly before moves, whose operand this one restores, or None."""
     x = node.args[0]
     return next((n for n in (x, *_upstream_moves(x)) if n.target is PERMUTE and _is_inverse(n, node)), None)
 
 
 def aliases_input(node: Node) -> bool:
-    """Return True if the node shares storage with an input of the graph."""
+    """Return True if the node shares storage with an input of the graph, and so must not be a new output."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node.op in ("placeholder", "get_attr")
 
 
 def erase_chain(graph: Graph, chain: frozenset[Node]) -> None:
-    """Erase the nodes of the chain that have no users, from the last one on, with unused results of them."""
+    """Erase the nodes of a replaced chain that nothing reads now, from the last one on.
+
+    Unused results (getitem) of these nodes are erased, too.
+    """
     for node in reversed(graph.nodes):
         is_result = is_unused(node) and node.args[0] in chain
         if (node in chain or is_result) and not node.users:

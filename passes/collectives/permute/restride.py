@@ -1,6 +1,9 @@
 """Update fake values after a rewrite has changed strides, and preserve the strides of outputs.
 
 y: [s, b, h, d] in memory, read as [b, s, h, d]; y.view(b, s, h * d)   ->   y.reshape(b, s, h * d)
+
+A rewrite may replace a node by one with other strides. The values of later nodes, and views that need certain strides,
+then change; outputs of the graph must not.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ aten = torch.ops.aten
 
 
 class StrideRepair:
-    """The values of a graph's nodes before a rewrite; `apply` updates the graph after it."""
+    """The values of a graph's nodes before a rewrite; `apply` updates the graph after it.
+
+    `FuseAllToAllPermutes` creates it before its passes and applies it after them.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -29,7 +35,7 @@ class StrideRepair:
         self.results = _graph_results(graph)
 
     def apply(self) -> None:
-        """Infer the values after changed nodes again, and restore the strides of the graph's outputs, in place."""
+        """Infer the values after changed nodes again, and restore the strides of the outputs, in place."""
         changed = {node for node in self.graph.nodes if node not in self.before}
         for node in list(self.graph.nodes):
             if node in self.before and any(x in changed for x in node.all_input_nodes) and self._reinfer(node):
@@ -39,7 +45,11 @@ class StrideRepair:
                 self._restore_strides(self.graph.output_node(), node, self.before.get(earlier))
 
     def _reinfer(self, node: Node) -> bool:
-        """Infer the node's value again, and return True if its strides have changed."""
+        """Infer the value of a node with a changed operand, and return True if its strides have changed.
+
+        An as_strided, which reads the storage directly, receives an operand with the earlier strides instead. A view
+        that the new strides do not allow becomes a reshape.
+        """
         if node.target is aten.as_strided.default:
             source = node.args[0]  # the op reads its storage directly
             self._restore_strides(node, source, self.before.get(source))
@@ -71,7 +81,7 @@ def _graph_results(graph: Graph) -> list[Node | None]:
 
 
 def _strides_changed(old: Any, new: Any) -> bool:
-    """Return True if a value, or one of several results, has other strides than before."""
+    """Return True if a node's value, or one of its several results, has other strides than before."""
     if isinstance(old, list | tuple):
         return any(_strides_changed(a, b) for a, b in zip(old, new))
     return isinstance(old, Tensor) and has_other_strides(old, new)

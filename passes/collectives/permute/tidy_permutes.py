@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 class DropBuffers(Pass):
-    """Pass that replaces a buffer by the result of an exchange that fills it."""
+    """Pass that replaces a buffer by the result of an exchange that fills it, if both have equal strides."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
         """Replace such copies by the copied results, and return their number."""
@@ -44,7 +44,7 @@ class DropBuffers(Pass):
 
 
 def _memory_format(node: Node) -> tuple[Any, ...]:
-    """Return the shape, strides, dtype and device of the node's value."""
+    """Return the shape, strides, dtype and device of the node's value, in which buffers must agree."""
     value = node.meta["val"]
     return as_sizes(value.shape), as_sizes(value.stride()), value.dtype, value.device
 
@@ -67,7 +67,10 @@ class ConcatPadded(Pass):
 
 
 def _sum_terms(node: Node) -> list[SlicePiece] | None:
-    """Return the pieces that the node adds, in order, if they cover it and do not overlap; else None."""
+    """Return the pieces that the node adds, in order, if they cover it and do not overlap; else None.
+
+    The sum, possibly of sums, is then a cat or a stack of the pieces.
+    """
     if not _is_addition(node):
         return None
     pieces: list[SlicePiece] = []
@@ -92,14 +95,15 @@ def _sum_terms(node: Node) -> list[SlicePiece] | None:
 
 
 def _is_addition(node: Node) -> bool:
-    """Return True for the sum of two tensors, without a factor."""
+    """Return True for the sum of two tensors, without a factor (`alpha`)."""
     return node.target is aten.add.Tensor and not node.kwargs and all(map(is_tensor, node.args))
 
 
 def match_placed(node: Node) -> SlicePiece | None:
-    """Return the piece that the node places among zeros, as a `SlicePiece` of the node with the piece as its source.
+    """Return the piece that the node places among zeros, or None.
 
-    The node is a padding, a cat with zeros, or the gradient of a slice or a select. Returns None for other nodes.
+    In the returned `SlicePiece`, the source is the piece, and the position is that in the node. The node is a padding,
+    a cat with zeros, or the gradient of a slice or a select.
     """
     pad, op = match_padding(node), node_packet(node)
     if pad is not None:
@@ -120,7 +124,7 @@ def match_placed(node: Node) -> SlicePiece | None:
 
 
 def _match_slice_write(call: OpCall, is_select: bool) -> SlicePiece | None:
-    """Return the piece that a slice_scatter or select_scatter writes into zeros, or that a gradient op places there.
+    """Return the piece that a scatter or gradient op of a slice or select places among zeros, or None.
 
     Returns None for a step, for symbolic positions, and for values that are not zero elsewhere.
     """

@@ -1,4 +1,7 @@
-"""Classes of operators in the liveness walk, and limits of Inductor's fusion (torch._inductor.config and scheduler)."""
+"""Classify operators for the liveness walk, and define limits of Inductor's fusion.
+
+The limits are those of torch._inductor.config and of Inductor's scheduler.
+"""
 
 from __future__ import annotations
 

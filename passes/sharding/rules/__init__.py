@@ -5,9 +5,10 @@ Families by file:
     attention_rules      fused attention            movement         views, cat, slice, flip, pad, roll
     convolution_rules    convolutions, pooling      norms            normalizations, softmax, losses
     exchange_rules       sp:: exchanges             pointwise        elementwise ops without torch's tag
-    expert_rules         rows sorted by expert      scan_rules       cumulative ops, recurrences
-    factories            zeros, arange, random      matmul           products, reductions, sort, topk
+    expert_rules         rows sorted by expert      reductions       sum, max, var, .., sort, topk, diff
+    factories            zeros, full, random        scan_rules       cumulative ops, recurrences
     indexing_rules       gather, index, scatter
+    matmul               products, linear, einsum
 """
 
 from . import (  # noqa: F401
@@ -21,5 +22,6 @@ from . import (  # noqa: F401
     movement,
     norms,
     pointwise,
+    reductions,
     scan_rules,
 )

@@ -1,7 +1,12 @@
 """Builders for rule files: factor names for dims, and rules from a text and a call.
 
-A rule with dims in variable number is built from names: `factor_names(3)` is ("d0", "d1", "d2"), and
-`replace_dims(.., [1], "new")` is ("d0", "new1", "d2"), the dims of a result that does not share dim 1 with its operand.
+A rule names each dim of the operands and results of one call; the names are its factors. A factor that an operand and a
+result share passes: both may be sharded along it. A factor with a kind does not, such as "whole", which is gathered
+before the call. "" is a dim without a factor: it has size 1, or broadcasts. A rule function returns the rule of a call,
+or None for arguments without one: the call then runs on gathered operands.
+
+A rule with dims in variable number is built from names. `factor_names(3)` is ("d0", "d1", "d2"). With dim 1 replaced by
+"new" (`replace_dims`) it is ("d0", "new1", "d2"), the dims of a result that does not share dim 1 with its operand.
 """
 
 from __future__ import annotations
@@ -15,29 +20,38 @@ from sp_compile.passes.sharding.rule import BoundRule, Dims, RuleFunction, RuleP
 
 
 def bind_rule(call: OpCall, text: str, **options: Any) -> BoundRule | None:
-    """Bind a rule text to a call, for functions that select the text by the arguments."""
+    """Bind a rule text to a call, for rule functions that select the text by the arguments.
+
+    Returns None if the operands have another number of dims than the text. Options are those of `rule`.
+    """
     return RulePattern.parse(text, **options).bind(call)
 
 
 def factor_names(ndim: int, prefix: str = "d") -> Dims:
-    """Return one factor name per dim; different prefixes name dims that operands and results do not share."""
+    """Return one factor name per dim: d0, d1, ..
+
+    Operands and results share dims with equal names; another prefix names dims that they do not share.
+    """
     return tuple(f"{prefix}{i}" for i in range(ndim))
 
 
 def wrap_dim(dim: Any, ndim: int) -> int:
-    """Return a dim argument as a non-negative dim of a value with `ndim` dims."""
+    """Return a dim argument, which may be negative, as a non-negative dim of a value with `ndim` dims."""
     return int(dim) % max(ndim, 1)
 
 
 def normalize_dims(value: Any, ndim: int) -> tuple[int, ...]:
-    """Return a dim argument of a reduction as non-negative dims; None and [] select all dims."""
+    """Return an argument with one or more dims as non-negative dims; None and [] select all dims."""
     if value is None or (isinstance(value, Sequence) and not value):
         return tuple(range(ndim))
     return tuple(wrap_dim(d, ndim) for d in (value if isinstance(value, Sequence) else [value]))
 
 
 def replace_dims(names: Dims, dims: Iterable[int], prefix: str) -> Dims:
-    """Return the names, in which those of `dims` are replaced by the prefix plus the dim, or by "" without a prefix."""
+    """Return the names, in which those of `dims` are replaced by the prefix plus the dim.
+
+    Without a prefix they become "". A result with replaced names does not share these dims with the operand.
+    """
     replaced = set(dims)
     return tuple((f"{prefix}{d}" if prefix else "") if d in replaced else name for d, name in enumerate(names))
 
@@ -45,7 +59,8 @@ def replace_dims(names: Dims, dims: Iterable[int], prefix: str) -> Dims:
 def align_names(shape: Sequence[Size], full_shape: Sequence[Size], names: Dims) -> Dims:
     """Return the names of the dims of a shape that broadcasts to a full shape with these names.
 
-    The shapes are aligned at the last dim. A dim that is repeated has the name "".
+    The shapes are aligned at the last dim. A dim of size 1 that broadcasts has the name "", because it is never
+    sharded.
     """
     skip = len(full_shape) - len(shape)
     pairs = zip(shape, full_shape[skip:], names[skip:], strict=True)
@@ -55,14 +70,14 @@ def align_names(shape: Sequence[Size], full_shape: Sequence[Size], names: Dims) 
 def along_dims(
     call: OpCall, dims: Iterable[int], result: Dims | None = None, kind: str = "whole", lazy: bool = False
 ) -> BoundRule:
-    """Return a rule that assigns a kind to dims of the only operand.
+    """Return the rule of an op with one operand that assigns a kind to some of its dims; the others pass.
 
     Args:
         call: Call of the op.
         dims: Dims with this kind.
-        result: Dims of each result; those of the operand by default.
+        result: Names of the dims of each result; those of the operand by default.
         kind: Kind of the dims.
-        lazy: The op only moves data.
+        lazy: True if the op only moves data, so that it is no reason to shard a replicated operand.
     """
     names = factor_names(call.ndim())
     results = tuple(names if result is None else result for _ in call.results())
@@ -70,12 +85,20 @@ def along_dims(
 
 
 def gathered_dims(call: OpCall) -> BoundRule:
-    """Return a rule with a result of the operand's shape that gathers the dims of the argument `dim`."""
+    """Return a rule that gathers the dims of the argument `dim`, for results of the operand's shape.
+
+    This is the rule function of ops that read all of these dims for each element, such as sort.
+    """
     return along_dims(call, normalize_dims(call["dim"], call.ndim()))
 
 
 def resize_dims(argument: str = "", ndim: int = 0) -> RuleFunction:
-    """Return a rule function that gathers the resized dims: those of the argument, or the last `ndim`."""
+    """Return a rule function that gathers dims whose size changes; the others pass.
+
+    Args:
+        argument: Schema argument with these dims, such as the `dim` of topk.
+        ndim: Number of these dims if there is no such argument: the last ones, as in pooling.
+    """
 
     def instantiate(call: OpCall) -> BoundRule | None:
         """Return the rule of a call that changes the size of these dims, or None if it changes their number."""

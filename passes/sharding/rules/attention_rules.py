@@ -1,4 +1,15 @@
-"""Rules of fused attention, and of attention with its own exchanges, whose frames define the placements."""
+"""Rules of fused attention ops, and of a strategy's op, which contains the exchanges of keys.
+
+A rule names the dims of the operands and results of a call; the names are its factors. "b", "h", "g": batch, query
+heads, key heads. "q", "k": rows of queries and of keys. "d", "e": last dims of q and k, and of v. A factor of kind
+"attend" is mixed by attention: a strategy replaces the call if it is sharded. One of kind "whole" is gathered before
+the call. Others pass: they remain sharded.
+
+A strategy is an algorithm for attention on shards, such as a ring of ranks. Its op has frames as arguments, which
+describe how the rows of q and k are distributed over the ranks. The predicate of a mask is its condition in q and k; it
+may index vectors, such as document ids, and a score function may index tables. An op with log-sum-exps returns the
+log-sum-exp of each row in the result's last dim.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +26,16 @@ from .exchange_rules import call_frame
 
 @register_rule_function(*ATTENTION)
 def _attention_rule(call: OpCall) -> BoundRule:
-    """Return "b h q d, b h k d, b h k e, b h q k -> b h q e", attend="k", or "q k" if the mask reads positions.
+    """Return "b h q d, b h k d, b h k e, b h q k -> b h q e" with attend="k".
 
-    With log-sum-exps the last dim of the result belongs to no operand.
+    If the mask reads query positions, attend="q k". The strategies replace a call whose "attend" factors are sharded.
+    All operands after q, k and v are `masks`: they remain replicated if they are.
 
-    There may be any number of leading dims, which may broadcast. With enable_gqa, a rank's query heads use its own key
-    heads if the number of ranks divides both. Vectors that the predicate of sp::masked_attention indexes, "b row0, b
-    col0", are read in full by every rank. Their batch is that of q without a head dim, or its flattened leading dims.
-    Vectors that the score indexes by query head have the dim "h", as have sinks. Tables of a score are read in full.
+    There may be any number of leading dims (batch and heads), which may broadcast. With enable_gqa, a rank's query
+    heads use its own key heads if the number of ranks divides both. Vectors that the predicate of sp::masked_attention
+    indexes, "b row0, b col0", are gathered. Their batch is that of q without a head dim, or its flattened leading dims.
+    Vectors that the score indexes by query head have the dim "h", as have sinks. Tables of a score are gathered. With
+    log-sum-exps the last dim of the result, "out", belongs to no operand.
     """
     leading, sizes = _leading_names(call)
     batch = leading[:1] if len(leading) <= 2 else ("batch",)
@@ -49,7 +62,10 @@ def _attention_rule(call: OpCall) -> BoundRule:
 
 
 def _leading_names(call: OpCall) -> tuple[Dims, dict[str, Size]]:
-    """Return the names of the leading dims (.., b1, b0, h), and the sizes of these, q and k without broadcasting."""
+    """Return the names of the leading dims, .., b1, b0, h, and the full sizes of these, q and k.
+
+    `_attention_rule` compares an operand's dims with the full sizes to find those that broadcast.
+    """
     result_shape = call.result_shapes()[0]
     ndim = len(result_shape) - 2
     leading: Dims = tuple("h" if i == ndim - 1 else f"b{ndim - 2 - i}" for i in range(ndim))
@@ -57,9 +73,12 @@ def _leading_names(call: OpCall) -> tuple[Dims, dict[str, Size]]:
 
 
 def sharded_attention_rule(call: OpCall) -> BoundRule:
-    """Return "b h q d, b g k d, b g k e -> b h q e"; masks, vectors and a seed are read in full.
+    """Return the rule of a strategy's op, "b h q d, b g k d, b g k e -> b h q e", with placements.
 
-    This is the rule of a strategy's op, registered together with the strategy.
+    `register_strategy` registers it with the op. Propagation then does not choose placements: q and the result are
+    sharded as in `q_frame`. Keys and values are sharded as in `k_frame`, or replicated if it is empty. Masks, vectors,
+    tables, sinks and the seed are replicated; the gradients of those that are learned are partial (each rank has a
+    summand).
     """
     queries = Shard(SEQUENCE, call_frame(call, "q_frame")[0])
     keys: Placement = Replicate(partial_grad=True)

@@ -1,7 +1,13 @@
-"""Rules of sliding windows: a result reads neighbors (kind "halo"), or all rows if these are unknown.
+"""Rules of sliding windows: convolutions, pooling, pads, shifts, rolls and unfold.
 
-The batch passes. Windows over one dim are described in `sharding/window_rules`; if windows slide over several dims,
-these are gathered.
+A rule names the dims of the operands and results of a call. A dim with the same name in both passes: it may be sharded.
+A dim of kind "whole" is gathered before the call. The batch passes. A row of a result reads a window of rows of the
+operand. A dim along which known windows slide has the kind "halo" (`sharding/window_rules.py`): it may be sharded, and
+a rank receives the rows of its neighbors that it reads. If windows are unknown, or slide over several dims, their dims
+are gathered.
+
+An sp:: window op with a frame already runs on shards; the frame describes how its rows are distributed over the ranks.
+A rule function returns the rule of a call, or None: the call then runs on gathered operands.
 """
 
 from __future__ import annotations
@@ -28,7 +34,10 @@ aten, sp = torch.ops.aten, torch.ops.sp
 @register_rule_function(*parse_overloads("conv2d conv2d.padding conv3d conv3d.padding"))
 @register_rule_function(*parse_overloads("conv_transpose1d conv_transpose2d.input conv_transpose3d.input"))
 def conv_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a convolution; without a batch dim nothing passes."""
+    """Return the rule of a convolution with unknown windows: all dims but the batch are gathered.
+
+    Without a batch dim none passes. It is the rule of 1-d convolutions before `_sliding_rule` adds known windows.
+    """
     weight = factor_names(call.ndim("weight"), "w")
     image = factor_names(len(weight) - 1, "i")
     batch = ("n",) if call.ndim() == len(weight) else ()
@@ -51,8 +60,8 @@ register_rule_function(*_OPS_2D)(resize_dims(ndim=2))
 register_rule_function(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)(resize_dims(ndim=3))
 rule(aten.grid_sampler.default, "n c h w, n y x xy -> n c y x", whole="h w xy")
 
-# Rules that apply if the windows are unknown.
-_RULES_BY_NDIM: dict[Any, Callable[[OpCall], Any]] = {
+# Rule functions by op, for calls whose windows are unknown; `_sliding_rule` starts from their rules.
+_RULES_OF_UNKNOWN_WINDOWS: dict[Any, Callable[[OpCall], Any]] = {
     **dict.fromkeys(parse_overloads("constant_pad_nd pad"), pad_rule),
     **dict.fromkeys(parse_overloads("avg_pool1d max_pool1d"), resize_dims(ndim=1)),
     **dict.fromkeys((sp.avg_pool1d.default, sp.max_pool1d.default), resize_dims(ndim=1)),
@@ -65,8 +74,12 @@ _RULES_BY_NDIM: dict[Any, Callable[[OpCall], Any]] = {
 
 @register_rule_function(*WINDOW_CALLS)
 def _sliding_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule in which sliding dims keep their names in the result, for any length of the result."""
-    rule: BoundRule | None = _RULES_BY_NDIM[call.node.target](call)
+    """Return the rule of an op with sliding windows, along which its dims of known windows may be sharded.
+
+    It changes the rule for unknown windows: such a dim gets the kind "halo", and the operand's name in the result. The
+    result may have another length. `slides` has the rows that each row of the result reads.
+    """
+    rule: BoundRule | None = _RULES_OF_UNKNOWN_WINDOWS[call.node.target](call)
     if rule is None or rule.spans:
         return rule
     operand, result, kinds, slides = rule.operands[0], list(rule.results[0]), dict(rule.kinds), {}
@@ -80,7 +93,11 @@ def _sliding_rule(call: OpCall) -> BoundRule | None:
 
 
 def _framed_window_rule(call: OpCall, rule: BoundRule) -> BoundRule:
-    """Return the rule with the placements from the frame arguments of the call; weights are replicated."""
+    """Return the rule of an sp:: window op on shards, with the placements from its frame arguments.
+
+    Propagation then does not choose placements: x is sharded as in `frame`, and the result as in `result`, if it has
+    another frame. Weights and biases are replicated, and their gradients are partial (each rank has a summand).
+    """
     (dim,) = sliding_calls(call)
 
     def placement_of(names: Dims, frame_argument: str) -> Placement:

@@ -1,11 +1,17 @@
-"""Placements of the results of sp:: exchanges, each of which is an identity in the global view.
+"""Placements of the results of sp:: exchanges, and rules of the user's own collectives.
 
-Collectives of the user's program over ranks that do not share the sequence act on each row separately. A node that
-communicates with ranks that hold other rows has no rule; see `mark_group_exchanges`. Collectives over the ranks of the
-pass are not handled by rules either; see `passes.tensor_parallel.varying`.
+An exchange is an sp:: op that changes only the placement of a value: in the global view, where all tensors are full, it
+is the identity. Its transfer function returns the placements of its results, from its frame arguments. A frame (outer,
+size, start, length and optional folds, see `lowering/base/frames.py`) describes how a dim is distributed over the
+ranks. The dim is the product outer * rows * inner. `Replicate(partial_grad=True)` is a replicated value of whose
+gradient each rank has a summand.
 
-Blocks of rows that a tensor-parallel program splits and joins itself (see `lowering/collectives`) are one of n equal
-blocks for any rows, so that a view of the rows as batch and sequence preserves them.
+Collectives of the user's program over ranks that do not share the sequence act on each row separately, by rules. A node
+that communicates with ranks that hold other rows has no rule (`mark_group_exchanges` marks it) and runs on gathered
+operands. Collectives over the ranks of the pass are not handled by rules; see `passes.tensor_parallel.varying`.
+
+A tensor-parallel program may itself split rows into n equal blocks and join them (see `lowering/collectives`). This
+holds for any rows, so a view of the rows as batch and sequence preserves the blocks.
 """
 
 from __future__ import annotations
@@ -24,14 +30,17 @@ c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 
 
 def call_frame(call: OpCall, name: str = "frame") -> tuple[Frame, Size]:
-    """Return the frame and the outer factor of a SymInt[] argument of an exchange."""
+    """Return the frame in an argument of an sp:: op, and the outer factor of the dim that it describes."""
     outer, size, start, length, *folds = as_sizes(call[name])
     return Frame(size, start, length, *folds), outer
 
 
 @register_transfer(sp.all_to_all.default)
 def _transfer_all_to_all(call: OpCall) -> tuple[Placement, ...]:
-    """Return the shards along the dim that an all_to_all scatters; sizes imply the factors after the sequence."""
+    """Return the shards along the dim that an all_to_all scatters, one for each operand.
+
+    The frame argument has no inner factor; it follows from the size of the operand's dim.
+    """
     frame, _ = call_frame(call, "scatter_frame")
     dim = call["scatter_dim"] % call.ndim()
     inner_sizes = [exact_quotient(call.shape(i)[dim], frame.length) for i in range(len(call.operands))]
@@ -40,16 +49,22 @@ def _transfer_all_to_all(call: OpCall) -> tuple[Placement, ...]:
 
 @register_transfer(sp.all_gather.default)
 def _transfer_all_gather(call: OpCall) -> tuple[Placement, ...]:
+    """Return a replicated placement; each rank's gradient is a summand, which its backward adds."""
     return (Replicate(partial_grad=True),)
 
 
 @register_transfer(sp.all_reduce.default, sp.broadcast.default, sp.broadcast_grad.default, sp.unshard.default)
 def _transfer_invariant(call: OpCall) -> tuple[Placement, ...]:
+    """Return a replicated placement of a value whose gradient is equal on all ranks, too."""
     return (REPLICATE,)
 
 
 @register_transfer(sp.reduce_scatter.default)
 def _transfer_reduce_scatter(call: OpCall) -> tuple[Placement, ...]:
+    """Return the shard along the dim that a reduce_scatter scatters.
+
+    The frame argument has no inner factor; it follows from the size of the operand's dim.
+    """
     frame, outer = call_frame(call)
     dim = call["dim"] % call.ndim()
     inner = exact_quotient(call.shape()[dim], size_product((outer, frame.length)))
@@ -57,9 +72,13 @@ def _transfer_reduce_scatter(call: OpCall) -> tuple[Placement, ...]:
 
 
 def has_expected_placement(call: OpCall, have: Placement) -> bool:
-    """Return True if the operand has the placement that the exchange expects.
+    """Return True if an operand has the placement for which the exchange was inserted.
 
-    A later rewrite upstream may have changed it.
+    A later rewrite of the operand may have changed it; propagation then demands that the exchange is removed.
+
+    Args:
+        call: Call of the exchange.
+        have: Current placement of the operand.
     """
     op = call.node.target
     if op in (sp.all_reduce.default, sp.reduce_scatter.default):
@@ -77,14 +96,14 @@ def has_expected_placement(call: OpCall, have: Placement) -> bool:
 @register_rule_function(
     c10d.all_reduce.default, c10d.broadcast.default, c10d.wait_tensor.default, sp.reduce_pair.default
 )
-def _transfer_row_wise(call: OpCall) -> BoundRule | None:
-    """Return the rule of a collective that acts on each element separately."""
+def _row_wise_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of a user's collective that acts on each element separately: all dims pass."""
     return None if node_info(call.node).no_rule else bind_rule(call, "... -> ...", lazy=True)
 
 
 @register_rule_function(
     c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default
 )
-def _transfer_first_dim(call: OpCall) -> BoundRule | None:
-    """Return the rule of a collective that joins or splits the first dim, which is gathered."""
+def _first_dim_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of a user's collective that joins or splits the first dim, which is gathered."""
     return None if node_info(call.node).no_rule else bind_rule(call, "a ... -> c ...", whole="a")

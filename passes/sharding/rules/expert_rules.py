@@ -1,4 +1,10 @@
-"""Rules of expert rows sorted by key: each rank sorts its own rows (see `lowering/expert_rows.py`)."""
+"""Rules of rows that are sorted by expert: each rank sorts its own (see `lowering/expert_rows.py`).
+
+Factors: r rows, e experts, i and o input and output features. All values between the sort and its inverse may be
+sharded along r, and no row leaves its rank. A product of sorted rows reads the weights of all experts (kind "whole":
+gathered) and sums over i. `starts_sequence`: the sort is sharded even if its operand, the expert of each row, is
+replicated.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""Rules of factories: any dim can be local, because the size argument defines its length.
+"""Rules of factories, ops that create a tensor of a given size: any dim of the result may be sharded.
 
-Factories of values that depend on the position (arange, linspace, eye, randperm) have no rule and are replicated.
+`sizes="size"` in a rule names the schema argument with the sizes of the result; each rank passes its local length
+there. A lazy op is no reason to shard its result. Factories of values that depend on the position (arange, linspace,
+eye, randperm) have no rule: each rank computes all of the result.
 
-Random draws that are not elementwise are here, too; elementwise ones (bernoulli, rand_like, dropout) are pointwise.
+Random draws that are not elementwise are here, too; elementwise ones (rand_like, dropout) are pointwise. A draw with
+elementwise parameters, such as normal(mean, std), has the rule of pointwise ops.
 """
 
 from __future__ import annotations
@@ -20,12 +23,16 @@ aten = torch.ops.aten
 
 @register_rule_function(*parse_overloads("empty.memory_format full ones rand randint randint.low randn zeros"))
 def _factory_rule(call: OpCall) -> BoundRule:
+    """Return the rule of a factory without operands, such as zeros(size), any dim of which may be sharded."""
     return BoundRule((), (factor_names(len(call["size"]), "made"),), sizes="size", lazy=True)
 
 
 @register_rule_function(aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default)
 def _factory_like_rule(call: OpCall) -> BoundRule:
-    """Return a rule that reads only the dtype and the device of the operand."""
+    """Return the rule of x.new_zeros(size) and the like, which read only the dtype and the device of x.
+
+    The result shares no dim with x.
+    """
     operand, result = factor_names(call.ndim(), "operand"), factor_names(len(call["size"]), "made")
     return BoundRule((operand,), (result,), dict.fromkeys(operand, "whole"), sizes="size", lazy=True)
 

@@ -1,4 +1,10 @@
-"""Rules of reads and writes at indices: indexed dims are gathered, the dims of the index pass."""
+"""Rules of reads and writes at indices: indexed dims are gathered, the dims of the index pass.
+
+A rule names the dims of the operands and results of a call. A dim with the same name in an operand and a result passes:
+both may be sharded along it. A dim of kind "whole" is gathered before the call. A dim named "" has size 1 or
+broadcasts. `picks` records that a dim of the result selects positions of a dim of the operand, so that passes recognize
+both as the same sequence. A rule function returns the rule of a call, or None: the call then runs on gathered operands.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +25,9 @@ rule(aten.isin.Tensor_Scalar, "... -> ...")
 
 @register_rule_function(aten.histc.default)
 def _histc_rule(call: OpCall) -> BoundRule | None:
-    """Return a sum over the ranks' counts, if the bins do not depend on the values.
+    """Return a rule that adds the counts of all ranks, or None if the bins depend on the values.
 
-    Padding is a value after the last bin, which is not counted.
+    `pad` fills the padded rows of a shard with a value after the last bin, which is not counted.
     """
     bounds = call["min"], call["max"]
     if call.ndim() != 1 or bounds[0] == bounds[1]:
@@ -31,7 +37,11 @@ def _histc_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.searchsorted.Tensor)
 def _searchsorted_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule for bounds of each row, or one row of bounds for values of any shape."""
+    """Return the rule of searchsorted, which gathers the bounds and passes the dims of the values.
+
+    Bounds are rows, one for each row of values, or one vector for values of any shape. None with a third operand
+    (sorter).
+    """
     if len(call.operands) != 2:
         return None
     return bind_rule(call, "k, ... -> ..." if call.ndim(0) == 1 else "... k, ... v -> ... v", whole="k")
@@ -39,7 +49,7 @@ def _searchsorted_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.isin.Tensor_Tensor)
 def _isin_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule that gathers the set of values in which each element is looked up."""
+    """Return the rule of isin, which gathers the set of values in which each element is looked up."""
     dims, value_set = factor_names(call.ndim()), factor_names(call.ndim(1), "tested")
     return BoundRule((dims, value_set), (dims,), dict.fromkeys(value_set, "whole"))
 
@@ -48,7 +58,7 @@ def _isin_rule(call: OpCall) -> BoundRule | None:
 def _index_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of x[i, :, j], which gathers the indexed dims of x.
 
-    A boolean index has a result of unknown size, and no rule.
+    A boolean index has a result of unknown size, and no rule. `picks` is set if one dim is indexed by one vector.
     """
     indexed = _indexed_dims(call)
     if indexed is None:
@@ -61,14 +71,22 @@ def _index_rule(call: OpCall) -> BoundRule | None:
 
 
 def _insert_index_dims(names: Dims, indexed: list[int], new_names: Dims) -> Dims:
-    """Replace the indexed dims by the dims of the indices, which are first if a slice separates the indexed dims."""
+    """Return the names of x's dims, with the dims of the indices in place of the indexed dims.
+
+    These are the names of x[indices]. If a slice separates the indexed dims, the dims of the indices are first.
+
+    Args:
+        names: Names of the dims of x.
+        indexed: Indexed dims of x.
+        new_names: Names of the broadcast dims of the indices.
+    """
     start = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
     other_names = tuple(f for d, f in enumerate(names) if d not in indexed)
     return (*other_names[:start], *new_names, *other_names[start:])
 
 
 def _indexed_dims(call: OpCall) -> list[int] | None:
-    """Return the dims that tensors index, or None if there are none or one of them is a mask."""
+    """Return the dims that integer tensors index, or None if there are none or an index is a mask."""
     indices = call["indices"]
     indexed = [d for d, index in enumerate(indices) if index is not None]
     has_mask = any(indices[d].meta["val"].dtype in (torch.bool, torch.uint8) for d in indexed)
@@ -76,7 +94,11 @@ def _indexed_dims(call: OpCall) -> list[int] | None:
 
 
 def _index_dims(shapes: list[tuple[Size, ...]]) -> tuple[Dims, tuple[Dims, ...]]:
-    """Return the names of the indices' broadcast dims, and of the dims of each index."""
+    """Return the names of the dims to which the indices broadcast, and of the dims of each index.
+
+    Args:
+        shapes: Shape of each index.
+    """
     ndim = max(len(shape) for shape in shapes)
     broadcast_shape: list[Size] = [1] * ndim
     for shape in shapes:
@@ -88,7 +110,10 @@ def _index_dims(shapes: list[tuple[Size, ...]]) -> tuple[Dims, tuple[Dims, ...]]
 
 @register_rule_function(aten.index_put.default, aten._unsafe_index_put.default)
 def _index_put_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule that passes the dims without an index."""
+    """Return the rule of x[i, :, j] = values, which gathers the indexed dims of x, and the indices.
+
+    The other dims of x pass; the values have them, too.
+    """
     indexed = _indexed_dims(call)
     if indexed is None:
         return _masked_put_rule(call)
@@ -106,7 +131,10 @@ def _index_put_rule(call: OpCall) -> BoundRule | None:
 
 
 def _masked_put_rule(call: OpCall) -> BoundRule | None:
-    """Return the pointwise rule of x[mask] = value if one value is written to all positions of the mask."""
+    """Return the rule of x[mask] = value, in which all dims pass, for a value without masked dims.
+
+    Then each rank writes its own rows. None if the positions of the mask have different values, or for several indices.
+    """
     dims, values = factor_names(call.ndim()), call.shape("values")
     if len(call.operands) != 3 or call["indices"][0] is not call.operands[1]:
         return None
@@ -121,7 +149,7 @@ def _masked_put_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.select_scatter.default, aten.slice_scatter.default)
 def _dim_scatter_rule(call: OpCall) -> BoundRule:
-    """Return the rule of writing a part of one dim of x from a source with equal other dims."""
+    """Return the rule of writing a source into a part of one dim of x, which is gathered; others pass."""
     names, dim = factor_names(call.ndim("self")), wrap_dim(call["dim"], call.ndim("self"))
     source_dim = (f"source{dim}",) if call.ndim("src") == len(names) else ()
     source = (*names[:dim], *source_dim, *names[dim + 1 :])
@@ -130,7 +158,10 @@ def _dim_scatter_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.index_select.default)
 def _index_select_rule(call: OpCall) -> BoundRule:
-    """Return a rule that gathers the indexed dim; tensors and indices without dims are supported, as in torch."""
+    """Return a rule that gathers the indexed dim; the dim of the index passes, in its place in the result.
+
+    Tensors and indices without dims are supported, as in torch.
+    """
     names, dim = factor_names(call.ndim()), call.dim()
     index = ("index",) * call.ndim("index")
     result = (*names[:dim], *(index or ("",)), *names[dim + 1 :]) if names else ()
@@ -140,7 +171,10 @@ def _index_select_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.index_add.default, aten.index_copy.default)
 def _index_write_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of writing rows of x at an index; the other dims are those of the source."""
+    """Return the rule of writing rows of a source into x at an index: the other dims pass.
+
+    The dim of x and the index are gathered. None if x has no dims, or the source has another number of dims.
+    """
     names, dim = factor_names(call.ndim()), call.dim()
     if not names or call.ndim("source") != len(names):
         return None
@@ -150,6 +184,7 @@ def _index_write_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.index_fill.int_Scalar)
 def _index_fill_rule(call: OpCall) -> BoundRule:
+    """Return the rule of writing one value to the indexed positions of a dim, which is gathered."""
     names, dims = factor_names(call.ndim()), normalize_dims(call["dim"], call.ndim()) if call.ndim() else ()
     index = factor_names(call.ndim("index"), "index")
     return BoundRule((names, index), (names,), {f: "whole" for f in (*(names[d] for d in dims), *index)})
@@ -157,9 +192,9 @@ def _index_fill_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.gather.default)
 def _gather_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule that passes the dims other than `dim` that x and index have in equal size.
+    """Return the rule of gather: dims other than `dim` pass if x and the index have them in equal size.
 
-    These dims are matched by position from 0 on.
+    torch matches the dims by position from 0 on. x is gathered along `dim`, and the index passes there.
     """
     if not call.ndim("self") or call.ndim("self") != call.ndim("index"):
         return None
@@ -175,7 +210,10 @@ def _gather_rule(call: OpCall) -> BoundRule | None:
     *parse_overloads("scatter.reduce scatter.src scatter.value scatter.value_reduce scatter_add scatter_reduce.two")
 )
 def _scatter_rule(call: OpCall) -> BoundRule:
-    """Return a rule that passes the dims other than `dim` that x, index and source have in equal size."""
+    """Return the rule of scatter: dims other than `dim` pass if all operands have them in equal size.
+
+    All other dims of x, the index and the source are gathered.
+    """
     names, ndim = factor_names(call.ndim("self")), call.ndim("self")
     shapes = [call.shape(i) for i in range(len(call.operands))]
     shared = {d for d in range(ndim) if all(len(s) == ndim and is_same_size(s[d], shapes[0][d]) for s in shapes)}
@@ -190,7 +228,10 @@ def _scatter_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.take_along_dim.default)
 def _take_along_dim_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of gather with broadcasting of the other dims."""
+    """Return the rule of take_along_dim: as gather, but x and the indices broadcast in the other dims.
+
+    None without a dim, for which torch flattens x.
+    """
     result = call.result_shapes()[0]
     if call["dim"] is None or call.ndim("self") != call.ndim("indices"):
         return None
@@ -203,14 +244,18 @@ def _take_along_dim_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.embedding.default)
 def _embedding_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of an embedding; scale_grad_by_freq counts indices over the global batch, so it gathers."""
+    """Return the rule of an embedding, which gathers the vocabulary v and passes the dims of the indices.
+
+    With scale_grad_by_freq the indices are gathered, because the gradient counts them over the global batch.
+    """
     return bind_rule(call, "v d, ... -> ... d", whole="v ..." if call["scale_grad_by_freq"] else "v")
 
 
 @register_rule_function(aten.one_hot.default)
 def _one_hot_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule if the number of classes is known; otherwise each rank would use its own largest index.
+    """Return the rule of one_hot, which adds a dim of classes, or None if their number is not an argument.
 
-    The input has integers, but the result is as wide as logits.
+    Each rank would then use its own largest index. `starts_sequence`: replicated indices are sharded for it, because
+    the result is as wide as logits.
     """
     return None if call["num_classes"] == -1 else bind_rule(call, "... -> ... v", starts_sequence=True)

@@ -1,16 +1,21 @@
-"""Rules of contractions, reductions and orderings along dims.
+"""Rules of products of matrices and vectors, which sum over the dims that their operands share.
 
-A factor that is summed over results in a Partial, unless an addend would be added on every rank.
+A rule names the dims of the operands and results of a call, "n i, i m -> n m". The names are its factors. A factor of
+no result is contracted: the product sums over it. If it is sharded, each rank has a summand (kind "sum"). A product
+with an addend, such as a bias, gathers the contracted factor (kind "whole"), as each rank would add the addend to its
+summand. Other factors pass: they remain sharded. "..." is any number of dims.
+
+A rule function returns the rule of a call, or None: the call then runs on gathered operands.
 """
 
 from __future__ import annotations
 
 import torch
 
-from sp_compile.passes.graph.call import OpCall, parse_overloads
+from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.sharding.rule import BoundRule, RuleFunction, register_rule_function, rule
 
-from ._build import along_dims, bind_rule, factor_names, gathered_dims, normalize_dims, replace_dims, resize_dims
+from ._build import bind_rule
 
 aten = torch.ops.aten
 
@@ -27,9 +32,13 @@ rule(
 
 
 def _with_addend(text: str, whole: str) -> RuleFunction:
-    """Return a rule of a product plus a broadcast addend, which a partial sum would add on every rank.
+    """Return a rule function of an addend plus a product, whose contracted factors are gathered.
 
-    `text` is the rule of the product; `whole` names the contracted factors, which are gathered.
+    The first operand is the addend, which broadcasts.
+
+    Args:
+        text: Rule text of the product alone.
+        whole: Names of the contracted factors.
     """
     result = text.partition("->")[2].split()
 
@@ -49,7 +58,10 @@ register_rule_function(aten.baddbmm.default)(_with_addend("b n i, b i m -> b n m
 
 @register_rule_function(aten.linear.default)
 def _linear_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of linear; with a bias, which every rank would add, the contraction is gathered."""
+    """Return the rule of linear: it sums over the input features i, and gathers them if there is a bias.
+
+    A weight with one dim has no output features o.
+    """
     weight = "o i" if call.ndim("weight") == 2 else "i"
     result = "... o" if call.ndim("weight") == 2 else "..."
     if call["bias"] is None:
@@ -59,7 +71,7 @@ def _linear_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.linalg_matmul.default, aten.matmul.default)
 def _matmul_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a product of vectors, matrices or batches of matrices."""
+    """Return the rule of matmul, which sums over i, for vectors, matrices and batches of matrices."""
     texts = {
         (True, True): "i, i -> ",
         (True, False): "i, ... i m -> ... m",
@@ -71,7 +83,10 @@ def _matmul_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.einsum.default)
 def _einsum_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of the equation, or None if an operand has a label twice (a diagonal)."""
+    """Return the rule that has the labels (letters) of the equation as factors, or None.
+
+    There is none if an operand has a label twice (a diagonal), or if the equation sums over the dims of "...".
+    """
     equation = call["equation"].replace(" ", "")
     left, arrow, right = equation.partition("->")
     operands = [_equation_labels(labels) for labels in left.split(",")]
@@ -89,47 +104,6 @@ def _einsum_rule(call: OpCall) -> BoundRule | None:
 
 
 def _equation_labels(group: str) -> list[str]:
-    """Split "ab...c" into a, b, "..." and c."""
+    """Split the labels of one operand or result of an equation: "ab...c" is a, b, "..." and c."""
     head, dots, tail = group.partition("...")
     return [*head, *([dots] if dots else []), *tail]
-
-
-def _reduce_rule(kind: str) -> RuleFunction:
-    """Return a rule function that reduces `dim` (default: all dims); dims kept by `keepdim` have no name."""
-
-    def instantiate(call: OpCall) -> BoundRule | None:
-        """Return the rule of a reduction, or None if it returns other dims than its arguments define."""
-        names = factor_names(call.ndim())
-        dims = normalize_dims(call.get("dim"), len(names)) if names else ()
-        with_keepdim = replace_dims(names, dims, "")
-        result = with_keepdim if call.get("keepdim") else tuple(f for f in with_keepdim if f)
-        if len(result) != call.results()[0].ndim:  # all.dims reduces no dims for [], other ops reduce all
-            return None
-        return along_dims(call, dims, result, kind)
-
-    return instantiate
-
-
-_REDUCTION_KINDS = parse_overloads("""
-    all all.dim all.dims amax amin aminmax any any.dim any.dims argmax argmin kthvalue linalg_vector_norm
-    logsumexp max max.dim median median.dim min min.dim mode nanmean nanmedian nanmedian.dim norm.Scalar
-    norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype prod prod.dim_int special_logsumexp
-    std.correction std std.dim std_mean.correction std_mean std_mean.dim var.correction var var.dim
-    var_mean.correction var_mean var_mean.dim
-""")
-register_rule_function(*parse_overloads("mean mean.dim"))(_reduce_rule("mean"))
-register_rule_function(*parse_overloads("count_nonzero count_nonzero.dim_IntList nansum sum sum.dim_IntList"))(
-    _reduce_rule("sum")
-)
-register_rule_function(*_REDUCTION_KINDS)(_reduce_rule("whole"))
-
-register_rule_function(aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable)(gathered_dims)
-register_rule_function(aten.topk.default)(resize_dims("dim"))
-
-
-@register_rule_function(aten.diff.default)
-def _diff_rule(call: OpCall) -> BoundRule:
-    """Return the rule of differences along a dim, with optional rows before and after it."""
-    names, dim = factor_names(call.ndim()), call.dim()
-    operands = tuple(replace_dims(names, [dim], f"operand{i}_") for i in range(len(call.operands)))
-    return BoundRule(operands, (replace_dims(names, [dim], "new"),), {operand[dim]: "whole" for operand in operands})

@@ -1,7 +1,13 @@
-"""Rules of ops that permute, add, remove, repeat, slice, flip, pad or shift dims; almost all only move data.
+"""Rules of ops that permute, add, remove, repeat, slice, flip, pad or shift dims; most only move data.
 
-A contiguous piece is a window; otherwise the dim is gathered. Shifts by known numbers are described in
-`sharding/window_rules`.
+A rule names the dims of the operands and results of a call. A dim with the same name in an operand and a result passes:
+both may be sharded along it. A dim of kind "whole" is gathered before the call; so is a name that only a result has. A
+dim named "" has size 1 or broadcasts. A lazy rule is that of an op that only moves data, so it is no reason to shard a
+replicated operand. A rule function returns the rule of a call, or None: the call then runs on gathered operands.
+
+A contiguous piece of a dim, such as a slice, has the kind "window". Its rows remain on their ranks if it has most rows
+of the dim. For other slices the dim is gathered, and `picks` records the dim from which the result selects positions.
+Shifts by known numbers are described in `sharding/window_rules.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +32,11 @@ _gathered_at = partial(along_dims, lazy=True)  # data moves within these dims
 
 
 def _permute_rule(result: Any) -> RuleFunction:
-    """Return a rule function that permutes the dims of the operand by `result(dims, call)`."""
+    """Return a rule function that permutes the dims of the operand.
+
+    Args:
+        result: Function from the names of the operand's dims and the call to those of the result's dims.
+    """
 
     def instantiate(call: OpCall) -> BoundRule:
         """Return the rule of a call, with the dims of its result permuted."""
@@ -46,7 +56,7 @@ register_rule_function(aten.permute.default)(
 @register_rule_function(*parse_overloads("movedim.int movedim.intlist moveaxis.int moveaxis.intlist"))
 @_permute_rule
 def _move_dims(dims: Dims, call: OpCall) -> Dims:
-    """Return the dims with those of `source` at the positions of `destination`, and the others in order."""
+    """Return the names with those of `source` at the positions of `destination`, and the others in order."""
     source, destination = (normalize_dims(call[name], len(dims)) for name in ("source", "destination"))
     moved = {d: dims[s] for s, d in zip(source, destination, strict=True)}
     others = iter(f for f in dims if f not in moved.values())
@@ -56,6 +66,7 @@ def _move_dims(dims: Dims, call: OpCall) -> Dims:
 @register_rule_function(*parse_overloads("swapaxes swapdims transpose.int"))
 @_permute_rule
 def _swap_dims(dims: Dims, call: OpCall) -> Dims:
+    """Return the names with those of the two dim arguments swapped."""
     first, second = ("axis0", "axis1") if "axis0" in call.args else ("dim0", "dim1")
     a, b = call.dim(first), call.dim(second)
     order = {a: b, b: a}
@@ -72,11 +83,16 @@ register_rule_function(aten.atleast_1d.default)(lambda call: bind_rule(call, "..
     *parse_overloads("_reshape_alias _unsafe_view flatten.using_ints ravel reshape unflatten.int view")
 )
 def _reshape_rule(call: OpCall) -> BoundRule:
+    """Return the rule of a view, in which dims may be groups of factors: "b s d -> (b s) d"."""
     return reshape_rule(call.shape(), call.result_shapes()[0])
 
 
 @register_rule_function(aten.reshape_as.default, aten.view_as.default)
 def _reshape_as_rule(call: OpCall) -> BoundRule:
+    """Return the rule of x.view_as(other), of which only the shape is read (it is marked by `lenders`).
+
+    A rank's shard of `other` has the local shape, so `other` need not be gathered.
+    """
     rule_ = _reshape_rule(call)
     return replace(rule_, operands=(*rule_.operands, *rule_.results), lenders=(1,))
 
@@ -87,7 +103,7 @@ def _reshape_as_rule(call: OpCall) -> BoundRule:
 def _expand_rule(call: OpCall) -> BoundRule:
     """Return the rule of expand: a dim of size 1 that grows has no name in its operand.
 
-    The size argument or another operand defines its size.
+    The size argument or another operand defines its size; a rank passes its local size there (`sizes`).
     """
     result = call.result_shapes()[0]
     dims = factor_names(len(result))
@@ -98,6 +114,7 @@ def _expand_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.unsqueeze.default)
 def _unsqueeze_rule(call: OpCall) -> BoundRule:
+    """Return the rule of unsqueeze: the new dim has the name "", all others pass."""
     names = factor_names(call.ndim())
     new_dim = wrap_dim(call["dim"], len(names) + 1)
     return BoundRule((names,), ((*names[:new_dim], "", *names[new_dim:]),), lazy=True)
@@ -107,7 +124,8 @@ def _unsqueeze_rule(call: OpCall) -> BoundRule:
 def _squeeze_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of squeeze, which removes dims of size 1.
 
-    A requested dim that is longer is gathered, because a rank's part of it may have size 1.
+    A requested dim that is longer remains in the result. It is gathered, because a rank's part of it may have size 1,
+    which the local call would remove. None if the number of removed dims differs from that of the result.
     """
     shape = call.shape()
     names = factor_names(len(shape))
@@ -137,7 +155,10 @@ def _repeat_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.repeat_interleave.self_int)
 def _repeat_interleave_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule that gathers the repeated dim, because its size differs in the result."""
+    """Return a rule that gathers the repeated dim, because its size differs in the result.
+
+    None without a dim, for which torch flattens x.
+    """
     if call["dim"] is None:
         return None
     return _gathered_at(call, [call.dim()], replace_dims(factor_names(call.ndim()), [call.dim()], "new"))
@@ -148,22 +169,22 @@ DIM_BY_LETTER = {"r": 0, "v": 0, "h": 1, "d": 2}
 
 
 def _dim_argument(call: OpCall, ndim: int) -> int:
-    """Return the dim of a cat, stack or split, as an argument or by the name of the op."""
+    """Return the dim of a cat, stack or split: its argument, or for hstack, vsplit, .. that of its name."""
     return wrap_dim(call["dim"], ndim) if "dim" in call.args else min(DIM_BY_LETTER[str(call.node.target)[5]], ndim - 1)
 
 
 @register_rule_function(*parse_overloads("hstack vstack row_stack dstack"))
 def _stacked_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a concatenation, or None if the op adds dims to its operands first."""
+    """Return the rule of hstack, vstack, .., as of cat, or None if the op first adds dims to its operands."""
     ndim = len(call.result_shapes()[0])
     return _cat_rule(call) if all(call.ndim(i) == ndim for i in range(len(call.operands))) else None
 
 
 @register_rule_function(aten.cat.default, aten.concat.default, aten.concatenate.default)
 def _cat_rule(call: OpCall) -> BoundRule:
-    """Return a rule that gathers the dim of every operand, unless all but one are empty, as a new cache is.
+    """Return a rule that gathers the dim of all operands, unless all but one are empty, as a new KV cache.
 
-    torch skips an operand of shape (0,) for any dims of the others.
+    Then the dim of that operand passes. torch skips an operand of shape (0,) for any dims of the others.
     """
     ndim = len(call.result_shapes()[0])
     names, dim = factor_names(ndim), _dim_argument(call, ndim)
@@ -185,6 +206,7 @@ def _cat_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.stack.default)
 def _stack_rule(call: OpCall) -> BoundRule:
+    """Return the rule of stack: the new dim has a name that no operand has, all others pass."""
     names = factor_names(call.ndim())
     new_dim = wrap_dim(call["dim"], len(names) + 1)
     result = (*names[:new_dim], "stacked", *names[new_dim:])
@@ -193,7 +215,7 @@ def _stack_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.meshgrid.default, aten.meshgrid.indexing)
 def _meshgrid_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule for vectors, each of which has one dim of the results."""
+    """Return the rule for vectors, each of which has one dim of the results; None for others."""
     if any(call.ndim(i) != 1 for i in range(len(call.operands))):
         return None
     dims = factor_names(len(call.operands))
@@ -202,9 +224,14 @@ def _meshgrid_rule(call: OpCall) -> BoundRule | None:
 
 
 def _pieces_rule(call: OpCall, dim: int, spans: Sequence[tuple[Size, Size]]) -> BoundRule:
-    """Return a rule whose results are contiguous pieces, (start, length) along the dim.
+    """Return a rule whose results are contiguous pieces of one dim, for slices and splits.
 
     Further tensor operands are positions (tensor_split), which are gathered.
+
+    Args:
+        call: Call of the op.
+        dim: Dim of the pieces.
+        spans: The pieces, as (start, length) for each result.
     """
     names = factor_names(call.ndim())
     positions = [factor_names(call.ndim(i), f"where{i}_") for i in range(1, len(call.operands))]
@@ -214,18 +241,23 @@ def _pieces_rule(call: OpCall, dim: int, spans: Sequence[tuple[Size, Size]]) -> 
 
 @register_rule_function(aten.flip.default)
 def _flip_rule(call: OpCall) -> BoundRule:
+    """Return a rule that gathers the flipped dims."""
     return _gathered_at(call, [wrap_dim(d, call.ndim()) for d in call["dims"]])
 
 
 def roll_rule(call: OpCall) -> BoundRule:
-    """Return the rule of a roll; without dims it rolls the flattened tensor, and all dims are gathered."""
+    """Return the rule of a roll with unknown windows, which gathers the dims.
+
+    `_sliding_rule` starts from it. Without dims, torch rolls the flattened tensor, and all dims are gathered.
+    """
     return _gathered_at(call, [wrap_dim(d, call.ndim()) for d in call["dims"] or range(call.ndim())])
 
 
 def pad_rule(call: OpCall) -> BoundRule:
-    """Return the rule of a pad with pairs (before, after) from the last dim on.
+    """Return the rule of a pad with unknown windows, which gathers the padded dims.
 
-    A pair of zeros does not change its dim; negative numbers cut it.
+    `_sliding_rule` starts from it. The argument has pairs (before, after) from the last dim on. A pair of zeros does
+    not change its dim; negative numbers cut it, so that the result is a piece.
     """
     widths = [as_size(w) for w in call["pad"]]
     ndim = call.ndim()
@@ -239,6 +271,7 @@ def pad_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.diagonal.default)
 def _diagonal_rule(call: OpCall) -> BoundRule:
+    """Return a rule that gathers both dims, which the result has as one, the last."""
     names = factor_names(call.ndim())
     dims = [wrap_dim(call["dim1"], len(names)), wrap_dim(call["dim2"], len(names))]
     return _gathered_at(call, dims, (*(f for d, f in enumerate(names) if d not in dims), "diagonal"))
@@ -246,12 +279,16 @@ def _diagonal_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.tril.default, aten.triu.default)
 def _triangle_rule(call: OpCall) -> BoundRule:
-    """Return a rule that gathers rows and columns, whose positions are compared."""
+    """Return the rule of tril and triu, which gathers the last two dims, whose positions are compared."""
     return _gathered_at(call, [call.ndim() - 2, call.ndim() - 1])
 
 
 def unfold_rule(call: OpCall) -> BoundRule:
-    """Return the rule of unfold: windows replace the rows, and a last dim has the rows of each."""
+    """Return the rule of unfold with unknown windows, which gathers the dim.
+
+    `_sliding_rule` starts from it. In the result, windows replace the rows, and a new last dim has the rows of each
+    window.
+    """
     dim = wrap_dim(call.get("dim", call.get("dimension")), call.ndim())
     names = factor_names(call.ndim())
     return _gathered_at(call, [dim] if names else [], (*replace_dims(names, [dim], "windows"), "window"))
@@ -259,13 +296,17 @@ def unfold_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.select.int, aten.unbind.int)
 def _select_rule(call: OpCall) -> BoundRule:
+    """Return the rule of x[:, i] or of all such slices, which gathers the dim that the result lacks."""
     names, dim = factor_names(call.ndim()), call.dim()
     return _gathered_at(call, [dim], names[:dim] + names[dim + 1 :])
 
 
 @register_rule_function(aten.slice.Tensor)
 def _slice_rule(call: OpCall) -> BoundRule:
-    """Return the rule of a slice: a window, or a gathered dim if it has a step or its start is not provable."""
+    """Return the rule of a slice: a piece, or a gathered dim if it has a step or its start is not known.
+
+    A piece requires a start that is not clamped to the size of the dim for any symbolic sizes.
+    """
     dim = call.dim()
     extent, length = call.shape()[dim], call.result_shapes()[0][dim]
     if not is_same_size(as_size(call["step"]), 1):
@@ -282,7 +323,14 @@ def _slice_rule(call: OpCall) -> BoundRule:
 
 
 def _slice_start(start: Any, end: Any, extent: Size, length: Size) -> Size | None:
-    """Return the start of a slice that is shorter than its dim, or None if it may be clamped."""
+    """Return the start of a slice that is shorter than its dim, or None if torch may clamp it.
+
+    Args:
+        start: Argument of the slice; None for the start of the dim.
+        end: Argument of the slice, exclusive; None for the end of the dim.
+        extent: Size of the dim.
+        length: Size of the dim of the result.
+    """
     start = 0 if start is None else normalize_position(as_size(start), extent)
     if isinstance(start, int) and isinstance(extent, int):
         return min(max(start, 0), extent)
@@ -294,6 +342,7 @@ def _slice_start(start: Any, end: Any, extent: Size, length: Size) -> Size | Non
 
 @register_rule_function(aten.narrow.default)
 def _narrow_rule(call: OpCall) -> BoundRule:
+    """Return the rule of narrow, whose result is one piece."""
     start = normalize_position(as_size(call["start"]), call.shape()[call.dim()])
     return _pieces_rule(call, call.dim(), [(start, as_size(call["length"]))])
 
@@ -307,7 +356,7 @@ SPLIT_OPS = parse_overloads("""
 
 @register_rule_function(*SPLIT_OPS)
 def _split_rule(call: OpCall) -> BoundRule:
-    """Return a rule of consecutive pieces.
+    """Return a rule of consecutive pieces, one for each result.
 
     tensor_split by indices may overlap or leave gaps, in which case its dim is gathered.
     """

@@ -1,10 +1,13 @@
 """Rules of normalizations, softmax and related ops, backward ops of autograd, and losses.
 
-The dims of a mean or a softmax are gathered; gradients of weights are sums over rows.
+A rule names the dims of the operands and results of a call; the names are its factors. "..." is any number of dims. A
+factor of kind "whole" is gathered before the call, such as those of a mean or a softmax. A factor of kind "sum" or
+"mean" is reduced: each rank reduces its rows, and the results are added later, as are gradients of weights. Others
+pass: they remain sharded. A rule function returns the rule of a call, or None: the call then runs on gathered operands.
 
-Padding: a class-index loss ignores a position whose target is ignore_index, so `pad` fills the target with it. For
-other losses no fill of one operand removes a padded row: their sum is a `total`, which strategies replace by the loss
-of each position and a masked sum.
+A shard may end with padded rows, which must not change a reduced loss. A loss of class indices ignores a position whose
+target is ignore_index, so `pad` fills the target with it. For other losses no fill of one operand removes a padded row.
+Their sum has the kind "total", and strategies replace it by the loss of each position and a masked sum.
 """
 
 from __future__ import annotations
@@ -25,26 +28,40 @@ aten = torch.ops.aten
 
 
 def _affine_rule(call: OpCall, dims: str, weight_dims: str, whole: str = "") -> BoundRule | None:
-    """Return a rule with these dims of the input and the result, and others of the weight, the bias and statistics."""
+    """Return the rule of a normalization of x with optional weight, bias and running statistics.
+
+    Args:
+        call: Call of the op.
+        dims: Names of the dims of x and the result.
+        weight_dims: Names of the dims of each other operand.
+        whole: Names of the dims that are gathered, those of the mean.
+    """
     operands = ", ".join([dims, *([weight_dims] * (len(call.operands) - 1))])
     return bind_rule(call, f"{operands} -> {dims}", whole=whole)
 
 
 @register_rule_function(aten.batch_norm.default)
 def _batch_norm_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of batch norm; running statistics are replicated."""
+    """Return the rule of batch norm: in training it gathers batch and positions, otherwise all dims pass.
+
+    Running statistics are replicated, so the channels are gathered, too, if they are updated.
+    """
     whole = "n ..." if call["running_mean"] is None else "n c ..."
     return _affine_rule(call, "n c ...", "c", whole=whole if call["training"] else "")
 
 
 @register_rule_function(aten.group_norm.default)
 def _group_norm_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of group norm, which gathers channels and positions; the batch passes."""
     return _affine_rule(call, "n c ...", "c", whole="c ...")
 
 
 @register_rule_function(aten.instance_norm.default)
 def _instance_norm_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of instance norm; running statistics are replicated means over the batch, too."""
+    """Return the rule of instance norm: it gathers the positions of a channel, unless it reads statistics.
+
+    Running statistics are replicated means over the batch; if they are updated, all dims are gathered.
+    """
     if not call["use_input_stats"]:
         return _affine_rule(call, "n c ...", "c")
     return _affine_rule(call, "n c ...", "c", whole="..." if call["running_mean"] is None else "n c ...")
@@ -52,13 +69,14 @@ def _instance_norm_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.layer_norm.default, aten.rms_norm.default)
 def _layer_norm_rule(call: OpCall) -> BoundRule | None:
+    """Return the rule of layer norm or RMS norm, which gathers the normalized last dims."""
     normalized = " ".join(factor_names(len(call["normalized_shape"]), "n"))
     return _affine_rule(call, f"... {normalized}", normalized, whole=normalized)
 
 
 @register_rule_function(aten.cosine_similarity.default)
 def _cosine_similarity_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule that gathers the dim of the vectors; None if the operands differ in their number of dims."""
+    """Return a rule that gathers the dim of the vectors; None if operands have different numbers of dims."""
     if call.ndim(0) != call.ndim(1) or not call.ndim():
         return None
     names, dim = factor_names(call.ndim()), call.dim()
@@ -68,13 +86,16 @@ def _cosine_similarity_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.pairwise_distance.default)
 def _pairwise_distance_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of the norm of a difference along the last dim, with broadcasting."""
+    """Return the rule of the norm of a difference, which gathers the last dim; others broadcast and pass."""
     return bind_rule(call, f"... d, ... d -> ...{' 1' * call['keepdim']}", whole="d")
 
 
 @register_rule_function(aten.native_layer_norm.default)
 def _native_layer_norm_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of layer norm with mean and reciprocal deviation, whose normalized dims have size 1."""
+    """Return the rule of layer norm that also returns mean and reciprocal deviation of each row.
+
+    It gathers the normalized dims, which have size 1 in these statistics (the name "").
+    """
     names = factor_names(call.ndim())
     num_rows = len(names) - len(call["normalized_shape"])  # number of dims that are not normalized
     features = names[num_rows:]
@@ -88,20 +109,26 @@ register_rule_function(aten.glu.default)(resize_dims("dim"))
 
 @register_rule_function(aten._log_softmax.default, aten._softmax.default, aten.log_softmax.int, aten.softmax.int)
 def _softmax_rule(call: OpCall) -> BoundRule:
-    """Return a rule that gathers the dim, because every result is divided by the sum along it."""
+    """Return a rule that gathers the dim, because every result is divided by the sum along it.
+
+    `normalizes` marks it, so that a softmax before a product is recognized as attention.
+    """
     return replace(gathered_dims(call), normalizes=True)
 
 
 @register_rule_function(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def _softmax_backward_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule that gathers the normalized dim."""
+    """Return a rule that gathers the normalized dim, because a gradient subtracts a sum along it."""
     dims = factor_names(call.ndim())
     return BoundRule((dims, dims), (dims,), {dims[call.dim()]: "whole"})
 
 
 @register_rule_function(aten.native_layer_norm_backward.default)
 def _layer_norm_backward_rule(call: OpCall) -> BoundRule | None:
-    """Return a rule in which gradients of the weight and the bias are sums over all rows."""
+    """Return the rule of layer norm's backward, where gradients of weight and bias are sums over all rows.
+
+    The normalized dims are gathered. Gradients that `output_mask` does not request are no results.
+    """
     names = factor_names(call.ndim())
     num_rows = call.ndim() - len(call["normalized_shape"])  # number of dims that are not normalized
     rows, features = names[:num_rows], names[num_rows:]
@@ -126,7 +153,7 @@ LOSS_RULES = parse_overloads("""
 
 @register_rule_function(*LOSS_RULES)
 def _elementwise_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a loss of each element, which may be reduced over all of them."""
+    """Return the rule of a loss of each element, "..., ... -> ...", or of the reduction over all of them."""
     operands = ", ".join("..." for _ in call.operands)
     if call["reduction"] == NONE:
         return bind_rule(call, f"{operands} -> ...")
@@ -144,7 +171,10 @@ ROW_LOSSES = {
 
 @register_rule_function(*ROW_LOSSES)
 def _row_loss_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a loss of each row, whose classes are gathered; None without a batch."""
+    """Return the rule of a loss of each row n, whose last dim d is gathered; None without a batch.
+
+    With a reduction, the rows have its kind: "mean", or "total" for a sum.
+    """
     plain, weighted, rows = ROW_LOSSES[call.node.target]
     if call.ndim() < 2:
         return None
@@ -156,9 +186,9 @@ def _row_loss_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.cross_entropy_loss.default)
 def _cross_entropy_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of cross entropy; classes are gathered.
+    """Return the rule of cross entropy, which gathers the classes; the positions pass or are reduced.
 
-    Targets of the input's shape are class probabilities, others are class indices.
+    Targets of the input's shape are class probabilities; other targets are class indices, see `_class_loss_rule`.
     """
     if call.ndim("target") != call.ndim("self"):
         return _class_loss_rule(call)
@@ -170,7 +200,7 @@ def _cross_entropy_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.nll_loss.default, aten.nll_loss2d.default, aten.nll_loss_nd.default)
 def _class_loss_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a loss with class indices as targets, in which padding has the target ignore_index."""
+    """Return the rule of a loss with class indices; `pad` fills padded rows of the target: ignore_index."""
     dims, positions = _loss_dims(call)
     return _reduced_loss(
         call, (dims, positions), positions, _REDUCTION_KIND.get(call["reduction"]), (1, call["ignore_index"])
@@ -178,20 +208,23 @@ def _class_loss_rule(call: OpCall) -> BoundRule | None:
 
 
 def _loss_dims(call: OpCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the input's dims, (C), (N, C) or (N, C, d1, ...), and those without the classes."""
+    """Return the names of the dims of a class loss's input, and those without the classes (the positions).
+
+    The input has the dims (C), (N, C) or (N, C, d1, ...); C has the name "c".
+    """
     positions = factor_names(call.ndim("self") - 1, "n")
     return (*positions[:1], "c", *positions[1:]), positions
 
 
 def _reduced_loss(call: OpCall, operands: Any, positions: Any, kind: str | None, pad: Any) -> BoundRule:
-    """Return the rule of a loss over classes.
+    """Return the rule of a loss over classes, which are gathered.
 
     Args:
         call: Call of the op.
-        operands: Dims of the input and the target.
-        positions: Dims without the classes, over which the loss may be reduced.
+        operands: Names of the dims of the input and of the target.
+        positions: Names of the dims without the classes, over which the loss may be reduced.
         kind: Kind of the reduction; None for a loss per position.
-        pad: Operand and value that remove padding from the reduction, or None.
+        pad: Index of the operand, and value, that remove padded rows from the reduction; or None.
     """
     weight = (("c",),) if call["weight"] is not None else ()
     kinds = {"c": "whole"} | (dict.fromkeys(positions, kind) if kind else {})

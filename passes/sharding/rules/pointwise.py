@@ -1,8 +1,13 @@
 """Rules of elementwise ops with broadcasting: all ops with the tag pointwise, and ops that lack it.
 
-SMOOTH_OPS are finite, with finite derivatives, if their operands are: see `is_smooth`. They are safe on finite padded
-rows of any values. Any other op may fail on them, or turn a zero cotangent into 0 * inf (the square root of a zero), so
-`passes/localize/fill_padding.py` restores the rows first.
+"..., ... -> ..." is the rule of an op with two operands: "..." is any number of dims, aligned at the last one, and all
+of them pass, so that each rank computes its rows. A lazy op only moves or casts elements, so it is no reason to shard a
+replicated operand. A rule function returns the rule of a call, or None: the call then runs on gathered operands.
+
+Padded rows fill up shards to equal lengths. They are finite, except rows that a slice cuts off (x[:, 1:] remains the
+same local rows). SMOOTH_OPS are finite, with finite derivatives, if their operands are, so they may read any finite
+padded rows. Any other op may fail on them, or turn a zero cotangent into 0 * inf (the square root of a zero).
+`passes/localize/fill_padding.py` restores the padded rows before such ops.
 """
 
 from __future__ import annotations
@@ -26,7 +31,10 @@ LAZY_OPS = parse_overloads("""
 
 
 def pointwise_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule with "..." for every operand and result, or None without tensors (aten.equal)."""
+    """Return the rule with "..." for every operand and result, or None without tensors (aten.equal).
+
+    It is registered for torch's tag `pointwise`, so it is the rule of all ops with this tag and no other rule.
+    """
     if not call.operands or not call.results():
         return None
     operands = ", ".join("..." for _ in call.operands)
@@ -56,7 +64,10 @@ rule(aten.prelu.default, "n c ..., c -> n c ...")
 
 @register_rule_function(aten.to.other, aten.type_as.default)
 def _like_other_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of a cast to the dtype and device of another operand, which need not broadcast."""
+    """Return the rule of x.to(other) or x.type_as(other), a cast to the dtype and device of `other`.
+
+    Operands of equal shape are sharded together; else `other` is gathered, because the shapes need not broadcast.
+    """
     if call.shape(0) == call.shape(1):
         return bind_rule(call, "..., ... -> ...", lazy=True)
     dims, other = factor_names(call.ndim()), factor_names(call.ndim(1), "other")
@@ -65,7 +76,7 @@ def _like_other_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.view.dtype)
 def _view_dtype_rule(call: OpCall) -> BoundRule:
-    """Return the rule of a dtype view; another item size changes the last dim."""
+    """Return the rule of x.view(dtype), which gathers the last dim if its size changes with the item size."""
     if call.results()[0].element_size() == call.operands[0].meta["val"].element_size():
         return along_dims(call, (), lazy=True)
     last = call.ndim() - 1
@@ -80,7 +91,10 @@ SMOOTH_OPS = parse_overloads("""
 
 
 def is_smooth(node: Node) -> bool:
-    """Return True if the call is finite, with finite derivatives, wherever its operands are finite."""
+    """Return True if the call is finite, with finite derivatives, wherever its operands are finite.
+
+    Then it may read any finite padded rows, and `fill_padding.py` need not restore them before it.
+    """
     rule = rule_of(node)
     if rule is None or not (rule.lazy or node.target in SMOOTH_OPS):
         return False
@@ -92,6 +106,9 @@ def is_smooth(node: Node) -> bool:
 
 
 def is_pure_move(node: Node) -> bool:
-    """Return True if the op only moves or casts elements."""
+    """Return True if the op only moves or casts elements.
+
+    Then it may read even padded rows that are infinite or NaN, because it does not mix them with valid rows.
+    """
     rule = rule_of(node)
     return rule is not None and rule.lazy and is_smooth(node)

@@ -1,6 +1,10 @@
-"""Rules of scans: those of torch, and sp::scan and related ops, whose frame defines placements, if it is set.
+"""Rules of scans, such as cumsum: those of torch, and sp::scan, sp::extremes and sp::linear_scan.
 
-Along the scanned dim every position needs the combined values before it (kind "scan"); all other dims pass.
+A rule names the dims of the operands and results of a call. Along the scanned dim (kind "scan") every position needs
+the combined values before it, so a strategy replaces the call if that dim is sharded. All other dims pass: they may
+remain sharded. An sp:: op with a frame already runs on shards. The frame describes how the rows of the scanned dim are
+distributed over the ranks, and defines the placements. Segments are ids per position; the scan starts again where the
+id changes. A state is the initial value of a recurrence.
 """
 
 from __future__ import annotations
@@ -23,12 +27,16 @@ aten, sp = torch.ops.aten, torch.ops.sp
     aten.cummax.default, aten.cummin.default, aten.cumprod.default, aten.cumsum.default, aten.logcumsumexp.default
 )
 def _cumulative_rule(call: OpCall) -> BoundRule:
+    """Return the rule of a scan of torch along its argument `dim`."""
     return along_dims(call, [call.dim()], kind="scan")
 
 
 @register_rule_function(sp.scan.default, sp.extremes.default)
 def _scan_rule(call: OpCall) -> BoundRule:
-    """Return "... s ..., ... s ... -> ... s ...": x, and segment ids, one per position or broadcast to x."""
+    """Return "... s ..., ... s ... -> ... s ...", with s of kind "scan", for x and optional segments.
+
+    Segments have one id per position, or broadcast to x.
+    """
     dims = factor_names(call.ndim())
     scanned = dims[call.dim() :][:1]
     segments = [
@@ -40,7 +48,10 @@ def _scan_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(sp.linear_scan.default)
 def _linear_scan_rule(call: OpCall) -> BoundRule:
-    """Return "... s ..., ... s ..., ... ... -> ... s ...": a, b, and the replicated initial state."""
+    """Return "... s ..., ... s ..., ... ... -> ... s ...", with s of kind "scan", for a, b and the state.
+
+    The op computes h[t] = a[t] * h[t - 1] + b[t]; the optional initial state has no dim s.
+    """
     shape, dim = call.result_shapes()[0], call.dim(operand=1)
     names = factor_names(len(shape))
     rows = tuple(align_names(call.shape(i), shape, names) for i in range(2))
@@ -52,14 +63,17 @@ def _linear_scan_rule(call: OpCall) -> BoundRule:
 def _framed_scan_rule(
     call: OpCall, operands: tuple[Dims, ...], result: Dims, scanned: Dims, invariant: Sequence[int] = ()
 ) -> BoundRule:
-    """Return the rule of a scan, with placements if the call has a frame.
+    """Return the rule of a scan; the frame of a call, if any, defines the placements in it.
+
+    Operands with the scanned dim are sharded along it, others are replicated. Their gradients are partial (each rank
+    has a summand), except those of `invariant`.
 
     Args:
         call: Call of the op.
-        operands: Dims of the operands.
-        result: Dims of the results.
+        operands: Names of the dims of each operand.
+        result: Names of the dims of each result.
         scanned: Name of the scanned dim; empty for 0-dim tensors.
-        invariant: Operands whose gradients are equal on all ranks.
+        invariant: Indices of operands whose gradients are equal on all ranks.
     """
     results = tuple(result for _ in call.results())
     kinds = dict.fromkeys(scanned, "scan")

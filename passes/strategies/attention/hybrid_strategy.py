@@ -133,6 +133,6 @@ register_strategy(
         sends=_hybrid_sends,
         declare=_declare_hybrid,
         axes=("ring", "ulysses"),
-        neighbours=lambda call: call["ulysses"],
+        neighbors=lambda call: call["ulysses"],
     )
 )

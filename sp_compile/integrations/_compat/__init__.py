@@ -17,9 +17,10 @@ NAME = "SP"  # member of accelerate's DynamoBackend
 
 @contextmanager
 def register_backend_name() -> Iterator[None]:
-    """Add "sp" to accelerate's backends within a context, so that `TorchDynamoPlugin(backend="sp")` is valid.
+    """Add "sp" to accelerate's backends within a context.
 
-    The backends are an Enum, which has no public method to add a member.
+    Inside it, `TorchDynamoPlugin(backend="sp")` is valid. The backends are an Enum, which has no public method to add a
+    member.
 
     Returns:
         A context manager that yields None.

@@ -141,26 +141,26 @@ def as_transformers(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 class Sunk(Model):
     """With a logit of each head beside its keys."""
 
-    def __init__(self, mask: str, renormalise: Callable[[Tensor, Tensor, Tensor], Tensor], **options: Any) -> None:
+    def __init__(self, mask: str, renormalize: Callable[[Tensor, Tensor, Tensor], Tensor], **options: Any) -> None:
         super().__init__(mask, **options)
         self.attend, self.sinks = _sunk, nn.Parameter(torch.randn(4))
-        self.renormalise = renormalise
+        self.renormalize = renormalize
 
 
 def _sunk(model: Sunk, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     aux = torch_flex.AuxRequest(lse=True)
     out, found = flex_attention(q, k, v, block_mask=model.given, enable_gqa=True, return_aux=aux, **model.options)
-    return model.renormalise(out, found.lse, model.sinks)
+    return model.renormalize(out, found.lse, model.sinks)
 
 
 @pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("renormalise", [as_torchtitan, as_transformers])
+@pytest.mark.parametrize("renormalize", [as_torchtitan, as_transformers])
 @pytest.mark.parametrize(
     ("mask", "options"), [("causal", {}), ("documents", {}), ("window", {"score_mod": "soft-cap"})]
 )
-def test_sinks(mask: str, options: dict[str, Any], renormalise: Any, ranks: int) -> None:
-    report = check(seeded(lambda: Sunk(mask, renormalise, **options)), *inputs(), sp=ranks)
+def test_sinks(mask: str, options: dict[str, Any], renormalize: Any, ranks: int) -> None:
+    report = check(seeded(lambda: Sunk(mask, renormalize, **options)), *inputs(), sp=ranks)
     assert not report.fallbacks
 
 

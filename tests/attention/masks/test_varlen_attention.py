@@ -118,7 +118,7 @@ def test_auto_balances_its_documents(strategy: str) -> None:
 
 WAYS = [(s, n) for s in ("ulysses", "ring", "hybrid", "gather", "auto") for n in (1, 2, 3, 4)]
 UNFIT = [("ulysses", 3), ("hybrid", 2), ("hybrid", 3)]
-"""Three ranks do not divide four heads, and two make no neighbourhoods."""
+"""Three ranks do not divide four heads, and two make no neighborhoods."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The masks that transformers builds, in graphs as they are captured: recognised, and never S x S."""
+"""The masks that transformers builds, in graphs as they are captured: recognized, and never S x S."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_long_chains() -> None:
         return ar(ar(ar(x, "sum", "c").t(), "sum", "a") * 2, "sum", "b")
 
     assert collectives(merged(fn, X, CUBE)[0]) == ["all_reduce a+b+c"]
-    # Only neighbours: two communicators, and one for all three is missing.
+    # Only neighbors: two communicators, and one for all three is missing.
     without = KnownGroups({k: v for k, v in CUBE.members.items() if k != "a+b+c"}, CUBE.nodes)
     slow = {"all_reduce_latency": 1, "step_latency": 0, "all_reduce_bandwidth": 1}
     gm, _ = merged(fn, X, without, cost=slow)
@@ -192,7 +192,7 @@ def test_long_chains() -> None:
 
 
 def test_very_long_chains() -> None:
-    """They are looked at in pieces; here every other pair of neighbours can be merged."""
+    """They are looked at in pieces; here every other pair of neighbors can be merged."""
 
     def fn(x: Tensor) -> Tensor:
         for _ in range(5):

@@ -110,7 +110,7 @@ def test_every_row_equals_the_blocks(way: str, length: int, toy: None) -> None:
 
 def test_a_way_from_outside_takes_its_turn() -> None:
     x = torch.randn(2, 9, dtype=torch.float64)
-    with toy_way.registered(rank=-1):
+    with toy_way.registered(priority=-1):
         assert choose_lowering(problem()) == "toy"
         assert choose_lowering(problem(length=1 << 20)) == "toy"
         torch.testing.assert_close(sp_compile.inclusive_scan(x, 1), x.cumsum(1))

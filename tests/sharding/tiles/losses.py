@@ -71,7 +71,7 @@ def of_tokens(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tenso
 
 
 def per_sequence(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """The likelihood of each sequence, as preferences are learnt from: a sum over the tokens, not over the batch."""
+    """The likelihood of each sequence, as preferences are learned from: a sum over the tokens, not over the batch."""
     picked = head(h)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     return -F.logsigmoid(picked.sum(-1)).mean()
 

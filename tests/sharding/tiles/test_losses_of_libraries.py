@@ -109,7 +109,7 @@ def advantages(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tens
     return -(likely(head(h)[:, :-1], ids[:, 1:]) * gain).mean() + 0.5 * F.mse_loss(values, returns)
 
 
-def generalised(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+def generalized(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     """TRL's GKD: a share of both models, which is a tensor."""
     share = torch.tensor(0.3, dtype=h.dtype)
     ours, theirs = (head(h) / 0.9).log_softmax(-1), (reference(h, ids) / 0.9).log_softmax(-1)
@@ -229,7 +229,7 @@ def nothing_counts(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> 
 
 LOSSES: tuple[Loss, ...] = (
     *(rolled, written, smoother, by_logsumexp, by_rows, kept, odds, kto, of_sequences, least_sure, advantages),
-    *(generalised, of_the_best, focal, shifted, unlikely, uncertain, by_frequency, ahead, codebooks, clustered),
+    *(generalized, of_the_best, focal, shifted, unlikely, uncertain, by_frequency, ahead, codebooks, clustered),
     *(adapted, normed, product, changed, chunked, of_each_sequence, hardest, nothing_counts),
 )
 NOT_BALANCED = {

@@ -19,7 +19,7 @@ WAYS = [
     (s, n)
     for s in ("ulysses", "ring", "hybrid", "gather", "auto")
     for n in (1, 2, 3, 4)
-    # Three ranks do not divide four heads, and two make no neighbourhoods.
+    # Three ranks do not divide four heads, and two make no neighborhoods.
     if (s, n) not in [("ulysses", 3), ("hybrid", 2), ("hybrid", 3)]
 ]
 """(strategy, ranks) that fit four heads."""

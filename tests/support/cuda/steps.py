@@ -201,7 +201,7 @@ def _compiled(
                 return lambda *xs: call(list(xs))
 
             for program in programs_of(lowered.graph):
-                program.compile(part, object(), learns=True)
+                program.compile(part, object(), for_training=True)
             joint, halves = lowered.joint, lowered.partitioned_passes()
             torch_compat.joint_compiler("inductor", joint, None, None, halves)(
                 lowered.graph, lowered.inputs, inner_compile=inner

@@ -259,7 +259,7 @@ def _movement(call: OpCall, rule: BoundRule, operands: list[Tensor], whole: list
     """Yield the outcome of every view of a dim as outer * sequence * inner that the rule maps to results."""
     shape = operands[0].shape
     for dim, n in itertools.product(range(len(shape)), RANKS):
-        for outer, length, inner in factorisations(shape[dim]):
+        for outer, length, inner in factorizations(shape[dim]):
             shard = Shard(dim, Frame.full(length), outer, inner)
             moved = move(rule, shard) if length % n == 0 and length > 1 else None
             if moved is not None:
@@ -280,7 +280,7 @@ def move(rule: BoundRule, shard: Shard) -> tuple[Shard, ...] | None:
     )
 
 
-def factorisations(size: int) -> Iterator[tuple[int, int, int]]:
+def factorizations(size: int) -> Iterator[tuple[int, int, int]]:
     for outer in range(1, size + 1):
         for inner in range(1, size // outer + 1):
             if size % (outer * inner) == 0:

@@ -1,4 +1,4 @@
-"""Sample calls of products, normalisations, losses and reductions."""
+"""Sample calls of products, normalizations, losses and reductions."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ def norms() -> None:
 def gradients() -> None:
     of_softmax = (aten._log_softmax_backward_data.default, aten._softmax_backward_data.default)
     one(of_softmax, f(2, 4, 6), f(2, 4, 6), 1, torch.float64)
-    normalised = (f(2, 4, 6), f(2, 4, 6), [6], f(2, 4, 1), unit(2, 4, 1))
-    one(aten.native_layer_norm_backward.default, *normalised, f(6), f(6), [True, True, True])
-    one(aten.native_layer_norm_backward.default, *normalised, f(6), f(6), [False, True, True])
-    one(aten.native_layer_norm_backward.default, *normalised, None, None, [True, False, False])
+    normalized = (f(2, 4, 6), f(2, 4, 6), [6], f(2, 4, 1), unit(2, 4, 1))
+    one(aten.native_layer_norm_backward.default, *normalized, f(6), f(6), [True, True, True])
+    one(aten.native_layer_norm_backward.default, *normalized, f(6), f(6), [False, True, True])
+    one(aten.native_layer_norm_backward.default, *normalized, None, None, [True, False, False])
 
 
 def losses() -> None:

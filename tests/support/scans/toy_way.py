@@ -24,6 +24,6 @@ def _total(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
     return _inclusive(combine, states, dim, lift, lambda x: x)[1]
 
 
-def registered(rank: int = 60) -> ExitStack:
+def registered(priority: int = 60) -> ExitStack:
     """Register the lowering until the context exits; by default after all others."""
-    return register_lowering("toy", GenericKernels(_inclusive, _total), lambda problem: rank)
+    return register_lowering("toy", GenericKernels(_inclusive, _total), lambda problem: priority)

@@ -158,7 +158,7 @@ EXCHANGED: dict[str, Attend] = {
     "three dims": lambda m, q, k, v: three_dims(q, k, v),
     "wider values": lambda m, q, k, v: sdpa(q, k, torch.cat([v, v.sin()], -1))[..., : q.shape[-1]],
     "complex rotation": lambda m, q, k, v: sdpa(complex_rotation(q), complex_rotation(k), v, is_causal=True),
-    "normalised": lambda m, q, k, v: sdpa(F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:]), v),
+    "normalized": lambda m, q, k, v: sdpa(F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:]), v),
     "values used again": lambda m, q, k, v: sdpa(q, k, v, is_causal=True) + expanded(q, v) + q,
 }
 

@@ -102,4 +102,4 @@ def _state_dtype(accumulate: torch.dtype) -> torch.dtype:
 
 
 TRITON_LOWERING = ScanLowering(fits_triton, scan_triton, extremes_triton, linear_triton, linear_total_triton)
-register_lowering("triton", TRITON_LOWERING, rank=lambda problem: 20)
+register_lowering("triton", TRITON_LOWERING, priority=lambda problem: 20)

@@ -128,7 +128,7 @@ OPS: Mapping[str, Op] = {
     "gap to logsumexp": lambda w, i, x: (x.logcumsumexp(1) - x + 0.1).log(),
     "running norm": lambda w, i, x: x / x.square().cumsum(1).sqrt(),
     "ratio of products": lambda w, i, x: ((1 + x.tanh().square()).cumprod(1) - x.tanh().square()).log(),
-    "gap to neighbour": lambda w, i, x: 1 / (x - _shifted(x)),
+    "gap to neighbor": lambda w, i, x: 1 / (x - _shifted(x)),
     "pairs": _pairs,
     "sorted gaps": _sorted_gaps,
     # Counts and places.
