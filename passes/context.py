@@ -240,7 +240,7 @@ class PassContext:
             SpError: `seq_dims` contains the name of no input.
         """
         axes = name_axes(gm)
-        axes.folds = self.folds
+        axes.folds, axes.n = self.folds, self.ranks.n
         nodes = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
         missing = sorted(set(self.seq_dims or ()) - set(nodes))
         if missing:

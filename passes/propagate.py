@@ -360,14 +360,14 @@ def propagate(
     replicated = mask_values(gm) if starts_sequences else frozenset(gm.graph.nodes)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            plan.placements[node] = ((inputs or {}).get(node, REPLICATE),)
+            plan.placements[node] = (axes.in_chunks(node, 0, (inputs or {}).get(node, REPLICATE)),)
         elif node.op == "output":
             _visit_output(plan, node, outputs)
         elif node.op == "call_function":
             step = _visit(plan, axes, node, n, node in replicated, declines, (window_starts or {}).get(node))
             if step.wants is not None:
                 plan.wants[node] = step.wants
-            plan.placements[node] = step.results
+            plan.placements[node] = tuple(axes.in_chunks(node, i, p) for i, p in enumerate(step.results))
             plan.demands.extend(step.demands)
     _shard_constants(plan, gm)
     return plan

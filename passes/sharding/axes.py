@@ -16,10 +16,11 @@ rivals if one value has both: only one of its dims can be sharded.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
@@ -28,13 +29,14 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.torch_compat import argument_name
 from sp_compile.passes.graph.call import OpCall, collect_nodes, is_tensor, node_shape, result_number
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import Size, as_size, assume_large, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, as_size, assume_large, divides, is_same_size, size_product
 
 from .attention_axes import ATTENTION_OF_TORCH, all_attention_nodes
 from .factors import BoundRule, Dims, dim_factors
-from .placement import Frame, Shard
+from .placement import Frame, Placement, Shard
 from .reshape import reshape_rule
 from .rule import lookup_rule, transfer_of
+from .window_rules import SlidingRows
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,13 @@ class Product(NamedTuple):
     num_atoms: int  # atoms of the dim before they are fused
 
 
+class Split(NamedTuple):
+    """Split of an atom into factors by a reshape, as of a sequence into chunks."""
+
+    source: Atom  # the atom
+    factors: Dim  # the atoms of the factors, slowest first
+
+
 @dataclass
 class Axes:
     """Atoms of every dim of every value, and the classes that are sequences."""
@@ -68,6 +77,10 @@ class Axes:
     folds: int = 1  # of the frames of sequences, see `RowOrder`
     products: Mapping[tuple[Node, int, int], Product] = field(default_factory=dict)  # by (node, result index, dim)
     fused: dict[Dim, Atom] = field(default_factory=dict)  # the atom of each product, by its factors
+    splits: dict[tuple[Size, ...], list[Split]] = field(default_factory=dict)  # by the sizes of their factors
+    granules: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class; see `find_sequences`
+    blocks: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class of the dim of chunks
+    n: int = 1  # number of ranks, of which each has complete chunks
 
     def find(self, name: int) -> int:
         """Return the representative name of the class of `name`."""
@@ -104,6 +117,26 @@ class Axes:
             fused.append(dim)
         self.dims[node, index] = tuple(fused)
 
+    def split(self, source: Atom, extents: tuple[Size, ...]) -> Dim:
+        """Return the atoms of the factors of an atom; equal splits of a class have the same atoms."""
+        for known in self.splits.setdefault(extents, []):
+            if known.source.size == source.size and self.find(known.source.name) == self.find(source.name):
+                return known.factors
+        self.splits[extents].append(Split(source, tuple(self.new_atom(size) for size in extents)))
+        return self.splits[extents][-1].factors
+
+    def unsplit(self, dim: Dim) -> Dim:
+        """Return the dim with the source of a split in place of its factors."""
+        factors = self.canonical(dim)
+        for known in self.splits.get(tuple(a.size for a in factors), ()):
+            if self.canonical(known.factors) == factors:
+                return (known.source,)
+        return dim
+
+    def all_splits(self) -> Iterator[Split]:
+        """Yield all splits of atoms."""
+        return (split for splits in self.splits.values() for split in splits)
+
     def is_sequence(self, atom: Atom) -> bool:
         """Return True if the class of the atom is a sequence."""
         return self.find(atom.name) in self.sequences
@@ -115,8 +148,7 @@ class Axes:
 
     def longest_sequence(self) -> Size:
         """Return the length of the longest sequence, of which all others are windows."""
-        atoms = (a for dims in self.dims.values() for dim in dims for a in dim if self.is_sequence(a))
-        return max((a.size for a in atoms), key=assume_large, default=0)
+        return max((a.size for a in self._atoms() if self.is_sequence(a)), key=assume_large, default=0)
 
     def shard(self, node: Node) -> Shard | None:
         """Return the shard along the only sequence factor of a value, or None if it has none or several."""
@@ -132,7 +164,35 @@ class Axes:
         sizes = [atom.size for atom in self.dims[node, 0][d]]
         if is_same_size(sizes[i], 1):
             return None
-        return Shard(d, Frame.full(sizes[i], self.folds), size_product(sizes[:i]), size_product(sizes[i + 1 :]))
+        frame = self._frame(self.dims[node, 0][d][i])
+        return Shard(d, frame, size_product(sizes[:i]), size_product(sizes[i + 1 :]))
+
+    def in_chunks(self, node: Node, index: int, placement: Placement) -> Placement:
+        """Return the placement of a result with the granule and the block of its sequence.
+
+        Arguments of sp:: ops, which define placements of their own, have neither.
+        """
+        if not self.granules or not isinstance(placement, Shard) or (node, index) not in self.dims:
+            return placement
+        frame = placement.frame
+        for atom in self.dims[node, index][placement.dim]:
+            name = self.find(atom.name)
+            granule, block = self.granules.get(name, 1), self.blocks.get(name, 1)
+            if max(granule, block) > 1 and divides(granule * self.n * frame.order.chunks, frame.size):
+                return replace(placement, frame=replace(frame, granule=granule, block=block))
+        return placement
+
+    def _frame(self, atom: Atom) -> Frame:
+        """Return the frame of a sequence of which the atom is the only factor."""
+        granule = self.granules.get(self.find(atom.name), 1)
+        if granule == 1 or self.n == 1:
+            return Frame.full(atom.size, self.folds)
+        longest = max((a.size for a in self._atoms() if self.find(a.name) == self.find(atom.name)), key=assume_large)
+        return Frame.of_chunks(atom.size, longest, granule, self.n, self.folds)
+
+    def _atoms(self) -> Iterator[Atom]:
+        """Yield the atoms of all dims."""
+        return (a for dims in self.dims.values() for dim in dims for a in dim)
 
 
 def name_axes(gm: GraphModule) -> Axes:
@@ -229,6 +289,11 @@ def _split_dim(axes: Axes, dim: Dim, extents: Sequence[Size]) -> Iterator[Dim]:
     `extents` are the sizes of the factors.
     """
     atoms = [a for a in dim if not is_same_size(a.size, 1)]
+    long_extents = [e for e in extents if not is_same_size(e, 1)]
+    if len(atoms) == 1 and len(long_extents) > 1 and is_same_size(atoms[0].size, size_product(long_extents)):
+        parts = iter(axes.split(atoms[0], tuple(long_extents)))
+        yield from ((axes.new_atom(1),) if is_same_size(e, 1) else (next(parts),) for e in extents)
+        return
     regroup = reshape_rule(tuple(a.size for a in atoms), tuple(extents))  # atoms as dims -> factors as dims
     atom_of = dict(zip(regroup.operands[0], atoms))  # an atom that is split is a group, which no factor equals
     for name, extent in zip(regroup.results[0], extents):
@@ -242,7 +307,8 @@ def _result_dim(axes: Axes, factor_dims: Mapping[str, Dim], name: str, rule: Bou
     if name[:1] != "(":
         return _passed_factor(axes, factor_dims.get(name), name, rule, size)
     factors = (_passed_factor(axes, factor_dims.get(f), f, rule, rule.extents[f]) for f in dim_factors(name))
-    return tuple(a for dim in factors for a in dim if not is_same_size(a.size, 1)) or (axes.new_atom(size),)
+    atoms = tuple(a for dim in factors for a in dim if not is_same_size(a.size, 1))
+    return axes.unsplit(atoms) or (axes.new_atom(size),)
 
 
 def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, size: Size) -> Dim:
@@ -256,10 +322,15 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
     rows = size_product(a.size for a in dim)
     if is_same_size(rows, size):
         return dim
-    is_window = rule.kind(factor) == "window" or (factor in rule.slides and rule.slides[factor].is_within(rows))
+    is_window = rule.kind(factor) == "window" or (factor in rule.slides and _keeps_class(rule.slides[factor], rows))
     if is_window and len(dim) == 1 and not is_same_size(size, 1):
         return (Atom(dim[0].name, size),)
     return (axes.new_atom(size),)
+
+
+def _keeps_class(sliding: SlidingRows, rows: Size) -> bool:
+    """Return True if the result of a sliding window is a window of the same sequence: it is no longer, or padded."""
+    return sliding.is_within(rows) or (sliding.rolls is None and is_same_size(sliding.width, 1))
 
 
 def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None, picks: bool = True) -> None:
@@ -276,10 +347,50 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
         SpError: If an input does not have its dim in seq_dims.
     """
     _find_sequences(gm, axes, seq_dims)
+    _find_granules(gm, axes)
     for dim, source in axes.selected if picks else ():
         names = {axes.find(a.name) for a in dim if not is_same_size(a.size, 1)} - axes.sequences
         if len(names) == 1 and any(axes.is_sequence(a) for a in source) and not _has_rivals(axes, *names):
             axes.sequences |= names
+
+
+def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
+    """Return the atom that is split into chunks, by the classes of its factors, if an op relates the chunks.
+
+    An op that relates them scans, sums or selects along the dim of the chunks. Without one, the chunks are independent,
+    such as the sequences of a batch that was flattened.
+    """
+    firsts = {axes.find(split.factors[0].name): split for split in axes.all_splits()}
+    related: dict[int, Atom] = {}
+    for call, rule in _ruled_calls(gm) if firsts else ():
+        for dim, kind in _classify_factors(axes, call, rule):
+            names = {axes.find(a.name) for a in dim}
+            if kind in CHUNK_RELATIONS or (kind == "sum" and rule.is_contraction):
+                related.update(
+                    (axes.find(a.name), firsts[n].source) for n in names & firsts.keys() for a in firsts[n].factors
+                )
+    return related
+
+
+CHUNK_RELATIONS = ("scan", "halo", "whole", "window", "attend")  # kinds of factors whose positions an op relates
+
+
+def _find_granules(gm: GraphModule, axes: Axes) -> None:
+    """Set `axes.granules`: the positions of the chunks of each sequence that ops compute in chunks."""
+    read = {
+        axes.find(a.name)
+        for call, rule in _ruled_calls(gm)
+        if not rule.lazy
+        for d in call.operands
+        for dim in axes.dims[d, 0]
+        for a in dim
+    }
+    for split in axes.all_splits():
+        name, granule = axes.find(split.source.name), size_product(a.size for a in split.factors[1:])
+        is_computed = axes.find(split.factors[0].name) in read
+        if name in axes.sequences and is_computed and isinstance(granule, int):
+            axes.granules[name] = math.lcm(granule, axes.granules.get(name, 1))
+            axes.blocks[axes.find(split.factors[0].name)] = granule
 
 
 def _has_rivals(axes: Axes, name: int) -> bool:
@@ -300,9 +411,10 @@ def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | Non
                 raise SpError("SP303", f"seq_dims: {argument_name(node)!r} has {len(shape)} dims, so no dim {dim}.")
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
+    sources = _chunk_sources(gm, axes)
     for find_evidence in (_attended_dims, _softmax_attended_dims, _scanned_dims, _combined_dims):
         evidence = list(find_evidence(gm, axes))
-        atoms = [a for _, dim in evidence for a in dim]
+        atoms = [sources.get(axes.find(a.name), a) for _, dim in evidence for a in dim]
         long_atoms = [a for a in atoms if not is_same_size(a.size, 1)]
         if atoms:  # a sequence of one token (decoding) is a sequence, too, but cannot be sharded
             axes.sequences = {axes.find(a.name) for a in long_atoms or atoms}

@@ -138,6 +138,20 @@ class BoundRule:
                 continue
             if is_same_size(size_product((outer, shard.frame.length, inner)), self.extents[factor]):
                 return factor, replace(shard, outer=outer, inner=inner)
+        return self._chunk_part(factors, shard)
+
+    def _chunk_part(self, factors: tuple[str, ...], shard: Shard) -> tuple[str, Shard]:
+        """Return the factor of chunks of a shard that spans several factors, and its shard, or ("", shard)."""
+        for i, factor in enumerate(factors):
+            if not is_same_size(shard.outer, self._size(factors[:i])):
+                continue
+            for j in range(i + 1, len(factors)):
+                rows = size_product((shard.frame.length, shard.inner))
+                if is_same_size(rows, self._size(factors[i:])) and is_same_size(
+                    shard.inner, self._size(factors[j + 1 :])
+                ):
+                    frame = shard.frame.split(self._size(factors[i + 1 : j + 1]))
+                    return (factor, Shard(shard.dim, frame)) if frame is not None else ("", shard)
         return "", shard
 
     def dim_shard(self, dim: str, factor: str, shard: Shard) -> Shard:
@@ -147,6 +161,10 @@ class BoundRule:
         factors = dim_factors(dim)
         i = factors.index(factor)
         before, after = self._size(factors[:i]), self._size(factors[i + 1 :])
+        for j in range(i + 1, len(factors) + 1) if shard.frame.block > 1 else ():  # the chunks and their rows
+            merged = shard.frame.merge(self._size(factors[i + 1 : j]))
+            if merged is not None and merged.block == 1 and is_same_size(shard.inner, 1):
+                return Shard(shard.dim, merged, before * shard.outer, self._size(factors[j:]))
         return replace(shard, outer=before * shard.outer, inner=shard.inner * after)
 
     def window_shard(self, shard: Shard) -> tuple[Shard, ...] | None:

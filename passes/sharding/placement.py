@@ -3,6 +3,8 @@
 A sharded dim is the product outer * window * inner: `(B, S, D) -> (B*S, D)` keeps a sharded S inside a flat dim
 (outer = B). The window is part of a Frame: the axis that all values of one sequence share, padded once to a multiple of
 the number of ranks. Rank r of n holds the frame's positions [r*s, (r+1)*s), s = ceil(size / n), for any window.
+If a program splits the sequence into chunks of c positions, each rank has complete chunks: the size of the frame is a
+multiple of c * n, and its granule is c. The dim of the chunks has a frame of its own, in units of blocks.
 Padding contains copies of valid rows; positions outside a shorter window keep their rows or repeat others (sp::window).
 These rows are finite, and no rule reads them without masking.
 """
@@ -14,7 +16,15 @@ from dataclasses import dataclass, field, replace
 from torch.fx import Node
 
 from sp_compile.lowering.base.frames import RowOrder, row_order
-from sp_compile.passes.graph.sizes import Size, ceil_div, divides, is_same_shape, is_same_size, size_product
+from sp_compile.passes.graph.sizes import (
+    Size,
+    ceil_div,
+    divides,
+    exact_quotient,
+    is_same_shape,
+    is_same_size,
+    size_product,
+)
 
 
 @dataclass(frozen=True)
@@ -29,11 +39,42 @@ class Frame:
     start: Size  # first valid position
     length: Size  # number of valid positions
     folds: int = 1  # row order, see `RowOrder`
+    granule: int = field(default=1, compare=False)  # divides the positions of each contiguous run of a rank
+    block: int = field(default=1, compare=False)  # positions of the sequence in each position of the axis
 
     @staticmethod
     def full(size: Size, folds: int = 1) -> Frame:
         """Return the frame of a complete sequence of `size` positions."""
         return Frame(size, 0, size, folds)
+
+    @staticmethod
+    def of_chunks(length: Size, longest: Size, granule: int, n: int, folds: int = 1) -> Frame:
+        """Return the frame of a sequence of which each of `n` ranks has complete chunks.
+
+        Args:
+            length: Number of positions.
+            longest: Number of positions of the longest value of the sequence, such as the padded one.
+            granule: Positions of a chunk.
+            n: Number of ranks.
+            folds: Row order.
+        """
+        unit = granule * n * row_order(folds).chunks
+        return Frame(unit * ceil_div(longest, unit), 0, length, folds, granule)
+
+    def split(self, block: Size) -> Frame | None:
+        """Return the frame in units of `block` positions, or None if a block could be on two ranks or padded."""
+        sizes = [exact_quotient(size, block) for size in (self.size, self.start, self.length)]
+        if not isinstance(block, int) or self.granule % block or None in sizes:
+            return None
+        size, start, length = sizes
+        return Frame(size, start, length, self.folds, self.granule // block, self.block * block)
+
+    def merge(self, block: Size) -> Frame | None:
+        """Return the frame in units of a `block`-th of its positions, the inverse of `split`; None if it had none."""
+        if not isinstance(block, int) or self.block % block:
+            return None
+        sizes = (self.size * block, self.start * block, self.length * block)
+        return Frame(*sizes, self.folds, self.granule * block, self.block // block)
 
     @property
     def order(self) -> RowOrder:
