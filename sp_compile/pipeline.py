@@ -58,7 +58,11 @@ class ApplyStrategies(RepeatPasses):
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
-        """Return the passes of one round, in order."""
+        """Return the passes of one round, in order.
+
+        Returns:
+            The passes, which may have been registered after import.
+        """
         return strategy_passes()
 
 

@@ -113,7 +113,7 @@ def _ignore_read(description: str) -> None:
 class Origin:
     """Description of a value for messages, and functions that are called with a description when it is read."""
 
-    description: str = "a sharded tensor"
+    description: str = "a sharded tensor"  # subject of messages
     check_read: Callable[[str], None] = _ignore_read  # compares the reads of all ranks; raises SpError
     record_read: Callable[[str], None] = _ignore_read  # of a dry run
 

@@ -223,7 +223,7 @@ class OffloadValues(Pass):
 class _SavedStorage:
     """A storage with saved values."""
 
-    nbytes: int
+    nbytes: int  # bytes of the storage
     values: list[Node]  # saved values in this storage
 
 

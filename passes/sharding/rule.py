@@ -53,7 +53,7 @@ _LOOKUP_CACHE: ContextVar[dict[Node, RuledCall] | None] = ContextVar("calls and 
 class RuledCall(NamedTuple):
     """Call of an op overload, with its sharding rule."""
 
-    call: OpCall
+    call: OpCall  # the call, with arguments by name
     rule: BoundRule | None  # None if the op has no rule, or none for these operands
 
 

@@ -31,7 +31,7 @@ FactorIds = tuple[int, ...]  # numbers of the factors of a dim in a `FactorTable
 class FixedFactors(NamedTuple):
     """Factors of a dim that a piece of a tensor does not have, as a select and a chunk remove them."""
 
-    factors: FactorIds
+    factors: FactorIds  # the removed factors, outermost first
     piece: int  # index of the piece along these factors
 
 
