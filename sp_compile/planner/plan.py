@@ -232,7 +232,7 @@ def plan(
         cost: Constants that replace those of the cost model, an H100 (a CPU if the model is on one).
         kwargs: Keyword arguments of the model whose names are also arguments of this function or fields of `SPConfig`.
         **config: Fields of `SPConfig` but `mesh` and `mesh_dim`, which all variants contain (`attention="ring"`), and
-            keyword arguments of the model (`labels=ids`). Other names raise.
+            keyword arguments of the model (`labels=ids`), which are passed through. Other names raise.
 
     Returns:
         The plan.
