@@ -138,7 +138,6 @@ def measures_alone() -> tuple[str, float]:
 
 def test_a_rank_that_waits_while_it_compiles_is_no_sign_of_life_to_itself(ranks: Ranks) -> None:
     message, seconds = ranks.run(4, measures_alone)[0]
-    assert "measures how fast the ranks are" in message
     assert "SP623" in message
     assert seconds < 3 * SECONDS
 
