@@ -63,7 +63,7 @@ FALLBACKS = (NoteKind.GATHERED, NoteKind.REPLICATED, NoteKind.SEQUENCE_LOST)
 class Note:
     """One line of the report on a node of the user's program, or on the graph."""
 
-    kind: NoteKind
+    kind: NoteKind  # the kind of decision or event
     subject: str  # the pass, option, input or result that the line is about, as the kind defines it
     text: str = ""  # the explanation, for people alone: no code depends on it
     node: str = "graph"  # name of the node; "graph" for all of them

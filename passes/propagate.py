@@ -96,8 +96,8 @@ class NodeStep:
     """Placements of one node: of its operands and results, and the demands that passes must discharge."""
 
     wants: tuple[Placement, ...] | None  # placements of the operands; None if the node does not run on shards
-    results: tuple[Placement, ...]
-    demands: Demands = ()
+    results: tuple[Placement, ...]  # placement of each result
+    demands: Demands = ()  # demands that passes must discharge
 
 
 def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -> NodeStep:
@@ -425,11 +425,7 @@ def _visit(
         window: The window of another sequence as which a sequence starts at the node, if any.
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
-        placements, index = plan.placements.get(node.args[0], ()), node.args[1]
-        bucketed = bucket_source(node) if VARYING in placements else None  # what a bucket of collectives has of it
-        if bucketed is None and len(placements) > 1 and isinstance(index, int):
-            return NodeStep(None, (placements[result_number(node)],))
-        return NodeStep(None, (plan.of(bucketed or node.args[0]),))
+        return NodeStep(None, (_item_placement(plan, node, node.args[0]),))
     call, rule = lookup_rule(node) or (None, None)
     if is_written(node):
         rule = None
@@ -465,6 +461,15 @@ def _visit(
         why = "a random draw that must be equal on every rank"
         demands.append(Demand(node, 0, "draw", REPLICATE, why=why))
     return NodeStep(step.wants, step.results, tuple(demands))
+
+
+def _item_placement(plan: PlacementPlan, node: Node, source: Node) -> Placement:
+    """Return the placement of a getitem of `source`."""
+    placements = plan.placements.get(source, ())
+    bucketed = bucket_source(node) if VARYING in placements else None  # the node that a bucket of collectives contains
+    if bucketed is None and len(placements) > 1 and isinstance(node.args[1], int):
+        return placements[result_number(node)]
+    return plan.of(bucketed or source)
 
 
 def random_results(node: Node) -> list[Node]:

@@ -58,7 +58,11 @@ class ApplyStrategies(RepeatPasses):
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
-        """Return the passes of one round, in order."""
+        """Return the passes of one round, in order.
+
+        Returns:
+            The passes, which may have been registered after import.
+        """
         return strategy_passes()
 
 
@@ -164,7 +168,8 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
         sp: The number of ranks, for an examination or a simulation without processes. None selects the ranks of the
             option `mesh`, or of the default process group.
         **config: Fields of `SPConfig`. `seq_dims` contains names of inputs of the exported graph, and `outputs` is
-            "gather" (the default) or "local".
+            "gather" (the default) or "local". The names are open so that `SPConfig` alone defines the options; other
+            names raise.
 
     Returns:
         A module with the calling convention of the program. `meta["sp_report"]` is its report.

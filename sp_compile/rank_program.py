@@ -50,9 +50,9 @@ NO_COLLECTIVE_PASSES = "compiler={!r} does not support passes on collectives: th
 class RankProgram:
     """A Dynamo graph as it is lowered for one rank."""
 
-    graph: GraphModule
-    options: SPConfig
-    report: Report
+    graph: GraphModule  # the graph of this rank
+    options: SPConfig  # the options of the backend
+    report: Report  # the decisions of the passes
     inputs: Sequence[Any]  # example inputs of the compiler
     joint: JointPasses = field(default_factory=JointPasses)  # passes over the joint graph of AOTAutograd
     ranks: Ranks = SINGLE_RANK  # the ranks that shard the sequence; one rank if the graph is unsplit

@@ -44,7 +44,7 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
         model: The model, or a function.
         *args: Its arguments, with global shapes; not on the meta device.
         sp: The number of ranks. By default 2, or the size of the axis of `mesh`.
-        **config: Fields of `SPConfig`, and keyword arguments of the model, as for `explain`.
+        **config: Fields of `SPConfig`, and keyword arguments of the model, which are passed through, as for `explain`.
 
     Returns:
         The report. Its `errors` holds the largest relative error over the ranks of every result, every gradient, and

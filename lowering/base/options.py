@@ -50,7 +50,11 @@ class OptionRule:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return all valid strings, in the order in which messages list them."""
+        """Return all valid strings, in the order in which messages list them.
+
+        Returns:
+            `words`, then the registered strings.
+        """
         return (*self.words, *self.registered())
 
     def check(self, name: str, value: Any) -> None:
@@ -212,12 +216,20 @@ class SPConfig:
 
     @property
     def has_joint_passes(self) -> bool:
-        """Return True if the compiler runs this package's passes on joint graphs."""
+        """Return True if the compiler runs this package's passes on joint graphs.
+
+        Returns:
+            True for the compilers in `JOINT_COMPILERS`.
+        """
         return self.compiler in JOINT_COMPILERS
 
     @property
     def uses_inductor(self) -> bool:
-        """Return True if Inductor compiles the graphs, for its decompositions and its memory estimate."""
+        """Return True if Inductor compiles the graphs, for its decompositions and its memory estimate.
+
+        Returns:
+            True for the compiler "inductor"; False for a callable.
+        """
         return self.compiler == "inductor"
 
     def ranks(self) -> Ranks:

@@ -41,7 +41,7 @@ class DeferredGraph:
 
     graph: GraphModule  # operands -> this rank's rows
     like: Tensor  # a value of the dtype and device of the rows
-    operands: tuple[DeferredOperand, ...]
+    operands: tuple[DeferredOperand, ...]  # sources of the graph's operands, in order
 
     def bind(self, arguments: Sequence[Tensor], results: Sequence[Tensor], description: str) -> DeferredRows:
         """Return the deferred rows of one call, which the runtime wraps as a result of the program.

@@ -128,7 +128,7 @@ class Origin:
     The runtime sets them: a read is collective, so that ranks first compare what they read, by its description.
     """
 
-    description: str = "a sharded tensor"
+    description: str = "a sharded tensor"  # subject of messages
     check_read: Callable[[str], None] = _ignore_read  # compares the reads of all ranks; raises SpError
     record_read: Callable[[str], None] = _ignore_read  # of a dry run
 

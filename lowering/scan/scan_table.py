@@ -54,9 +54,9 @@ class ScanLowering(NamedTuple):
     fits: Callable[[ScanProblem], bool]  # whether the functions support a problem
     # functions by the kind of problem, as methods of `GenericKernels`
     scan: Callable[..., Any] | None = None
-    extremes: Callable[..., Any] | None = None
-    linear: Callable[..., Any] | None = None
-    linear_total: Callable[..., Any] | None = None
+    extremes: Callable[..., Any] | None = None  # running max or min, and its index
+    linear: Callable[..., Any] | None = None  # linear recurrence
+    linear_total: Callable[..., Any] | None = None  # affine map of all rows
     is_torch: bool = False  # the functions only call an operator of torch
 
 

@@ -45,7 +45,7 @@ def resolve_shape(shape: Sequence[Any], extents: Extents) -> list[Any]:
 class TilePart:
     """A graph of tensors, without autograd, that is called once per tile."""
 
-    graph: GraphModule
+    graph: GraphModule  # computes the results of one tile
     inputs: list[Tensor]  # fake tensors as the graph takes them; rows are contiguous
     run: Callable[..., Any] = field(init=False)  # the graph, or its compiled form
     compiler_key: Any = None  # key of the last `compile`, such as the name and the options of the compiler
@@ -152,10 +152,10 @@ class TileBody:
 class TileProgram:
     """A program for the rows of one tile. Its operands are those with rows, then the shared ones."""
 
-    name: str
+    name: str  # name of the program, by which operators find it
     bodies: dict[int, TileBody]  # by the length of a tile, at most two, or one for ANY_LENGTH
     rows: tuple[int, ...]  # the dim of the rows in each operand that has them
-    results: tuple[TileValue, ...]
+    results: tuple[TileValue, ...]  # the values that the program returns
     differentiable: tuple[int, ...]  # indices of the results that have a cotangent
     grad_operands: tuple[int, ...]  # indices of the operands, rows first, that have a gradient
     gradients: tuple[TileValue, ...]  # gradients of these operands

@@ -117,7 +117,7 @@ _get_version = attrgetter("_version")
 class _ElementAddresses:
     """Array of a tensor's elements for numpy, which compares their addresses and does not read them."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # a strided tensor on any device
 
     @property
     def __array_interface__(self) -> dict[str, Any]:

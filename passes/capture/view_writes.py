@@ -48,7 +48,7 @@ class ViewStep:
 
     op: Any  # view op
     args: tuple[Any, ...] = ()  # arguments after the base
-    kwargs: Mapping[str, Any] | None = None
+    kwargs: Mapping[str, Any] | None = None  # keyword arguments; None for none
 
     def bind(self, known: Mapping[sympy.Symbol, Any]) -> Callable[[Any], Any]:
         """Return a function that applies the op to a base, with the symbols replaced by their `known` values."""

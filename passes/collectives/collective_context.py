@@ -46,8 +46,8 @@ class RankQueries(Protocol):
 class NoRanks:
     """The queries of a program without process groups of its own, and of a pass that runs directly."""
 
-    groups: Sequence[Ranks] = ()
-    facts: Mapping[str, InputFacts] = field(default_factory=dict)
+    groups: Sequence[Ranks] = ()  # always empty
+    facts: Mapping[str, InputFacts] = field(default_factory=dict)  # always empty
 
     def has_same_programs(self, gm: GraphModule) -> bool:
         """Return True: there is no other rank."""

@@ -234,7 +234,7 @@ class OffloadValues(Pass):
 class _SavedStorage:
     """A storage with saved values, which are offloaded together."""
 
-    nbytes: int
+    nbytes: int  # bytes of the storage
     values: list[Node]  # saved values in this storage
 
 

@@ -34,6 +34,7 @@ class RulePattern:
     results: tuple[Dims, ...]  # dims of each result
     kinds: Mapping[str, str]  # kinds by factor
     options: Mapping[str, Any]  # other options of the rule
+    # bound rules, by the shapes of operands and results
     _bound: dict[Any, BoundRule | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod

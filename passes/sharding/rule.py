@@ -53,7 +53,7 @@ _LOOKUP_CACHE: ContextVar[dict[Node, RuledCall] | None] = ContextVar("calls and 
 class RuledCall(NamedTuple):
     """Call of an op overload, with its sharding rule."""
 
-    call: OpCall
+    call: OpCall  # the call, with arguments by name
     rule: BoundRule | None  # None if the op has no rule, or none for these operands
 
 
@@ -153,7 +153,7 @@ def rule(op: Any, *texts: str, **options: Unpack[RuleOptions]) -> None:
         *texts: Rule texts; the one with the call's number of tensor operands is used.
         **options: Names of factors, separated by spaces, for each kind: `sum`, `mean`, `total`, `whole`, `attend`,
             `scan`, `halo`, `window`. And fields of `BoundRule`: `sizes`, `lazy`, `starts_sequence`, `pad`, `masks`,
-            `reshapes`, `lenders`.
+            `reshapes`, `lenders`. `RuleOptions` declares their types; a rule sets few of them.
 
     Returns:
         None.

@@ -63,7 +63,7 @@ RowRequest = SlicePiece | SelectedRows
 class RowWiseNode:
     """Node that computes each row of its result from one row."""
 
-    node: Node
+    node: Node  # the node
     dim: int  # dim of its rows
     operands: dict[int, RowsAt]  # positions of the operands' rows, by index of the operand
 

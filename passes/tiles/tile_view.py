@@ -209,8 +209,8 @@ class _TokenViewBuilder:
     n: int  # number of ranks
     rejected: set[Node]  # local nodes that have rules and mix rows, and are therefore inputs of the view
     copies: dict[Node, Node] = field(default_factory=dict)  # local node -> node of the view
-    to_local: dict[Node, Node] = field(default_factory=dict)
-    flags: set[Node] = field(default_factory=set)
+    to_local: dict[Node, Node] = field(default_factory=dict)  # as in `TokenView`
+    flags: set[Node] = field(default_factory=set)  # as in `TokenView`
     inputs: dict[Node, Placement] = field(default_factory=dict)  # placement of the view's inputs
 
     def view(self, tiles: int, without_grad: set[Node]) -> TokenView:

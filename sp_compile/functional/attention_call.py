@@ -73,18 +73,22 @@ class AttentionMethod:
 class AttentionCall(RankCall):
     """Call of an attention function on this rank."""
 
-    function: AttentionMethod
+    function: AttentionMethod  # the function that was called
     q: Tensor  # (B, H, s, D)
     k: Tensor  # (B, Hkv, t, D)
     v: Tensor  # (B, Hkv, t, E)
-    ranks: Ranks
-    options: AttentionOptions
+    ranks: Ranks  # the ranks that share the sequence
+    options: AttentionOptions  # the other arguments of the function
     width: int | None  # number of adjacent ranks that exchange heads; None if it is not known
     kv_grads: str  # key of `RING_GRADIENTS`
 
     @property
     def group(self) -> Ranks:
-        """Return the ranks of the call, which `require` compares."""
+        """Return the ranks of the call, which `require` compares.
+
+        Returns:
+            The ranks that share the sequence.
+        """
         return self.ranks
 
     def run(self) -> Tensor:

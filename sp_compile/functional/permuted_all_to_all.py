@@ -69,10 +69,10 @@ def all_to_all_permute(
 class PermuteCall(RankCall):
     """Call of `all_to_all_permute` on this rank."""
 
-    x: Tensor
-    scatter_dim: int
-    gather_dim: int
-    ranks: Ranks
+    x: Tensor  # the shard of this rank
+    scatter_dim: int  # dim of x that is split over the ranks; may be negative
+    gather_dim: int  # dim of x that the result gathers; may be negative
+    ranks: Ranks  # the ranks that exchange shards
     out: Tensor | None  # receives the result
 
     same = "all ranks pass shards of one shape and dtype, on one kind of device"
@@ -98,7 +98,11 @@ class PermuteCall(RankCall):
 
     @property
     def group(self) -> Ranks:
-        """Return the ranks of the call, which `require` compares."""
+        """Return the ranks of the call, which `require` compares.
+
+        Returns:
+            The ranks that exchange shards.
+        """
         return self.ranks
 
     def is_traced(self) -> bool:

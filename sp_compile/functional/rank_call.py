@@ -83,11 +83,19 @@ class RankCall(ABC):
     @property
     @abstractmethod
     def group(self) -> Ranks | None:
-        """Return the ranks that take part in the call; None if the operands are unsplit."""
+        """Return the ranks that take part in the call; None if the operands are unsplit.
+
+        Returns:
+            The ranks, of which this process is one.
+        """
 
     @property
     def compared_group(self) -> Ranks | None:
-        """Return the ranks whose calls are compared; None if there are none, or if the call is traced."""
+        """Return the ranks whose calls are compared; None if there are none, or if the call is traced.
+
+        Returns:
+            `group`, if `check` is True, it has more than one rank and the call runs eagerly.
+        """
         group = self.group
         return group if self.check and group is not None and group.n > 1 and not self.is_traced() else None
 

@@ -45,7 +45,11 @@ class ShardCall(RankCall):
 
     @property
     def group(self) -> Ranks | None:
-        """Return the ranks that share the scanned dim; None if the operands are unsplit."""
+        """Return the ranks that share the scanned dim; None if the operands are unsplit.
+
+        Returns:
+            The ranks of `shards`.
+        """
         return None if self.shards is None else self.shards.ranks
 
     def shard_rows(self, x: Tensor) -> int:
@@ -79,7 +83,7 @@ class ShardCall(RankCall):
 class ScanCall(ShardCall):
     """Call of `inclusive_scan`, `exclusive_scan` or `segmented_scan`."""
 
-    x: Tensor
+    x: Tensor  # the scanned operand, the shard of this rank
     op: str  # key of `MONOIDS`
     exclusive: bool  # True to combine only the elements before each one
     dtype: torch.dtype | None  # dtype of the result; None for the default
@@ -88,12 +92,20 @@ class ScanCall(ShardCall):
 
     @property
     def result(self) -> torch.dtype:
-        """Return the dtype of the result."""
+        """Return the dtype of the result.
+
+        Returns:
+            `dtype`, or the default for the operation and the dtype of x.
+        """
         return self.dtype or result_dtype(self.op, self.x.dtype)
 
     @property
     def length(self) -> int:
-        """Return the length of the scanned dim of x."""
+        """Return the length of the scanned dim of x.
+
+        Returns:
+            The rows of this rank; 1 for a tensor without dims.
+        """
         return self.shard_rows(self.x)
 
     def run(self) -> Tensor:

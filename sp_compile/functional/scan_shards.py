@@ -29,14 +29,18 @@ SCAN_EXCHANGES = ("auto", "gather", "steps")  # values of the argument `exchange
 class ScanShardOptions:
     """Options of a scan along a sharded dim."""
 
-    ranks: Ranks
+    ranks: Ranks  # the ranks that share the scanned dim
     layout: str  # key of `LAYOUTS`
     length: int | None  # rows of the sequence without padding; None if no row is padding
     exchange: str  # one of `SCAN_EXCHANGES`
 
     @property
     def chunks(self) -> int:
-        """Return the number of chunks of the sequence that a rank stores."""
+        """Return the number of chunks of the sequence that a rank stores.
+
+        Returns:
+            1 for contiguous rows, 2 for the zigzag layout.
+        """
         return LAYOUTS[self.layout].chunks
 
     def errors(self, shape: Sequence[int], dim: int) -> Iterator[SpError]:

@@ -123,7 +123,11 @@ class SequenceParallelAccelerator(Accelerator):
 
     @property
     def torch_device_mesh(self) -> Any:
-        """Return the mesh from which accelerate's loaders derive the ranks that receive the same batches."""
+        """Return the mesh from which accelerate's loaders derive the ranks that receive the same batches.
+
+        Returns:
+            The mesh that was passed, or the mesh of accelerate if there is none.
+        """
         return self.mesh if self.mesh is not None else super().torch_device_mesh
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:

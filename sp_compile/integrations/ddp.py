@@ -49,7 +49,7 @@ def compile_under_ddp(
         fullgraph: As for `torch.compile`.
         dynamic: As for `torch.compile`.
         **options: Fields of `sp_compile.SPConfig`, such as `attention="ring"`. `param_grads` is "partial" by default.
-            Other names raise.
+            The names are open so that `SPConfig` alone defines the options; other names raise.
 
     Returns:
         The model.

@@ -53,7 +53,8 @@ def explain(
             backward graph. Of a model on the meta device with many equal layers, a few are lowered.
         optimizer: The optimizer that trains the model, or its class. AdamW by default.
         **config: Fields of `SPConfig` (`attention="ring"`), and keyword arguments of the model (`labels=ids`).
-            Arguments of the model with the name of a field are passed in a dict `kwargs={...}`. Other names raise.
+            The names are open because keyword arguments of the model are passed through; other names raise. Arguments
+            of the model with the name of a field are passed in a dict `kwargs={...}`.
 
     Returns:
         The report.

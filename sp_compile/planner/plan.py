@@ -66,7 +66,11 @@ class Variant:
 
     @property
     def config(self) -> PlanConfig:
-        """Return the configuration of the dry run."""
+        """Return the configuration of the dry run.
+
+        Returns:
+            The number of ranks and the options that vary between dry runs.
+        """
         return PlanConfig(
             self.ranks, self.attention, self.layout, self.checkpoint, self.tiles, self.state, self.offload
         )
@@ -76,19 +80,30 @@ class Variant:
         """Return the options of `torch.compile(model, backend="sp", options=...)`.
 
         FSDP and checkpoints are not options: the program applies them.
+
+        Returns:
+            The options passed to `plan`, with those of this variant added or replaced.
         """
         return merge_options(self.user_options, self.config.options)
 
     @property
     def required_changes(self) -> str:
-        """Return the changes that the program needs in addition to the options."""
+        """Return the changes that the program needs in addition to the options.
+
+        Returns:
+            The checkpoints and FSDP of this variant as text; "" if there are none.
+        """
         checkpoint = "torch.utils.checkpoint around each layer" if self.checkpoint else ""
         shard = f"fully_shard over the {self.ranks} ranks" if self.state == "sharded" else ""
         return " and ".join(filter(None, [checkpoint, shard]))
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the tokens per second of all ranks together."""
+        """Return the tokens per second of all ranks together.
+
+        Returns:
+            Tokens per second; 0 if the duration of a step is not known.
+        """
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
@@ -107,6 +122,9 @@ class StepPlan:
     @property
     def best(self) -> Variant:
         """Return the fastest variant that fits, with the least memory on the host.
+
+        Returns:
+            The variant, on any number of ranks.
 
         Raises:
             SpError: Nothing fits (SP723); the error contains the required changes.
@@ -214,7 +232,7 @@ def plan(
         cost: Constants that replace those of the cost model, an H100 (a CPU if the model is on one).
         kwargs: Keyword arguments of the model whose names are also arguments of this function or fields of `SPConfig`.
         **config: Fields of `SPConfig` but `mesh` and `mesh_dim`, which all variants contain (`attention="ring"`), and
-            keyword arguments of the model (`labels=ids`). Other names raise.
+            keyword arguments of the model (`labels=ids`), which are passed through. Other names raise.
 
     Returns:
         The plan.

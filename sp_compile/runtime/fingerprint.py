@@ -100,7 +100,7 @@ def program_subject(gm: GraphModule) -> str:
 class NodeText(NamedTuple):
     """Text of one node, without names of groups and device indices."""
 
-    node: Node
+    node: Node  # the node
     call: str  # the op
     operands: tuple[int | str | None, ...]  # number of each node argument; "input 3", or 3 for the 4th op
     spec: str  # nesting of the arguments

@@ -97,11 +97,11 @@ class GuardedProgram:
     """
 
     run: Callable[..., Any] | None  # compiled graph; None if compilation failed with `error`
-    ranks: Ranks
-    info: ProgramInfo
+    ranks: Ranks  # the group whose ranks agree
+    info: ProgramInfo  # facts of the program that the guards of all groups share
     program: ProgramDigest  # must be equal on every rank
-    inputs: ComparedInputs
-    error: Exception | None = None
+    inputs: ComparedInputs  # the arguments that are compared
+    error: Exception | None = None  # the error of compilation, which every call raises
     boundary: GraphBoundary = field(default_factory=GraphBoundary)  # layouts of inputs, sharded results, mutations
     backward: bool = False  # compare the backwards as well
     gradients: bool = False  # compare gradients of results that are not sharded
@@ -342,8 +342,8 @@ class InProcesses:
         SpError: If the default process group has changed, since the ranks of its collectives then no longer exist.
     """
 
-    run: Callable[..., Any]
-    world: Any = field(default_factory=world)
+    run: Callable[..., Any]  # the compiled program
+    world: Any = field(default_factory=world)  # the default process group at compilation
 
     def __call__(self, *args: Any) -> Any:
         """Check the default process group, then run the program."""

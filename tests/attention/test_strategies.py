@@ -134,7 +134,7 @@ def test_any_number_of_ranks(strategy: str, ranks: int) -> None:
 @pytest.mark.parametrize(("strategy", "mask", "heads"), list(itertools.product(NAMES, MASKS, HEADS)))
 def test_all(strategy: str, mask: str, heads: str, layout: str, length: int, ranks: int) -> None:
     if strategy in ("ulysses", "hybrid") and not _fits(strategy, ranks, HEADS[heads][0]):
-        with pytest.raises(sp_compile.SpError, match="heads"):
+        with pytest.raises(sp_compile.SpError, match=r"SP40[12]"):
             run(strategy, mask, heads, length, ranks, layout)
     else:
         run(strategy, mask, heads, length, ranks, layout)
@@ -250,7 +250,7 @@ def test_auto_considers_a_strategy_from_outside() -> None:
 
 
 def test_a_strategy_is_an_option_while_it_is_registered() -> None:
-    with pytest.raises(SpError, match=r"SP103: attention: .*'toy', 'ulysses', got 'toys' \(did you mean 'toy'"):
+    with pytest.raises(SpError, match=r"SP103: attention: .*'toy', .*'toys'"):
         SPConfig(attention="toys")
     with pytest.raises(SpError, match=r"SP901: .*'toy'"):
         toy_strategy.registered()

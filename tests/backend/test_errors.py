@@ -185,7 +185,7 @@ def test_fallback_error_names_node_line_and_shapes(ranks: Ranks) -> None:
 def test_an_error_is_raised_at_every_call() -> None:
     run = sp(build(layers=1), attention="torus")
     for _ in range(2):
-        with pytest.raises(sp_compile.SpError, match="torus"):
+        with pytest.raises(sp_compile.SpError, match=r"SP103: attention: .*'torus'"):
             run(*text(8))
 
 
@@ -207,7 +207,7 @@ def with_other_values(what: str) -> str:
 @pytest.mark.parametrize("what", ["weights", "tokens"])
 def test_ranks_with_other_values_all_raise(ranks: Ranks, what: str) -> None:
     for message in ranks.run(2, with_other_values, what):
-        assert "different values" in message
+        assert {"weights": "SP633", "tokens": "SP634"}[what] in message
         assert "checksum" in message
 
 
@@ -216,5 +216,5 @@ def test_a_constant_on_the_meta_device() -> None:
         x = torch.cat([torch.tensor([], device=x.device), x])
         return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
-    with pytest.raises(sp_compile.SpError, match=r"SP202.* which test_errors.py:\d+ reads"):
+    with pytest.raises(sp_compile.SpError, match=r"SP202.*test_errors\.py:\d+"):
         sp_compile.explain(attend, torch.zeros(2, 3, 8, 4, device="meta"), sp=2)

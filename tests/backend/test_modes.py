@@ -64,13 +64,9 @@ def test_settings(mode: str | None, autotune: bool) -> None:
 @pytest.mark.parametrize(
     ("mode", "options", "words"),
     [
-        ("reduce-overhead", {}, ["SP108: mode='reduce-overhead'", "max-autotune-no-cudagraphs"]),
-        ("max-autotune", {}, ["SP108: mode='max-autotune'"]),
-        (
-            "max-autotun",
-            {},
-            ["SP103: mode: expected one of 'default'", "got 'max-autotun' (did you mean 'max-autotune'?)"],
-        ),
+        ("reduce-overhead", {}, ["SP108: mode=", "'reduce-overhead'"]),
+        ("max-autotune", {}, ["SP108: mode=", "'max-autotune'"]),
+        ("max-autotun", {}, ["SP103: mode: ", "'max-autotun'", "'max-autotune'"]),
         ("default", {"compiler": "aot_eager"}, ["SP107: mode='default'", "compiler='aot_eager'"]),
     ],
 )

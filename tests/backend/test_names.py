@@ -101,7 +101,7 @@ def shown(gm: GraphModule) -> list[str]:
 def test_seq_dims_take_the_users_names() -> None:
     report = sp_compile.explain(Model(), ids=data(), labels=data(), sp=2, seq_dims={"ids": 1})
     assert "the sequence is ids dim 1" in str(report)
-    with pytest.raises(SpError, match=r"SP236.* \['ids', 'labels'\], got 'tokens'"):
+    with pytest.raises(SpError, match=r"SP236.* \['ids', 'labels'\].*'tokens'"):
         sp_compile.explain(Model(), ids=data(), labels=data(), seq_dims={"tokens": 1})
 
 
@@ -112,9 +112,9 @@ def test_explain_and_verify_accept_the_models_arguments() -> None:
 
 
 def test_a_misspelled_option_is_no_argument_of_the_model() -> None:
-    with pytest.raises(SpError, match=r"SP102: options: unknown option 'atention' \(did you mean 'attention'\?\)"):
+    with pytest.raises(SpError, match=r"SP102: options: .*'atention'.*'attention'"):
         sp_compile.explain(Model(), data(), atention="ring")
-    with pytest.raises(SpError, match="SP102: options: unknown option 'labels'"):
+    with pytest.raises(SpError, match=r"SP102: options: .*'labels'"):
         sp_compile.explain(nn.Linear(4, 4), data(), labels=data())
 
 
@@ -194,5 +194,5 @@ def test_results_have_the_models_names(how: str, name: str) -> None:
         report = sp_compile.explain(Returns(how), data(), sp=2, outputs=outputs)
         assert report.sharded_outputs == [name]
     assert sp_compile.explain(Returns(how), data(), sp=2, outputs={"hidden": "lazy"}).sharded_outputs == [name]
-    with pytest.raises(SpError, match=f"SP237.*'{name}'.*got 'hiden'"):
+    with pytest.raises(SpError, match=f"SP237.*'{name}'.*'hiden'"):
         sp_compile.explain(Returns(how), data(), sp=2, outputs={"hiden": "lazy"})

@@ -63,5 +63,5 @@ def test_single_passes_make_the_program_of_the_pipeline():
 
 def test_localize_refuses_open_demands():
     gm = captured(lambda x: (x * 2).cumsum(1) + 1, torch.randn(1, 8, 4))
-    with pytest.raises(sp_compile.SpError, match=r"cumsum.*Gather"):
+    with pytest.raises(sp_compile.SpError, match=r"SP913.*cumsum.*Gather"):
         Localize(TWO, **SEQUENCE)(gm)

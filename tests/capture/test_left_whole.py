@@ -202,7 +202,7 @@ def test_reports_say_so(write: Callable[..., Tensor]) -> None:
 
 def test_fallback_error_forbids_it() -> None:
     model, args = made(write_to_a_slice)
-    with pytest.raises(Exception, match=r"aten.nonzero|fallback"):
+    with pytest.raises(Exception, match=r"SP212.*aten\.nonzero"):
         sp_compile.explain(model, *args, sp=2, fallback="error")
 
 
@@ -319,7 +319,7 @@ def test_a_failed_compilation_leaves_no_state(write: Callable[..., Tensor], arou
         before, (model, args) = state(), made(write)
         torch._dynamo.reset()
         run = sp(model, fallback="error")
-        with pytest.raises(sp_compile.SpError, match=r"SP211.*while it is captured"):
+        with pytest.raises(sp_compile.SpError, match="SP211"):
             run(*args) if around is None else around(run, *args)
         assert state() == before
     model, args = made(inner_step)

@@ -23,7 +23,7 @@ import sp_compile
 from sp_compile.lowering import offload_ops as ops
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.torch_compat import storage_of
-from sp_compile.passes.cost.step_memory import StepMemory
+from sp_compile.passes.cost.step_memory import StepMemory, format_bytes
 from sp_compile.passes.cost.walk.liveness import nbytes_of
 from sp_compile.passes.graph.call import node_tensors
 from sp_compile.passes.joint.partitioned import PartitionedPasses
@@ -320,9 +320,10 @@ def test_auto_takes_no_more_than_a_share_that_fits(part: float) -> None:
 def test_a_report_lists_offloaded_values() -> None:
     """Slow copies run one after another and are not hidden."""
     report = explained("chain", offload=0.5)
-    assert "are copied to the host" in str(report)
     assert report.step is not None
     assert report.step.offloaded is not None
+    assert report.step.offloaded.values > 0
+    assert format_bytes(report.step.offloaded.nbytes) in str(report)
     assert report.step.saved == report.step.offloaded.kept
     assert 0 < report.step.offloaded.waits <= 2 * report.step.offloaded.seconds
     slow = explained("chain", offload=1.0, cost={"host_bandwidth": 1e3}).step

@@ -190,11 +190,11 @@ def test_all_to_all_of_many_is_a_view_of_one_message_a_kind() -> None:
 
 def test_refusals() -> None:
     x, frame = torch.ones(4, 4), [1, 4, 0, 4]
-    with pytest.raises(SpError, match="SP507: sp::reduce_grad: expected how='reduce'"):
+    with pytest.raises(SpError, match=r"SP507: sp::reduce_grad: .*how='reduce'"):
         sp.reduce_grad([x], "sum", 2, SIMULATED_GROUP)
-    with pytest.raises(SpError, match="SP542: sp::all_to_all: scatter and gather dim are both 1"):
+    with pytest.raises(SpError, match="SP542: sp::all_to_all: "):
         sp.all_to_all([x], 1, frame, -1, frame, 2, SIMULATED_GROUP)
-    with pytest.raises(SpError, match=r"SP507: .*outer == 1"):
+    with pytest.raises(SpError, match=r"SP507: .*outer"):
         sp.all_to_all([x], 0, [2, 2, 0, 2], 1, frame, 2, SIMULATED_GROUP)
 
 

@@ -287,7 +287,7 @@ def test_ties() -> None:
     assert choose_attention([ulysses, candidate("gather", 1.05, rounds=3)]).kind == "gather"
     assert choose_attention([ulysses, candidate("gather", 1.05, rounds=3, memory=2.0)]) == ulysses
     assert choose_attention([ring, candidate("ulysses", 0.5, legal="no")]) == ring
-    with pytest.raises(SpError, match="SP701: attention: ring: too large; gather: also"):
+    with pytest.raises(SpError, match=r"SP701: attention: .*ring.*gather"):
         choose_attention([candidate("ring", 1, legal="too large"), candidate("gather", 1, legal="also")])
 
 
@@ -303,7 +303,7 @@ def test_memory_is_a_limit() -> None:
     gather = of(all_candidates(s, GPU), "gather")
     allowed = replace(GPU, memory=gather.memory - 1)
     assert of(all_candidates(s, allowed), "gather").legal == "528.0 MiB, with 528.0 MiB free"
-    with pytest.raises(SpError, match="MiB free"):
+    with pytest.raises(SpError, match="SP701: attention: "):
         choose_attention(all_candidates(s, replace(GPU, memory=1)))
     masked = replace(s, mask=True)
     assert of(all_candidates(masked, GPU), "gather").memory - gather.memory == s.q_rows * s.kv_len

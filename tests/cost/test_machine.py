@@ -24,14 +24,12 @@ def test_overrides() -> None:
     assert Machine.of("cpu") == CPU
     assert Machine.of("cuda") == GPU
     assert Machine.of("cuda", {"flops": 1e15, "ranks_per_node": 4}) == replace(GPU, flops=1e15, ranks_per_node=4)
-    with pytest.raises(
-        SpError, match=r"SP703: cost: unknown constant 'flop' \(did you mean 'flops'\?\), expected one of flops"
-    ):
+    with pytest.raises(SpError, match=r"SP703: cost: .*'flop'.*'flops'"):
         Machine.of("cpu", {"flop": 1})
     for name, value in [("flops", 0), ("flops", "1"), ("flops", math.nan), ("overlap", 1.5), ("call", -1)]:
-        with pytest.raises(SpError, match=f"SP702: cost: {name}: expected a number"):
+        with pytest.raises(SpError, match=f"SP702: cost: {name}:"):
             Machine.of("cpu", {name: value})
-    with pytest.raises(SpError, match="SP702: cost: ranks_per_node: expected a number from 1"):
+    with pytest.raises(SpError, match="SP702: cost: ranks_per_node:"):
         Machine.of("cpu", {"ranks_per_node": True})
 
 

@@ -64,9 +64,7 @@ def test_a_state_that_does_not_fit_needs_no_dry_run() -> None:
         plan = sp_compile.plan(nn.Linear(64, 64), torch.zeros(1, 8, 64), memory="1KB", ranks=[1, 2, 8])
     assert not plan.rows
     assert set(plan.changes) == {1, 2, 8}
-    with pytest.raises(
-        SpError, match=r"SP723.*8 ranks: sharded parameters, gradients and optimizer state alone need .* KB"
-    ):
+    with pytest.raises(SpError, match=r"SP723.*8 ranks: .* KB"):
         _ = plan.best
 
 
@@ -112,7 +110,7 @@ def test_excess_is_offloaded_or_reported() -> None:
         assert word in plan.changes[1]
     assert plan.changes[1] in str(plan)
     alone = [row for row in plan.rows if row.ranks == 1]
-    with pytest.raises(SpError, match="SP723: plan: nothing fits: 1 ranks: the smallest plan needs"):
+    with pytest.raises(SpError, match=r"SP723: plan: .*1 ranks: "):
         _ = StepPlan(plan.memory, plan.weights, alone, plan.changes).best
 
 
@@ -500,11 +498,12 @@ def test_checkpoints_and_tiles_are_tried_where_something_does_not_fit() -> None:
 def test_skipped_configurations_are_reported() -> None:
     ways, plan = ways_looked_at(False, nn.Linear(8, 8))
     assert ways == [(False, "auto"), (False, TILE_COUNTS)]
-    assert "no list of blocks" in str(plan)
+    assert plan.notes == [plan_module.NO_BLOCKS]
     ways, plan = ways_looked_at(False, decoder(), own=True)
     assert ways == [(False, "auto"), (False, TILE_COUNTS)]
-    assert "the model's own checkpoints do not change" in str(plan)
-    with pytest.raises(SpError, match="own checkpoints do not change"):
+    assert plan.notes == [plan_module.OWN_CHECKPOINTS]
+    assert plan_module.OWN_CHECKPOINTS in str(plan)
+    with pytest.raises(SpError, match=f"SP723: .*{plan_module.OWN_CHECKPOINTS}"):
         _ = plan.best
     assert not ways_looked_at(True, nn.Linear(8, 8))[1].notes
 
@@ -676,5 +675,5 @@ def test_invalid_models_and_options() -> None:
         sp_compile.plan(lambda x: x, (torch.ones(2),))  # type: ignore[arg-type]
     with pytest.raises(SpError, match="SP109: mesh_dim"):
         sp_compile.plan(nn.Linear(2, 2), torch.ones(2, 2), mesh_dim="sp")
-    with pytest.raises(SpError, match=r"SP103: attention.* got 'rung'"):
+    with pytest.raises(SpError, match=r"SP103: attention.*'rung'"):
         sp_compile.plan(nn.Linear(2, 2), torch.ones(2, 2), attention="rung")

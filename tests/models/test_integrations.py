@@ -53,9 +53,9 @@ def test_sizes_that_fit(accelerate: Any, replicas: int, share: int, processes: i
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"sp_size": 3}, "SP826.* is 4,.*sp_size=3"),
+        ({"sp_size": 3}, r"SP826.*\b4\b.*sp_size=3"),
         ({"sp_size": 2, "dp_replicate_size": 4}, "SP826"),
-        ({"cp_size": 2}, "SP827.*cp_size=2.*Pass sp_size"),
+        ({"cp_size": 2}, r"SP827.*cp_size=2.*\bsp_size"),
         ({"tp_size": 2}, "SP827.*tp_size=2"),
         ({"dp_shard_size": 2}, "SP827.*dp_shard_size=2"),
     ],
@@ -117,7 +117,7 @@ def test_accelerator_errors(fresh: Any, given: dict[str, Any], words: str) -> No
 def test_processes_that_accelerate_does_not_know(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = fresh.SequenceParallelAccelerator(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SpError, match=r"SP825: 2 processes.* 1,"):
+    with pytest.raises(SpError, match=r"SP825: 2 .*\b1\b"):
         accelerator._check_processes()
 
 
@@ -125,7 +125,7 @@ def test_a_model_that_is_compiled_already() -> None:
     for compiled in (torch.compile(nn.Linear(2, 2)), compile_under_ddp(nn.Linear(2, 2))):
         with pytest.raises(SpError, match="SP831"):
             compile_under_ddp(compiled)
-    with pytest.raises(SpError, match="SP102: options: unknown option 'atention'"):
+    with pytest.raises(SpError, match=r"SP102: options: .*'atention'"):
         compile_under_ddp(nn.Linear(2, 2), atention="ring")
 
 

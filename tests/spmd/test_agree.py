@@ -170,7 +170,7 @@ def test_options_are_not_ignored() -> None:
         torch.compile(Attention(), backend="sp", mode="max-autotune")(torch.randn(1, 8, 8))
     with pytest.raises(sp_compile.SpError, match="SP103: attention"):
         sp_compile.explain(Attention(), torch.randn(1, 8, 8), attention="torus")
-    with pytest.raises(sp_compile.SpError, match=r"SP711: sp: .* got 0"):
+    with pytest.raises(sp_compile.SpError, match=r"SP711: sp: .*\b0\b"):
         sp_compile.verify(Attention(), torch.randn(1, 8, 8), sp=0)
     with pytest.raises(sp_compile.SpError, match="SP109: outputs"):
         sp_compile.verify(Attention(), torch.randn(1, 8, 8), outputs="local")
@@ -179,11 +179,11 @@ def test_options_are_not_ignored() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"sp": 2.0}, "SP711.* got 2.0"),
-        ({"sp": "2"}, "SP711.* got '2'"),
-        ({"cost": 3}, "SP103: cost: .* got 3"),
-        ({"seq_dims": {"x": "1"}}, r"SP103: seq_dims: expected 'auto' or a mapping .* to ints, got {'x': '1'}"),
-        ({"seq_dims": {"x": 5}}, "SP303: .*3 dims.*dim 5"),
+        ({"sp": 2.0}, "SP711.*2.0"),
+        ({"sp": "2"}, "SP711.*'2'"),
+        ({"cost": 3}, "SP103: cost: .*3"),
+        ({"seq_dims": {"x": "1"}}, "SP103: seq_dims: .*{'x': '1'}"),
+        ({"seq_dims": {"x": 5}}, r"SP303: .*\b3\b.*\b5\b"),
     ],
 )
 def test_options_of_a_wrong_type_raise(config: dict[str, Any], words: str) -> None:
@@ -192,7 +192,7 @@ def test_options_of_a_wrong_type_raise(config: dict[str, Any], words: str) -> No
 
 
 def test_options_that_are_no_mapping() -> None:
-    with pytest.raises(sp_compile.SpError, match=r"SP103: options: .* got 'ring'"):
+    with pytest.raises(sp_compile.SpError, match=r"SP103: options: .*'ring'"):
         torch.compile(Attention(), backend="sp", options="ring")(torch.randn(1, 8, 8))
 
 

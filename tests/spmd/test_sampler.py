@@ -72,7 +72,7 @@ def test_state_resumes_on_another_number_of_replicas() -> None:
     state = {"epoch": 0, "yielded": 4, "replicas": 2}
     alone.load_state_dict(state)
     assert sorted([*taken, *alone]) == sorted(full)
-    with pytest.raises(SpError, match="SP804: state: 2 data-parallel replicas have taken 4 samples each, which 3"):
+    with pytest.raises(SpError, match=r"SP804: state: 2 .*\b4\b.*\b3\b"):
         sampler_of(0, 3).load_state_dict(state)
 
 

@@ -138,7 +138,6 @@ def measures_alone() -> tuple[str, float]:
 
 def test_a_rank_that_waits_while_it_compiles_is_no_sign_of_life_to_itself(ranks: Ranks) -> None:
     message, seconds = ranks.run(4, measures_alone)[0]
-    assert "measures how fast the ranks are" in message
     assert "SP623" in message
     assert seconds < 3 * SECONDS
 
@@ -295,7 +294,7 @@ def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: py
     monkeypatch.setattr(wire, "publish_stop", lambda *_, **__: None)
     monkeypatch.setattr(wire, "_read_last_stop", lambda _: wire.NO_RANK)
     waiting = wire.ControlChannel("one", [0, 1], store, timedelta(seconds=0.2), ["joined the group"] * 2)
-    with pytest.raises(SpError, match=r"SP621: .*waited 0 s"):
+    with pytest.raises(SpError, match=r"SP621: .*\b0 s"):
         waiting.gather([0], torch.int64, Message(CALL_VERB, "Floats", 1))
     assert store.add("here", 0) == 0
     alone = wire.ControlChannel("one", [0], store, timedelta(seconds=5), ["joined the group"])

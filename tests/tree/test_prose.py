@@ -66,6 +66,30 @@ def texts_of(path: Path) -> Iterator[str]:
             yield " ".join(WORD.findall(name)).lower()
 
 
+def fields_without_comment(file: Path, tree: ast.Module) -> list[str]:
+    """Return the fields of dataclasses and NamedTuples that neither a comment nor `Args:` of the class describes."""
+    lines = file.read_text().splitlines()
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        marks = [ast.unparse(mark) for mark in (*node.decorator_list, *node.bases)]
+        described = (ast.get_docstring(node) or "").partition("Args:")[2]
+        for field in node.body if any(mark.startswith(("dataclass", "NamedTuple")) for mark in marks) else ():
+            if isinstance(field, ast.AnnAssign):
+                name, own = ast.unparse(field.target), lines[field.lineno - 1 : field.end_lineno]
+                is_commented = any("  # " in line for line in own) or lines[field.lineno - 2].lstrip().startswith("#")
+                if not is_commented and not re.search(rf"^\s*{name}:", described, re.MULTILINE):
+                    found.append(f"{node.name}.{name}")
+    return found
+
+
+def public_functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    """Return the public functions of a module and the public methods of its classes."""
+    bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
+    return [node for body in bodies for node in body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+
+
 @cache
 def counts() -> dict[str, int]:
     """Count what the list limits."""
@@ -83,14 +107,15 @@ def counts() -> dict[str, int]:
                 found["summaries that are clauses or questions"] += doc is not None and bool(CLAUSE.match(doc))
                 is_public = not getattr(node, "name", "").startswith("_")
                 found["public definitions without a docstring"] += doc is None and is_public
-        for node in tree.body if name.startswith(public) else ():
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                doc = ast.get_docstring(node) or ""
-                section = doc.partition("Args:")[2]
-                names = [arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)]
-                missing = [arg for arg in names if not re.search(rf"^\s*\*{{0,2}}{arg}\b", section, re.MULTILINE)]
-                found["public arguments that are not in Args:"] += len(missing)
-                found["public functions without Returns:"] += "Returns:" not in doc
+        found["fields without a comment"] += len(fields_without_comment(file, tree))
+        for node in public_functions(tree) if name.startswith(public) else ():
+            doc = ast.get_docstring(node) or ""
+            section = doc.partition("Args:")[2]
+            names = [arg.arg for arg in (*node.args.args, *node.args.kwonlyargs) if arg.arg not in ("self", "cls")]
+            missing = [arg for arg in names if not re.search(rf"^\s*\*{{0,2}}{arg}\b", section, re.MULTILINE)]
+            found["public arguments that are not in Args:"] += len(missing)
+            has_result = node in tree.body or ast.unparse(node.returns or ast.Name("Any")) != "None"
+            found["public functions without Returns:"] += has_result and "Returns:" not in doc
     return dict(found)
 
 

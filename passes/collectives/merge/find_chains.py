@@ -35,11 +35,11 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 class ChunkMove:
     """A move of equal chunks of one dim to another dim: cat(split(x, dim=split_dim), dim=cat_dim)."""
 
-    split: Node
+    split: Node  # the split of `source` along `split_dim`
     pieces: tuple[Node, ...]  # the chunks, results of the split
-    cat: Node
-    split_dim: int
-    cat_dim: int
+    cat: Node  # the concatenation of the pieces along `cat_dim`
+    split_dim: int  # the dim that is split, not negative
+    cat_dim: int  # the dim of the concatenation, not negative
 
     @property
     def source(self) -> Node:

@@ -33,7 +33,7 @@ FactorIds = tuple[int, ...]  # numbers of the factors of a dim in a `FactorTable
 class FixedFactors(NamedTuple):
     """Factors of a dim that a piece of a tensor does not have, since a slice or select has removed them."""
 
-    factors: FactorIds
+    factors: FactorIds  # the removed factors, outermost first
     piece: int  # index of the piece along these factors
 
 

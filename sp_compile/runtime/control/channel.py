@@ -64,11 +64,11 @@ log = logging.getLogger(__name__)
 class GatherBuffers(NamedTuple):
     """Buffers of an all-gather: integers of this rank, (n,), and of all ranks, (ranks, n)."""
 
-    mine: Any
-    out: Any
-    mine_given: list[torch.Tensor]
-    out_given: list[list[torch.Tensor]]
-    options: Any
+    mine: Any  # numpy array of this rank's integers, (n,)
+    out: Any  # numpy array of all ranks' integers, (ranks, n)
+    mine_given: list[torch.Tensor]  # [tensor of `mine`], the input of Gloo's allgather
+    out_given: list[list[torch.Tensor]]  # [rows of `out`], the output of Gloo's allgather
+    options: Any  # AllgatherOptions, without a timeout
 
     @classmethod
     def of(cls, form: tuple[int, torch.dtype], ranks: int) -> GatherBuffers:
@@ -89,8 +89,8 @@ class ControlChannel:
 
     name: str  # name of the group in torch
     ranks: list[int]  # global ranks of the group
-    store: Any
-    timeout: timedelta
+    store: Any  # the group's store, with a prefix of this channel
+    timeout: timedelta  # the group's timeout, which limits each wait
     last_fields: list[str]  # last operation of each rank
     gloo: Any = None  # None until all ranks have connected
     broken: str = ""  # why the group cannot be used any more
@@ -104,7 +104,7 @@ class ControlChannel:
     exchanges: int = 0  # number of exchanges so far
     heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)  # start of the last wait, heartbeats, time of the last one
     warned: float = 0.0  # start of the read whose wait was logged
-    process: int = field(default_factory=os.getpid)
+    process: int = field(default_factory=os.getpid)  # PID of the process that created the channel; see `_channels`
     # live models by the identities of their parameters
     models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
     # buffers of small exchanges that are not in use

@@ -169,7 +169,7 @@ def test_meta() -> None:
     x = torch.empty(2, 4, 6, device="meta")
     y = run_ranks(2, lambda r: all_to_all_permute(x, 2, 0, Ranks(2, SIMULATED_GROUP)))[1]
     assert (y.shape, y.device.type) == ((4, 4, 3), "meta")
-    with pytest.raises(SpError, match=r"differ.*\n.*on meta.*\n.*on cpu"):
+    with pytest.raises(SpError, match=r"SP508.*\n.*meta.*\n.*cpu"):
         run_ranks(2, lambda r: all_to_all_permute((x, torch.zeros(2, 4, 6))[r], 2, 0, Ranks(2, SIMULATED_GROUP)))
 
 
@@ -253,16 +253,16 @@ def test_ranks_that_differ_raise() -> None:
     xs = [torch.zeros(2, 4), torch.zeros(2, 6)]
     with pytest.raises(SpError, match=r"SP508.*\n.*\[2, 4\].*\n.*\[2, 6\]"):
         exchanged(xs, 1, 0)
-    with pytest.raises(SpError, match="scatter_dim=1, gather_dim=0"):
+    with pytest.raises(SpError, match=r"SP508.*\n.*\n.*scatter_dim=1, gather_dim=0"):
         run_ranks(2, lambda r: all_to_all_permute(torch.zeros(2, 2), r, 1 - r, Ranks(2, SIMULATED_GROUP)))
     with pytest.raises(SimulationError):  # what check=False is for those who know
         exchanged(xs, 1, 0, check=False)
 
 
 def test_the_operator_refuses_too() -> None:
-    with pytest.raises(SpError, match=r"SP542: .*both 1"):
+    with pytest.raises(SpError, match="SP542"):
         torch.ops.sp.all_to_all_permute(torch.zeros(2, 2), 1, -1, 2, SIMULATED_GROUP)
-    with pytest.raises(SpError, match=r"SP543: .*2 ranks do not divide dim 1"):
+    with pytest.raises(SpError, match="SP543"):
         torch.ops.sp.all_to_all_permute(torch.zeros(2, 3), 1, 0, 2, SIMULATED_GROUP)
     with pytest.raises(ValueError, match=r"SP902: .*'fast'"), lowering.PERMUTE_KERNELS.use_row("fast"):
         pass

@@ -239,9 +239,9 @@ def test_uncaptured_graphs_are_refused(group: Any) -> None:
     x = torch.randn(2, 3, 8, 5)
     dynamo = traced(fn, x, tracer="dynamo")
     for graph, why in (
-        (dynamo, "SP204.*a call of the method reshape"),
-        (make_fx(in_place, tracing_mode="fake")(x), "SP206.*aten.add_.Tensor works in place.*capture_export"),
-        (make_fx(collective, tracing_mode="fake")(x), "SP206.*alltoall_base_.default works in place.*strict=True"),
+        (dynamo, "SP204.*reshape"),
+        (make_fx(in_place, tracing_mode="fake")(x), r"SP206.*aten\.add_\.Tensor.*capture_export"),
+        (make_fx(collective, tracing_mode="fake")(x), r"SP206.*alltoall_base_\.default.*strict=True"),
     ):
         with pytest.raises(SpError, match=why):
             FuseAllToAllPermutes()(graph)
@@ -249,7 +249,7 @@ def test_uncaptured_graphs_are_refused(group: Any) -> None:
         capture_export(dynamo)
     with pytest.raises(SpError, match="SP205"):
         capture_export(make_fx(fn)(x))
-    with pytest.raises(SpError, match=r"SP204.*a call of the Python function sin"):
+    with pytest.raises(SpError, match=r"SP204.*\bsin\b"):
         capture_export(torch.fx.symbolic_trace(lambda x: torch.sin(x)))
 
 
