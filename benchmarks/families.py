@@ -71,8 +71,8 @@ def describe_report(report: Any) -> dict[str, str]:
     strategies: Counter[str] = Counter()
     for decision in report.attention:
         strategies[decision.chosen.kind] += decision.nodes
-    reasons = Counter(f"{note.text} ({_last_line(note.where)})" for note in report.fallbacks)
-    gathered = [str(len(report.fallbacks)), *(f"{n} x {_shorten(text)}" for text, n in reasons.most_common(2))]
+    reasons = Counter(f"{_shorten(note.text)} ({_last_line(note.where)})" for note in report.fallbacks)
+    gathered = [str(len(report.fallbacks)), *(f"{n} x {text}" for text, n in reasons.most_common(2))]
     breaks = len(report.find_notes(NoteKind.GRAPH_BREAK))
     return {
         "on shards": work_share(report),
@@ -231,8 +231,9 @@ def _describe_error(error: Exception) -> str:
 
 
 def _last_line(where: str) -> str:
-    """Return the innermost source line of a place, without folders."""
-    return re.sub(r"[\w.\-/]+/", "", where.strip().splitlines()[-1]) if where.strip() else "the graph"
+    """Return the file and the number of the innermost source line of a place, or the place if it is not a line."""
+    found = re.findall(r"[\w.\-]+\.py:\d+", where)
+    return found[-1] if found else _shorten(where)
 
 
 def _shorten(text: str) -> str:
