@@ -1,7 +1,7 @@
 """Report what `sp_compile.explain` finds in small models of the families of transformers and diffusers.
 
     python benchmarks/families.py [--only Llama Wan ...] [--tables named causal masked images translation diffusion]
-        [--limit 300] [--output docs/families.md]
+        [--limit 300] [--missing] [--notes FILE] [--output docs/families.md]
 
 Each model is examined in its own process, with a time limit. The table is written after each model; rows of models that
 do not run again are kept.
@@ -24,6 +24,11 @@ from measuring.tables import commit
 RESULTS = Path(__file__).parents[1] / "docs" / "families.md"
 HEADERS = ("family", "library", "on shards", "sequence", "attention", "gathered inside", "refused", "seconds")
 RANKS = 2
+# modules that all processes share, since their import takes longer than most models
+PRELOADED = [
+    *("measuring.family_lists", "sp_compile.planner.dry_run", "torch._dynamo", "torch._inductor.compile_fx"),
+    *("transformers.modeling_utils", "diffusers.models.modeling_utils", "diffusers.models.attention_processor"),
+]
 MAX_TEXT = 110  # maximum number of characters of a reason
 TITLES = {
     "named": "Families",
@@ -37,12 +42,13 @@ NOT_BUILT = "Not built"
 INTRODUCTION = """# Families of models
 
 What `explain(model, sp=2)` finds in small models with nothing annotated: two layers, or one of each type, four heads, a
-batch of two, odd numbers of tokens, float32, eager attention replaced by scaled dot product where the family has it.
-Language models return a loss and logits, other models their hidden states. `python benchmarks/families.py` writes this
-page; the models are in `benchmarks/measuring/family_models.py`, the generic sizes in `family_sizes.py`.
+batch of two, odd numbers of tokens, float32, no dropout, the attention function that the library selects. Language
+models return a loss and logits, other models their hidden states. `python benchmarks/families.py` writes this page. The
+models are in `benchmarks/measuring/family_models.py`, the generic sizes in `family_sizes.py`.
 
 - *sequence*: the inputs with their sequence dims, or "not an input".
-- *attention*: the chosen strategies with their number of attentions.
+- *attention*: the chosen strategies with their number of attentions; "-" if no attention runs on shards. "gather"
+  gathers keys and values, and keeps queries on shards.
 - *gathered inside*: the number of fallbacks, with the most frequent reasons and their source lines; then graph breaks.
 - *refused*: the code and the first words of the error. An exception that is not an `SpError` is shown with its type.
 - *seconds*: CPU seconds of `explain` on one core.
@@ -182,7 +188,7 @@ def main() -> None:
     parser.add_argument("--notes", type=Path, help="append all fallbacks to this file")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    multiprocessing.set_forkserver_preload(["measuring.family_lists"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     rows = read_rows(options.output)
     for table, name, library in _names(options.tables):
         title, key = TITLES[table], (name, library)

@@ -41,7 +41,10 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "Mamba2": ("Mamba2", {"num_heads": 8, "n_groups": 1}),
     "Bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1]}),
     "Falcon-H1": ("FalconH1", {**MAMBA, "mamba_d_ssm": 128}),
-    "Nemotron-H": ("NemotronH", {**MAMBA_NAMES, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}),
+    "Nemotron-H": (
+        "NemotronH",
+        {**MAMBA_NAMES, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+    ),
     "Zamba2": ("Zamba2", {**ZAMBA, "n_mamba_heads": 4, "layers_block_type": ["mamba", "hybrid", "mamba"]}),
     "GraniteMoeHybrid": ("GraniteMoeHybrid", {**MAMBA, "layer_types": HYBRID}),
     "OlmoHybrid": ("OlmoHybrid", {"layer_types": HYBRID, "linear_num_key_heads": 4, "linear_num_value_heads": 4}),
@@ -104,17 +107,17 @@ def _diffusion(name: str, inputs: dict[str, Any], **changes: Any) -> Built:
     return model_class(**shrink_arguments(model_class, changes)), {**inputs, "return_dict": False}
 
 
-def _latents(channels: int = 8, patch: int = 2, frames: int | None = None) -> torch.Tensor:
+def latents(channels: int = 8, patch: int = 2, frames: int | None = None) -> torch.Tensor:
     """Return the latents of an image, or of a video, of 5 x 7 patches a frame."""
     depth = () if frames is None else (frames,)
     return torch.randn(BATCH, channels, *depth, ROWS * patch, COLUMNS * patch)
 
 
-def _prompt(length: int = TEXT_TOKENS) -> torch.Tensor:
+def prompt(length: int = TEXT_TOKENS) -> torch.Tensor:
     return torch.randn(BATCH, length, WIDTH)
 
 
-def _padding() -> torch.Tensor:
+def prompt_padding() -> torch.Tensor:
     """Return the mask of prompts of 11 and 6 tokens."""
     return (torch.arange(TEXT_TOKENS) < torch.tensor([[TEXT_TOKENS], [6]])).long()
 
@@ -123,7 +126,7 @@ def _times() -> torch.Tensor:
     return torch.tensor([3, 7])
 
 
-def _image_ids() -> torch.Tensor:
+def image_ids() -> torch.Tensor:
     """Return the positions (zero, row, column) of the tokens of an image."""
     grid = torch.meshgrid(torch.arange(1), torch.arange(ROWS), torch.arange(COLUMNS), indexing="ij")
     return torch.stack([x.flatten().float() for x in grid], -1)
@@ -131,8 +134,8 @@ def _image_ids() -> torch.Tensor:
 
 def _text_and_times(mask: str | None = None) -> dict[str, Any]:
     """Return the prompts, the timesteps, and the mask of the prompts by its name."""
-    shared = {"encoder_hidden_states": _prompt(), "timestep": _times()}
-    return shared | ({mask: _padding()} if mask else {})
+    shared = {"encoder_hidden_states": prompt(), "timestep": _times()}
+    return shared | ({mask: prompt_padding()} if mask else {})
 
 
 def _dit() -> Built:
@@ -142,13 +145,13 @@ def _dit() -> Built:
 
 
 def _pixart() -> Built:
-    inputs = {"hidden_states": _latents(), **_text_and_times("encoder_attention_mask")}
+    inputs = {"hidden_states": latents(), **_text_and_times("encoder_attention_mask")}
     inputs["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
     return _diffusion("PixArtTransformer2DModel", inputs, sample_size=14, norm_num_groups=4, out_channels=16)
 
 
 def _wan() -> Built:
-    return _diffusion("WanTransformer3DModel", {"hidden_states": _latents(frames=FRAMES), **_text_and_times()})
+    return _diffusion("WanTransformer3DModel", {"hidden_states": latents(frames=FRAMES), **_text_and_times()})
 
 
 def _ltx() -> Built:
@@ -161,17 +164,17 @@ def _ltx() -> Built:
 def _flux() -> Built:
     tokens, pooled = torch.randn(BATCH, ROWS * COLUMNS, 8), torch.randn(BATCH, WIDTH)
     inputs = {"hidden_states": tokens, **_text_and_times(), "pooled_projections": pooled}
-    inputs |= {"img_ids": _image_ids(), "txt_ids": torch.zeros(TEXT_TOKENS, 3)}
+    inputs |= {"img_ids": image_ids(), "txt_ids": torch.zeros(TEXT_TOKENS, 3)}
     return _diffusion("FluxTransformer2DModel", inputs)
 
 
 def _sd3() -> Built:
-    inputs = {"hidden_states": _latents(), **_text_and_times(), "pooled_projections": torch.randn(BATCH, WIDTH)}
+    inputs = {"hidden_states": latents(), **_text_and_times(), "pooled_projections": torch.randn(BATCH, WIDTH)}
     return _diffusion("SD3Transformer2DModel", inputs, sample_size=16, pos_embed_max_size=16)
 
 
 def _cogvideox() -> Built:
-    video = _latents(frames=FRAMES).transpose(1, 2).contiguous()
+    video = latents(frames=FRAMES).transpose(1, 2).contiguous()
     angles = torch.randn(FRAMES * ROWS * COLUMNS, HEAD_DIM)
     inputs = {"hidden_states": video, **_text_and_times(), "image_rotary_emb": (angles.cos(), angles.sin())}
     return _diffusion(
@@ -180,7 +183,7 @@ def _cogvideox() -> Built:
 
 
 def _hunyuan_video() -> Built:
-    inputs = {"hidden_states": _latents(frames=FRAMES), **_text_and_times("encoder_attention_mask")}
+    inputs = {"hidden_states": latents(frames=FRAMES), **_text_and_times("encoder_attention_mask")}
     inputs |= {"pooled_projections": torch.randn(BATCH, WIDTH), "guidance": torch.tensor([1.0, 2.0])}
     return _diffusion("HunyuanVideoTransformer3DModel", inputs)
 
@@ -192,23 +195,23 @@ def _qwen_image() -> Built:
 
 
 def _auraflow() -> Built:
-    inputs = {"hidden_states": _latents(), **_text_and_times()}
+    inputs = {"hidden_states": latents(), **_text_and_times()}
     return _diffusion("AuraFlowTransformer2DModel", inputs, sample_size=16, pos_embed_max_size=64)
 
 
 def _lumina2() -> Built:
-    inputs = {"hidden_states": _latents(), **_text_and_times()}
+    inputs = {"hidden_states": latents(), **_text_and_times()}
     inputs["encoder_attention_mask"] = torch.ones(BATCH, TEXT_TOKENS, dtype=torch.bool)
     return _diffusion("Lumina2Transformer2DModel", inputs, axes_lens=(64, 64, 64), multiple_of=32)
 
 
 def _sana() -> Built:
-    inputs = {"hidden_states": _latents(patch=1), **_text_and_times("encoder_attention_mask")}
+    inputs = {"hidden_states": latents(patch=1), **_text_and_times("encoder_attention_mask")}
     return _diffusion("SanaTransformer2DModel", inputs, sample_size=8)
 
 
 def _mochi() -> Built:
-    inputs = {"hidden_states": _latents(frames=FRAMES), **_text_and_times("encoder_attention_mask")}
+    inputs = {"hidden_states": latents(frames=FRAMES), **_text_and_times("encoder_attention_mask")}
     inputs["encoder_attention_mask"] = inputs["encoder_attention_mask"].bool()
     return _diffusion("MochiTransformer3DModel", inputs)
 
@@ -218,33 +221,33 @@ def _allegro() -> Built:
     positions = [x.flatten()[None] for x in grid]
     angles = [torch.randn(length, 8) for length in (FRAMES, ROWS, COLUMNS)]
     rotary = [(x.cos(), x.sin()) for x in angles]
-    inputs = {"hidden_states": _latents(frames=FRAMES), **_text_and_times("encoder_attention_mask")}
+    inputs = {"hidden_states": latents(frames=FRAMES), **_text_and_times("encoder_attention_mask")}
     inputs["image_rotary_emb"] = (rotary, positions)
     sizes = {"sample_height": ROWS * 2, "sample_width": COLUMNS * 2, "sample_frames": FRAMES}
     return _diffusion("AllegroTransformer3DModel", inputs, attention_head_dim=24, cross_attention_dim=96, **sizes)
 
 
 def _latte() -> Built:
-    inputs = {"hidden_states": _latents(frames=FRAMES), **_text_and_times()}
+    inputs = {"hidden_states": latents(frames=FRAMES), **_text_and_times()}
     sizes = {"sample_size": 14, "patch_size": 2, "in_channels": 8, "video_length": FRAMES, "num_embeds_ada_norm": 1000}
     return _diffusion("LatteTransformer3DModel", inputs, norm_type="ada_norm_single", **sizes)
 
 
 def _chroma() -> Built:
     inputs = {"hidden_states": torch.randn(BATCH, ROWS * COLUMNS, 8), **_text_and_times()}
-    inputs |= {"img_ids": _image_ids(), "txt_ids": torch.zeros(TEXT_TOKENS, 3)}
+    inputs |= {"img_ids": image_ids(), "txt_ids": torch.zeros(TEXT_TOKENS, 3)}
     sizes = {"approximator_num_channels": 16, "approximator_hidden_dim": 32, "approximator_layers": 1}
     return _diffusion("ChromaTransformer2DModel", inputs, **sizes)
 
 
 def _z_image() -> Built:
     images = [torch.randn(8, 1, ROWS * 2, COLUMNS * 2) for _ in range(BATCH)]
-    inputs = {"x": images, "t": torch.tensor([0.3, 0.7]), "cap_feats": list(_prompt())}
+    inputs = {"x": images, "t": torch.tensor([0.3, 0.7]), "cap_feats": list(prompt())}
     return _diffusion("ZImageTransformer2DModel", inputs, n_kv_heads=HEADS, axes_lens=[64, 64, 64])
 
 
 def _cosmos() -> Built:
-    inputs = {"hidden_states": _latents(frames=FRAMES), **_text_and_times()}
+    inputs = {"hidden_states": latents(frames=FRAMES), **_text_and_times()}
     inputs["fps"] = 24
     sizes = {"max_size": (8, 16, 16), "concat_padding_mask": False}  # resizing the mask needs torchvision
     return _diffusion("CosmosTransformer3DModel", inputs, **sizes)
