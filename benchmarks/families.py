@@ -1,0 +1,252 @@
+"""Report what `sp_compile.explain` finds in small models of the families of transformers and diffusers.
+
+    python benchmarks/families.py [--only Llama Wan ...] [--tables named causal masked images translation diffusion]
+        [--limit 300] [--missing] [--notes FILE] [--output docs/families.md]
+
+Each model is examined in its own process, with a time limit. The table is written after each model; rows of models that
+do not run again are kept.
+"""
+
+import argparse
+import multiprocessing
+import os
+import re
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from measuring.tables import commit
+
+RESULTS = Path(__file__).parents[1] / "docs" / "families.md"
+HEADERS = ("family", "library", "on shards", "sequence", "attention", "gathered inside", "refused", "seconds")
+RANKS = 2
+# modules that all processes share, since their import takes longer than most models
+PRELOADED = [
+    *("measuring.family_lists", "sp_compile.planner.dry_run", "torch._dynamo", "torch._inductor.compile_fx"),
+    *("transformers.modeling_utils", "diffusers.models.modeling_utils", "diffusers.models.attention_processor"),
+]
+MAX_TEXT = 110  # maximum number of characters of a reason
+TITLES = {
+    "named": "Families",
+    "causal": "Causal language models of transformers",
+    "masked": "Masked language models of transformers",
+    "images": "Image models of transformers",
+    "translation": "Encoders and decoders of transformers",
+    "diffusion": "Transformers of diffusers",
+}
+NOT_BUILT = "Not built"
+INTRODUCTION = """# Families of models
+
+What `explain(model, sp=2)` finds in small models with nothing annotated: two layers, or one of each type, four heads, a
+batch of two, odd numbers of tokens, float32, no dropout, the attention function that the library selects. Language
+models return a loss and logits, other models their hidden states. `python benchmarks/families.py` writes this page. The
+models are in `benchmarks/measuring/family_models.py`, the generic sizes in `family_sizes.py`.
+
+- *sequence*: the inputs with their sequence dims, or "not an input".
+- *attention*: the chosen strategies with their number of attentions; "-" if no attention runs on shards. "gather"
+  gathers keys and values, and keeps queries on shards.
+- *gathered inside*: the number of fallbacks, with the most frequent reasons and their source lines; then graph breaks.
+- *refused*: the code and the first words of the error. An exception that is not an `SpError` is shown with its type.
+- *seconds*: CPU seconds of `explain` on one core.
+"""
+
+
+def work_share(report: Any) -> str:
+    """Return the share of FLOPs on shards, or "" if the report does not have it.
+
+    Args:
+        report: The report.
+    """
+    work = getattr(report, "work", None)
+    return "" if work is None else str(work)
+
+
+def describe_report(report: Any) -> dict[str, str]:
+    """Return the cells of a report.
+
+    Args:
+        report: The report.
+    """
+    from sp_compile.passes.context import NoteKind
+
+    located = ", ".join(f"{name} {'/'.join(map(str, dims))}" for name, dims in report.inputs.items())
+    strategies: Counter[str] = Counter()
+    for decision in report.attention:
+        strategies[decision.chosen.kind] += decision.nodes
+    reasons = Counter(f"{_shorten(note.text)} ({_last_line(note.where)})" for note in report.fallbacks)
+    gathered = [str(len(report.fallbacks)), *(f"{n} x {text}" for text, n in reasons.most_common(2))]
+    breaks = len(report.find_notes(NoteKind.GRAPH_BREAK))
+    return {
+        "on shards": work_share(report),
+        "sequence": located or "not an input",
+        "attention": ", ".join(f"{kind} x {n}" for kind, n in strategies.items()) or "-",
+        "gathered inside": "; ".join(gathered) + (f"; {breaks} graph breaks" if breaks else ""),
+    }
+
+
+def describe_notes(report: Any) -> list[str]:
+    """Return a line for each distinct fallback of a report: its count, kind, node, reason and source line.
+
+    Args:
+        report: The report.
+    """
+    ops = [x.node.rstrip("0123456789").rstrip("_") for x in report.fallbacks]
+    lines = Counter(f"{x.label} {op}: {x.text} @ {x.where}" for op, x in zip(ops, report.fallbacks))
+    return [f"{n} x {line}" for line, n in lines.most_common()]
+
+
+def examine(build: Callable[[], tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
+    """Build a model, examine it, and return the cells of its row, or the reason why it was not built.
+
+    Args:
+        build: The builder.
+    """
+    import torch
+
+    import sp_compile
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    try:
+        model, inputs = build()
+        model.eval()(**inputs)
+    except Exception as error:
+        return {NOT_BUILT: _describe_error(error)}
+    start = time.process_time()
+    try:
+        report = sp_compile.explain(model, sp=RANKS, kwargs=inputs)
+        cells: dict[str, Any] = {**describe_report(report), "notes": describe_notes(report)}
+    except Exception as error:
+        cells = {"refused": _describe_error(error)}
+    return cells | {"seconds": f"{time.process_time() - start:.1f}"}
+
+
+def run_apart(family: Any, limit: float) -> dict[str, Any]:
+    """Return the cells of a family, which is examined in its own process.
+
+    Args:
+        family: The family: a table, and its name in it.
+        limit: The time limit, in seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_cells, args=(family, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv() if receiver.poll(limit) else {"refused": f"no report within {limit:.0f} seconds"}
+    except EOFError:
+        return {"refused": "the process ended without a report"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def read_rows(page: Path) -> dict[str, dict[tuple[str, str], str]]:
+    """Return the lines of the tables of a page, by their titles, and by family and library.
+
+    Args:
+        page: The page, which may not exist.
+    """
+    rows: dict[str, dict[tuple[str, str], str]] = {}
+    title = ""
+    for line in page.read_text().splitlines() if page.exists() else []:
+        if line.startswith("## "):
+            title = line[3:]
+        elif line.startswith("| ") and not line.startswith(("| ---", "| family")):
+            family, library = line[2:].split(" | ")[:2]
+            rows.setdefault(title, {})[family, library] = line
+    return rows
+
+
+def write_page(page: Path, rows: dict[str, dict[tuple[str, str], str]]) -> None:
+    """Write the page with its tables.
+
+    Args:
+        page: The page.
+        rows: The lines, by title.
+    """
+    sections = [INTRODUCTION + f"\nMeasured at {commit()}."]
+    for title in (*TITLES.values(), NOT_BUILT):
+        headers = ("family", "library", "reason") if title == NOT_BUILT else HEADERS
+        lines = [f"| {' | '.join(headers)} |", "|" + " --- |" * len(headers), *rows.get(title, {}).values()]
+        sections += [f"## {title}\n\n" + "\n".join(lines)] if title in rows else []
+    page.write_text("\n\n".join(sections) + "\n")
+
+
+def main() -> None:
+    """Examine the families that the command names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="*", help="families; all by default")
+    parser.add_argument("--tables", nargs="*", default=["named"], choices=TITLES)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for a model")
+    parser.add_argument("--missing", action="store_true", help="skip families that have a row")
+    parser.add_argument("--notes", type=Path, help="append all fallbacks to this file")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    rows = read_rows(options.output)
+    for table, name, library in _names(options.tables):
+        title, key = TITLES[table], (name, library)
+        known = key in rows.get(title, {}) or key in rows.get(NOT_BUILT, {})
+        if (options.only and name not in options.only) or (options.missing and known):
+            continue
+        cells = run_apart((table, name), options.limit)
+        notes = cells.pop("notes", [])
+        if options.notes:
+            with options.notes.open("a") as file:
+                file.write("\n    ".join([f"{name}: {cells}", *notes]) + "\n")
+        failed = NOT_BUILT in cells
+        values = [name, library, *([cells[NOT_BUILT]] if failed else [cells.get(x, "") for x in HEADERS[2:]])]
+        for other in (title, NOT_BUILT):
+            rows.get(other, {}).pop(key, None) if other != (NOT_BUILT if failed else title) else None
+        line = f"| {' | '.join(values)} |"
+        rows.setdefault(NOT_BUILT if failed else title, {})[key] = line
+        write_page(options.output, {title: lines for title, lines in rows.items() if lines})
+        print(line, flush=True)
+
+
+def _names(tables: list[str]) -> list[tuple[str, str, str]]:
+    """Return table, name and library of the families of some tables; models are built in other processes."""
+    from measuring.family_lists import families
+
+    return [(table, family.name, family.library) for table in tables for family in families(table)]
+
+
+def _send_cells(family: tuple[str, str], sender: Connection) -> None:
+    """Examine a family of a table in this process and send its cells."""
+    from measuring.family_lists import families
+
+    warnings.filterwarnings("ignore")
+    table, name = family
+    os.environ["TQDM_DISABLE"] = "1"
+    build = next(entry.build for entry in families(table) if entry.name == name)
+    sender.send(examine(build))
+
+
+def _describe_error(error: Exception) -> str:
+    """Return the type of an error, or the code of an `SpError`, and its first words."""
+    from sp_compile.lowering.base.errors import SpError
+
+    text = str(error).strip()
+    return _shorten(text if isinstance(error, SpError) else f"{type(error).__name__}: {text}")
+
+
+def _last_line(where: str) -> str:
+    """Return the file and the number of the innermost source line of a place, or the place if it is not a line."""
+    found = re.findall(r"[\w.\-]+\.py:\d+", where)
+    return found[-1] if found else _shorten(where)
+
+
+def _shorten(text: str) -> str:
+    """Return a text on one line of a table, shortened to `MAX_TEXT` characters."""
+    line = " ".join(text.split()).replace("|", "\\|")
+    return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 3] + "..."
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""List the families of each table of `benchmarks/families.py`.
+
+The tables other than "named" contain every class of an auto class of transformers, or every transformer of diffusers,
+with the generic sizes of `family_sizes.py`. Classes that need other sizes or inputs fail to build.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+from .family_models import (
+    COLUMNS,
+    DIFFUSION,
+    FRAMES,
+    NAMED,
+    ROWS,
+    Built,
+    Family,
+    image_ids,
+    latents,
+    prompt,
+    prompt_padding,
+)
+from .family_sizes import (
+    BATCH,
+    TEXT_TOKENS,
+    VOCABULARY,
+    WIDTH,
+    accepts,
+    build_text_model,
+    shrink_arguments,
+    shrink_config,
+)
+
+AUTO_CLASSES = {
+    "causal": "CAUSAL_LM",
+    "masked": "MASKED_LM",
+    "images": "IMAGE_CLASSIFICATION",
+    "translation": "SEQ_TO_SEQ_CAUSAL_LM",
+}
+TEXT_TABLES = ("causal", "masked", "translation")
+
+
+@cache
+def families(table: str) -> list[Family]:
+    """Return the families of a table.
+
+    Args:
+        table: The key of the table.
+    """
+    if table == "named":
+        return NAMED
+    if table == "diffusion":
+        named = {build.__name__.replace("_", "").removesuffix("video") for build in DIFFUSION.values()}
+        names = [name for name in dir(diffusers) if "Transformer" in name and name.endswith("Model")]
+        shown = [name for name in names if _short_name(name) not in named]
+        return [Family(name, "diffusers", partial(_build_diffusion, name)) for name in shown]
+    names_by_type = getattr(modeling_auto, f"MODEL_FOR_{AUTO_CLASSES[table]}_MAPPING_NAMES")
+    listed = [x for names in names_by_type.values() for x in ([names] if isinstance(names, str) else names)]
+    build = _build_text if table in TEXT_TABLES else _build_images
+    return [Family(name, "transformers", partial(build, name)) for name in sorted(set(listed))]
+
+
+def _short_name(class_name: str) -> str:
+    """Return the name of a class of diffusers without its ending, in lower case."""
+    return class_name.split("Transformer")[0].lower().removesuffix("video")
+
+
+def _build_text(name: str) -> Built:
+    """Build a language model of transformers from token ids and labels."""
+    model_class = getattr(transformers, name)
+    encodes = model_class.config_class().to_dict().get("is_encoder_decoder")
+    has_start = encodes and not name.endswith("ForCausalLM")
+    model, inputs = build_text_model(model_class, **({"decoder_start_token_id": 0} if has_start else {}))
+    if has_start:
+        inputs["labels"] = torch.randint(3, VOCABULARY, (BATCH, 33))
+    return model, inputs
+
+
+def _build_images(name: str) -> Built:
+    """Build the backbone of an image model of transformers, with patches of 8 x 8 pixels."""
+    model_class = getattr(transformers, name.replace("ForImageClassification", "Model"))
+    fields = model_class.config_class().to_dict()
+    changes = {"patch_size": 8} if isinstance(fields.get("patch_size"), int) else {}
+    return model_class(shrink_config(model_class.config_class, **changes)), {
+        "pixel_values": torch.randn(BATCH, 3, 64, 64)
+    }
+
+
+def _build_diffusion(name: str) -> Built:
+    """Build a transformer of diffusers with the first of several forms of inputs with which it runs."""
+    model_class = getattr(diffusers, name)
+    model = model_class(**shrink_arguments(model_class, {})).eval()
+    errors = []
+    for hidden, times in _forms():
+        inputs = _inputs_by_name(model.forward, hidden, times)
+        try:
+            with torch.no_grad():
+                model(**inputs)
+            return model, inputs
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _forms() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield latents of videos, images and tokens, with timesteps as integers and as floats."""
+    video = latents(frames=FRAMES)
+    tokens = torch.randn(BATCH, ROWS * COLUMNS, 8)
+    for hidden in (video, latents(), tokens, video.transpose(1, 2).contiguous(), torch.randn(BATCH, 8, 14, 14)):
+        yield hidden, torch.tensor([3, 7])
+        yield hidden, torch.tensor([0.3, 0.7])
+
+
+def _inputs_by_name(forward: Callable[..., Any], hidden: torch.Tensor, times: torch.Tensor) -> dict[str, Any]:
+    """Return the inputs of a model of diffusers by the names of its parameters."""
+    pooled, sizes = torch.randn(BATCH, WIDTH), torch.tensor([[10.0, 14.0]] * BATCH)
+    known = {
+        **{"hidden_states": hidden, "timestep": times, "t": times, "timestep_r": times, "r_timestep": times},
+        **{"encoder_hidden_states": prompt(), "encoder_attention_mask": prompt_padding()},
+        **{"encoder_hidden_states_mask": prompt_padding(), "pooled_projections": pooled, "img_ids": image_ids()},
+        **{"txt_ids": torch.zeros(TEXT_TOKENS, 3), "guidance": times.float(), "global_hidden_states": pooled},
+        **{"original_size": sizes, "target_size": sizes, "crop_coords": sizes * 0, "class_labels": times.long()},
+        **{"img_shapes": [[(1, ROWS, COLUMNS)]] * BATCH, "num_frames": FRAMES, "height": ROWS, "width": COLUMNS},
+        **{"encoder_mask": prompt_padding(), "return_dict": False},
+    }
+    parameters = inspect.signature(forward).parameters.values()
+    required = {p.name for p in parameters if p.default is p.empty} | {"encoder_hidden_states", "return_dict"}
+    optional = {"timestep", "img_ids", "txt_ids", "pooled_projections", "img_shapes"}
+    return {name: known[name] for name in known if name in required | optional and accepts(forward, name)}

@@ -1,0 +1,163 @@
+"""Shrink configurations of transformers and diffusers by the names of their fields.
+
+One set of sizes serves all families: 4 heads of 16 channels, 64 channels, 2 layers. Layers of several types are
+shrunk to the fewest that contain each type.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+TOKENS = 133  # tokens of a text: odd, more than two chunks of 64
+TEXT_TOKENS = 11  # tokens of the prompt of a diffusion model
+BATCH = 2
+WIDTH, HEADS, HEAD_DIM, VOCABULARY = 64, 4, 16, 256
+ROPE_DIMS = {2: (8, 8), 3: (4, 6, 6), 4: (4, 4, 4, 4)}  # channels of a head by the number of positions
+
+# size: names of the fields that receive it
+NAMES_BY_SIZE: dict[Any, str] = {
+    2: """
+        num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers
+        num_key_value_heads num_encoder_layers num_single_layers num_experts_per_tok num_experts_per_token moe_topk
+        moe_k moe_top_k top_k_experts num_kv_heads n_kv_heads num_mmdit_layers num_single_dit_layers num_hidden_groups
+        linear_num_key_heads experts_per_token
+    """,
+    1: """
+        n_group topk_group num_refiner_layers n_refiner_layers n_shared_experts num_shared_experts
+        moe_num_shared_experts first_k_dense_replace bos_token_id moe_num_dense_layers num_dense_layers
+    """,
+    0: "pad_token_id num_nextn_predict_layers",
+    HEADS: """
+        num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts
+        num_local_experts n_routed_experts moe_num_experts num_cross_attention_heads linear_num_value_heads
+        linear_num_heads mamba_n_heads index_n_heads norm_num_groups depth nheads
+    """,
+    8: "qk_rope_head_dim qk_nope_head_dim index_topk in_channels out_channels",
+    HEAD_DIM: """
+        head_dim attention_head_dim v_head_dim kv_lora_rank d_kv linear_key_head_dim linear_value_head_dim
+        linear_head_dim cross_attention_head_dim index_head_dim state_size ssm_state_size mamba_d_state chunk_size
+        mamba_chunk_size kv_channels hidden_size_per_head global_head_dim swa_head_dim
+    """,
+    32: """
+        moe_intermediate_size shared_expert_intermediate_size q_lora_rank freq_dim frequency_embedding_size
+        mlp_dim_per_expert moe_shared_expert_intermediate_size shared_intermediate_size timestep_size
+    """,
+    WIDTH: """
+        hidden_size d_model n_embd embed_dim embedding_size word_embed_proj_dim projection_dim lru_width dim text_dim
+        joint_attention_dim cross_attention_dim caption_channels caption_projection_dim pooled_projection_dim
+        text_embed_dim cap_feat_dim time_embed_dim context_in_dim text_hidden_dim adaln_lora_dim hidden_dim model_dim
+        emb_dim text_states_dim encoder_hidden_states_channels attention_hidden_size time_step_emb_dim adaln_embed_dim
+        text_in_dim text_feature_dim text_embed_2_dim siglip_feat_dim image_size
+    """,
+    96: """
+        intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size mlp_hidden_size
+        dense_intermediate_size ff_dim expert_ffn_hidden_size moe_ffn_hidden_size intermediate_size_mlp
+    """,
+    VOCABULARY: """
+        vocab_size vocab_size_per_layer_input max_position_embeddings n_positions n_ctx max_source_positions
+        max_target_positions max_sequence_length max_seq_len
+    """,
+}
+SIZES = {name: size for size, names in NAMES_BY_SIZE.items() for name in names.split()}
+SPECIAL_TOKENS = ("eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
+
+
+def shrink_config(config_class: type, **changes: Any) -> Any:
+    """Return a small configuration of a class of transformers.
+
+    Args:
+        config_class: The class.
+        **changes: Fields with other values than those of `SIZES`.
+    """
+    default = config_class()
+    nested = getattr(config_class, "sub_configs", {})
+    values = {name: _smaller(name, value) for name, value in default.to_dict().items() if _is_reducible(name, value)}
+    values |= {name: 2 for name in SPECIAL_TOKENS if default.to_dict().get(name) is not None}
+    values |= _shrink_layers(default)
+    heads = [getattr(default, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    values |= {"num_key_value_heads": HEADS} if heads[0] == heads[1] is not None else {}
+    values |= {name: shrink_config(sub) for name, sub in nested.items() if hasattr(sub, "sub_configs")}
+    for name in ("layer_types", "layers_block_type"):
+        values |= {"num_hidden_layers": len(changes[name])} if name in changes else {}
+    return config_class(**values | changes)
+
+
+def shrink_arguments(model_class: type, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return small arguments of the constructor of a model of diffusers.
+
+    Args:
+        model_class: The class of the model.
+        changes: Arguments with other values than those of `SIZES`.
+    """
+    parameters = inspect.signature(model_class.__init__).parameters.values()
+    values = {p.name: SIZES[p.name] for p in parameters if p.name in SIZES and _is_reducible(p.name, p.default)}
+    for p in parameters:
+        if p.name in ("axes_dims_rope", "rope_axes_dim", "axes_dims", "axes_dim_rope", "rope_dim_list"):
+            values[p.name] = ROPE_DIMS[3 if p.default is None else len(p.default)]
+        if p.name == "vace_layers":
+            values[p.name] = [0, 1]
+    return {**values, **changes}
+
+
+def text_inputs(length: int = TOKENS, **more: Any) -> dict[str, Any]:
+    """Return token ids with labels, and other keyword arguments of a language model.
+
+    Args:
+        length: The number of tokens.
+        **more: The other arguments.
+    """
+    ids = torch.randint(3, VOCABULARY, (BATCH, length))
+    return {"input_ids": ids, "labels": ids.clone(), **more}
+
+
+def build_text_model(model_class: type, length: int = TOKENS, **changes: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return a small language model of transformers and its keyword arguments.
+
+    Args:
+        model_class: The class of the model.
+        length: The number of tokens.
+        **changes: Fields of its configuration.
+    """
+    model = model_class(shrink_config(model_class.config_class, **changes))
+    cached = {"use_cache": False} if accepts(model.forward, "use_cache") else {}
+    return model, text_inputs(length, **cached)
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Return True if a function has a parameter with a name.
+
+    Args:
+        function: The function.
+        name: The name.
+    """
+    return name in inspect.signature(function).parameters
+
+
+def _is_reducible(name: str, value: Any) -> bool:
+    """Return True if a field has a size of `SIZES` that replaces its default."""
+    return name in SIZES and (value is None or isinstance(value, int)) and not isinstance(value, bool)
+
+
+def _smaller(name: str, value: int | None) -> int | None:
+    """Return the size of a field, which remains None if it is None and derived from others."""
+    derived = ("num_key_value_heads", "q_lora_rank", "head_dim", "lru_width", "n_inner", "global_head_dim")
+    return value if value is None and (name in derived or name in ("pad_token_id", "bos_token_id")) else SIZES[name]
+
+
+def _shrink_layers(default: Any) -> dict[str, Any]:
+    """Return the lists of layer types, and the number of layers, of the fewest layers that contain each type."""
+    count = getattr(default, "num_hidden_layers", None)
+    fields = default.to_dict()
+    lists = {name: value for name, value in fields.items() if isinstance(value, (list, tuple)) and len(value) == count}
+    kinds = list(zip(*lists.values()))
+    if not kinds or any(isinstance(x, (list, dict)) for kind in kinds for x in kind):
+        return {}
+    chosen: list[int] = []
+    for values in lists.values():
+        for kind in dict.fromkeys(values):
+            if not any(values[i] == kind for i in chosen):
+                chosen.append(values.index(kind))
+    chosen = sorted([*chosen, *(i for i in range(len(kinds)) if i not in chosen)][: max(2, len(chosen))])
+    return {name: [values[i] for i in chosen] for name, values in lists.items()} | {"num_hidden_layers": len(chosen)}
