@@ -96,11 +96,11 @@ def scan_carry(
         return _scan_in_steps(total, stops, ends, op, exchange)
     positions, cut = exchange.scan_positions(total.device), None
     if stops is None:
-        (total,) = _gather_parts([total], exchange)
+        (total,) = gather_parts([total], exchange)
     elif ends is None:
-        total, stops = _gather_parts([total, stops], exchange)
+        total, stops = gather_parts([total, stops], exchange)
     else:
-        total, stops, first, last = _gather_parts([total, stops, *ends], exchange)
+        total, stops, first, last = gather_parts([total, stops, *ends], exchange)
         # True for chunks whose first row begins a segment: its id differs from the last id of the previous chunk.
         cuts = torch.cat([torch.ones_like(stops[:1]), first[1:] != last[:-1]])
         stops, cut = stops | cuts, cuts.index_select(0, positions)
@@ -126,7 +126,7 @@ def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchang
         first = torch.full_like(value, identity), torch.zeros_like(index)
         best, best_index = _exclusive_combine((value, index), first, select_combine(op), exchange)
         return best, best_index
-    value, index = _gather_parts([value, index], exchange)
+    value, index = gather_parts([value, index], exchange)
     best, winner = sp.local_extremes(value, None, 0, op, False)
     positions = exchange.scan_positions(value.device)
     return _shift_results(best, identity, positions), _shift_results(index.gather(0, winner), 0, positions)
@@ -152,7 +152,7 @@ def recurrence_carry(
         no_change = torch.ones_like(factor), torch.zeros_like(state)
         a, b = _exclusive_combine((factor, state), no_change, compose_affine, exchange)
         return torch.addcmul(b, a, first), None
-    factor, state = _gather_parts([factor, state], exchange)
+    factor, state = gather_parts([factor, state], exchange)
     states = sp.local_linear_scan(factor, state, first, 0, False, False, state.dtype, state.dtype)
     carries = torch.cat([first[None], states[:-1]])
     return carries.index_select(0, exchange.scan_positions(state.device)), states[-1]
@@ -178,7 +178,7 @@ def last_end(ends: Tensor, exchange: CarryExchange) -> Tensor:
     return rows[0] if exchange.reverse else rows[-1]
 
 
-def _gather_parts(parts: list[Tensor], exchange: CarryExchange) -> list[Tensor]:
+def gather_parts(parts: list[Tensor], exchange: CarryExchange) -> list[Tensor]:
     """Gather several tensors of summaries by one all-gather: all chunks, (n * folds, ...), in scan order."""
     sent = parts[0] if len(parts) == 1 else sp.to_bytes(parts)
     gathered = current_communicator().all_gather(sent, exchange.n, exchange.group)

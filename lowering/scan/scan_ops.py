@@ -27,13 +27,13 @@ from .monoids import MONOIDS, Pair, accumulate_dtype, result_dtype
 from .rank_chunks import RecurrenceSpec, ScanSpec
 
 sp = torch.ops.sp
-_SHARD_ARGUMENTS = 'SymInt[]? frame=None, str exchange="gather", int n=1, str group=""'
+SHARD_ARGUMENTS = 'SymInt[]? frame=None, str exchange="gather", int n=1, str group=""'
 # Cuts between segments, and the first and the last segment id of each chunk; see ``rank_chunks.py``.
 Cuts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class ScanShards(NamedTuple):
-    """The frame of operands and results: the last arguments of every operator (``_SHARD_ARGUMENTS``)."""
+    """The frame of operands and results: the last arguments of every operator (``SHARD_ARGUMENTS``)."""
 
     frame: FrameArg | None = None  # None for full tensors
     exchange: str = "gather"  # "gather" or "steps"
@@ -66,7 +66,7 @@ class ScanShards(NamedTuple):
 
 @composite(
     "scan(Tensor x, Tensor? segments, int dim, str op, bool exclusive=False, bool reverse=False, "
-    f"ScalarType? dtype=None, ScalarType? accumulate=None, {_SHARD_ARGUMENTS}) -> Tensor",
+    f"ScalarType? dtype=None, ScalarType? accumulate=None, {SHARD_ARGUMENTS}) -> Tensor",
     padded="nearest",
 )
 def scan(
@@ -105,12 +105,12 @@ def scan(
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
     x = shards.fill_padding(x, exchange.dim, MONOIDS[op].identity(x.dtype))
     spec = ScanSpec(op, exclusive, exchange, _saved_dtype(x, op, dtype, accumulate), accumulate)
-    out = autograd.scan_with_grad(_to_chunks(x, exchange), *_segment_cuts(segments, x, exchange), spec)
+    out = autograd.scan_with_grad(to_chunks(x, exchange), *_segment_cuts(segments, x, exchange), spec)
     return shards.window(out.flatten(exchange.dim, exchange.rows).to(dtype), exchange.dim)
 
 
 @composite(
-    f"extremes(Tensor x, int dim, str op, bool reverse=False, {_SHARD_ARGUMENTS}) -> (Tensor, Tensor)", padded="nearest"
+    f"extremes(Tensor x, int dim, str op, bool reverse=False, {SHARD_ARGUMENTS}) -> (Tensor, Tensor)", padded="nearest"
 )
 def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) -> Pair:
     """Compute the running max or min, and its position in the window, int64.
@@ -128,7 +128,7 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
     if is_known(x.shape[exchange.dim] == 0):
         return x.clone(), torch.empty_like(x, dtype=torch.int64)
     x = shards.fill_padding(x, exchange.dim, MONOIDS[op].identity(x.dtype))
-    chunked = autograd.extremes_with_grad(_to_chunks(x, exchange), op, exchange)
+    chunked = autograd.extremes_with_grad(to_chunks(x, exchange), op, exchange)
     best, index = (y.flatten(exchange.dim, exchange.rows) for y in chunked)
     if shards.frame is not None and not is_known(shards.frame[2] == 0):
         index = index - shards.frame[2]
@@ -137,7 +137,7 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
 
 @composite(
     "linear_scan(Tensor a, Tensor b, Tensor? initial, int dim, bool reverse=False, ScalarType? accumulate=None, "
-    f"{_SHARD_ARGUMENTS}) -> Tensor",
+    f"{SHARD_ARGUMENTS}) -> Tensor",
     padded="nearest",
 )
 def linear_scan(
@@ -171,11 +171,11 @@ def linear_scan(
         return a * b
     a, b = shards.fill_padding(a, exchange.dim, 1), shards.fill_padding(b, exchange.dim, 0)
     spec = RecurrenceSpec(False, exchange, dtype, accumulate)
-    h, _, _ = autograd.recurrence_with_grad(_to_chunks(a, exchange), _to_chunks(b, exchange), initial, spec)
+    h, _, _ = autograd.recurrence_with_grad(to_chunks(a, exchange), to_chunks(b, exchange), initial, spec)
     return shards.window(h.flatten(exchange.dim, exchange.rows), exchange.dim)
 
 
-def _to_chunks(x: Tensor, exchange: CarryExchange) -> Tensor:
+def to_chunks(x: Tensor, exchange: CarryExchange) -> Tensor:
     """View (..., S, ...) as (..., chunks, rows, ...), the form of operands in ``rank_chunks.py``."""
     return x.unflatten(exchange.dim, (exchange.folds, x.shape[exchange.dim] // exchange.folds))
 
@@ -195,7 +195,7 @@ def _segment_cuts(segments: Tensor | None, x: Tensor, exchange: CarryExchange) -
     """
     if segments is None:
         return None, None, None
-    ids = _to_chunks(_expand_segments(segments, x, exchange.dim), exchange)
+    ids = to_chunks(_expand_segments(segments, x, exchange.dim), exchange)
     rows = ids.shape[exchange.rows]
     ends = ids.narrow(exchange.rows, 0, 1), ids.narrow(exchange.rows, rows - 1, 1)
     # The ids of the ends are repeated, so that no end of a chunk is a cut yet. The ids are extended, not the result of

@@ -23,7 +23,7 @@ aten, sp = torch.ops.aten, torch.ops.sp
 CUMULATIVE_OPS = {aten.cumsum.default: "sum", aten.cumprod.default: "prod", aten.logcumsumexp.default: "logsumexp"}
 EXTREME_OPS = {aten.cummax.default: "max", aten.cummin.default: "min"}
 TORCH_SCANS = {**CUMULATIVE_OPS, **EXTREME_OPS}
-SP_SCANS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
+SP_SCANS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default, sp.affine_scan.default)
 
 
 def to_sp_scan(editor: GraphEditor, node: Node) -> Node:

@@ -30,8 +30,8 @@ from .collective_time import collective_bytes
 from .machine import Machine
 
 sp = torch.ops.sp
-# cumulative sums and the like, cumulative maxima with positions, linear recurrences
-COSTED_SCAN_OPS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
+# cumulative sums and the like, cumulative maxima with positions, linear recurrences of numbers and of matrices
+COSTED_SCAN_OPS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default, sp.affine_scan.default)
 INDEX_BYTES = 8  # bytes of the position that a cumulative maximum or minimum returns
 
 
@@ -51,14 +51,16 @@ class CarryExchangeCost:
         return f"{self.rounds} steps of {self.nbytes} B a rank, predicted to be faster than an all-gather"
 
 
-def choose_exchange(nbytes: int, n: int, machine: Machine, folds: int = 1) -> CarryExchangeCost:
-    """Choose the faster exchange of carries of `nbytes`; steps require one fold per rank."""
+def choose_exchange(
+    nbytes: int, n: int, machine: Machine, folds: int = 1, supports_steps: bool = True
+) -> CarryExchangeCost:
+    """Choose the faster exchange of carries of `nbytes`; steps require one fold per rank, and an op that has them."""
     lines = {"gather": machine.line("all_gather", n), "steps": machine.line("shift", n)}
     alpha, rounds = max(line.latency for line in lines.values()), num_rounds(n)
     transfer = {exchange: bytes_to_send(exchange, nbytes, n) / line.bandwidth for exchange, line in lines.items()}
     gather = alpha + transfer["gather"] + machine.copy(2 * n * nbytes)
     steps = transfer["steps"] + rounds * (alpha + machine.copy(3 * nbytes))
-    exchange = "steps" if folds == 1 and rounds < n - 1 and steps < gather else "gather"
+    exchange = "steps" if supports_steps and folds == 1 and rounds < n - 1 and steps < gather else "gather"
     return CarryExchangeCost(nbytes, gather, steps, rounds, exchange)
 
 
@@ -88,6 +90,8 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
         extent: Converts the size of a dim; by default to a number or an expression of symbols.
     """
     result = call.results()[0]
+    if call.node.target is sp.affine_scan.default:
+        return (_affine_bytes(call, folds, extent),) * 2
     linear = call.node.target is sp.linear_scan.default
     op, dim = call.get("op", "sum"), call.dim(operand=int(linear))
     rows = _row_elements(result, dim, extent) * folds
@@ -102,6 +106,14 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
     forward = dtype.itemsize * rows
     id_bytes, flag_bytes = _segment_bytes(call, dim, folds, extent)
     return forward + id_bytes + flag_bytes, forward + flag_bytes if op == "sum" else recurrence
+
+
+def _affine_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size]) -> Size:
+    """Return the bytes of the map of a rank's rows in a recurrence of matrices, factor and state."""
+    result = call.results()[0]
+    dtype = call["accumulate"] or torch.promote_types(result.dtype, torch.float32)
+    elements = sum(_row_elements(x, x.ndim - 3, extent) for x in (call.operands[0].meta["val"], result))
+    return elements * folds * dtype.itemsize
 
 
 def _segment_bytes(call: OpCall, dim: int, folds: int, extent: Callable[[Any], Size]) -> tuple[Size, Size]:

@@ -2,7 +2,7 @@
 
     cumsum(x, S)       ->   sp.scan(x, None, S, "sum", ..., frame, exchange, n, group)
     cummax(x, S)       ->   sp.extremes(x, S, "max", ..., frame, exchange, n, group)
-    sp.linear_scan(a, b, initial, S)   ->   the same with its frame
+    sp.linear_scan(a, b, initial, S)   ->   the same with its frame, also sp.affine_scan
 
 A carry is the total of the rows of a rank, which later ranks add to their own scan. Also cumprod, cummin, logcumsumexp,
 and sp.scan and sp.extremes without a frame, which come from idioms and user calls. One collective forward and one
@@ -197,7 +197,8 @@ class ShardScans(DemandPass):
         scan = to_sp_scan(self, node)
         call, ranks, folds = OpCall(scan), self.job.ranks, shard.frame.folds
         nbytes, _ = message_bytes(call, folds, size_hint)
-        cost = choose_exchange(int(nbytes), ranks.n, self.job.machine_of(scan), folds)
+        supports_steps = scan.target is not sp.affine_scan.default
+        cost = choose_exchange(int(nbytes), ranks.n, self.job.machine_of(scan), folds, supports_steps)
         options = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
         frame = self.sizes.list(shard.frame_arg())
         scan.args, scan.kwargs = call.with_operands(call.operands, frame=frame, **options)
@@ -206,7 +207,7 @@ class ShardScans(DemandPass):
 
 def _describe_scan(call: OpCall) -> str:
     """Return the kind of a scan for the report, such as "inclusive sum, reversed,"."""
-    if call.node.target is sp.linear_scan.default:
-        return "linear recurrence"
+    if call.node.target in (sp.linear_scan.default, sp.affine_scan.default):
+        return "linear recurrence" if call.node.target is sp.linear_scan.default else "recurrence of matrices"
     kind = "exclusive" if call.get("exclusive") else "inclusive"
     return f"{kind} {call['op']}" + (", reversed," if call["reverse"] else "")

@@ -4,21 +4,23 @@
                   ->  sp.linear_scan(a, b, initial, time)
     h = h + b     ->  cumsum(b, time) + initial
     h = h * a     ->  cumprod(a, time) * initial
+    h = a * h + k.mT @ (v - w @ h)   ->  sp.affine_scan(a * 1 - k.mT @ w, k.mT @ v, initial, time)
 
 The *state* is the column (one node of every step) that reads its own node of the previous step. `LoopBuilder`
 (reroll.py) calls `affine` for each op between the previous state and the state, and then `scan_states`.
 `ScanBuilder.affine` evaluates one op on operands that are affine in the state: the state itself is 1 * state + 0, and
-an operand x without the state is 0 * state + x. Factors and terms are values of all steps at once, or numbers. `time`
-is the dim of the steps.
+an operand x without the state is 0 * state + x. A matrix product from the left adds a matrix m, which multiplies the
+columns of the state: a * state + m @ state + b. Factors, matrices and terms are values of all steps at once, or
+numbers. `time` is the dim of the steps.
 
-Bytes moved: none. Unchanged: states that are not element-wise affine in the previous state (tanh, matmul), and casts of
-the state, which round it at every step.
+Bytes moved: none. Unchanged: states that are not affine in the previous state (tanh), products from the right, and
+casts of the state, which round it at every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,23 +28,31 @@ from torch.fx import Node
 
 from sp_compile.lowering.torch_compat import pytree, schema_of
 from sp_compile.passes.graph.call import is_tensor, node_shape
-from sp_compile.passes.graph.sizes import as_sizes
+from sp_compile.passes.graph.sizes import Size, is_same_shape, is_same_size
 from sp_compile.passes.sharding.matchers import constant_value, is_copy
 
 from .steps import NotALoop, StepColumn
-from .vectorize import BatchedOps, BatchedValue, Value
+from .vectorize import MATMULS, BatchedOps, BatchedValue, Value, step_ndim
 
 aten = torch.ops.aten
-LINEAR_SCAN = torch.ops.sp.linear_scan.default
+LINEAR_SCAN, AFFINE_SCAN = torch.ops.sp.linear_scan.default, torch.ops.sp.affine_scan.default
 
 
 @dataclass(frozen=True)
 class AffineValue:
-    """Value a * state + b, element by element."""
+    """Value a * state + m @ state + b."""
 
     state: StepColumn  # column of the state
-    a: Value  # factor, possibly a number
+    a: Value  # factor of each element, possibly a number
     b: Value  # term, possibly a number
+    m: Value = 0  # matrix (..., R, K) of a state (..., K, V), or the number 0
+    shape: tuple[Size, ...] = ()  # shape of the value at one step; () for that of the state
+    lag: int = 1  # steps from the state to the value: 1 for the previous state, 0 for that of the same step
+
+    @property
+    def step_shape(self) -> tuple[Size, ...]:
+        """Return the shape of the value at one step."""
+        return self.shape or node_shape(self.state.node)
 
 
 class ScanBuilder(BatchedOps):
@@ -59,8 +69,12 @@ class ScanBuilder(BatchedOps):
             The value, or None if it is not affine in a state.
         """
         affine_leaves = [x for x in leaves if isinstance(x, AffineValue)]
-        state = affine_leaves[0].state
-        if any(x.state is not state for x in affine_leaves) or not _is_like_state(node, state.node):
+        state, lag = affine_leaves[0].state, affine_leaves[0].lag
+        if any(x.state is not state or x.lag != lag for x in affine_leaves) or not _has_dtype_of(node, state.node):
+            return None
+        if node.target in MATMULS:
+            return self._multiply_matrix(node, leaves)
+        if any(not is_same_shape(node_shape(node), x.step_shape) for x in affine_leaves):
             return None
         if is_copy(node):
             return affine_leaves[0]
@@ -72,7 +86,40 @@ class ScanBuilder(BatchedOps):
         named = {a.name: a.default_value for a in schema if a.has_default_value()}
         named.update(zip((a.name for a in schema), args), **kwargs)
         coefficients = rule(_FoldingArithmetic(self, node), named)
-        return None if coefficients is None else AffineValue(state, *coefficients)
+        return None if coefficients is None else AffineValue(state, *coefficients, node_shape(node), lag)
+
+    def _multiply_matrix(self, node: Node, leaves: list[Value]) -> AffineValue | None:
+        """Return the product of a matrix and a value that is affine in the state, or None for other products."""
+        left, right = leaves
+        if isinstance(left, AffineValue) or min(len(right.step_shape), step_ndim(left)) < 2:
+            return None
+        ops, m = _FoldingArithmetic(self, node), 0
+        if not _is_constant(right.a, 0):
+            if not _is_equal_in_rows(right.a):
+                return None
+            m = ops.multiply(left, right.a if _is_number(right.a) else self._transpose(right.a))
+        if not _is_number(right.m):
+            m = ops.add(m, self._matmul(left, right.m, node))
+        if _is_number(right.b) and right.b != 0:
+            return None
+        b = 0 if _is_number(right.b) else self._matmul(left, right.b, node)
+        return replace(right, a=0, b=b, m=m, shape=node_shape(node))
+
+    def _matmul(self, left: Value, right: Value, like: Node) -> Value:
+        """Emit the matrix product of two values of all steps."""
+        leaves, spec = pytree.tree_flatten(((left, right), {}))
+        if not any(isinstance(x, BatchedValue) for x in leaves):
+            return self.compute(aten.matmul.default, (left, right), like)
+        return self.broadcast(aten.matmul.default, spec, leaves, like, fixed_dims=2)
+
+    def _transpose(self, x: Value) -> Value:
+        """Return factors of rows (..., K, 1) as factors of columns (..., 1, K); values of fewer dims are unchanged."""
+        if step_ndim(x) < 2:
+            return x
+        if isinstance(x, BatchedValue):
+            x = BatchedValue(self.align(x, 2), x.ndim - 2)
+            return BatchedValue(self.compute(aten.transpose.int, (x.node, -1, -2), x.node), x.time)
+        return self.compute(aten.transpose.int, (x, -1, -2), x)
 
     def scan_states(self, affine: AffineValue, seed: Value, reverse: bool) -> BatchedValue:
         """Emit the scan that computes a state at every step.
@@ -99,6 +146,8 @@ class ScanBuilder(BatchedOps):
             return self.expand_to(self.align(x, value.ndim - time), stacked_shape, like)
 
         initial = None if _is_constant(seed, 0) else self.expand_to(seed, shape, like)
+        if not _is_number(affine.m):
+            return self._scan_matrices(affine, initial, reverse)
         if _is_constant(a, 1) and not _is_constant(b, 0):
             out = self._emit_cumulative("sum", expand_steps(b), time, reverse, like)
             if initial is not None:
@@ -114,6 +163,23 @@ class ScanBuilder(BatchedOps):
             out = self.compute(LINEAR_SCAN, (expand_steps(a), expand_steps(b), initial, time, reverse), like)
         return BatchedValue(out, time)
 
+    def _scan_matrices(self, affine: AffineValue, initial: Node | None, reverse: bool) -> BatchedValue:
+        """Emit the scan of a state that matrices multiply, along the dim before those of the state's matrix."""
+        like, steps, ops = affine.state.node, len(affine.state.nodes), _FoldingArithmetic(self, affine.state.node)
+        *batch, rows, columns = node_shape(like)
+        if not _is_equal_in_rows(affine.a):
+            raise NotALoop("a state whose factor differs between the columns that a matrix multiplies")
+        m = affine.m
+        if not _is_constant(affine.a, 0):
+            value = like.meta["val"]
+            options = {"dtype": value.dtype, "device": value.device}
+            identity = self.compute(aten.eye.default, (self.sizes(rows),), like, options)
+            m = ops.add(ops.multiply(identity, affine.a), m)
+        maps = self.expand_to(self.align(m, 2), (*batch, steps, rows, rows), like)
+        terms = self.expand_to(self.align(affine.b, 2), (*batch, steps, rows, columns), like)
+        time = len(batch)
+        return BatchedValue(self.compute(AFFINE_SCAN, (maps, terms, initial, time, reverse), like), time)
+
     def _emit_cumulative(self, op: str, x: Node, time: int, reverse: bool, like: Node) -> Node:
         """Emit the cumulative "sum" or "prod" of x along `time`, from the last step on if `reverse`."""
         if reverse:
@@ -122,7 +188,7 @@ class ScanBuilder(BatchedOps):
         return self.compute(target, (x, time), like, {"dtype": x.meta["val"].dtype})
 
 
-Coefficients = tuple[Value, Value]  # (a, b) of a * state + b
+Coefficients = tuple[Value, Value, Value]  # (a, b, m) of a * state + m @ state + b
 
 
 class _FoldingArithmetic:
@@ -132,10 +198,10 @@ class _FoldingArithmetic:
         self.scans, self.like = scans, like
 
     def coefficients(self, x: Value) -> Coefficients:
-        """Return (a, b) of any operand, (0, x) without the state; a tuple is a pair of coefficients already."""
+        """Return (a, b, m) of any operand, (0, x, 0) without the state; a tuple is coefficients already."""
         if isinstance(x, AffineValue):
-            return x.a, x.b
-        return x if isinstance(x, tuple) else (0, x)
+            return x.a, x.b, x.m
+        return x if isinstance(x, tuple) else (0, x, 0)
 
     def multiply(self, x: Value, y: Value) -> Value:
         """Return x * y for values without the state."""
@@ -185,8 +251,7 @@ AffineRule = Callable[[_FoldingArithmetic, dict[str, Any]], Coefficients | None]
 
 def _affine_sum(ops: _FoldingArithmetic, x: Value, y: Value, alpha: Value = 1) -> Coefficients:
     """Return the coefficients of x + alpha * y."""
-    (a, b), (c, d) = ops.coefficients(x), ops.coefficients(y)
-    return ops.add(a, ops.multiply(c, alpha)), ops.add(b, ops.multiply(d, alpha))
+    return tuple(ops.add(p, ops.multiply(q, alpha)) for p, q in zip(ops.coefficients(x), ops.coefficients(y)))
 
 
 def _affine_scale(ops: _FoldingArithmetic, x: Value, y: Value) -> Coefficients | None:
@@ -195,16 +260,20 @@ def _affine_scale(ops: _FoldingArithmetic, x: Value, y: Value) -> Coefficients |
         return None
     if isinstance(y, AffineValue):
         x, y = y, x
-    a, b = ops.coefficients(x)
-    return ops.multiply(a, y), ops.multiply(b, y)
+    a, b, m = ops.coefficients(x)
+    if not _is_number(m) and not _is_equal_in_rows(y):
+        return None
+    return ops.multiply(a, y), ops.multiply(b, y), ops.multiply(m, y)
 
 
 def _affine_divide(ops: _FoldingArithmetic, args: dict[str, Any]) -> Coefficients | None:
     """Return the coefficients of x / y, or None if y contains the state or the quotient is rounded."""
     if isinstance(args["other"], AffineValue) or args.get("rounding_mode") is not None:
         return None
-    a, b = ops.coefficients(args["self"])
-    return ops.divide(a, args["other"]), ops.divide(b, args["other"])
+    a, b, m = ops.coefficients(args["self"])
+    if not _is_number(m) and not _is_equal_in_rows(args["other"]):
+        return None
+    return ops.divide(a, args["other"]), ops.divide(b, args["other"]), ops.divide(m, args["other"])
 
 
 def _affine_addcmul(ops: _FoldingArithmetic, args: dict[str, Any]) -> Coefficients | None:
@@ -219,15 +288,18 @@ def _affine_lerp(ops: _FoldingArithmetic, args: dict[str, Any]) -> Coefficients 
     if isinstance(weight, AffineValue):
         return None
     complement = ops.add(1, ops.multiply(weight, -1))
-    return _affine_sum(ops, _affine_scale(ops, args["self"], complement), _affine_scale(ops, args["end"], weight))
+    parts = _affine_scale(ops, args["self"], complement), _affine_scale(ops, args["end"], weight)
+    return None if None in parts else _affine_sum(ops, *parts)
 
 
 def _affine_select(ops: _FoldingArithmetic, condition: Value, x: Value, y: Value) -> Coefficients | None:
     """Return the coefficients of where(condition, x, y), or None if the condition contains the state."""
     if isinstance(condition, AffineValue):
         return None
-    (a, b), (c, d) = ops.coefficients(x), ops.coefficients(y)
-    return ops.select(condition, a, c), ops.select(condition, b, d)
+    (a, b, m), (c, d, n) = ops.coefficients(x), ops.coefficients(y)
+    if not (_is_number(m) and _is_number(n)) and not _is_equal_in_rows(condition):
+        return None
+    return ops.select(condition, a, c), ops.select(condition, b, d), ops.select(condition, m, n)
 
 
 _AFFINE_RULES: dict[Any, AffineRule] = {  # by op, for every overload
@@ -244,10 +316,16 @@ _AFFINE_RULES: dict[Any, AffineRule] = {  # by op, for every overload
 }
 
 
-def _is_like_state(node: Node, state: Node) -> bool:
-    """Return True if a node has the dtype and shape of the state, so that it may be affine in it."""
-    x, y = node.meta["val"], state.meta["val"]
-    return is_tensor(node) and x.dtype == y.dtype and as_sizes(x.shape) == as_sizes(y.shape)
+def _has_dtype_of(node: Node, state: Node) -> bool:
+    """Return True if a node is a tensor of the dtype of the state, so that it may be affine in it."""
+    return is_tensor(node) and node.meta["val"].dtype == state.meta["val"].dtype
+
+
+def _is_equal_in_rows(x: Value) -> bool:
+    """Return True if a factor is equal for all columns of a row of the state, so that it scales a matrix, too."""
+    if isinstance(x, BatchedValue):
+        return x.ndim == 0 or is_same_size(x.shape[-1], 1)
+    return _is_number(x) or (is_tensor(x) and (x.meta["val"].ndim == 0 or is_same_size(node_shape(x)[-1], 1)))
 
 
 def _is_number(x: Value) -> bool:

@@ -20,6 +20,7 @@ between steps, lists without a recurrence, and loops of which only the last stat
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ class LoopBuilder:
         if form is None:
             return False
         self.forms[column] = form
-        if form.state is not column:
+        if form.state is not column or form.lag != 1:
             return False
         self.values[column] = self.editor.scan_states(form, self.seeds[column], self.reverse)
         self.scans += 1
@@ -137,13 +138,25 @@ class LoopBuilder:
         reference = x.later if isinstance(x, SeededList) else x
         if not isinstance(reference, ColumnRef) or reference.column in self.values:
             return self.value(x, column.first, column.end)
-        source = reference.column
-        if isinstance(x, SeededList):  # the previous state
+        source, lag = reference.column, reference.lag
+        if isinstance(x, SeededList):  # the state of this step or of the previous one, which is the seed at first
             seed = self.seeds.setdefault(source, x.seed)
-            is_state = reference.lag == 1 and source.first == column.first and _is_same_value(seed, x.seed)
-            return AffineValue(source, 1, 0) if is_state else PENDING
-        has_same_steps = reference.lag == 0 and (source.first, source.end) == (column.first, column.end)
-        return self.forms.get(source, PENDING) if has_same_steps else PENDING
+            is_state = lag <= 1 and source.first - 1 == column.first - lag and _is_same_value(seed, x.seed)
+            return AffineValue(source, 1, 0, lag=lag) if is_state else PENDING
+        form, first, end = self.forms.get(source), column.first - lag, column.end - lag
+        if form is None or form.lag + lag > 1 or first < source.first or source.end < end:
+            return PENDING
+        return replace(self._narrow_form(form, source, first, end), lag=form.lag + lag)
+
+    def _narrow_form(self, form: AffineValue, source: StepColumn, first: int, end: int) -> AffineValue:
+        """Return the form of a column at its steps first, ..., end - 1."""
+        start = source.end - end if self.reverse else first - source.first
+
+        def narrow(x: Value) -> Value:
+            """Return a coefficient at these steps."""
+            return self.editor.narrow(x, start, end - first) if isinstance(x, BatchedValue) else x
+
+        return replace(form, a=narrow(form.a), b=narrow(form.b), m=narrow(form.m))
 
     def value(self, x: Operand, first: int, end: int) -> Value:
         """Return an operand at the steps first, ..., end - 1, which is emitted once for all columns."""

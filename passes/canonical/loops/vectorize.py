@@ -31,7 +31,7 @@ from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.edit import GraphEditor
 from sp_compile.passes.graph.fakes import trace_function
 from sp_compile.passes.graph.sizes import Size, as_sizes, exact_quotient, is_same_shape, is_same_size
-from sp_compile.passes.sharding.matchers import is_copy
+from sp_compile.passes.sharding.matchers import constant_value, is_copy
 from sp_compile.passes.sharding.rule import lookup_rule
 
 from .steps import NotALoop
@@ -112,6 +112,10 @@ class BatchedOps(GraphEditor):
             later: The values of the other steps.
             last: True to add it after the others, for tensors read in reverse.
         """
+        if (constant_value(seed) if isinstance(seed, Node) else seed) == 0:  # a padding, which stays on shards
+            widths = [0, 0] * later.trailing_dims + ([0, 1] if last else [1, 0])
+            padded = self.compute(aten.constant_pad_nd.default, (later.node, widths), later.node)
+            return BatchedValue(padded, later.time)
         step = self.unsqueeze(self.expand_to(seed, later.shape, later.node), later.time)
         parts = [later.node, step] if last else [step, later.node]
         return BatchedValue(self.compute(aten.cat.default, (parts, later.time), later.node), later.time)

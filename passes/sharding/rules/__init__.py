@@ -7,7 +7,7 @@ Families by file:
     exchange_rules       sp:: exchanges             pointwise        elementwise ops without torch's tag
     expert_rules         rows sorted by expert      reductions       sum, max, var, .., sort, topk, diff
     factories            zeros, full, random        scan_rules       cumulative ops, recurrences
-    indexing_rules       gather, index, scatter
+    indexing_rules       gather, index, scatter     linalg           solve, inverse, factorizations
     matmul               products, linear, einsum
 """
 
@@ -18,6 +18,7 @@ from . import (  # noqa: F401
     expert_rules,
     factories,
     indexing_rules,
+    linalg,
     matmul,
     movement,
     norms,

@@ -1,4 +1,4 @@
-"""Rules of scans, such as cumsum: those of torch, and sp::scan, sp::extremes and sp::linear_scan.
+"""Rules of scans, such as cumsum: those of torch, and sp::scan, sp::extremes, sp::linear_scan and sp::affine_scan.
 
 A rule names the dims of the operands and results of a call. Along the scanned dim (kind "scan") every position needs
 the combined values before it, so a strategy replaces the call if that dim is sharded. All other dims pass: they may
@@ -60,8 +60,26 @@ def _linear_scan_rule(call: OpCall) -> BoundRule:
     return _framed_scan_rule(call, (*rows, *states), names, names[dim : dim + 1], invariant=(2,))
 
 
+@register_rule_function(sp.affine_scan.default)
+def _affine_scan_rule(call: OpCall) -> BoundRule:
+    """Return "... s k j, ... s j v, ... j v -> ... s k v", with s of kind "scan", for m, b and the state.
+
+    The op computes h[t] = m[t] @ h[t - 1] + b[t], so k and j are the same dim of the state, which is gathered.
+    """
+    names = factor_names(call.ndim(1))
+    *batch, rows, k, v = names
+    state = [(*batch, k, v)] if call["initial"] is not None else []
+    operands = ((*batch, rows, k, "j"), names, *state)
+    return _framed_scan_rule(call, operands, names, (rows,), invariant=(2,), whole=(k, "j"))
+
+
 def _framed_scan_rule(
-    call: OpCall, operands: tuple[Dims, ...], result: Dims, scanned: Dims, invariant: Sequence[int] = ()
+    call: OpCall,
+    operands: tuple[Dims, ...],
+    result: Dims,
+    scanned: Dims,
+    invariant: Sequence[int] = (),
+    whole: Sequence[str] = (),
 ) -> BoundRule:
     """Return the rule of a scan; the frame of a call, if any, defines the placements in it.
 
@@ -74,9 +92,10 @@ def _framed_scan_rule(
         result: Names of the dims of each result.
         scanned: Name of the scanned dim; empty for 0-dim tensors.
         invariant: Indices of operands whose gradients are equal on all ranks.
+        whole: Names of dims that are gathered.
     """
     results = tuple(result for _ in call.results())
-    kinds = dict.fromkeys(scanned, "scan")
+    kinds = dict.fromkeys(scanned, "scan") | dict.fromkeys(whole, "whole")
     if call["frame"] is None or not scanned:
         return BoundRule(operands, results, kinds)
     frame = call_frame(call)[0]

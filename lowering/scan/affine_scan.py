@@ -1,0 +1,198 @@
+"""Define ``sp::affine_scan``, recurrences of matrices, for full tensors and for shards.
+
+    h_i = m_i @ h_(i-1) + b_i        m: (..., S, K, K)   b, h: (..., S, K, V)
+
+A map is a pair (m, b); maps compose to (m' m, m' b + b'), so that each rank computes the map of its rows, all ranks
+exchange them by one all-gather, and each rank scans its rows from the state before them. The cotangent of b_i is
+w_i = g_i + m_(i+1)^T w_(i+1), a lagged scan in the other direction, and that of m_i is w_i h_(i-1)^T. Linear attention
+with a delta rule is such a recurrence over chunks (Yang et al., arXiv:2406.06484, arXiv:2412.06464). Tensors are
+chunked as in ``rank_chunks.py``: (..., chunks, rows, K, V).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from sp_compile.lowering.base.frames import is_known, is_padded, outside_window
+from sp_compile.lowering.base.library import composite, opaque
+
+from .carries import CarryExchange, gather_parts
+from .monoids import Pair
+from .rank_chunks import chunk_rows, chunks_first, last_rows, shift_rows
+from .scan_ops import SHARD_ARGUMENTS, ScanShards, to_chunks
+
+sp = torch.ops.sp
+
+
+class AffineSpec(NamedTuple):
+    """Options of an affine scan of chunks."""
+
+    lagged: bool  # h_i = s_(i-1) + b_i and s_i = m_i @ h_i, where s is the carried state
+    exchange: CarryExchange  # direction of the scan, and exchange of carries
+
+
+@composite(
+    "affine_scan(Tensor m, Tensor b, Tensor? initial, int dim, bool reverse=False, "
+    f"ScalarType? accumulate=None, {SHARD_ARGUMENTS}) -> Tensor",
+    padded="nearest",
+)
+def affine_scan(
+    m: Tensor,
+    b: Tensor,
+    initial: Tensor | None,
+    dim: int,
+    reverse: bool = False,
+    accumulate: torch.dtype | None = None,
+    *across: Any,
+) -> Tensor:
+    """Compute h_i = m_i @ h_(i-1) + b_i from h_(-1) = initial, or zeros.
+
+    Placement: Shard(dim), Shard(dim), invariant -> Shard(dim).
+    Shapes: m (..., S, K, K) and b (..., S, K, V), with equal other dims; dim is that of S. initial, replicated,
+    (..., K, V). accumulate: the dtype of the states; float32 for shorter floats if None. Bytes: (n - 1) * C, where C is
+    the number of elements of b without dim times (K + V) / V; the same backward. Backward: the scan in the other
+    direction; differentiable once.
+    """
+    shards = ScanShards(*across)
+    exchange = shards.carry_exchange(b, dim, reverse)
+    dtype = torch.promote_types(m.dtype, b.dtype)
+    if accumulate is None:
+        accumulate = torch.promote_types(dtype, torch.float32)
+    if is_known(b.shape[exchange.dim] == 0):
+        return b.to(dtype, copy=True)
+    m, b = m.to(accumulate), b.to(accumulate)
+    if initial is not None:
+        initial = initial.to(accumulate)
+    if shards.frame is not None and is_padded(shards.frame, shards.n):  # padded rows keep the state
+        outside = outside_window(b, exchange.dim, shards.frame, shards.n, shards.group)
+        m = torch.where(outside, torch.eye(m.shape[-1], dtype=m.dtype, device=m.device), m)
+        b = b.masked_fill(outside, 0)
+    h, _ = _AffineFunction.apply(to_chunks(m, exchange), to_chunks(b, exchange), initial, AffineSpec(False, exchange))
+    return shards.window(h.flatten(exchange.dim, exchange.rows).to(dtype), exchange.dim)
+
+
+class _AffineFunction(Function):
+    """Affine scan of chunks, whose backward is an affine scan in the other direction."""
+
+    @staticmethod
+    def forward(m: Tensor, b: Tensor, initial: Tensor | None, spec: AffineSpec) -> tuple[Tensor, Tensor | None]:
+        """Return the states and the carries into the chunks."""
+        return _scan_chunks(m, b, initial, spec)[:2]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Save the maps and the states."""
+        (m, _, initial, spec), (h, carry) = inputs, output
+        ctx.set_materialize_grads(False)
+        if carry is not None:
+            ctx.mark_non_differentiable(carry)
+        ctx.spec = spec
+        ctx.save_for_backward(m, h, carry, initial)
+
+    @staticmethod
+    @torch.compiler.disable
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of m, b and the initial state."""
+        if grad is None:
+            return None, None, None, None
+        (m, h, carry, initial), exchange = ctx.saved_tensors, ctx.spec.exchange
+        transposed, back = m.transpose(-1, -2), AffineSpec(True, exchange.backward)
+        w, _, final = _scan_chunks(transposed, grad.contiguous(), None, back)
+        if carry is None:
+            first = torch.zeros_like(last_rows(h, exchange)[0]) if initial is None else initial
+            carry = chunk_rows(first[None], exchange)
+        dm = w @ shift_rows(h, carry, exchange).transpose(-1, -2) if ctx.needs_input_grad[0] else None
+        dinitial = None
+        if ctx.needs_input_grad[2]:
+            ends = last_rows(transposed, exchange.backward), last_rows(w, exchange.backward)
+            dinitial = (ends[0] @ ends[1])[0] if final is None else final
+        return dm, w, dinitial, None
+
+
+def _scan_chunks(
+    m: Tensor, b: Tensor, initial: Tensor | None, spec: AffineSpec
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return h, the carries into the chunks and the state after the last chunk; the latter are None on one rank."""
+    exchange, options = spec.exchange, (spec.exchange.reverse, spec.lagged)
+    first = None if initial is None else initial.unsqueeze(exchange.dim)
+    if exchange.is_single:
+        return sp.local_affine_scan(m, b, first, *options), None, None
+    factor, state = (chunks_first(x, exchange) for x in sp.local_affine_total(m, b, *options))
+    maps = gather_parts([torch.cat([factor, state], -1)], exchange)[0]
+    factors, states = maps.split([factor.shape[-1], state.shape[-1]], -1)
+    carried = [torch.zeros_like(states[0]) if initial is None else initial]
+    for factor, state in zip(factors.unbind(), states.unbind()):
+        carried.append(state + factor @ carried[-1])
+    carry = torch.stack(carried[:-1]).index_select(0, exchange.scan_positions(b.device))
+    h = sp.local_affine_scan(m, b, carry.movedim(0, exchange.dim), *options)
+    return h, chunk_rows(carry, exchange), carried[-1]
+
+
+@opaque(
+    "local_affine_scan(Tensor m, Tensor b, Tensor? initial, bool reverse, bool lagged) -> Tensor",
+    lambda m, b, initial, reverse, lagged: b.new_empty(b.shape),
+)
+def local_affine_scan(m: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, lagged: bool) -> Tensor:
+    """Return h_i = m_i @ h_(i-1) + b_i, from h_(-1) = initial, or zeros.
+
+    Shapes: m (..., S, K, K), b (..., S, K, V), initial broadcast to (..., K, V) -> h like b. lagged: see `AffineSpec`.
+    Source: one batched product a row.
+    """
+    factors, terms = _rows_of_batch(m), _rows_of_batch(b)
+    h = torch.empty_like(terms)
+    if initial is None:
+        state = torch.zeros_like(terms[:, 0])
+    else:
+        state = initial.expand((*b.shape[:-3], *b.shape[-2:])).reshape(terms[:, 0].shape)
+    for row in _scan_order(terms.shape[1], reverse):
+        if lagged:
+            torch.add(state, terms[:, row], out=h[:, row])
+            state = torch.bmm(factors[:, row], h[:, row])
+        else:
+            state = torch.baddbmm(terms[:, row], factors[:, row], state)
+            h[:, row] = state
+    return h.view(b.shape)
+
+
+@opaque(
+    "local_affine_total(Tensor m, Tensor b, bool reverse, bool lagged) -> (Tensor, Tensor)",
+    lambda m, b, reverse, lagged: (
+        m.new_empty((*m.shape[:-3], *m.shape[-2:])),
+        b.new_empty((*b.shape[:-3], *b.shape[-2:])),
+    ),
+)
+def local_affine_total(m: Tensor, b: Tensor, reverse: bool, lagged: bool) -> Pair:
+    """Return the map (factor, state) of all rows: the last state is factor @ initial + state.
+
+    Shapes: m (..., S, K, K), b (..., S, K, V) -> (..., K, K), (..., K, V). Source: one batched product a row.
+    """
+    factors, terms = _rows_of_batch(m), _rows_of_batch(b)
+    size = m.shape[-1]
+    identity = torch.eye(size, dtype=m.dtype, device=m.device).expand(factors.shape[0], -1, -1)
+    total = torch.cat([identity, torch.zeros_like(terms[:, 0])], -1)
+    for row in _scan_order(terms.shape[1], reverse):
+        if lagged:
+            total[..., size:] += terms[:, row]
+            total = torch.bmm(factors[:, row], total)
+        else:
+            total = torch.bmm(factors[:, row], total)
+            total[..., size:] += terms[:, row]
+    factor, state = total.split([size, b.shape[-1]], -1)
+    shape = m.shape[:-3]
+    return factor.reshape(*shape, size, size), state.reshape(*shape, *b.shape[-2:])
+
+
+def _rows_of_batch(x: Tensor) -> Tensor:
+    """Return (..., S, K, V) as (N, S, K, V), contiguous."""
+    return x.reshape(-1, *x.shape[-3:]).contiguous()
+
+
+def _scan_order(rows: int, reverse: bool) -> range:
+    """Return the rows in the order of the scan."""
+    return range(rows - 1, -1, -1) if reverse else range(rows)
