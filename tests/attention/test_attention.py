@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.capturing import lowered
 from support.models import BATCH, SIZES, WIDTH, Decoder, causal, check, floats, rotated, seeded, tokens
-from support.spellings.attention_spellings import EXCHANGED, OTHERS, Attend, Model, sdpa
+from support.variants.attention_variants import EXCHANGED, OTHERS, Attend, Model, sdpa
 from torch import Tensor, nn
 
 from sp_compile.lowering.comm.simulate import run_ranks

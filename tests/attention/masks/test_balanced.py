@@ -69,16 +69,16 @@ def given(batch: int = 1, lengths: list[int] = LENGTHS, **how: Any) -> tuple[nn.
 
 def orders(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The orders that are made from now on."""
-    from sp_compile.lowering.masks import balance_rows as deal
+    from sp_compile.lowering.masks import balance_rows
 
     made: list[Tensor] = []
-    new_order = deal.order_tensors
+    new_order = balance_rows.order_tensors
 
     def seen(*args: Any) -> tuple[Tensor, Tensor]:
         made.append(new_order(*args)[0])
         return new_order(*args)
 
-    monkeypatch.setattr(deal, "order_tensors", seen)
+    monkeypatch.setattr(balance_rows, "order_tensors", seen)
     return made
 
 

@@ -11,7 +11,7 @@ import torch
 from support.capturing import simulating
 from support.golden import show
 from support.models import check, seeded, tokens
-from support.spellings.attention_spellings import EXCHANGED, Model, additive, before, documents, learned, with_sinks
+from support.variants.attention_variants import EXCHANGED, Model, additive, before, documents, learned, with_sinks
 from torch import Tensor, nn
 
 from sp_compile.passes.context import NoteKind

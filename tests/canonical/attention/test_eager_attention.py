@@ -16,7 +16,7 @@ from support.models import check, floats, seeded
 from support.parity import Outcome, against_eager
 from support.parity import check as same_on_ranks
 from support.ranks import Ranks
-from support.spellings.eager_spellings import (
+from support.variants.eager_attention import (
     DATA,
     FORMS,
     LOWEST,

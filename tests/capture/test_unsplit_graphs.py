@@ -175,7 +175,7 @@ def test_unsplit_programs(ranks: Ranks) -> None:
         check(outcomes)
     assert [words for _, words in others] == [[]]
     assert len(warnings) == len(WHOLE)
-    assert all("test_left_whole.py" in words and "runs unsplit on every rank" in words for words in warnings)
+    assert all("test_unsplit_graphs.py" in words and "runs unsplit on every rank" in words for words in warnings)
     reasons = "torch cannot trace its forward", "under no_grad", "out of the compiled region", "register a derivative"
     for words, reason in zip(warnings, reasons, strict=True):
         assert reason in words
