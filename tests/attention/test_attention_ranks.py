@@ -133,6 +133,7 @@ def mixed(seq: int) -> Outcome:
     return against_eager(build(Mixed), *text(seq), mesh=worker.mesh())
 
 
+@pytest.mark.slow
 @pytest.mark.as_users_run
 @pytest.mark.parametrize("seq", [13])
 def test_attention_between_a_scan_and_a_convolution(ranks: Ranks, seq: int) -> None:

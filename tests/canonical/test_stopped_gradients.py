@@ -143,6 +143,7 @@ ITSELF: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("op", ITSELF.values(), ids=ITSELF)
 def test_a_returned_operand_keeps_its_gradient(op: Callable[[Tensor], Tensor]) -> None:
     """A no-op returns its operand, also under no_grad, and later ops read the operand."""

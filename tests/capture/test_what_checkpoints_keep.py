@@ -85,7 +85,7 @@ def halves_of(model: nn.Module, seq: int, policies: bool, **options: Any) -> tup
 
 
 @pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("attention", ["ring", "gather"])
+@pytest.mark.parametrize("attention", ["gather", "ring"])
 def test_a_memory_budget_recomputes_cheap_ops_first(attention: str) -> None:
     """Elementwise ops first, then products; attention and collectives run twice only if nothing may be saved."""
     model = build(Decoder, layers=2)
@@ -105,6 +105,7 @@ def _is_exchange(target: Any) -> bool:
     return "_c10d_functional" in str(target) and target is not WAIT_OPS
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("how", "attends", "multiplies"),
     [
@@ -191,6 +192,7 @@ class Normed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False, **self.given).square().sum()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("tiles", ["never", 3])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_statistics_in_a_checkpoint(n: int, tiles: int | str) -> None:

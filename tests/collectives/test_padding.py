@@ -244,6 +244,7 @@ ATTENTION: dict[str, Callable[[int], tuple[Any, Sequence[Any]]]] = {
 }
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("way", ATTENTION)

@@ -166,13 +166,13 @@ def compared(program: str, length: int, product: bool, options: dict[str, Any]) 
 LAZY, EAGER = {"compiler": "aot_eager", "outputs": "lazy"}, {"compiler": "aot_eager"}
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_in_shards(ranks: Ranks, program: str) -> None:
     assert ranks.run(2, compared, program, 7, False, LAZY) == [[]] * 2
 
 
-@pytest.mark.sampled(every=18)
+@pytest.mark.sampled(every=27)
 @pytest.mark.parametrize("product", [True, False])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gathered(ranks: Ranks, program: str, product: bool) -> None:
@@ -259,6 +259,7 @@ def written_by_a_graph(program: str, which: int, reads: bool) -> float:
     return max(difference(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("reads", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("program", "which"), [("flat", 0), ("flat", 1), ("pooled", 1), ("detached", 1)])
 def test_written_by_a_graph(ranks: Ranks, program: str, which: int, reads: bool) -> None:

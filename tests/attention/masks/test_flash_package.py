@@ -73,7 +73,7 @@ def run(case: str, strategy: str, ranks: int, length: int = LENGTH, **sizes: int
     assert not check(model, floats(2, length, WIDTH), sp=ranks, attention=strategy).fallbacks
 
 
-@pytest.mark.sampled(every=24)
+@pytest.mark.sampled(every=47)
 @pytest.mark.parametrize(("strategy", "ranks"), [way for way in WAYS if way not in UNFIT])
 @pytest.mark.parametrize("case", CASES)
 def test_one_device(case: str, strategy: str, ranks: int) -> None:

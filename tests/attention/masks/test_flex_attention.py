@@ -153,7 +153,7 @@ def _sunk(model: Sunk, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return model.renormalise(out, found.lse, model.sinks)
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("renormalise", [as_torchtitan, as_transformers])
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ class Projected(Model):
 ON_RANKS = {name: attend for name, (attend, _) in {**FORMS, **SOFT_CAPS}.items()}
 
 
-@pytest.mark.sampled(every=46)
+@pytest.mark.sampled(every=80)
 @pytest.mark.parametrize(("attention", "ranks"), [("ulysses", 2), ("ring", 3), ("gather", 4)])
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_on_ranks(name: str, attention: str, ranks: int) -> None:

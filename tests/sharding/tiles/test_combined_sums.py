@@ -87,7 +87,7 @@ ONE = (three, summed, learned, tensor_coefficients)
 LOSSES = (*ONE, of_two_sums, offset, squared, of_two_heads, beside_a_sum, by_rows)
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_one_device(loss: Loss, n: int) -> None:

@@ -123,7 +123,7 @@ def most_logits(gm: GraphModule) -> int:
     return max(logits_of(iter(one.graph.nodes)) for one in (gm, *parts))
 
 
-@pytest.mark.sampled(every=37)
+@pytest.mark.sampled(every=93)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("seq", [16, 19, 23])
@@ -134,7 +134,7 @@ def test_one_device(loss: Loss, seq: int, n: int, layout: str) -> None:
     assert sp_compile.verify(Model(loss).double(), *batch(seq), sp=n, tiles=3, layout=layout).worst < EXACT
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("loss", WINDOWS, ids=lambda loss: loss.__name__)
 def test_no_more_than_a_tile(loss: Loss, n: int) -> None:

@@ -94,6 +94,7 @@ def test_on_ranks(ranks: Ranks, n: int, tied: bool) -> None:
     assert all(ranks.run(n, on_a_rank, tied))
 
 
+@pytest.mark.slow
 def test_single_device() -> None:
     assert on_a_rank(tied=False)
 

@@ -49,7 +49,7 @@ def report_of(loss: Loss, n: int, tiles: int, seq: int, **how: bool) -> sp_compi
 RANKS, PIECES, LENGTHS = (3, 2, 4, 1), (3, 8, 2), (9, 23, 16)
 
 
-@pytest.mark.sampled(every=len(RANKS) * len(PIECES) * len(LENGTHS) + 1)  # each loss once, each time the next way
+@pytest.mark.sampled(every=149)  # each loss once, each time the next way
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize("seq", LENGTHS)
 @pytest.mark.parametrize("tiles", PIECES)
@@ -63,7 +63,7 @@ def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
     assert any(one.recomputed for one in found.tiled) == (loss in AGAIN)
 
 
-@pytest.mark.sampled(every=31)
+@pytest.mark.sampled(every=59)
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
@@ -79,7 +79,7 @@ REDUCTIONS = [
 ]
 
 
-@pytest.mark.sampled(every=26)
+@pytest.mark.sampled(every=70)
 @pytest.mark.parametrize("way", range(len(REDUCTIONS)), ids=lambda i: "-".join(map(str, REDUCTIONS[i])))
 def test_reductions_and_weights(way: int) -> None:
     """All that cross_entropy takes, of (rows, classes) or (batch, classes, rows); ranks, tiles and lengths in turn."""
@@ -153,7 +153,7 @@ def largest(gm: GraphModule) -> int:
     return max(v.numel() for v in values if isinstance(v, torch.Tensor))
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_no_more_than_a_tile(loss: Loss) -> None:
     """In the rank's graph, and in the graphs of a tile."""
@@ -329,6 +329,7 @@ class Chosen(Model):
         return super().forward(ids, weights)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("model", [Watched, Chosen])
 def test_regions_that_end_under_no_grad_keep_gradients(model: type[Model], n: int) -> None:
