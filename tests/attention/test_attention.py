@@ -32,7 +32,7 @@ def spread(table: dict[str, Attend]) -> list[object]:
     return [pytest.param(attend, *size, id=name) for (name, attend), size in pairs]
 
 
-@pytest.mark.sampled(every=24)
+@pytest.mark.sampled(every=1000)
 @pytest.mark.parametrize("attend", EXCHANGED.values(), ids=EXCHANGED)
 def test_one_exchange_there_and_one_back(attend: Attend) -> None:
     report = run(attend, 2, 17, heads=4, kv_heads=2, attention="ulysses")
@@ -42,7 +42,7 @@ def test_one_exchange_there_and_one_back(attend: Attend) -> None:
     assert not report.fallbacks
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=1000)
 @pytest.mark.parametrize(("attend", "ranks", "length"), spread(OTHERS))
 def test_other_attention(attend: Attend, ranks: int, length: int) -> None:
     run(attend, ranks, length)
@@ -169,6 +169,7 @@ def test_modules_of_torch(name: str, ranks: int, length: int) -> None:
     check(seeded(lambda: Stock(*STOCK[name])), floats(BATCH, length, WIDTH).requires_grad_(), padding, sp=ranks)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("ranks", "length"), [(2, 16), (3, 5)])
 def test_queries_keys_and_values_as_inputs(is_causal: bool, ranks: int, length: int) -> None:

@@ -201,7 +201,7 @@ class Biased(Decoder):
         return super().forward(ids)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize(
     ("learned", "dtype", "more", "kernel"),
     [
@@ -227,6 +227,7 @@ class UnderAutocast(Biased):
             return super().forward(ids)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize(("learned", "kernel"), [(True, "efficient"), (False, "fused")])
 def test_autocast_is_planned(learned: bool, kernel: str) -> None:

@@ -244,6 +244,7 @@ class Breaks(Decoder):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+@pytest.mark.slow
 def test_graph_breaks(ranks: Ranks) -> None:
     check(ranks.run(2, one_step, Breaks, 9, 2))
 

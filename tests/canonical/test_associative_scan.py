@@ -151,6 +151,7 @@ def saved_bytes(gm: Any, length: int) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("combine", [linear, rotation])
 def test_memory_is_linear(combine: Combine) -> None:
     sizes = []

@@ -100,7 +100,7 @@ PATTERNS: dict[str, Callable[[Stop, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(every=10)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("how", STOPS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_gradients(name: str, how: str) -> None:
@@ -128,6 +128,7 @@ def nested(x: Tensor) -> Tensor:
         return x.cumsum(1) - x
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("f", [inside_of_vmap, inside_of_grad, combined, nested])
 def test_regions_inside_of_others(f: Callable[[Tensor], Tensor]) -> None:
     model = Model(lambda x: x + f(x))

@@ -135,6 +135,7 @@ def test_loops_over_a_shard_are_refused(ranks: Ranks, name: str) -> None:
             assert "dim 1 of 'inputs[0]'" in one
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ["branch", "rounds_of_sums"])
 def test_guards_on_the_length_hold_for_the_full_sequence(ranks: Ranks, name: str) -> None:
     (first, second), again = ranks.run(2, errors, name)

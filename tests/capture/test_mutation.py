@@ -98,6 +98,7 @@ class Normed(nn.Module):
         return F.scaled_dot_product_attention(q, q, q).pow(2).sum() * self.table.weight.sum()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("bag", [False, True])
 def test_rows_of_a_table_that_are_renormalised(bag):
     ids = torch.randint(0, 5, (2, 9))

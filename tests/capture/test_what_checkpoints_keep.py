@@ -144,6 +144,7 @@ class Sunk(parity.Block):
         return x + self.mlp(self.norm2(x + self.out(y.transpose(1, 2).flatten(2))))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("how", ["without a policy", "attention stays"])
 def test_results_with_sinks_stay(how: str) -> None:
     with mock.patch.object(parity, "Block", Sunk):
@@ -156,6 +157,7 @@ def test_attention_beyond_the_memory_is_computed_again() -> None:
     assert again[sp.attend.default] == 4
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("how", ["without a policy", "products stay"])
 def test_a_policy_saves_nothing_of_a_tile_with_a_note(how: str) -> None:
     model = build(Checkpointed, layers=1)
@@ -225,7 +227,7 @@ def dropped(attention: str, tiles: int | str, offload: str | float, how: str, co
     return True
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("n", "attention", "tiles", "offload", "how"),

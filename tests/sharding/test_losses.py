@@ -177,13 +177,13 @@ def test_class_losses_under_prompt_masking(loss: Loss, ranks: int, length: int) 
     run(loss, ranks, length, prompt=length * 5 // 8)
 
 
-@pytest.mark.sampled(every=16)
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize(("loss", "ranks", "length"), spread(OTHERS))
 def test_other_losses(loss: Loss, ranks: int, length: int) -> None:
     run(loss, ranks, length, prompt=0)
 
 
-@pytest.mark.sampled(every=28)
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize("how", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_losses(name: str, how: str) -> None:

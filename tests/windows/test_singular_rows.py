@@ -237,7 +237,7 @@ def _between(length: int) -> float:
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("n", "length"), [(2, 8), (3, 8), (4, 6)])
 def test_a_view_in_shards_of_a_longer_value(ranks: Ranks, n: int, length: int) -> None:
     """The row before it is no row of the next program's sequence."""
@@ -310,7 +310,7 @@ class OnSlice(nn.Module):
         return (y / norm(y) if self.direction else y).sin().sum()
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("direction", [False, True])
 @pytest.mark.parametrize(("start", "end", "length"), [(1, None, 8), (0, -1, 7), (2, -2, 9)])

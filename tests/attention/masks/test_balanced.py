@@ -384,7 +384,7 @@ class Window(nn.Module):
         return self.attend(x[:, self.rows], again).square().sum()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("attention", "ranks"), [("ring", 2), ("gather", 3)])
 def test_windows_that_begin_later(attention: str, ranks: int, documents: bool) -> None:

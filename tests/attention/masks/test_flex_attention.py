@@ -260,6 +260,7 @@ def test_scores_of_balanced_positions(strategy: str) -> None:
     assert not report.fallbacks
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize(("mask", "score_mod"), [("documents", "both"), ("prefix", "soft-cap")])

@@ -105,6 +105,7 @@ def test_in_other_orders(kind: str, layout: str, strategy: str) -> None:
     run(kind, 3, attention=strategy, layout=layout)
 
 
+@pytest.mark.slow
 def test_keys_in_two_parts_learn_from_both() -> None:
     """Zigzag shards are gathered as two stretches, each of which has a gradient for all of a table."""
     run("distances", 2, attention="gather", layout="zigzag")
@@ -152,6 +153,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("fills", [False, True])
 def test_fills_are_not_merged(fills: bool) -> None:
     """A row of only large finite fills weights all keys equally; results of key blocks cannot express that."""
@@ -278,6 +280,7 @@ def _in_halves(model: Partial, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sum(out * weights[..., i, None] for i, (out, _) in enumerate(found)) + found[0][1][..., None] / 8
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize("kind", ["distances", "a cap"])

@@ -87,7 +87,7 @@ ONE = (three, summed, learned, tensor_coefficients)
 LOSSES = (*ONE, of_two_sums, offset, squared, of_two_heads, beside_a_sum, by_rows)
 
 
-@pytest.mark.sampled(every=10)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_one_device(loss: Loss, n: int) -> None:
@@ -114,7 +114,8 @@ class Metrics(Model):
         return super().forward(ids, weights), parts[0].detach(), parts[1]
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("n", [2, 1])
 def test_sums_that_others_read(n: int) -> None:
     found = sp_compile.verify(Metrics(three).double(), *batch(23), sp=n, tiles=3)
     assert found.worst < EXACT
