@@ -311,6 +311,7 @@ class Shards(Decoder):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()), x.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "outputs"),
     [

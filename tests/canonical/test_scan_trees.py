@@ -140,12 +140,13 @@ def made_with_attention(run: Callable[..., Tensor], length: int) -> tuple[nn.Mod
     return AfterAttention(run).double(), torch.randn(2, length, WIDTH, dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_beside_attention_a_symbol_changes_no_exchange() -> None:
     """Each level of the tree was gathered."""
 
     def looked(of_symbol: bool) -> list[str]:
         torch._dynamo.reset()
-        model, x = made_with_attention(softmax, 5)
+        model, x = made_with_attention(softmax, 10)
         if of_symbol:
             torch._dynamo.mark_dynamic(x, 1)
         return [str(one) for one in sp_compile.explain(model, x, sp=3).exchanges]
@@ -156,15 +157,16 @@ def test_beside_attention_a_symbol_changes_no_exchange() -> None:
 def at_other_lengths(run: Callable[..., Tensor], attends: bool) -> list[Outcome]:
     model, _ = made_with_attention(run, 7) if attends else made(run, 7)
     compiled = sp(model, mesh=mesh())
-    inputs = [torch.randn(2, length, WIDTH, dtype=torch.float64) for length in (3, 5)]
+    inputs = [torch.randn(2, length, WIDTH, dtype=torch.float64) for length in (7, 10, 4)]
     return [against_eager(model, x, run=compiled) for x in inputs]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("attends", [False, True])
 def test_other_lengths(ranks: Ranks, attends: bool) -> None:
     """The second length of a process is a symbol: a scan alone was no sequence there."""
-    for outcomes in zip(*ranks.run(2, at_other_lengths, softmax, attends), strict=True):
+    for outcomes in zip(*ranks.run(3, at_other_lengths, softmax, attends), strict=True):
         check(outcomes)
 
 

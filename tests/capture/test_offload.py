@@ -266,6 +266,7 @@ ROUTES = {"at once": 1e15, "slow": 1e10}
 """Bytes a second to the host: copies take nothing, or as long as some of the work."""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("program", "state", "route"),

@@ -227,7 +227,7 @@ def dropped(attention: str, tiles: int | str, offload: str | float, how: str, co
     return True
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("n", "attention", "tiles", "offload", "how"),

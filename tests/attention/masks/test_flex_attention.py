@@ -244,6 +244,7 @@ def test_equals_one_device(mask: str, strategy: str) -> None:
     run(mask, strategy, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("strategy", ["hybrid", "ulysses"])
 def test_scores_equal_one_device(strategy: str) -> None:

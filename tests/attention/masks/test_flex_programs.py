@@ -97,6 +97,7 @@ def test_equals_one_device(kind: str, strategy: str) -> None:
     run(kind, 4, attention=strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])

@@ -101,6 +101,7 @@ def grads(run: Attend, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [out, *torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", FORMS)
 def test_form(name: str) -> None:
     attend, expected = FORMS[name]
@@ -171,6 +172,7 @@ def test_biases_without_a_text(name: str) -> None:
     torch.testing.assert_close(grads(gm), grads(DATA[name]), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", STAYS)
 def test_stays(name: str) -> None:
     gm = canonical(STAYS[name])

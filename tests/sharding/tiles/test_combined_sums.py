@@ -121,15 +121,16 @@ def test_sums_that_others_read(n: int) -> None:
     assert found.worst < EXACT
 
 
-def test_half_types_are_rounded_once() -> None:
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_half_types_are_rounded_once(dtype: torch.dtype) -> None:
     """A cast does not apply to a partial sum of ranks, with and without autocast."""
-    for dtype in (torch.bfloat16, torch.float32):
-        model = Model(three).to(dtype)
-        right = Model(three).double()
-        found = torch.compile(model, backend="sp", options={"tiles": 3, "compiler": "aot_eager"})(*batch(16))
-        torch.testing.assert_close(
-            found.double(), right(*batch(16)), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=0
-        )
+    model = Model(three).to(dtype)
+    right = Model(three).double()
+    found = torch.compile(model, backend="sp", options={"tiles": 3, "compiler": "aot_eager"})(*batch(16))
+    torch.testing.assert_close(
+        found.double(), right(*batch(16)), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=0
+    )
 
 
 class Goldens(TestCase):

@@ -577,6 +577,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mlps.find_notes(NoteKind.DECLINED, subject="run_in_tiles")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("make", [Decoder, Checkpointed])
 def test_auto_by_the_device(make: type[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
