@@ -90,7 +90,7 @@ def run(kind: str, ranks: int, length: int = LENGTH, heads: tuple[int, int] = (H
     assert not any(note.subject == "rewrite_flex_attention" for note in report.notes), report
 
 
-@pytest.mark.sampled(every=17)
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_one_device(kind: str, strategy: str) -> None:
