@@ -88,13 +88,13 @@ def _after_a_step(run: nn.Module, model: nn.Module) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_on_ranks(ranks: Ranks, n: int, tied: bool) -> None:
     assert all(ranks.run(n, on_a_rank, tied))
 
 
-@pytest.mark.slow
 def test_single_device() -> None:
     assert on_a_rank(tied=False)
 
