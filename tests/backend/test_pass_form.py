@@ -356,6 +356,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", {**REFUSED, **OF_SEQUENCES})
 def test_a_refusal_has_a_reason(name: str) -> None:
     fn, why = {**REFUSED, **OF_SEQUENCES}[name]

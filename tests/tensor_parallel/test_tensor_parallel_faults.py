@@ -87,6 +87,7 @@ def first_error(step: Step, options: dict[str, Any]) -> tuple[int, str]:
     return STEPS, ""
 
 
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize(
     ("step", "when", "words", "options"),
     [

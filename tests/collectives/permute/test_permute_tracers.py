@@ -175,6 +175,7 @@ def expected(fn: Any, xs: list[Tensor], rank: int) -> tuple[Tensor, Tensor]:
     return exchanged, definition(changed, rank, 2, 1)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("fn", [written_between, written_after, written_before_the_second])
 def test_nothing_is_read_across_a_write(group: Any, fn: Any, tracer: str) -> None:
