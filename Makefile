@@ -1,17 +1,17 @@
-# Everything a fresh machine with Python >= 3.11 needs. A stamp file in the environment makes second runs quick.
+# Targets create a virtual environment with their dependencies; Python >= 3.11 is enough. Stamp files avoid reinstalls.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-# Test processes side by side, and what they run: make test FILES="tests/scan tests/cost"
+# Number of parallel test processes, and the tests to run: make test FILES="tests/scan tests/cost"
 WORKERS ?= 2
 FILES ?=
-# Torch and Python of `make test-versions`, as in VERSIONS=2.11.0/3.11; all that are claimed by default
+# Versions of torch and Python for `make test-versions`, such as VERSIONS=2.11.0/3.11; default: all supported ones
 VERSIONS ?=
-# Each test compiles something small, so torch's garbage collection behind each compilation is a tenth of the time. What
-# vector instructions the CPU says to have it has: trying them out takes each process that compiles 5 to 20 seconds.
+# The first variable disables torch's garbage collection after each compilation, a tenth of the time of small tests. The
+# second skips a test of the CPU's vector instructions, which takes 5 to 20 seconds in each process that compiles.
 PYTEST := TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 TORCHINDUCTOR_VEC_ISA_OK=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-slow test-versions fuzz properties quick bench recipes docs lint format clean
@@ -28,17 +28,17 @@ quick: $(VENV)/.test
 test-slow: $(VENV)/.test $(VENV)/.recipes $(VENV)/.docs
 	$(PYTEST) -m slow $(FILES)
 
-# Other versions of torch and Python: gigabytes the first time, half an hour each time.
+# Other versions of torch and Python: downloads gigabytes the first time, and takes half an hour.
 test-versions: $(VENV)/.versions
 	$(BIN)/python benchmarks/versions.py --uv $(BIN)/uv $(VERSIONS)
 
-# Random programs of every kind, every op of torch's op_db and faults on real ranks, for so many minutes. Each SEED draws others.
+# Random programs of every kind, every op of torch's op_db and faults on real ranks, for MINUTES. SEED selects the programs.
 MINUTES ?= 10
 SEED ?= 0
 fuzz: $(VENV)/.test
 	TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 PYTHONPATH=tests:benchmarks $(BIN)/python -m support.fuzz --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
 
-# What tests state of any value, on other values than the ones that `make test` always draws.
+# Property tests on random values, instead of the fixed examples of `make test`.
 properties: $(VENV)/.test
 	$(PYTEST) -m hypothesis --hypothesis-profile=fuzz $(FILES)
 
@@ -46,12 +46,12 @@ bench: $(VENV)/.examples
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/compile_time.py
 
-# Each recipe of docs/ as it is typed, with Inductor, beside one device: minutes each. Written to benchmarks/results/recipes.md.
+# Compare each recipe of docs/ with a single device, under Inductor: minutes each. Writes benchmarks/results/recipes.md.
 RECIPES ?=
 recipes: $(VENV)/.test $(VENV)/.recipes
 	PYTHONPATH=tests:. $(BIN)/python -m support.docs.typed $(RECIPES)
 
-# The site of docs/, in build/site; any warning is an error.
+# Build the site of docs/ in build/site; warnings are errors.
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -q -W --keep-going -E -d build/doctrees docs build/site
 
@@ -75,7 +75,7 @@ $(VENV)/.test $(VENV)/.recipes $(VENV)/.examples $(VENV)/.docs $(VENV)/.dev $(VE
 	$(BIN)/pip install -q -e .[$*] $(WITH)
 	touch $@
 
-# The triton that torch 2.13 is built with: its CPU build asks for none, and pip would take the newest.
+# The version of triton for torch 2.13. Its CPU build does not depend on triton, and pip would install the newest one.
 $(VENV)/.test: WITH = "triton<3.8; platform_system == 'Linux' and platform_machine == 'x86_64'"
 
 clean:

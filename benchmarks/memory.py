@@ -60,7 +60,7 @@ float32, a vocabulary of {VOCAB}, 4 layers of 256, every block checkpointed, one
 a step makes, gradients included, of the rank that holds most; CPU seconds of all ranks together, their exchanges
 included: medians of turns in one run, in the first of which every allocation is recorded. Gradients: against those of
 the first line. DeepSpeed: its TiledMLP, TiledFusedLogitsLoss and DistributedAttention, and gradients summed in place.
-By hand: chunks, each computed again, with heads exchanged for rows. Ours is compiled by Inductor, these two are eager.
+Handwritten: recomputed chunks, with heads exchanged for rows. Ours is compiled by Inductor, these two are eager.
 
 """
 """Then a section for each length and number of ranks."""

@@ -50,14 +50,16 @@ def is_as_users_run(item: pytest.Item) -> bool:
 
 
 def keep_chosen(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep those inductor variants that the mark of their test names; they are never slow."""
+    """Keep those inductor variants that the mark of their test names; they are slow only if the mark says so."""
     deselected: list[pytest.Item] = []
     for item in items[:]:
         if not is_as_users_run(item):
             continue
-        chosen = item.get_closest_marker("as_users_run").kwargs
-        if all(item.callspec.params[name] == value for name, value in chosen.items()):
+        chosen = item.get_closest_marker("as_users_run")
+        if all(item.callspec.params[name] == value for name, value in chosen.kwargs.items()):
             item.own_markers = [mark for mark in item.own_markers if mark.name not in ("slow", "sampled")]
+            if "slow" in chosen.args:
+                item.add_marker(pytest.mark.slow)
         else:
             items.remove(item)
             deselected.append(item)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
+from enum import Enum, auto
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo import eval_frame, external_utils
@@ -173,10 +175,26 @@ def refuse_eager_fallback() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
+class EagerReason(Enum):
+    """Reasons why Dynamo falls back to eager for code that was passed to torch.compile."""
+
+    RECOMPILE_LIMIT = auto()  # compiled too often
+    TORCH_CODE = auto()  # defined in a file of torch, which Dynamo skips
+    DISABLED = auto()  # torch.compiler.disable
+    GRAPH_BREAK = auto()  # a graph break where Dynamo cannot continue, such as in a loop, and all other reasons
+
+
+class EagerFallback(NamedTuple):
+    """Fallback to eager of code that was passed to torch.compile."""
+
+    target: Any  # the module, or the name of a function
+    code: CodeType  # of the user's function, without its decorators
+    reason: EagerReason
+    text: str  # Dynamo's message
+
+
 def on_eager(
-    backend: Callable[..., Any],
-    warn: Callable[[Any, CodeType, str], None],
-    warn_of_piece: Callable[[torch.nn.Module], None],
+    backend: Callable[..., Any], warn: Callable[[EagerFallback], None], warn_of_piece: Callable[[torch.nn.Module], None]
 ) -> None:
     """Report code of this backend for which Dynamo falls back to eager, once for each code object.
 
@@ -184,8 +202,8 @@ def on_eager(
 
     Args:
         backend: The backend.
-        warn: Called with the module, or the name of a function; its code; and Dynamo's reason. Only for the object that
-            was passed to torch.compile, not for code after a graph break.
+        warn: Called with the fallback. Only for the object that was passed to torch.compile, not for code after a graph
+            break, and not for code without tensors.
         warn_of_piece: Called with the module in whose call code after a graph break is compiled.
     """
     convert = CatchErrorsWrapper.__call__
@@ -206,13 +224,30 @@ def on_eager(
         elif model is not None and not is_compiled_code:
             new_reasons = [text for text, n in counters["unimplemented"].items() if n > counts_before.get(text, 0)]
             if new_reasons:
-                reason = _shorten_reason(new_reasons[-1])
+                text = _shorten_reason(new_reasons[-1])
             else:
-                reason = getattr(result, "skip_reason", None) or ""
-            warn(model, frame.f_code, reason)
+                text = getattr(result, "skip_reason", None) or ""
+            if "no tensor" not in text:
+                warn(_classify_fallback(model, frame.f_code, text))
         return result
 
     CatchErrorsWrapper.__call__ = wrapped
+
+
+def _classify_fallback(target: Any, code: CodeType, text: str) -> EagerFallback:
+    """Return the fallback for skipped code, which for a module may be that of a decorator around `forward`."""
+    user_code = code
+    if isinstance(target, torch.nn.Module):
+        user_code = getattr(inspect.unwrap(target.forward), "__code__", code)
+    if "recompile limit" in text:  # also of a decorator
+        reason = EagerReason.RECOMPILE_LIMIT
+    elif user_code is not code:
+        reason = EagerReason.DISABLED
+    elif "skipfiles" in text:
+        reason = EagerReason.TORCH_CODE
+    else:
+        reason = EagerReason.GRAPH_BREAK
+    return EagerFallback(target, user_code, reason, text)
 
 
 def _backend_of(callback: Any) -> Any:

@@ -181,7 +181,7 @@ def _first_difference(messages: Sequence[Message]) -> SpError:
 
     stopped = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == STOP_VERB.verb])
     if stopped:
-        cause = f"rank {stopped} of {n} does not take part in this call, as another of its groups differs."
+        cause = f"rank {stopped} of {n} does not take part in this call: the ranks of another of its groups disagree."
         return SpError("SP603", cause)
 
     compiling = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == COMPILE_VERB])
@@ -191,16 +191,16 @@ def _first_difference(messages: Sequence[Message]) -> SpError:
 
     readers = _format_ranks([rank for rank, verb in enumerate(verbs) if verb == READ_VERB])
     if readers and len({*verbs}) > 1:
-        return SpError("SP604", f"rank {readers} of {n} reads a value in shards and the others do not:\n{rows}")
+        return SpError("SP604", f"rank {readers} of {n} reads a sharded tensor and the others do not:\n{rows}")
     if readers:
-        return SpError("SP604", f"the {n} ranks of this group read different values in shards:\n{rows}")
+        return SpError("SP604", f"the {n} ranks of this group read different sharded tensors:\n{rows}")
 
-    cause = f"the {n} ranks of this group are about to do different things:\n{rows}"
+    cause = f"the {n} ranks of this group are about to run different operations:\n{rows}"
     first_calls = [rank for rank, message in enumerate(messages) if message.number == 1]
     is_same_program = len({(message.verb, message.subject) for message in messages}) == 1
     if is_same_program and 0 < len(first_calls) < n:
         ranks = _format_ranks(first_calls)
-        return SpError("SP605", f"{cause}\nrank {ranks} of {n} calls it with new tensors for weights.")
+        return SpError("SP605", f"{cause}\nrank {ranks} of {n} calls it with new weight tensors.")
     return SpError("SP601", cause)
 
 

@@ -9,7 +9,6 @@ With FSDP (`fully_shard`) on submodules, hooks in Python end the graph at each o
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from types import CodeType
@@ -18,69 +17,58 @@ from typing import Any
 import torch
 
 from sp_compile.lowering.base.ranks import process_rank
+from sp_compile.lowering.torch_compat import EagerFallback, EagerReason
 
 log = logging.getLogger(__name__)
 
 EAGER_WARNING = (
-    "%s runs eagerly, whole on every rank, though it was compiled with backend='sp': torch.compile left its code "
-    "(%s:%d) to Python: %s. %s"
+    "%s falls back to eager on gathered inputs although it was compiled with backend='sp'. torch.compile skipped its "
+    "code (%s:%d): %s. %s"
 )
-TORCH_SKIP_FIX = "Call it in the forward of a module of yours and compile that one, or take torch.compile(module)"
-DISABLED_REASON = "it is under torch.compiler.disable"
-DISABLED_FIX = "Take that away, or do not compile it"
-RECOMPILE_LIMIT_FIX = (
-    "TORCH_LOGS=recompiles says what differs from call to call: pass equal shapes and types, compile with "
-    "dynamic=True, or raise torch._dynamo.config.recompile_limit; the cache of transformers, of which each layer "
-    "sees another state, is no part of training: use_cache=False"
-)
-GRAPH_BREAK_FIX = (
-    "TORCH_LOGS=graph_breaks says where: take what it names out of loops, try and with, or out of the block; "
-    "fullgraph=True makes it an error"
-)
+# causes in place of Dynamo's messages
+EAGER_CAUSES = {
+    EagerReason.TORCH_CODE: "it is defined in a file of torch",
+    EagerReason.DISABLED: "torch.compiler.disable was applied to it",
+}
+EAGER_FIXES = {
+    EagerReason.RECOMPILE_LIMIT: "Run with TORCH_LOGS=recompiles to see which guards fail. Pass inputs of equal shapes "
+    "and types, compile with dynamic=True, or increase torch._dynamo.config.recompile_limit. For training with a model "
+    "of transformers, pass use_cache=False, since the cache has a different state in each layer.",
+    EagerReason.TORCH_CODE: "Call it in the forward of your own module and compile that module, or use "
+    "torch.compile(module) instead of module.compile().",
+    EagerReason.DISABLED: "Remove torch.compiler.disable, or do not compile this module.",
+    EagerReason.GRAPH_BREAK: "Run with TORCH_LOGS=graph_breaks to find the unsupported code, and move it out of loops, "
+    "try and with blocks, or out of the compiled module. With fullgraph=True, torch.compile raises an error instead.",
+}
 
 FSDP_WARNING = (
-    "%s is compiled with backend='sp' as a whole, but fully_shard has %d of its parts, %s the first. FSDP gathers and "
-    "frees their weights in Python, which ends a graph at each: they are compiled one by one at most, and what is "
-    "between them, as an embedding, a norm, a head with its loss, may run whole on every rank. %s"
+    "%s was compiled with backend='sp', but fully_shard was applied to %d of its submodules, such as %s. FSDP gathers "
+    "and frees their weights in hooks, each of which causes a graph break. Each submodule is compiled separately at "
+    "most. Code between them, such as an embedding, a norm or a head with its loss, may run eagerly on gathered "
+    "inputs. %s"
 )
 FSDP_FIX = (
-    "Compile each part by itself, the last one with the loss (docs/recipes/blocks.md), or call fully_shard on the "
-    "whole model only"
+    "Compile each submodule separately, the last one together with the loss (docs/recipes/blocks.md), or apply "
+    "fully_shard to the root module only."
 )
 
 _warned: set[tuple[str, CodeType]] = set()  # names and code that were warned about
 _warned_fsdp: set[str] = set()  # classes of models that were warned about
 
 
-def warn_eager_fallback(target: Any, code: CodeType, reason: str) -> None:
-    """Warn on rank 0, once for each code object, with the reason and a fix. Dynamo's hook calls it.
-
-    Args:
-        target: The module that runs eagerly, or the name of a function.
-        code: The code that Dynamo skipped. For a module it may be that of a decorator around `forward`.
-        reason: Dynamo's reason. Code without tensors is not reported.
-    """
-    if "no tensor" in reason:
+def warn_eager_fallback(fallback: EagerFallback) -> None:
+    """Warn on rank 0, once for each code object, with the reason and a fix. Dynamo's hook calls it."""
+    target, code, reason, text = fallback
+    name = name_of_callable(target)
+    if process_rank() > 0 or (name, code) in _warned:
         return
-    name, user_code = name_of_callable(target), code
-    if isinstance(target, torch.nn.Module):
-        user_code = getattr(inspect.unwrap(target.forward), "__code__", code)
-    if process_rank() > 0 or (name, user_code) in _warned:
-        return
-    _warned.add((name, user_code))
-    is_recompile_limit = "recompile limit" in reason  # also of a decorator
-    if user_code is not code and not is_recompile_limit:  # a decorator: torch.compiler.disable
-        reason, fix = DISABLED_REASON, DISABLED_FIX
-    elif "skipfiles" in reason:
-        reason, fix = "it is torch's own", TORCH_SKIP_FIX
-    elif is_recompile_limit:
-        fix = RECOMPILE_LIMIT_FIX
-    elif isinstance(target, torch.nn.Module) and find_fsdp_submodules(target):
+    _warned.add((name, code))
+    fix = EAGER_FIXES[reason]
+    if reason is EagerReason.GRAPH_BREAK and isinstance(target, torch.nn.Module) and find_fsdp_submodules(target):
         fix = FSDP_FIX
         _warned_fsdp.add(name)
-    else:
-        fix = GRAPH_BREAK_FIX
-    log.warning(EAGER_WARNING, name, user_code.co_filename, user_code.co_firstlineno, reason, fix)
+    cause = EAGER_CAUSES.get(reason, text)
+    log.warning(EAGER_WARNING, name, code.co_filename, code.co_firstlineno, cause, fix)
 
 
 def find_fsdp_submodules(model: torch.nn.Module) -> list[str]:

@@ -53,7 +53,7 @@ from .sharded_values import GatheredProgram, ShardedProgram, any_sharded
 
 register_sendable(Machine)
 register_sendable(LatencyBandwidth)
-on_recompile_limit(partial(publish_stop, goes_on=True))  # the other ranks do not wait for a rank that runs eagerly
+on_recompile_limit(partial(publish_stop, continues=True))  # the other ranks do not wait for a rank that runs eagerly
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options that affect collectives
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.capturing import lowered
 from support.models import BATCH, SIZES, WIDTH, Decoder, causal, check, floats, rotated, seeded, tokens
-from support.spellings.attention_spellings import EXCHANGED, OTHERS, Attend, Model, sdpa
+from support.variants.attention_variants import EXCHANGED, OTHERS, Attend, Model, sdpa
 from torch import Tensor, nn
 
 from sp_compile.lowering.comm.simulate import run_ranks
@@ -32,7 +32,7 @@ def spread(table: dict[str, Attend]) -> list[object]:
     return [pytest.param(attend, *size, id=name) for (name, attend), size in pairs]
 
 
-@pytest.mark.sampled(every=24)
+@pytest.mark.sampled(every=1000)
 @pytest.mark.parametrize("attend", EXCHANGED.values(), ids=EXCHANGED)
 def test_one_exchange_there_and_one_back(attend: Attend) -> None:
     report = run(attend, 2, 17, heads=4, kv_heads=2, attention="ulysses")
@@ -42,7 +42,7 @@ def test_one_exchange_there_and_one_back(attend: Attend) -> None:
     assert not report.fallbacks
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=1000)
 @pytest.mark.parametrize(("attend", "ranks", "length"), spread(OTHERS))
 def test_other_attention(attend: Attend, ranks: int, length: int) -> None:
     run(attend, ranks, length)
@@ -55,6 +55,7 @@ def test_any_number_of_heads(name: str, heads: int, kv_heads: int, ranks: int) -
     run(EXCHANGED[name], ranks, 13, heads, kv_heads)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", ["causal", "full", "documents", "learned bias", "repeat_kv"])
 def test_attention_gather(name: str) -> None:
@@ -76,6 +77,7 @@ def test_only_the_key_heads_are_sent(name: str) -> None:
     assert back.forward == back.backward == heads * row * (ranks - 1) // ranks
 
 
+@pytest.mark.slow
 def test_exchanges_of_a_plain_decoder() -> None:
     report = run(causal, 2, 16, layers=3)
     counts = {e.op: report.count(e.op) for e in report.exchanges if e.forward or e.op == "reduce_grad"}
@@ -92,6 +94,7 @@ class Cached(Decoder):
         return self.head(layer.merge(sdpa(q, k, v, is_causal=True))), k, v
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("ranks", "length"), [(2, 16), (4, 17)])
 def test_returned_keys_and_values(ranks: int, length: int) -> None:
     check(seeded(lambda: Cached(kv_heads=2)), tokens(length), sp=ranks)
@@ -168,6 +171,7 @@ def test_modules_of_torch(name: str, ranks: int, length: int) -> None:
     check(seeded(lambda: Stock(*STOCK[name])), floats(BATCH, length, WIDTH).requires_grad_(), padding, sp=ranks)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("ranks", "length"), [(2, 16), (3, 5)])
 def test_queries_keys_and_values_as_inputs(is_causal: bool, ranks: int, length: int) -> None:

@@ -84,7 +84,7 @@ def test_autocast_around_attention(attention: str) -> None:
     assert report.worst < 0.05
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("attention", ["auto", "ring", "gather"])
 def test_a_mask_on_a_window_of_the_sequence(attention: str, ranks: int) -> None:

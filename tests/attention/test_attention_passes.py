@@ -214,7 +214,7 @@ def slid(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, (i[:, None] >= i) & (i[:, None] - i < 3)).transpose(1, 2)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("strategy", ["auto", "ulysses", "ring", "gather"])
 @pytest.mark.parametrize("program", [alone, projected, of_itself, slid])
 def test_attention_begins_on_shards_of_inputs(program, strategy):

@@ -47,6 +47,7 @@ def cannot(n: int, heads: int, **how: Any) -> str:
     return error_text(lambda: run(*text(12)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     ("n", "heads", "how", "words"),
@@ -133,6 +134,7 @@ def mixed(seq: int) -> Outcome:
     return against_eager(build(Mixed), *text(seq), mesh=worker.mesh())
 
 
+@pytest.mark.slow
 @pytest.mark.as_users_run
 @pytest.mark.parametrize("seq", [13])
 def test_attention_between_a_scan_and_a_convolution(ranks: Ranks, seq: int) -> None:
@@ -154,6 +156,7 @@ class Translator(nn.Module):
         return self.decoder(x, memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather", "auto"])
 @pytest.mark.parametrize(("length", "source"), [(8, 20), (13, 7)])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.attention.attending import randn
-from support.attention.by_hand import BATCH, DIM, MESHES, OPS, Case, attend, dense, simulated, whole
+from support.attention.functional_cases import BATCH, DIM, MESHES, OPS, Case, attend, dense, simulated, whole
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.attention.by_hand import BATCH, DIM, MESHES, OPS
+from support.attention.functional_cases import BATCH, DIM, MESHES, OPS
 from support.recording import Recorder
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _unregister_process_group

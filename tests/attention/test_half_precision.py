@@ -126,7 +126,7 @@ def test_error_is_at_most_twice_the_single_device_error(strategy: str, heads: tu
     check(lambda: Decoder(attend, *heads), LENGTH, 4, attention=strategy)
 
 
-@pytest.mark.sampled(every=32)
+@pytest.mark.sampled(every=46)
 @pytest.mark.parametrize("mask", [documents, soft_cap, sinks, window, padding])
 @pytest.mark.parametrize("layout", ["auto", "balanced"])
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def run(
     return check(model, *inputs(length), sp=ranks, attention=strategy, layout=layout, **options)
 
 
-@pytest.mark.sampled(every=26)
+@pytest.mark.sampled(every=34)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("strategy", NAMES)
@@ -106,7 +106,7 @@ def test_layouts(strategy: str, layout: str) -> None:
     run(strategy, "documents", "GQA", 13, 4, layout)
 
 
-@pytest.mark.sampled(every=16)
+@pytest.mark.sampled(every=27)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("mask", MASKS)
@@ -163,6 +163,7 @@ def _window_of(width: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=(i[:, None] >= i) & (i[:, None] - i < width))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("flops", [1e3, 1e15], ids=["compute counts", "bytes count"])
 def test_one_layout_for_layers_that_want_different_ones(flops: float) -> None:
     """`explain` prints the strategy that runs: all candidates are priced in the program's final row order."""
@@ -200,7 +201,7 @@ class Biased(Decoder):
         return super().forward(ids)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize(
     ("learned", "dtype", "more", "kernel"),
     [
@@ -226,6 +227,7 @@ class UnderAutocast(Biased):
             return super().forward(ids)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize(("learned", "kernel"), [(True, "efficient"), (False, "fused")])
 def test_autocast_is_planned(learned: bool, kernel: str) -> None:

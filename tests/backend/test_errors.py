@@ -104,6 +104,7 @@ def with_options(options: dict[str, Any]) -> str:
     return error_text(lambda: sp(build(layers=1), **options)(*text(8)))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

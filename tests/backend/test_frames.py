@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 from support.models import Decoder, seeded, tokens
-from support.spellings.attention_spellings import EXCHANGED, LONGEST, OTHERS
-from support.spellings.attention_spellings import Model as Attending
-from support.spellings.loops import LOOPS, inputs
+from support.variants.attention_variants import EXCHANGED, LONGEST, OTHERS
+from support.variants.attention_variants import Model as Attending
+from support.variants.loops import LOOPS, inputs
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 

@@ -185,6 +185,7 @@ class Returns(nn.Module):
                 return loss, {"scores": hidden}
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("how", "name"),
     [("tuple", "hidden"), ("dict", "scores"), ("dataclass", "scores"), ("named tuple", "scores"), ("nested", "hidden")],

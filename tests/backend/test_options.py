@@ -216,7 +216,7 @@ def plainly() -> Callable[..., str]:
     return found
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("option", [f.name for f in fields(SPConfig)])
 def test_an_option_is_honored_or_refused(

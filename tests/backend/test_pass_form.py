@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.golden import captured
 from support.parity import Decoder, build
-from support.spellings.toy_spelling import Doubled
+from support.variants.toy_pass import Doubled
 from torch import Tensor, nn
 
 import sp_compile
@@ -356,6 +356,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", {**REFUSED, **OF_SEQUENCES})
 def test_a_refusal_has_a_reason(name: str) -> None:
     fn, why = {**REFUSED, **OF_SEQUENCES}[name]

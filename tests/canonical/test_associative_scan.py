@@ -108,6 +108,7 @@ def rewrite_scans(gm: Any) -> None:
         one()(gm)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("length", [1, 2, 7, 16])
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_other_functions_become_a_tree(name: str, length: int) -> None:
@@ -151,6 +152,7 @@ def saved_bytes(gm: Any, length: int) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("combine", [linear, rotation])
 def test_memory_is_linear(combine: Combine) -> None:
     sizes = []

@@ -142,7 +142,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=2, max_size=6))
 def test_any_combination_keeps_its_value(steps: list[str]) -> None:
     """With integers, so that nothing but a wrong rewrite makes a difference."""

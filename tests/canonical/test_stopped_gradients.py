@@ -100,7 +100,7 @@ PATTERNS: dict[str, Callable[[Stop, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(every=10)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("how", STOPS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_gradients(name: str, how: str) -> None:
@@ -128,6 +128,7 @@ def nested(x: Tensor) -> Tensor:
         return x.cumsum(1) - x
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("f", [inside_of_vmap, inside_of_grad, combined, nested])
 def test_regions_inside_of_others(f: Callable[[Tensor], Tensor]) -> None:
     model = Model(lambda x: x + f(x))
@@ -143,6 +144,7 @@ ITSELF: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("op", ITSELF.values(), ids=ITSELF)
 def test_a_returned_operand_keeps_its_gradient(op: Callable[[Tensor], Tensor]) -> None:
     """A no-op returns its operand, also under no_grad, and later ops read the operand."""

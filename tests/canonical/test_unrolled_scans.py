@@ -193,7 +193,7 @@ def test_a_tree_alone_at_a_length_that_is_a_symbol(length: int) -> None:
     assert report.count("linear_scan") == 1
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize("length", [3, 7, 10])
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_rounds_are_right(rounds: str, length: int) -> None:

@@ -124,7 +124,7 @@ def test_checkpoint_regions_are_tagged() -> None:
 
 
 def test_policies_travel_with_their_nodes() -> None:
-    """Policies run when a rank's graph is compiled, see test_what_checkpoints_keep.py."""
+    """Policies run when a rank's graph is compiled, see test_saved_by_checkpoints.py."""
     model = Stack(selective)
     compiled, backend = compile_function(model)
     assert_same(step(compiled, model, torch.ones(2, 8, D)), step(model, model, torch.ones(2, 8, D)))

@@ -80,9 +80,9 @@ def compiled(module: Any, **how: Any) -> Any:
 @pytest.mark.parametrize(
     ("given", "name", "reason", "advice"),
     [
-        (nn.Linear(4, 4), "Linear", "it is torch's own", "in the forward of a module of yours"),
+        (nn.Linear(4, 4), "Linear", "defined in a file of torch", "in the forward of your own module"),
         (Looped(), "Looped", "graph break in loop", "TORCH_LOGS=graph_breaks"),
-        (Disabled(), "Disabled", "torch.compiler.disable", "Take that away"),
+        (Disabled(), "Disabled", "torch.compiler.disable", "Remove torch.compiler.disable"),
         (looped, "looped", "graph break in loop", "fullgraph=True"),
     ],
     ids=lambda one: "" if isinstance(one, str) else type(one).__name__,
@@ -92,7 +92,7 @@ def test_it_warns_once(warnings: pytest.LogCaptureFixture, given: Any, name: str
     for _ in range(2):
         run(torch.ones(2, 3, 4))
     (one,) = words(warnings)
-    assert one.startswith(f"{name} runs eagerly")
+    assert one.startswith(f"{name} falls back to eager")
     assert reason in one
     assert advice in one
     assert ("test_eager.py:" in one) == (name != "Linear")
@@ -105,8 +105,8 @@ def test_past_the_recompile_limit(warnings: pytest.LogCaptureFixture) -> None:
         assert not words(warnings)
         run(torch.ones(2, 5, 4))
     (one,) = words(warnings)
-    assert "Block runs eagerly" in one
-    assert "recompile limit exceeded. TORCH_LOGS=recompiles" in one
+    assert "Block falls back to eager" in one
+    assert "recompile limit exceeded. Run with TORCH_LOGS=recompiles" in one
 
 
 def decorated(forward: Any) -> Any:
@@ -130,8 +130,8 @@ def test_the_limit_of_a_decorated_forward(warnings: pytest.LogCaptureFixture) ->
         run(torch.ones(2, 3, 4))
         run(torch.ones(2, 5, 4))
     (one,) = words(warnings)
-    assert "Decorated runs eagerly" in one
-    assert "recompile limit exceeded. TORCH_LOGS=recompiles" in one
+    assert "Decorated falls back to eager" in one
+    assert "recompile limit exceeded. Run with TORCH_LOGS=recompiles" in one
 
 
 def test_a_callback_of_the_garbage_collection_was_not_compiled() -> None:

@@ -98,6 +98,7 @@ class Normed(nn.Module):
         return F.scaled_dot_product_attention(q, q, q).pow(2).sum() * self.table.weight.sum()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("bag", [False, True])
 def test_rows_of_a_table_that_are_renormalized(bag):
     ids = torch.randint(0, 5, (2, 9))
@@ -166,6 +167,7 @@ class Into(nn.Module):
         return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2) + h
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("write", INTO.values(), ids=INTO)
 def test_values_written_by_an_out_variant_are_gathered(write):
     """A mutating op has no rule, although torch tags its out= variant as pointwise."""

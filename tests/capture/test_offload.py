@@ -102,6 +102,7 @@ def test_device_memory_shrinks_by_the_share(model: str, share: float) -> None:
     assert len(backward.find_nodes(op="call_function", target=sp.reload.default)) == len(hosts) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["checkpointed", pytest.param("as written", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention", ["ulysses", pytest.param("ring", marks=pytest.mark.slow)])
 def test_a_program_of_any_length_leaves_no_more_than_one_of_that_length(model: str, attention: str) -> None:
@@ -122,6 +123,7 @@ class Thirds(nn.Module):
         return (q @ k.t() @ v).square().sum()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_parts_of_one_piece_of_memory(dynamic: bool) -> None:
     """One copy is made of them, and all three are views of it again, once it is there."""
@@ -264,6 +266,7 @@ ROUTES = {"at once": 1e15, "slow": 1e10}
 """Bytes a second to the host: copies take nothing, or as long as some of the work."""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("program", "state", "route"),

@@ -187,8 +187,8 @@ def test_freed_weights_are_not_accessed(ranks: Ranks) -> None:
     check(results, 3)
     assert first.cut == 1  # of both layers
     (warning,) = first.said
-    assert "Decoder is compiled with backend='sp' as a whole" in warning
-    assert "fully_shard has 2 of its parts, blocks.0 the first" in warning
+    assert "Decoder was compiled with backend='sp'" in warning
+    assert "fully_shard was applied to 2 of its submodules, such as blocks.0" in warning
     assert not any(found.said for found in others)
 
 

@@ -44,7 +44,8 @@ def nearest(x: Tensor, frame: Sequence[int], n: int, dim: int = 0) -> Callable[[
     return held
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("n", [3, 2, 1, 4])
 def test_every_frame(n: int) -> None:
     """Padded rows may contain NaN, and some ranks have no valid row."""
     for frame in frames(7):
@@ -244,6 +245,7 @@ ATTENTION: dict[str, Callable[[int], tuple[Any, Sequence[Any]]]] = {
 }
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("way", ATTENTION)

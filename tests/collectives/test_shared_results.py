@@ -166,13 +166,13 @@ def compared(program: str, length: int, product: bool, options: dict[str, Any]) 
 LAZY, EAGER = {"compiler": "aot_eager", "outputs": "lazy"}, {"compiler": "aot_eager"}
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_in_shards(ranks: Ranks, program: str) -> None:
     assert ranks.run(2, compared, program, 7, False, LAZY) == [[]] * 2
 
 
-@pytest.mark.sampled(every=18)
+@pytest.mark.sampled(every=27)
 @pytest.mark.parametrize("product", [True, False])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gathered(ranks: Ranks, program: str, product: bool) -> None:
@@ -259,6 +259,7 @@ def written_by_a_graph(program: str, which: int, reads: bool) -> float:
     return max(difference(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("reads", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("program", "which"), [("flat", 0), ("flat", 1), ("pooled", 1), ("detached", 1)])
 def test_written_by_a_graph(ranks: Ranks, program: str, which: int, reads: bool) -> None:
@@ -367,6 +368,7 @@ def equal_results(compiler: str, trained: bool, outputs: str) -> float:
     return difference(*results)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("outputs", ["gather", "lazy"])
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -406,6 +408,7 @@ def test_an_unsplit_program_refuses_inputs_that_share_memory(ranks: Ranks) -> No
         assert "input y is changed in place and shares memory with input x" in words
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("program", ["three", "of an input", "windows of nothing returned"])
 def test_verify_makes_views(program: str) -> None:
     x = torch.linspace(-1, 1, 2 * 7 * D, dtype=torch.float64).reshape(2, 7, D).requires_grad_()
@@ -438,6 +441,7 @@ def of_a_batch_of_one(dim: int) -> float:
     return max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_gathered_result_is_written_in_place(ranks: Ranks, dim: int) -> None:
     assert max(ranks.run(2, of_a_batch_of_one, dim)) < 1e-12

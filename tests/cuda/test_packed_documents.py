@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from support.attention.attending import packed
-from support.attention.by_hand import OPS, Case
+from support.attention.functional_cases import OPS, Case
 from support.cuda.blocks import TOLERANCE
 from support.cuda.borrowed import borrow
 from support.cuda.ranks import simulated_on_gpu

@@ -32,6 +32,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("of", "n", "options"), CASES)
 def test_a_predicted_peak_is_that_of_the_wrappers(gpu: AbsentGpu, of: Llama, n: int, options: dict[str, Any]) -> None:

@@ -258,6 +258,7 @@ wait 2""",
     )
 
 
+@pytest.mark.slow
 def test_hybrid(gpu: AbsentGpu) -> None:
     assert_expected_inline(
         events(gpu, "hybrid", 4),

@@ -161,6 +161,7 @@ def cut_between_blocks(options: dict[str, Any], dynamic: bool | None, cut: slice
 BALANCED, ZIGZAG = ({"layout": layout, "attention": "ring"} for layout in ("balanced", "zigzag"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "options", "dynamic", "cut", "lengths"),
     [
@@ -215,6 +216,7 @@ def writes_view(where: str) -> str | float:
         return difference(block(first(x)).full(), alone(front(x).sin()))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("where", ["of a result", "of an input", "by eager code"])
 def test_a_view_that_is_written_after_a_break(ranks: Ranks, where: str) -> None:
     """On a single device the base changes with its view; a graph with both as inputs refuses the write."""

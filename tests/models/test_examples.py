@@ -22,7 +22,7 @@ def run(*command):
 
 
 def test_single_passes():
-    out = run("examples/by_hand.py")
+    out = run("examples/run_passes.py")
     assert "== UlyssesAttention: rewrote the graph" in out
     losses = re.findall(r"rank \d: (\S+) +one device: (\S+)", out)
     assert len(losses) == 2
@@ -45,7 +45,7 @@ def test_data_and_sequence(kind):
 
 @pytest.mark.slow
 def test_functional_attention():
-    assert torchrun(2, "examples/attention_by_hand.py").count("largest relative error against one device") == 3
+    assert torchrun(2, "examples/manual_attention.py").count("largest relative error against one device") == 3
 
 
 @pytest.mark.slow

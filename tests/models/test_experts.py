@@ -117,7 +117,7 @@ def test_each_rank_sorts_its_own(experts: Experts, ranks: int, length: int) -> N
     assert not report.fallbacks, report
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize("experts", [scattered, *(one for one in ROUTINGS if one is not scattered)])
 def test_each_rank_sorts_its_own_of_any_length(experts: Experts) -> None:
     model = seeded(partial(Mixture, experts))
@@ -153,6 +153,7 @@ class Hashed(Mixture):
         return x + self.experts(self, rows, weights, ids).view_as(x)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("experts", [inverted, scattered, added])
 def test_each_rank_sorts_its_own_by_replicated_keys(experts: Experts) -> None:
     tokens = torch.randint(EXPERTS, (BATCH, 13))

@@ -157,6 +157,7 @@ def sent(make: Any, whole: bool, outputs: Any) -> tuple[list[int], list[str]]:
     return bytes_each, report.sharded_outputs
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("outputs", ["lazy", {"logits": "lazy"}], ids=str)
 def test_unread_logits_cost_nothing(outputs: Any) -> None:

@@ -24,6 +24,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=36)
 @pytest.mark.parametrize("config", WAYS, ids=lambda c: " ".join(c.values()))
 @pytest.mark.parametrize("make", [gpt_oss, gemma2, gemma3, deepseek, qwen3])

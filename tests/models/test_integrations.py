@@ -195,7 +195,7 @@ def test_metrics_of_replicas(accelerate: Any, ranks: Ranks) -> None:
         assert objects == [torch.ones(1)] * 2
         assert "rank 0: [('torch.float32', [1])]\n  rank 1: [('torch.float32', [2])]" in sizes
         assert "rank 1: values" in kinds
-        assert "did not come" in alone or not alone
+        assert "did not arrive" in alone or not alone
 
 
 def counted() -> dict[str, Any]:

@@ -240,6 +240,7 @@ class Input(nn.Module):
         return y.mT @ y, y.permute(2, 0, 1).cumsum(1), y.sum(0), y.flatten(1) @ self.weight.repeat(4, 1)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_dims_of_equal_sizes_are_distinguished(ranks: int) -> None:
     check(seeded(lambda: Input(4)), floats(4, 4, 4).requires_grad_(), sp=ranks)

@@ -57,6 +57,7 @@ def test_values_and_gradients(op: str, layout: str, n: int) -> None:
             close(simulated(case, n), expected(case))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_segments_that_differ_between_columns(layout: str, op: str) -> None:

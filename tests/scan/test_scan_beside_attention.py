@@ -44,9 +44,9 @@ class Returns(nn.Module):
         return F.mse_loss(values[:, 1:], rewards[:, 1:].cumsum(1).exp().cumprod(1))
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("back", [True, False])
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [2, 1, 3])
 def test_a_scan_that_begins_in_a_window(n: int, back: bool) -> None:
     """A rank alone has rows beside its window, too."""
     ids, _ = text(9)

@@ -122,9 +122,9 @@ def check_all(found: list[list[Outcome]]) -> None:
         check(outcomes)
 
 
-@pytest.mark.as_users_run(names=list(SCANS)[4::10])
-@pytest.mark.sampled(every=20)
-@pytest.mark.parametrize("names", [list(SCANS)[i::10] for i in range(10)], ids=", ".join)
+@pytest.mark.as_users_run(names=list(SCANS)[4::20])
+@pytest.mark.sampled(every=40)
+@pytest.mark.parametrize("names", [list(SCANS)[i::20] for i in range(20)], ids=", ".join)
 def test_every_scan(ranks: Ranks, names: list[str]) -> None:
     check_all(ranks.run(3, one_step, names))
 

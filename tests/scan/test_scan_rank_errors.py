@@ -91,7 +91,7 @@ WRONG = {
     _bad_op: "SP501: rank 1: inclusive_scan: Unknown op 'summ' (did you mean 'sum'?)",
     _other_op: "op=max",
     _other_function: "rank 1 calls linear_scan: a [4] torch.float32",
-    _attention_on_one_rank: "about to do different things",
+    _attention_on_one_rank: "about to run different operations",
     _other_gradients: "gradient: False",
     _ids_of_another_shape: "SP504: rank 1: segmented_scan: segment_ids",
     _ids_of_another_dtype: "segment_ids [4] torch.int32",

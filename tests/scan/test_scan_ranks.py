@@ -135,6 +135,7 @@ def _inductor(case: Case) -> list[float]:
     return _compiled([case], backend="inductor")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     "name",

@@ -229,7 +229,7 @@ def regroupings(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return atoms, grouped(), grouped()
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(regroupings())
 def test_reshape_finds_a_sequence_again(case: tuple[list[int], list[int], list[int]]) -> None:
     atoms, before, after = case

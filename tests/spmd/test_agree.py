@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from support.spellings.tracing_exchanges import one_of
+from support.variants.tracing_exchanges import one_of
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -296,7 +296,7 @@ def counts(layers: int) -> Counter[str]:
 
 def test_equal_blocks_are_one_program(ranks: Ranks) -> None:
     """With the embedding and the loss compiled too, the first block is as the others: three graphs, of any layers."""
-    for few, many in zip(ranks.run(2, counts, 2), ranks.run(2, counts, 8), strict=True):
+    for few, many in zip(ranks.run(2, counts, 2), ranks.run(2, counts, 4), strict=True):
         assert few == many == {"graphs": 3, "forward": 3, "backward": 3}
 
 

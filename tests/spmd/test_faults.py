@@ -218,6 +218,7 @@ def two_threads() -> str:
     return errors[0] if errors else ""
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("case", "words"),
     [

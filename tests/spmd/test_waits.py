@@ -26,8 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sp_compile import SpError
 from sp_compile.lowering.torch_compat import drain_gloo_threads, find_backward_nodes
 from sp_compile.runtime.agreement import describe_operation_mismatch
-from sp_compile.runtime.control import channel as wire
-from sp_compile.runtime.control import store
+from sp_compile.runtime.control import channel, store
 from sp_compile.runtime.control.message import CALL_VERB, READ_VERB, Message
 
 SECONDS = 5
@@ -94,7 +93,7 @@ def run_of(how: str) -> tuple[str, str, float]:
     [
         (
             "skips",
-            r"SP621: .*\n  rank 0, 1 was last seen when it (runs the backward.*|calls forward at )"
+            r"SP621: .*\n  last operation of rank 0, 1: (runs the backward.*|calls forward at )"
             r"spmd/test_waits.py:\d+ .*\n(.*\n)*Likely causes: a rank that has skipped",
         ),
         (
@@ -178,12 +177,12 @@ def test_a_rank_that_cannot_compile_one_program_runs_the_next(ranks: Ranks) -> N
 @pytest.mark.parametrize(("name", "believed"), [("there", True), ("later", False)])
 def test_a_stop_holds_for_existing_groups(monkeypatch: pytest.MonkeyPatch, name: str, believed: bool) -> None:
     """A rank that could not compile a program may run it over a group that is created later."""
-    said = wire.StopNotice(1, "mesh: it has no axis 'sq'", False, {"there": 0}, "Floats")
-    monkeypatch.setattr(wire, "_read_last_stop", lambda _: said)
-    monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
-    waiting = wire.ControlChannel(name, [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+    said = channel.StopNotice(1, "mesh: it has no axis 'sq'", False, {"there": 0}, "Floats")
+    monkeypatch.setattr(channel, "_read_last_stop", lambda _: said)
+    monkeypatch.setattr(channel.dist, "get_rank", lambda: 0)
+    waiting = channel.ControlChannel(name, [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     found = waiting._find_stop(Message(CALL_VERB, "Floats", 1))
-    assert found == (said if believed else wire.NO_RANK)
+    assert found == (said if believed else channel.NO_RANK)
 
 
 @pytest.mark.parametrize(
@@ -197,42 +196,46 @@ def test_a_stop_holds_for_existing_groups(monkeypatch: pytest.MonkeyPatch, name:
 )
 def test_a_stop_holds_for_its_program(monkeypatch: pytest.MonkeyPatch, subject: str, believed: bool) -> None:
     """Not for another program with the same prefix."""
-    monkeypatch.setattr(wire, "_read_last_stop", lambda _: wire.StopNotice(1, "no memory", False, {"one": 0}, subject))
-    monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
-    waiting = wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+    monkeypatch.setattr(
+        channel, "_read_last_stop", lambda _: channel.StopNotice(1, "no memory", False, {"one": 0}, subject)
+    )
+    monkeypatch.setattr(channel.dist, "get_rank", lambda: 0)
+    waiting = channel.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     found = waiting._find_stop(Message(CALL_VERB, "forward at model.py:12: x", 3, model=2))
-    assert (found != wire.NO_RANK) == believed
+    assert (found != channel.NO_RANK) == believed
 
 
 def test_a_rank_that_loses_a_group_publishes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later rank does not wait for the lost group and gets the complete reason; other groups are not affected."""
     store, rank = dist.HashStore(), [0]
-    monkeypatch.setattr(wire.dist, "get_rank", lambda: rank[0])
-    monkeypatch.setattr(wire.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(wire, "package_store", lambda: store)
-    monkeypatch.setattr(wire, "_own_stop", [])
-    monkeypatch.setattr(wire, "_channels", {})
+    monkeypatch.setattr(channel.dist, "get_rank", lambda: rank[0])
+    monkeypatch.setattr(channel.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(channel, "package_store", lambda: store)
+    monkeypatch.setattr(channel, "_own_stop", [])
+    monkeypatch.setattr(channel, "_channels", {})
 
-    def waiting(name: str = "three") -> wire.ControlChannel:
-        return wire.ControlChannel(name, [0, 1, 2], store, timedelta(seconds=SECONDS), ["joined the group"] * 3)
+    def waiting(name: str = "three") -> channel.ControlChannel:
+        return channel.ControlChannel(name, [0, 1, 2], store, timedelta(seconds=SECONDS), ["joined the group"] * 3)
 
     call = Message(CALL_VERB, "Floats", 4)
     with monkeypatch.context() as patch:
-        patch.setattr(wire, "process_groups", lambda: [("three", (0, 1, 2), "")])
-        wire.publish_stop("MemoryError: no memory", goes_on=True)
-    rank[0], wire._own_stop[:] = 1, []
+        patch.setattr(channel, "process_groups", lambda: [("three", (0, 1, 2), "")])
+        channel.publish_stop("MemoryError: no memory", continues=True)
+    rank[0], channel._own_stop[:] = 1, []
     assert "rank 0 stopped: MemoryError: no memory" in waiting().fail_timeout(call, 30.0).cause
-    rank[0], wire._own_stop[:] = 2, []
+    rank[0], channel._own_stop[:] = 2, []
     said = waiting()._find_stop(call)
     assert (said.rank, said.continues) == (1, False)
-    assert said.text.startswith("it calls Floats (number 4) and waited 30 s for ranks that did not come"), said.text
+    assert said.text.startswith(
+        "it calls Floats (number 4) and timed out after 30 s, because other ranks did not arrive"
+    ), said.text
     assert said.text.endswith("rank 0 stopped: MemoryError: no memory")
-    assert waiting("another group")._find_stop(call) == wire.NO_RANK
+    assert waiting("another group")._find_stop(call) == channel.NO_RANK
 
 
 def test_deleted_models_are_not_reused() -> None:
     """A parameter may reuse the address of a deleted one; a model is known by its first parameter that still exists."""
-    waiting = wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+    waiting = channel.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
     assert waiting.model([first, second]) == waiting.model([first, second]) == 1
     del second
@@ -244,7 +247,8 @@ def test_deleted_models_are_not_reused() -> None:
 def test_model_numbers_are_equal_after_ranks_diverged() -> None:
     """A weight that one rank replaces changes its model number; ranks raise once, and later numbers are equal."""
     wires = [
-        wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2) for _ in range(2)
+        channel.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+        for _ in range(2)
     ]
     first, weight, other = (nn.Parameter(torch.ones(1)) for _ in range(3))
     assert [one.model([first]) for one in wires] == [1, 1]
@@ -290,14 +294,14 @@ def test_a_backward_runs_in_its_wait_context() -> None:
 def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise later ranks would connect to a missing one, in a call that no signal interrupts."""
     store = dist.HashStore()
-    monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(wire, "publish_stop", lambda *_, **__: None)
-    monkeypatch.setattr(wire, "_read_last_stop", lambda _: wire.NO_RANK)
-    waiting = wire.ControlChannel("one", [0, 1], store, timedelta(seconds=0.2), ["joined the group"] * 2)
+    monkeypatch.setattr(channel.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(channel, "publish_stop", lambda *_, **__: None)
+    monkeypatch.setattr(channel, "_read_last_stop", lambda _: channel.NO_RANK)
+    waiting = channel.ControlChannel("one", [0, 1], store, timedelta(seconds=0.2), ["joined the group"] * 2)
     with pytest.raises(SpError, match=r"SP621: .*\b0 s"):
         waiting.gather([0], torch.int64, Message(CALL_VERB, "Floats", 1))
     assert store.add("here", 0) == 0
-    alone = wire.ControlChannel("one", [0], store, timedelta(seconds=5), ["joined the group"])
+    alone = channel.ControlChannel("one", [0], store, timedelta(seconds=5), ["joined the group"])
     for number in (1, 2):
         assert alone.gather([number], torch.int64, Message(CALL_VERB, "Floats", 1)) == [[number]]
 
@@ -305,20 +309,20 @@ def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: py
 def test_a_read_that_waits_is_warned_of_before_the_timeout(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(wire, "publish_stop", lambda *_, **__: None)
-    monkeypatch.setattr(wire, "_read_last_stop", lambda _: wire.NO_RANK)
-    monkeypatch.setattr(wire, "READ_SECONDS", 0.0)
-    waiting = wire.ControlChannel("one", [0, 1, 2], dist.HashStore(), timedelta(seconds=1), ["joined the group"] * 3)
+    monkeypatch.setattr(channel.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(channel, "publish_stop", lambda *_, **__: None)
+    monkeypatch.setattr(channel, "_read_last_stop", lambda _: channel.NO_RANK)
+    monkeypatch.setattr(channel, "READ_SECONDS", 0.0)
+    waiting = channel.ControlChannel("one", [0, 1, 2], dist.HashStore(), timedelta(seconds=1), ["joined the group"] * 3)
     with caplog.at_level("WARNING"), pytest.raises(SpError, match="SP622") as failure:
         waiting.gather([0], torch.int64, Message(READ_VERB, "y", 1))
-    assert "it waits for the others. " in caplog.text
-    assert "  rank 0, 1, 2 was last seen when it joined the group" in str(failure.value)
+    assert "and waits for the other ranks. " in caplog.text
+    assert "  last operation of rank 0, 1, 2: joined the group" in str(failure.value)
 
 
 def test_a_backward_may_call_programs_from_a_thread_of_its_own() -> None:
     """A checkpoint that recomputes on a GPU calls from autograd's thread; any other second thread raises."""
-    waiting = wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+    waiting = channel.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     waiting.check_thread()
     x = torch.ones(1, requires_grad=True)
     y = x.sin()

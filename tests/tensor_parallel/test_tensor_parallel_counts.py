@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,7 @@ def both_ways(f: Callable[..., Tensor], args: Any, n: int, scatter: bool) -> tup
     return found[0], found[1]
 
 
+@functools.cache
 def graphs(n: int, scatter: bool) -> tuple[GraphModule, GraphModule]:
     torch.manual_seed(0)
     x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from sp_compile import SpError
 from sp_compile.runtime import session
-from sp_compile.runtime.control import channel as wire
+from sp_compile.runtime.control import channel
 
 STEPS, FAULT = 4, 2
 Step = Callable[[Any, nn.Module, Tensor, bool], None]
@@ -87,6 +87,7 @@ def first_error(step: Step, options: dict[str, Any]) -> tuple[int, str]:
     return STEPS, ""
 
 
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize(
     ("step", "when", "words", "options"),
     [
@@ -137,7 +138,7 @@ def compiles_on_a_grid(fault: str) -> str:
 
 def continues() -> None:
     """Withdraw a published stop, which would affect the next test."""
-    wire.publish_stop("", goes_on=True)
+    channel.publish_stop("", continues=True)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,6 @@ def test_every_rank_of_a_grid_raises_the_cause(ranks: Pool, fault: str, words: s
     try:
         for text in ranks.run(4, compiles_on_a_grid, fault)[: 3 if fault == "interrupt" else 4]:
             assert re.search(words, text, re.DOTALL), text
-            assert all(int(seconds) < TIMEOUT for seconds in re.findall(r"waited (\d+) s", text)), text
+            assert all(int(seconds) < TIMEOUT for seconds in re.findall(r"timed out after (\d+) s", text)), text
     finally:
         ranks.run(4, continues)

@@ -1,4 +1,4 @@
-"""Three layers without an import upwards, no cycle of files or folders, no large folder, no name with two meanings."""
+"""Three layers without an import upwards, no cycle of files or folders, and no large folder."""
 
 from __future__ import annotations
 
@@ -125,25 +125,6 @@ def test_a_type_has_one_meaning() -> None:
         for name in types_of(file):
             places[name].append(module)
     assert not {name: found for name, found in places.items() if len(found) > 1}
-
-
-ONE_IDEA = {"all_to_all_permute", "gathered_attention", "hybrid_attention", "ring_attention", "linear_scan"}
-"""Operators and the functions that call them."""
-
-
-def functions_of(file: Path) -> set[str]:
-    """Names of the public functions that a file makes, but for those of classes."""
-    functions = (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef))
-    return {function.name for function in functions if not function.name.startswith("_")}
-
-
-def test_a_function_has_one_meaning() -> None:
-    places: dict[str, list[str]] = defaultdict(list)
-    for module, file in FILES.items():
-        for name in functions_of(file):
-            places[name].append(module)
-    several = {name for name, found in places.items() if len(found) > 1}
-    assert several == ONE_IDEA, {name: places[name] for name in several ^ ONE_IDEA}
 
 
 def test_long_files_have_a_reason() -> None:

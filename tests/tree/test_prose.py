@@ -21,6 +21,7 @@ from tree.test_layers import FILES, ROOT
 
 LIST = Path(__file__).with_name("prose.json")
 FOLDERS = ("sp_compile", "passes", "lowering", "tests", "benchmarks", "examples", "docs", "top")
+BUILD_FILES = ("Makefile", "pyproject.toml", ".ci/run")
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 CLAUSE = re.compile(  # a noun clause, a question or a fragment in place of an imperative sentence
     r"(?:What|Which|Where|How|Why|Whether|Who|When|Is|Are|Does|Do|Has|Have|May|Can|Would|Will|Must|Could|Of|As|Those"
@@ -35,18 +36,18 @@ def listed() -> dict[str, dict[str, str | int]]:
 
 
 def files_to_read() -> Iterator[tuple[str, Path]]:
-    """Yield every Python and Markdown file with its top folder; links are left out."""
+    """Yield every Python and Markdown file and the build files with their top folder, without symbolic links."""
     for folder in FOLDERS:
-        found = ROOT.glob("*.md") if folder == "top" else (ROOT / folder).rglob("*")
-        for path in sorted(found):
-            if path.suffix in (".py", ".md") and path.resolve() == path:
+        top_files = [*ROOT.glob("*.md"), *(ROOT / name for name in BUILD_FILES)]
+        for path in sorted(top_files if folder == "top" else (ROOT / folder).rglob("*")):
+            if (path in top_files or path.suffix in (".py", ".md")) and path.resolve() == path:
                 yield folder, path
 
 
 def texts_of(path: Path) -> Iterator[str]:
-    """Yield each string, comment and defined identifier of a Python file, and each line of a Markdown file."""
+    """Yield each string, comment and defined identifier of a Python file, and each line of another file."""
     text = path.read_text()
-    if path.suffix == ".md":
+    if path.suffix != ".py":
         yield from text.splitlines()
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

@@ -79,7 +79,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.sampled(every=18)
+@pytest.mark.sampled(every=1000)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: " ".join(c.values()))
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way(way: str, config: dict[str, str]) -> None:

@@ -147,12 +147,13 @@ def right(case: Case) -> None:
     assert report.worst < 1e-9
 
 
-@pytest.mark.sampled(every=113)
+@pytest.mark.sampled(every=351)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_simulated_ranks(case: Case) -> None:
     right(case)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("rows", ["x / norm", "slots", "1 / gap", "shorter windows"])
 def test_on_more_ranks_than_rows(rows: str) -> None:
     """A rank with only padded rows gets their nearest valid row from another rank."""
@@ -170,6 +171,7 @@ def _trained(rows: str, length: int, compiler: str | None) -> float:
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("compiler", ["aot_eager", None], ids=["aot_eager", "default options"])
 @pytest.mark.parametrize(
     ("rows", "n", "length"),
@@ -235,12 +237,14 @@ def _between(length: int) -> float:
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("n", "length"), [(2, 8), (3, 8), (4, 6)])
 def test_a_view_in_shards_of_a_longer_value(ranks: Ranks, n: int, length: int) -> None:
     """The row before it is no row of the next program's sequence."""
     assert max(ranks.run(n, _between, length)) < 1e-9
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("length", "n", "sent"), [(8, 3, 0), (7, 3, 0), (5, 4, 1), (2, 4, 1)])
 def test_rows_of_other_ranks_are_reported(length: int, n: int, sent: int) -> None:
     """One all_gather of a row of each rank where a rank has no valid row, with its bytes; else none."""
@@ -281,6 +285,7 @@ OF_LOGITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("function", OF_LOGITS)
 @pytest.mark.parametrize(("length", "n"), [(13, 3), pytest.param(12, 2, marks=pytest.mark.slow)])
 def test_functions_of_logits_in_tiles(function: str, length: int, n: int) -> None:
@@ -305,7 +310,7 @@ class OnSlice(nn.Module):
         return (y / norm(y) if self.direction else y).sin().sum()
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("direction", [False, True])
 @pytest.mark.parametrize(("start", "end", "length"), [(1, None, 8), (0, -1, 7), (2, -2, 9)])

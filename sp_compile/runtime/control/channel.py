@@ -110,13 +110,13 @@ class ControlChannel:
     # buffers of small exchanges that are not in use
     memory: dict[tuple[int, torch.dtype], GatherBuffers] = field(default_factory=dict)
 
-    def gather(self, mine: Sequence[int], dtype: torch.dtype, saying: Message) -> list[list[int]]:
+    def gather(self, mine: Sequence[int], dtype: torch.dtype, message: Message) -> list[list[int]]:
         """Return the integers of every rank; each rank passes the same number of them.
 
         Args:
             mine: Integers of this rank.
             dtype: dtype of the integers.
-            saying: The operation of this rank, for the error of a wait.
+            message: The operation of this rank, for the error of a wait.
 
         Raises:
             SpError: If a rank does not arrive within the group's timeout or is lost, or the channel is already broken.
@@ -125,31 +125,31 @@ class ControlChannel:
         memory = self.memory.pop(form, None)
         memory = memory or GatherBuffers.of(form, len(self.last_fields))  # a second thread allocates its own buffers
         memory.mine[:] = mine
-        self._exchange(memory.start, (memory,), saying)
+        self._exchange(memory.start, (memory,), message)
         found: list[list[int]] = memory.out.tolist()
         if len(mine) <= FEW_INTEGERS:
             self.memory[form] = memory
         return found
 
-    def _exchange(self, start: Callable[[Any], Any], tensors: tuple[Any, ...], saying: Message) -> None:
+    def _exchange(self, start: Callable[[Any], Any], tensors: tuple[Any, ...], message: Message) -> None:
         """Start an exchange of the communicator and wait for it.
 
         Args:
             start: Function that starts the exchange.
             tensors: Buffers that it reads and writes.
-            saying: The operation of this rank.
+            message: The operation of this rank.
         """
         if os.getpid() != self.process:  # its bytes would be mixed with those of the rank
             raise SpError("SP682", "a process that was forked from a rank calls a program of the rank's process group.")
         self.check_broken()
-        begun, finished = time.monotonic(), False
+        start_time, finished = time.monotonic(), False
         _waiting_channels.set()
         try:
             if self.gloo is None:
-                self._connect(saying, begun)
+                self._connect(message, start_time)
             work = start(self.gloo)
             while not _is_done(work):
-                self._check_progress(saying, begun)
+                self._check_progress(message, start_time)
             finished = True
             self.exchanges += 1
         except SpError:
@@ -157,52 +157,54 @@ class ControlChannel:
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
-            raise self.fail_timeout(saying, time.monotonic() - begun, error) from error
+            raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
         finally:
             _waiting_channels.clear()
             if not finished:  # after an interrupt, messages of the others remain in transit
                 if not self.broken:
-                    self.broken = f"rank {dist.get_rank()} {saying} and was interrupted"
-                    publish_stop(f"it was interrupted when it {saying}", goes_on=True, within=self.name)
+                    self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
+                    publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
                 # Its destructor would wait for missing ranks, and its threads free tensors after Python's exit.
                 leak((self.gloo, *tensors))
 
-    def _connect(self, saying: Message, begun: float) -> None:
+    def _connect(self, message: Message, start_time: float) -> None:
         """Connect all ranks after all have arrived, since connecting cannot be interrupted.
 
         A rank that stops waiting is removed from the count of arrived ranks.
         """
-        came: list[bool] = []
+        counted: list[bool] = []
 
         def arrived() -> int:
             """Count this rank once, and return the number of ranks that arrived."""
-            count: int = self.store.add("here", 0 if came else 1)
-            came.append(True)
+            count: int = self.store.add("here", 0 if counted else 1)
+            counted.append(True)
             return count
 
         try:
             while query_store(arrived, 0) < len(self.last_fields):
                 time.sleep(POLL_INTERVAL)
-                self._check_progress(saying, begun)
+                self._check_progress(message, start_time)
             me = self.ranks.index(dist.get_rank())
             self.gloo = gloo_group(self.store, me, len(self.last_fields), min(self.timeout, CONNECT_CAUSE))
         except RuntimeError as error:
-            raise self.fail_timeout(saying, time.monotonic() - begun, error) from error
+            raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
         finally:
-            if self.gloo is None and came:
+            if self.gloo is None and counted:
                 query_store(lambda: self.store.add("here", -1), 0)
 
-    def _check_progress(self, saying: Message, begun: float) -> None:
+    def _check_progress(self, message: Message, start_time: float) -> None:
         """Raise SpError if the wait exceeds the timeout, or another rank has stopped."""
-        waited, alive = time.monotonic() - begun, self._has_compiling_rank(begun)
-        if saying.verb == READ_VERB and waited > READ_SECONDS and self.warned != begun:
-            self.warned, advice = begun, ERRORS["SP604"].fix
-            log.warning("rank %d %s %s: it waits for the others. %s", dist.get_rank(), *_read_line(saying), advice)
-        too_long = waited > self.timeout.total_seconds() and not alive
-        stopped = self._find_stop(saying) if waited > HEARTBEAT_PATIENCE else NO_RANK
-        gone = not stopped.continues or (stopped.raised and (saying.verb != CALL_VERB or waited > RETRY_HINT))
-        if too_long or gone:
-            raise self.fail_timeout(saying, waited)
+        waited, alive = time.monotonic() - start_time, self._has_compiling_rank(start_time)
+        if message.verb == READ_VERB and waited > READ_SECONDS and self.warned != start_time:
+            self.warned, advice = start_time, ERRORS["SP604"].fix
+            log.warning(
+                "rank %d %s %s and waits for the other ranks. %s", dist.get_rank(), *_read_line(message), advice
+            )
+        is_late = waited > self.timeout.total_seconds() and not alive
+        stopped = self._find_stop(message) if waited > HEARTBEAT_PATIENCE else NO_RANK
+        is_lost = not stopped.continues or (stopped.raised and (message.verb != CALL_VERB or waited > RETRY_HINT))
+        if is_late or is_lost:
+            raise self.fail_timeout(message, waited)
 
     @property
     def last(self) -> str:
@@ -218,31 +220,32 @@ class ControlChannel:
             return
         me = threading.get_ident()
         if self.thread not in (0, me) and any(thread.ident == self.thread for thread in threading.enumerate()):
-            publish_stop(TWO_THREADS, goes_on=True)
+            publish_stop(TWO_THREADS, continues=True)
             raise SpError("SP624", TWO_THREADS)
         self.thread = me
 
     def fail_timeout(
-        self, saying: Message, waited: float, error: BaseException | None = None, place: str = ""
+        self, message: Message, waited: float, error: BaseException | None = None, place: str = ""
     ) -> SpError:
         """Mark the channel as broken and return the error of a failed wait.
 
         Args:
-            saying: The operation of this rank.
+            message: The operation of this rank.
             waited: Duration of the wait in seconds.
             error: The cause, if any.
             place: Description of the collective.
         """
-        stopped = self._find_stop(saying)
+        stopped = self._find_stop(message)
         if stopped.raised:
-            return self.break_group(stopped, str(saying))
+            return self.break_group(stopped, str(message))
         last_calls = []  # lines with the ranks of each last call
         for last_call in dict.fromkeys(self.last_fields):
             ranks = [str(rank) for rank, fields in zip(self.ranks, self.last_fields) if fields == last_call]
-            last_calls.append(f"  rank {', '.join(ranks)} was last seen when it {last_call}")
+            last_calls.append(f"  last operation of rank {', '.join(ranks)}: {last_call}")
         cause = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
         details = (f", in {place}" if place else "") + cause
-        wait = f"{' '.join(_read_line(saying)).strip()} and waited {waited:.0f} s for ranks that did not come{details}"
+        operation = " ".join(_read_line(message)).strip()
+        wait = f"{operation} and timed out after {waited:.0f} s, because other ranks did not arrive{details}"
         stop = [f"rank {stopped.rank} stopped: {stopped.text}"] if stopped.text else []
         self.broken = "\n".join(
             [f"rank {dist.get_rank()} {wait}", *last_calls, f"  {stop[0]}" if stop else LIKELY_CAUSE]
@@ -250,18 +253,19 @@ class ControlChannel:
         text = "; ".join([f"it {wait}", *stop]).replace("\n", " ")
         # It may take part in exchanges of other groups.
         publish_stop(text, of={self.name: self.exchanges}, within=self.name)
-        return SpError("SP622", self.broken) if saying.verb == READ_VERB else SpError("SP621", self.broken)
+        return SpError("SP622", self.broken) if message.verb == READ_VERB else SpError("SP621", self.broken)
 
-    def break_group(self, found: StopNotice, saying: str) -> SpError:
+    def break_group(self, found: StopNotice, operation: str) -> SpError:
         """Mark the channel as broken by a rank that has raised, and return the error.
 
         The notice is published for the ranks that wait for this one.
 
         Args:
             found: The notice of the rank that has raised.
-            saying: The operation of this rank.
+            operation: The operation of this rank.
         """
-        here = "" if found.rank == dist.get_rank() else f"\n  rank {dist.get_rank()} waited for it: it {saying}"
+        me = dist.get_rank()
+        here = "" if found.rank == me else f"\n  rank {me} waited for it: this rank {operation}"
         self.broken = f"rank {found.rank} raised {found.text}{here}\n  {GROUP_ENDED}"
         self.ended = replace(found, exchanges={self.name: self.exchanges}, within=self.name, continues=False)
         _store_notice(self.ended)
@@ -270,7 +274,7 @@ class ControlChannel:
     def check_broken(self) -> None:
         """Raise SpError if the channel is broken."""
         if self.broken:
-            raise SpError("SP623", f"this group of ranks is broken since\n{self.broken}")
+            raise SpError("SP623", f"process group {self.name} is unusable after an earlier error:\n{self.broken}")
 
     def find_raised(self) -> StopNotice | None:
         """Return the notice of a rank that has raised since the last exchange, or None."""
@@ -293,8 +297,8 @@ class ControlChannel:
         key = tuple(map(id, parameters))
         if key not in self.models:
             self.known += 1
-            gone = partial(_forget_model, self.models, key)  # before an address is reused by another parameter
-            self.models[key] = self.known, [weakref.ref(one, gone) for one in parameters]
+            forget = partial(_forget_model, self.models, key)  # before an address is reused by another parameter
+            self.models[key] = self.known, [weakref.ref(one, forget) for one in parameters]
         return self.models[key][0]
 
     def reset_counters(self, everyone: Sequence[Message]) -> None:
@@ -308,7 +312,7 @@ class ControlChannel:
         waiting, self.later = self.later, []
         return {name: value for names, one in waiting for name, value in zip(names, one.read(), strict=True)}
 
-    def _find_stop(self, saying: Message) -> StopNotice:
+    def _find_stop(self, message: Message) -> StopNotice:
         """Return the notice of another rank that stopped since the last exchange, or NO_RANK.
 
         A rank that cannot compile one program still takes part in calls of others, over groups that are not broken.
@@ -317,22 +321,22 @@ class ControlChannel:
         mine = last.rank == dist.get_rank() and last.within != self.name
         if mine or (last.rank not in self.ranks and not last.raised) or not self._is_since(last):
             return NO_RANK
-        comes = saying.verb == CALL_VERB and last.subject not in ("", saying.subject)
-        goes = last.within == self.name or not (comes or any(map(self._is_since, _own_stop)))
-        return last if goes else NO_RANK
+        will_join = message.verb == CALL_VERB and last.subject not in ("", message.subject)
+        is_missing = last.within == self.name or not (will_join or any(map(self._is_since, _own_stop)))
+        return last if is_missing else NO_RANK
 
     def _is_since(self, one: StopNotice) -> bool:
         known = one.exchanges.get(self.name)
         return known == self.exchanges or (one.within == self.name and known == self.exchanges - 1)
 
-    def _has_compiling_rank(self, begun: float) -> bool:
+    def _has_compiling_rank(self, start_time: float) -> bool:
         """Return True if a compiling rank has sent a recent heartbeat during the wait."""
         wait, seen, _ = self.heartbeats
         count, now = query_store(lambda: self.store.add("compiles", 0), seen), time.monotonic()
-        if wait != begun:
-            self.heartbeats = begun, count, begun - 4 * HEARTBEAT_INTERVAL
+        if wait != start_time:
+            self.heartbeats = start_time, count, start_time - 4 * HEARTBEAT_INTERVAL
         elif count != seen:
-            self.heartbeats = begun, count, now
+            self.heartbeats = start_time, count, now
         return now - self.heartbeats[2] < 4 * HEARTBEAT_INTERVAL
 
     def send_heartbeat(self) -> None:
@@ -345,13 +349,13 @@ class ControlChannel:
 _waiting_channels = threading.Event()  # set while this process waits for other ranks
 
 
-def _forget_model(models: dict[tuple[int, ...], Any], key: tuple[int, ...], gone: Any) -> None:
+def _forget_model(models: dict[tuple[int, ...], Any], key: tuple[int, ...], _reference: Any) -> None:
     models.pop(key, None)
 
 
-def _read_line(saying: Message) -> tuple[str, str]:
+def _read_line(message: Message) -> tuple[str, str]:
     """Return the operation of a rank, and the line of a read."""
-    return str(saying), saying.note if saying.verb == READ_VERB else ""
+    return str(message), message.note if message.verb == READ_VERB else ""
 
 
 def _is_done(work: Any) -> bool:
@@ -369,8 +373,8 @@ _own_stop: list[StopNotice] = []  # last notice of this rank
 
 
 def publish_stop(
-    words: str,
-    goes_on: bool = False,
+    text: str,
+    continues: bool = False,
     subject: str = "",
     of: dict[str, int] | None = None,
     within: str = "",
@@ -379,8 +383,8 @@ def publish_stop(
     """Publish in the store why this rank stops, for the ranks that wait for it.
 
     Args:
-        words: The reason.
-        goes_on: True if the rank may take part in the next call.
+        text: The reason.
+        continues: True if the rank may take part in the next call.
         subject: The program that it cannot call; "" for all.
         of: Number of exchanges of each group; None for all groups.
         within: The group whose exchange is broken; "" for none.
@@ -388,17 +392,17 @@ def publish_stop(
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
-    talks = {name: 0 for name, *_ in process_groups()} | {wire.name: wire.exchanges for wire in _channels.values()}
-    exchanges = talks if of is None else of
-    _store_notice(StopNotice(dist.get_rank(), words[:STOPPED_CAUSE], goes_on, exchanges, subject, within, raised))
+    counts = {name: 0 for name, *_ in process_groups()} | {one.name: one.exchanges for one in _channels.values()}
+    exchanges = counts if of is None else of
+    _store_notice(StopNotice(dist.get_rank(), text[:STOPPED_CAUSE], continues, exchanges, subject, within, raised))
 
 
-def _store_notice(said: StopNotice) -> None:
+def _store_notice(notice: StopNotice) -> None:
     """Write a notice to the store for each of its groups."""
-    _own_stop[:] = [said]
+    _own_stop[:] = [notice]
     with suppress(RuntimeError):  # the rank that hosts the store is lost
-        store, written = package_store(), json.dumps(astuple(said))
-        query_store(lambda: [store.set(f"stopped/{name}", written) for name in said.exchanges], None)
+        store, written = package_store(), json.dumps(astuple(notice))
+        query_store(lambda: [store.set(f"stopped/{name}", written) for name in notice.exchanges], None)
 
 
 def broken_context() -> str:
@@ -410,10 +414,10 @@ def _read_last_stop(group: str) -> StopNotice:
     """Return the last stop notice of a group."""
     store, key = package_store(), f"stopped/{group}"
     try:
-        words = query_store(lambda: store.get(key) if store.check([key]) else b"", b"")
+        payload = query_store(lambda: store.get(key) if store.check([key]) else b"", b"")
     except RuntimeError:  # the rank that hosts the store is lost
         return NO_RANK
-    return StopNotice(*json.loads(words)) if words else NO_RANK
+    return StopNotice(*json.loads(payload)) if payload else NO_RANK
 
 
 _channels: weakref.WeakKeyDictionary[Any, ControlChannel] = weakref.WeakKeyDictionary()
@@ -437,16 +441,16 @@ def channel_of(ranks: Ranks) -> ControlChannel | None:
     return _channels[group]
 
 
-def gather_integers(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, saying: Message) -> list[list[int]]:
+def gather_integers(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, message: Message) -> list[list[int]]:
     """Return the integers of every rank; simulated ranks use their communicator.
 
     Raises:
         SpError: As `ControlChannel.gather`.
     """
     with use_real_tensors():
-        wire = channel_of(ranks)
-        if wire is not None:
-            return wire.gather(mine, dtype, saying)
+        channel = channel_of(ranks)
+        if channel is not None:
+            return channel.gather(mine, dtype, message)
         if isinstance(current_communicator(), FunctionalCommunicator):
             return [list(mine)] * ranks.n
         sent = torch.tensor(mine, dtype=dtype, device="cpu")

@@ -100,7 +100,7 @@ def _publish_failure(error: BaseException, operation: str, line: str) -> tuple[i
     setattr(error, _agreed_errors, True)
     where = f"at {line}, when it {operation}" if line else f"when it {operation}"
     cause = f"{type(error).__name__}: {str(error)[:CAUSE]}".removesuffix(": ")
-    publish_stop(f"{cause}, {where}", goes_on=True, raised=True)
+    publish_stop(f"{cause}, {where}", continues=True, raised=True)
     own = f"rank {dist.get_rank()} raised this {where}"
     is_plain = type(error).__str__ is BaseException.__str__ and len(error.args) == 1
     if is_plain and isinstance(error.args[0], str):

@@ -115,7 +115,9 @@ class _Watcher:
         self.notice = raised_rank()
         if self.notice is not None:
             if not _active_runs:  # only autograd waits, as in DDP, whose error is Gloo's
-                log.error("rank %d raised %s; what waits for it is ended", self.notice.rank, self.notice.text)
+                log.error(
+                    "rank %d raised %s; aborting the collectives that wait for it", self.notice.rank, self.notice.text
+                )
             abort_groups(self.notice)
 
     def _is_stalled(self) -> bool:

@@ -69,19 +69,20 @@ def given(batch: int = 1, lengths: list[int] = LENGTHS, **how: Any) -> tuple[nn.
 
 def orders(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The orders that are made from now on."""
-    from sp_compile.lowering.masks import balance_rows as deal
+    from sp_compile.lowering.masks import balance_rows
 
     made: list[Tensor] = []
-    new_order = deal.order_tensors
+    new_order = balance_rows.order_tensors
 
     def seen(*args: Any) -> tuple[Tensor, Tensor]:
         made.append(new_order(*args)[0])
         return new_order(*args)
 
-    monkeypatch.setattr(deal, "order_tensors", seen)
+    monkeypatch.setattr(balance_rows, "order_tensors", seen)
     return made
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("attention", ["ring", "gather", "hybrid"])
 def test_packed_documents(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """27 positions on 4 ranks, one label less, logits in the program's order; each rank has a balanced order."""
@@ -204,6 +205,7 @@ SLOW = {"flops": 1e5}
 """A device on which attention takes longer than balancing a sequence of a few tokens."""
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("n", "attention", "lengths"),
     [
@@ -260,6 +262,7 @@ def test_auto_reports_that_documents_stay(model: type[Packed], options: dict[str
     check(model().double(), *inputs, sp=3, attention="ring", cost=SLOW)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("n", [2, 3])
 def test_auto_balances_sharded_outputs(n: int) -> None:
     """Balancing saves more time than the next graph may need to restore another order."""
@@ -272,6 +275,7 @@ def test_auto_balances_sharded_outputs(n: int) -> None:
     check(model, *inputs, **how)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("predicate", ["padding", "causal", "documents, heads for all ranks", "documents, little work"])
 def test_auto_does_not_change_balanced_masks(predicate: str) -> None:
     class Other(Packed):
@@ -380,7 +384,7 @@ class Window(nn.Module):
         return self.attend(x[:, self.rows], again).square().sum()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("attention", "ranks"), [("ring", 2), ("gather", 3)])
 def test_windows_that_begin_later(attention: str, ranks: int, documents: bool) -> None:

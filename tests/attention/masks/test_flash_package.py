@@ -73,7 +73,7 @@ def run(case: str, strategy: str, ranks: int, length: int = LENGTH, **sizes: int
     assert not check(model, floats(2, length, WIDTH), sp=ranks, attention=strategy).fallbacks
 
 
-@pytest.mark.sampled(every=24)
+@pytest.mark.sampled(every=47)
 @pytest.mark.parametrize(("strategy", "ranks"), [way for way in WAYS if way not in UNFIT])
 @pytest.mark.parametrize("case", CASES)
 def test_one_device(case: str, strategy: str, ranks: int) -> None:
@@ -81,6 +81,7 @@ def test_one_device(case: str, strategy: str, ranks: int) -> None:
     run(case, strategy, ranks, length=12, key_heads=2)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("case", ["causal", "all of it"])
 def test_heads_that_it_pads(case: str) -> None:
     """Heads padded to a multiple of 8 for the kernels use the scale of the width before padding."""
@@ -99,7 +100,7 @@ def test_one_tensor_of_all_three() -> None:
     assert not check(model, floats(2, LENGTH, WIDTH), sp=2, attention="ulysses").fallbacks
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "gather"])
 @pytest.mark.parametrize("case", ["all", "causal", "window", "soft-cap"])
 @pytest.mark.parametrize("ends", ["the same", "others"])

@@ -153,7 +153,7 @@ def _sunk(model: Sunk, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return model.renormalize(out, found.lse, model.sinks)
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("renormalize", [as_torchtitan, as_transformers])
 @pytest.mark.parametrize(
@@ -244,6 +244,7 @@ def test_equals_one_device(mask: str, strategy: str) -> None:
     run(mask, strategy, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("strategy", ["hybrid", "ulysses"])
 def test_scores_equal_one_device(strategy: str) -> None:
@@ -260,6 +261,7 @@ def test_scores_of_balanced_positions(strategy: str) -> None:
     assert not report.fallbacks
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize(("mask", "score_mod"), [("documents", "both"), ("prefix", "soft-cap")])

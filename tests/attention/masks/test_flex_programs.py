@@ -90,13 +90,14 @@ def run(kind: str, ranks: int, length: int = LENGTH, heads: tuple[int, int] = (H
     assert not any(note.subject == "rewrite_flex_attention" for note in report.notes), report
 
 
-@pytest.mark.sampled(every=14)
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_one_device(kind: str, strategy: str) -> None:
     run(kind, 4, attention=strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
@@ -105,6 +106,7 @@ def test_in_other_orders(kind: str, layout: str, strategy: str) -> None:
     run(kind, 3, attention=strategy, layout=layout)
 
 
+@pytest.mark.slow
 def test_keys_in_two_parts_learn_from_both() -> None:
     """Zigzag shards are gathered as two stretches, each of which has a gradient for all of a table."""
     run("distances", 2, attention="gather", layout="zigzag")
@@ -118,7 +120,7 @@ def test_all(kind: str, strategy: str, ranks: int) -> None:
     run(kind, ranks, 11, (HEADS, HEADS), attention=strategy)
 
 
-@pytest.mark.sampled(every=22)
+@pytest.mark.sampled(every=1000)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fused_kernel_equals_one_device(kind: str, strategy: str) -> None:
@@ -152,6 +154,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("fills", [False, True])
 def test_fills_are_not_merged(fills: bool) -> None:
     """A row of only large finite fills weights all keys equally; results of key blocks cannot express that."""
@@ -172,7 +175,7 @@ def test_fills_are_not_merged(fills: bool) -> None:
     assert bool(report.find_notes(NoteKind.DECLINED, subject="ring")) is fills
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize(("strategy", "layout"), [("ring", "contiguous"), ("ulysses", "zigzag"), ("gather", "zigzag")])
 def test_rows_of_fills_are_averages(strategy: str, layout: str, table: bool) -> None:
@@ -278,6 +281,7 @@ def _in_halves(model: Partial, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sum(out * weights[..., i, None] for i, (out, _) in enumerate(found)) + found[0][1][..., None] / 8
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize("kind", ["distances", "a cap"])

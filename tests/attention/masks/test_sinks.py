@@ -11,7 +11,7 @@ import torch
 from support.capturing import simulating
 from support.golden import show
 from support.models import check, seeded, tokens
-from support.spellings.attention_spellings import EXCHANGED, Model, additive, before, documents, learned, with_sinks
+from support.variants.attention_variants import EXCHANGED, Model, additive, before, documents, learned, with_sinks
 from torch import Tensor, nn
 
 from sp_compile.passes.context import NoteKind
@@ -66,7 +66,7 @@ def run(mask: str, n: int, length: int, make: Any = Layers, **how: Any) -> Repor
     return check(model, tokens(length), padding, positions, sp=n, **how)
 
 
-@pytest.mark.sampled(every=37)
+@pytest.mark.sampled(every=66)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather", "auto"])
 @pytest.mark.parametrize(("n", "length"), SIZES)
 @pytest.mark.parametrize("mask", MASKS)
@@ -78,12 +78,14 @@ def test_equals_one_device(mask: str, n: int, length: int, attention: str) -> No
     assert report.count("unshard") == 1, "the logits only"
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("attention", ["ring", "gather", "hybrid"])
 def test_zigzag(attention: str) -> None:
     assert not run("causal, then a window", 4, 18, attention=attention, layout="zigzag").fallbacks
 
 
-@pytest.mark.parametrize("attention", ["ring", "gather", "hybrid"])
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("attention", ["gather", "ring", "hybrid"])
 def test_balanced(attention: str) -> None:
     report = run("documents", 4, 18, attention=attention, layout="balanced")
     assert not report.fallbacks
@@ -117,7 +119,7 @@ class OpenAI(nn.Module):
         return x + self.out(torch.einsum("hmqk,khmd->qhmd", weights, v).reshape(length, -1))
 
 
-@pytest.mark.sampled(every=14)
+@pytest.mark.sampled(every=29)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather"])
 @pytest.mark.parametrize(("n", "length"), SIZES)
 @pytest.mark.parametrize("window", [0, 3])
@@ -156,6 +158,7 @@ def both(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.ops.sp.masked_attention(q, k, v, *options, attn_mask=learned(m, q), sinks=m.sink)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
 def test_a_predicate_beside_data(attention: str) -> None:
     model, x = seeded(lambda: Layers(both)), torch.randn(3, 2, 4, 9, 6, dtype=torch.float64)

@@ -16,7 +16,7 @@ from support.models import check, floats, seeded
 from support.parity import Outcome, against_eager
 from support.parity import check as same_on_ranks
 from support.ranks import Ranks
-from support.spellings.eager_spellings import (
+from support.variants.eager_attention import (
     DATA,
     FORMS,
     LOWEST,
@@ -101,6 +101,7 @@ def grads(run: Attend, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [out, *torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", FORMS)
 def test_form(name: str) -> None:
     attend, expected = FORMS[name]
@@ -124,7 +125,7 @@ class Projected(Model):
 ON_RANKS = {name: attend for name, (attend, _) in {**FORMS, **SOFT_CAPS}.items()}
 
 
-@pytest.mark.sampled(every=46)
+@pytest.mark.sampled(every=80)
 @pytest.mark.parametrize(("attention", "ranks"), [("ulysses", 2), ("ring", 3), ("gather", 4)])
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_on_ranks(name: str, attention: str, ranks: int) -> None:
@@ -171,6 +172,7 @@ def test_biases_without_a_text(name: str) -> None:
     torch.testing.assert_close(grads(gm), grads(DATA[name]), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", STAYS)
 def test_stays(name: str) -> None:
     gm = canonical(STAYS[name])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.golden import show
 from support.models import check, floats, seeded
-from support.spellings.loops import LOOPS, WIDTH, Loop, inputs, rolled
+from support.variants.loops import LOOPS, WIDTH, Loop, inputs, rolled
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expecttest import assert_expected_inline
 from support.golden import show
-from support.spellings.loops import LOOPS, inputs, rolled
+from support.variants.loops import LOOPS, inputs, rolled
 
 
 def test_golden() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.golden import captured, show
 from support.models import BATCH, check, floats
-from support.spellings.loops import WIDTH, Loop, moving_average, rolled
+from support.variants.loops import WIDTH, Loop, moving_average, rolled
 from torch import Tensor
 
 from sp_compile.passes.canonical.loops.lists import StackWrittenRows

@@ -97,6 +97,7 @@ return wait_tensor_1""",
         )
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("first", OPS)
 @pytest.mark.parametrize("second", OPS)
 def test_every_pair_of_reductions(first: str, second: str) -> None:
@@ -153,6 +154,7 @@ BETWEEN: dict[str, tuple[Callable, str]] = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("between", BETWEEN)
 def test_ops_between(between: str) -> None:
     fn, allowed = BETWEEN[between]

@@ -52,6 +52,7 @@ def test_every_pair_of_dims(n: int, ndim: int) -> None:
                 assert torch.equal(y, expected(xs, rank, scatter, gather))
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("dtype", DTYPES + ODD_DTYPES)
 @pytest.mark.parametrize(("scatter", "gather"), [(2, 1), (1, 2), (1, 0), (0, 1)])
 def test_dtypes_and_strides(dtype: torch.dtype, scatter: int, gather: int) -> None:

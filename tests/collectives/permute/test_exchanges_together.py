@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from support.golden import notes_of, show
-from support.spellings.exchange_spellings import deepspeed_heads, four_d_rows, swap_functional
-from support.spellings.tracing_exchanges import N, aot, count, one_of, traced
+from support.variants.exchange_variants import deepspeed_heads, four_d_rows, swap_functional
+from support.variants.tracing_exchanges import N, aot, count, one_of, traced
 from torch import Tensor
 
 import sp_compile

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from support.golden import notes_of, show
-from support.spellings.exchange_spellings import (
+from support.variants.exchange_variants import (
     EXCHANGES,
     NEAR_MISSES,
     ExchangeForm,
@@ -20,7 +20,7 @@ from support.spellings.exchange_spellings import (
     four_d_rows,
     two_groups,
 )
-from support.spellings.tracing_exchanges import N, aot, count, one_of, traced
+from support.variants.tracing_exchanges import N, aot, count, one_of, traced
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.golden import notes_of
-from support.spellings.between import BETWEEN, Between
-from support.spellings.exchange_spellings import swap_functional
-from support.spellings.tracing_exchanges import N, exported, one_of
+from support.variants.between import BETWEEN, Between
+from support.variants.exchange_variants import swap_functional
+from support.variants.tracing_exchanges import N, exported, one_of
 from torch import Tensor
 
 from sp_compile.lowering.comm.simulate import run_ranks

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from measuring.counting import FUSED
-from support.spellings.exchange_spellings import deepspeed_heads, deepspeed_rows
-from support.spellings.tracing_exchanges import one_of
+from support.variants.exchange_variants import deepspeed_heads, deepspeed_rows
+from support.variants.tracing_exchanges import one_of
 from torch import Tensor
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx

@@ -12,7 +12,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from support import ranks as in_rank
 from support.golden import notes_of
 from support.ranks import Ranks
-from support.spellings.exchange_spellings import EXCHANGES, four_d_heads, four_d_rows
+from support.variants.exchange_variants import EXCHANGES, four_d_heads, four_d_rows
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from support.golden import notes_of
-from support.spellings.exchange_spellings import (
+from support.variants.exchange_variants import (
     EXCHANGES,
     NEAR_MISSES,
     ExchangeForm,
@@ -17,8 +17,8 @@ from support.spellings.exchange_spellings import (
     matrix_columns,
     swap_functional,
 )
-from support.spellings.more_spellings import MORE
-from support.spellings.tracing_exchanges import TRACERS, N, count, one_of, traced
+from support.variants.tracing_exchanges import TRACERS, N, count, one_of, traced
+from support.variants.unpublished_exchanges import MORE
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
@@ -175,6 +175,7 @@ def expected(fn: Any, xs: list[Tensor], rank: int) -> tuple[Tensor, Tensor]:
     return exchanged, definition(changed, rank, 2, 1)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("fn", [written_between, written_after, written_before_the_second])
 def test_nothing_is_read_across_a_write(group: Any, fn: Any, tracer: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.spellings.exchange_spellings import swap, swap_functional
-from support.spellings.tracing_exchanges import TRACERS, N, by_make_fx, count, one_of
+from support.variants.exchange_variants import swap, swap_functional
+from support.variants.tracing_exchanges import TRACERS, N, by_make_fx, count, one_of
 from torch import Tensor
 from torch.fx import GraphModule
 

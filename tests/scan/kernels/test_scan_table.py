@@ -1,11 +1,11 @@
-"""Selection of the lowering table's row for a scan; `toy_way` is a row from outside the package."""
+"""Selection of the lowering table's row for a scan; `toy_lowering` is a row from outside the package."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.scans import toy_way
+from support.scans import toy_lowering
 from support.scans.local_scans import has_native
 
 import sp_compile
@@ -80,11 +80,11 @@ def test_a_row_that_does_not_fit_is_refused() -> None:
 
 @pytest.fixture
 def toy() -> Iterator[None]:
-    with toy_way.registered():
+    with toy_lowering.registered():
         yield
 
 
-with toy_way.registered():
+with toy_lowering.registered():
     EVERY = tuple(LOWERINGS)
 
 
@@ -110,11 +110,11 @@ def test_every_row_equals_the_blocks(way: str, length: int, toy: None) -> None:
 
 def test_a_way_from_outside_takes_its_turn() -> None:
     x = torch.randn(2, 9, dtype=torch.float64)
-    with toy_way.registered(priority=-1):
+    with toy_lowering.registered(priority=-1):
         assert choose_lowering(problem()) == "toy"
         assert choose_lowering(problem(length=1 << 20)) == "toy"
         torch.testing.assert_close(sp_compile.inclusive_scan(x, 1), x.cumsum(1))
-    with toy_way.registered(), pytest.raises(SpError, match=r"SP901: .*'toy'"):
-        toy_way.registered()
+    with toy_lowering.registered(), pytest.raises(SpError, match=r"SP901: .*'toy'"):
+        toy_lowering.registered()
     assert "toy" not in LOWERINGS
     assert choose_lowering(problem()) == "aten"

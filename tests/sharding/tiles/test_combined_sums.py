@@ -87,7 +87,7 @@ ONE = (three, summed, learned, tensor_coefficients)
 LOSSES = (*ONE, of_two_sums, offset, squared, of_two_heads, beside_a_sum, by_rows)
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_one_device(loss: Loss, n: int) -> None:
@@ -114,21 +114,23 @@ class Metrics(Model):
         return super().forward(ids, weights), parts[0].detach(), parts[1]
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("n", [2, 1])
 def test_sums_that_others_read(n: int) -> None:
     found = sp_compile.verify(Metrics(three).double(), *batch(23), sp=n, tiles=3)
     assert found.worst < EXACT
 
 
-def test_half_types_are_rounded_once() -> None:
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_half_types_are_rounded_once(dtype: torch.dtype) -> None:
     """A cast does not apply to a partial sum of ranks, with and without autocast."""
-    for dtype in (torch.bfloat16, torch.float32):
-        model = Model(three).to(dtype)
-        right = Model(three).double()
-        found = torch.compile(model, backend="sp", options={"tiles": 3, "compiler": "aot_eager"})(*batch(16))
-        torch.testing.assert_close(
-            found.double(), right(*batch(16)), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=0
-        )
+    model = Model(three).to(dtype)
+    right = Model(three).double()
+    found = torch.compile(model, backend="sp", options={"tiles": 3, "compiler": "aot_eager"})(*batch(16))
+    torch.testing.assert_close(
+        found.double(), right(*batch(16)), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=0
+    )
 
 
 class Goldens(TestCase):

@@ -88,6 +88,7 @@ def _after_a_step(run: nn.Module, model: nn.Module) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_on_ranks(ranks: Ranks, n: int, tied: bool) -> None:

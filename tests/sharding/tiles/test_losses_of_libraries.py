@@ -242,13 +242,13 @@ def each_in_turn() -> list[object]:
     return [pytest.param(loss, *next(ways), id=loss.__name__) for loss in LOSSES]
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize(("loss", "n", "tiles", "seq"), each_in_turn())
 def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
     assert sp_compile.verify(Model(loss).double(), *batch(seq, 4), sp=n, tiles=tiles).worst < 1e-9
 
 
-@pytest.mark.sampled(every=26)
+@pytest.mark.sampled(every=88)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)

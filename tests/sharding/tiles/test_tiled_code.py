@@ -46,6 +46,7 @@ def largest_buffer(loss: Loss, tiles: int | str, n: int = 1) -> int:
     return max(map(math.prod, shapes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [mean, pytest.param(per_sequence, marks=pytest.mark.slow)], ids=["at once", "again"])
 def test_no_buffer_holds_more_than_a_tile(loss: Loss) -> None:
     logits, tiles = ROWS * SEQ * VOCAB, 8

@@ -83,6 +83,7 @@ def test_tiles_without_dropout() -> None:
     assert [note.label for note in found.notes if note.subject == "run_in_tiles"] == ["run_in_tiles"]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("model", [Model, Rows])
 @pytest.mark.parametrize("n", [1, 2])
 def test_it_is_tiled(model: type[Model], n: int) -> None:

@@ -49,7 +49,7 @@ def report_of(loss: Loss, n: int, tiles: int, seq: int, **how: bool) -> sp_compi
 RANKS, PIECES, LENGTHS = (3, 2, 4, 1), (3, 8, 2), (9, 23, 16)
 
 
-@pytest.mark.sampled(every=len(RANKS) * len(PIECES) * len(LENGTHS) + 1)  # each loss once, each time the next way
+@pytest.mark.sampled(every=207)  # each loss once, each time the next way
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize("seq", LENGTHS)
 @pytest.mark.parametrize("tiles", PIECES)
@@ -63,7 +63,7 @@ def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
     assert any(one.recomputed for one in found.tiled) == (loss in AGAIN)
 
 
-@pytest.mark.sampled(every=31)
+@pytest.mark.sampled(every=59)
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
@@ -79,7 +79,7 @@ REDUCTIONS = [
 ]
 
 
-@pytest.mark.sampled(every=26)
+@pytest.mark.sampled(every=70)
 @pytest.mark.parametrize("way", range(len(REDUCTIONS)), ids=lambda i: "-".join(map(str, REDUCTIONS[i])))
 def test_reductions_and_weights(way: int) -> None:
     """All that cross_entropy takes, of (rows, classes) or (batch, classes, rows); ranks, tiles and lengths in turn."""
@@ -98,6 +98,7 @@ def test_reductions_and_weights(way: int) -> None:
     assert not any(one.recomputed for one in found.tiled)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("how", [{"tied": True}, {"bias": True}], ids=["tied", "bias"])
 def test_weights(how: dict[str, bool]) -> None:
     found = report_of(mean, 2, 3, 13, **how)
@@ -105,7 +106,7 @@ def test_weights(how: dict[str, bool]) -> None:
     assert found.tiled
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_mean_over_no_tokens_has_no_gradient(reduction: str, n: int) -> None:
@@ -153,7 +154,7 @@ def largest(gm: GraphModule) -> int:
     return max(v.numel() for v in values if isinstance(v, torch.Tensor))
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_no_more_than_a_tile(loss: Loss) -> None:
     """In the rank's graph, and in the graphs of a tile."""
@@ -180,7 +181,7 @@ def of_the_best(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Ten
     return F.kl_div(head(h).gather(-1, at).log_softmax(-1), best.softmax(-1), reduction="batchmean")
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("loss", [deep, of_the_best])
 def test_tiles_read_results_of_tiles(loss: Loss, n: int) -> None:
@@ -209,6 +210,7 @@ class Beside(nn.Module):
         return (z.logsumexp(-1) - given.logsumexp(-1)).square().mean()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("apart", [True, False], ids=["a region of its own", "in the loss's region"])
 @pytest.mark.filterwarnings("error:.*autograd kernel was not registered")
 def test_weights_read_without_gradients_have_none(apart: bool) -> None:
@@ -329,6 +331,7 @@ class Chosen(Model):
         return super().forward(ids, weights)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("model", [Watched, Chosen])
 def test_regions_that_end_under_no_grad_keep_gradients(model: type[Model], n: int) -> None:
@@ -531,7 +534,7 @@ def test_an_embeddings_gradient_is_as_small_without_tiles(ranks: Ranks, n: int) 
         assert peaks["explicit"] == peaks["eager"] > 1.2 * peaks["compiled"]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=100)
 @pytest.mark.parametrize(
     ("dtype", "loss"),
     [(torch.float32, mean), (torch.bfloat16, mean), (torch.bfloat16, per_sequence), (torch.float16, mean)],
@@ -574,6 +577,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mlps.find_notes(NoteKind.DECLINED, subject="run_in_tiles")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("make", [Decoder, Checkpointed])
 def test_auto_by_the_device(make: type[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ def step(tiles: int | str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.as_users_run(n=2)
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_decoder(ranks: Ranks, n: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from support.attention.by_hand import Case, dense, simulated
+from support.attention.functional_cases import Case, dense, simulated
 from support.cuda.borrowed import Seen, Watch, borrow, give_back
 from torch import Tensor
 

@@ -332,7 +332,7 @@ SOFT_CAPS: dict[str, tuple[Attend, str]] = {
         "5*tanh(s)",
     ),
 }
-"""Spellings of attention whose scores are capped, or biased by positions and heads, and the text of that."""
+"""Attention with scores that are capped or biased by positions and heads, and the text of their score_mod."""
 
 DATA: dict[str, Attend] = {
     "learned slopes": lambda q, k, v: (q @ k.mT + v[0, :, :1, :1] * distance()).softmax(-1) @ v,
@@ -350,7 +350,7 @@ DATA: dict[str, Attend] = {
     ),
     "of rows": lambda q, k, v: (q @ k.mT + slopes(q) * torch.arange(S)).softmax(-1) @ v,
 }
-"""Spellings of attention whose biases stay data."""
+"""Attention whose biases remain tensors."""
 
 STAYS: dict[str, Attend] = {
     "padding that may fill a row": lambda q, k, v: (

@@ -1,6 +1,6 @@
 """Compare a distributed attention of torch.distributed ops with one call of `ring_attention`.
 
-    torchrun --nproc-per-node 2 examples/attention_by_hand.py
+    torchrun --nproc-per-node 2 examples/manual_attention.py
 
 `ManualAttention` is the version of tutorials: correct, forward and backward, for full attention of equal shards.
 `OneCall` takes the same shards; causal masks, windows, documents, dropout, grouped heads and zigzag shards are options.

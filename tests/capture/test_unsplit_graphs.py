@@ -150,10 +150,11 @@ def of_all(writes: tuple[Callable[..., Tensor], ...], how: dict[str, Any]) -> tu
     return [parity(write, **how) for write in writes], warnings
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("n", [2, 3])
-def test_split_programs(ranks: Ranks, n: int) -> None:
-    answers = ranks.run(n, of_all, SPLIT, {})
+@pytest.mark.parametrize("programs", [SPLIT[1::2], SPLIT[::2]], ids=["odd", "even"])
+def test_split_programs(ranks: Ranks, programs: tuple[Callable[..., Tensor], ...], n: int) -> None:
+    answers = ranks.run(n, of_all, programs, {})
     assert not any(warnings for _, warnings in answers)
     for outcomes in zip(*(found for found, _ in answers), strict=True):
         check(outcomes)
@@ -175,7 +176,7 @@ def test_unsplit_programs(ranks: Ranks) -> None:
         check(outcomes)
     assert [words for _, words in others] == [[]]
     assert len(warnings) == len(WHOLE)
-    assert all("test_left_whole.py" in words and "runs unsplit on every rank" in words for words in warnings)
+    assert all("test_unsplit_graphs.py" in words and "runs unsplit on every rank" in words for words in warnings)
     reasons = "torch cannot trace its forward", "under no_grad", "out of the compiled region", "register a derivative"
     for words, reason in zip(warnings, reasons, strict=True):
         assert reason in words
@@ -191,6 +192,7 @@ def test_eager_pieces_of_a_transform(ranks: Ranks) -> None:
     check(ranks.run(2, parity, pulled_back))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("write", WHOLE)
 def test_reports_say_so(write: Callable[..., Tensor]) -> None:
     model, args = made(write)
@@ -299,6 +301,7 @@ def checkpointed(run: Callable[..., Tensor], *args: Tensor) -> Tensor:
     return checkpoint(run, *args, use_reentrant=False)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("write", "around"), [(failing_inside, None), (failing, None), (failing, checkpointed)])
 def test_a_failed_compilation_leaves_no_state(write: Callable[..., Tensor], around: Any) -> None:
     """Also inside of a checkpoint of eager code, whose hooks are around it; then a good model is compiled and right."""

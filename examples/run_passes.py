@@ -1,6 +1,6 @@
 """Run every pass directly on an exported program, up to the program of each of two ranks.
 
-    python examples/by_hand.py            prints the graph after every pass, then runs both ranks, simulated
+    python examples/run_passes.py            prints the graph after every pass, then runs both ranks, simulated
 
 No process group is needed. With one, `resolve(mesh, None)` of `lowering/base/ranks.py` returns the ranks of a real
 mesh.

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from support.attention.score_texts import score_of
 from support.golden import captured
 from support.parallel.tensor_parallel import all_reduce
-from support.spellings.between import BETWEEN, Between, plain
-from support.spellings.tracing_exchanges import one_of, traced
+from support.variants.between import BETWEEN, Between, plain
+from support.variants.tracing_exchanges import one_of, traced
 from torch import Tensor
 
 from sp_compile.lowering.torch_compat import associative_scan_op

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from support.spellings.exchange_spellings import ExchangeForm, swap, swap_functional
+from support.variants.exchange_variants import ExchangeForm, swap, swap_functional
 from torch import Tensor
 
 
