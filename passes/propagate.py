@@ -158,6 +158,9 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         return None
     if window is not None and is_same_size(window.length, shard.frame.length):
         shard = replace(shard, frame=window)
+    # A short part of a joint sequence: a rank would compute more rows than the value has.
+    if n > 1 and assume_large(shard.frame.size) >= n * assume_large(shard.frame.length):
+        return None
     # Only the rows of one sequence, the longest, are load-balanced.
     if shard.frame.order.is_balanced and not is_same_size(shard.frame.size, axes.longest_sequence()):
         return None

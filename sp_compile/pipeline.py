@@ -41,11 +41,13 @@ from sp_compile.passes.strategies.discharge import DemandPass, RepeatPasses
 from sp_compile.passes.strategies.gather_demands import GatherOperands, RevertStaleExchanges
 from sp_compile.passes.strategies.halo_demands import ExchangeHalos
 from sp_compile.passes.strategies.hoist import HoistSlices
+from sp_compile.passes.strategies.join_sequences import JoinSequences
 from sp_compile.passes.strategies.local_scan import UseFastScans
 from sp_compile.passes.strategies.random_draws import BroadcastDraws
 from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials
 from sp_compile.passes.strategies.scan_demands import ShardScans, SplitNestedScans
 from sp_compile.passes.strategies.select_row import SelectRow
+from sp_compile.passes.strategies.select_rows import SelectRows
 from sp_compile.passes.strategies.sequence_checks import FindSequences, MarkUserCollectives, PlaceOutputs
 from sp_compile.passes.strategies.shard_inputs import ShardAttentionInputs
 from sp_compile.passes.tiles.run_in_tiles import RunInTiles
@@ -72,6 +74,7 @@ class Pipeline(Passes):
     steps = (
         Canonicalize,
         MarkUserCollectives,
+        JoinSequences,
         ShardAttentionInputs,
         FindSequences,
         ChooseAttention,
@@ -104,6 +107,7 @@ def strategy_passes() -> tuple[type[DemandPass], ...]:
         SplitNestedScans,
         DecomposeMeans,
         SelectRow,
+        SelectRows,
         *attention_passes(),
         ShardScans,
         ExchangeHalos,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sp_compile.lowering.base import frames
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.frames import FrameArg
+from sp_compile.lowering.base.frames import FrameArg, column_along, own_positions
 from sp_compile.lowering.base.library import LinearMap, composite, opaque
 from sp_compile.lowering.comm.communicator import current_communicator
 
@@ -121,6 +121,25 @@ def unshard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     Source: all_gather_into_tensor, then views (outer 1).
     """
     return LinearMap.apply(x, _gather_rows, _slice_rows_zeroed, dim % x.ndim, frame, n, group)
+
+
+@composite(
+    'rows(Tensor x, int dim, SymInt start, SymInt length, SymInt[]? frame=None, int n=1, str group="") -> Tensor'
+)
+def rows(
+    x: Tensor, dim: int, start: int, length: int, frame: FrameArg | None = None, n: int = 1, group: str = ""
+) -> Tensor:
+    """Select adjacent rows of the sequence: Shard(dim) -> Partial(sum), zeros for the rows of other ranks.
+
+    Shapes: dim -> length; without a frame, x is the full tensor. The frame has no outer or inner factor. Bytes: none.
+    Backward: the cotangent at the rows that this rank has. Source: index_select and `where`.
+    """
+    if frame is None:
+        return x.narrow(dim, start, length)
+    positions = torch.arange(length, device=x.device) + (frame[2] + start)
+    is_row = positions[:, None] == own_positions(frame, n, group, x.device)
+    index, is_own = is_row.to(torch.int8).argmax(1), is_row.any(1)
+    return torch.where(column_along(is_own, dim, x.ndim), x.index_select(dim, index), 0)
 
 
 @composite(

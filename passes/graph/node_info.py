@@ -32,6 +32,7 @@ class NodeInfo:
     is_aside: bool = False  # True if a scan at the node does not make its dim a sequence (`sharding/axes.py`)
     # (a, d): the node is (part of) a scan without a rule along dim d of argument a
     scanned: tuple[int, int] | None = None
+    joins: bool = False  # True for a part of a concatenation, padded to the length of all parts
     grouped: bool = False  # True if canonicalize added the grouped heads, so that expand_heads may revert it
     choice: Any = None  # attention decision, a cost.attention.Candidate
     recomputed: bool = False  # True if the node only repeats work of tiles, or of nodes before them, for other users

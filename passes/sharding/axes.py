@@ -80,6 +80,7 @@ class Axes:
     splits: dict[tuple[Size, ...], list[Split]] = field(default_factory=dict)  # by the sizes of their factors
     granules: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class; see `find_sequences`
     blocks: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class of the dim of chunks
+    joined: list[tuple[Atom, Size]] = field(default_factory=list)  # parts of concatenations, and their first positions
     n: int = 1  # number of ranks, of which each has complete chunks
 
     def find(self, name: int) -> int:
@@ -184,11 +185,14 @@ class Axes:
 
     def _frame(self, atom: Atom) -> Frame:
         """Return the frame of a sequence of which the atom is the only factor."""
-        granule = self.granules.get(self.find(atom.name), 1)
-        if granule == 1 or self.n == 1:
+        name = self.find(atom.name)
+        starts = [start for part, start in self.joined if part.size == atom.size and self.find(part.name) == name]
+        if self.n == 1 or not (starts or name in self.granules):
             return Frame.full(atom.size, self.folds)
-        longest = max((a.size for a in self._atoms() if self.find(a.name) == self.find(atom.name)), key=assume_large)
-        return Frame.of_chunks(atom.size, longest, granule, self.n, self.folds)
+        longest = max((a.size for a in self._atoms() if self.find(a.name) == name), key=assume_large)
+        frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)
+        size = frame.size if name in self.granules else longest
+        return replace(frame, size=size, start=starts[0] if starts else 0)
 
     def _atoms(self) -> Iterator[Atom]:
         """Yield the atoms of all dims."""
@@ -208,7 +212,7 @@ def name_axes(gm: GraphModule) -> Axes:
 
 def _find_products(gm: GraphModule, axes: Axes) -> Iterator[tuple[tuple[Node, int, int], Product]]:
     """Yield every dim, as (node, result index, dim), that contains a product over which attention attends."""
-    attended = {axes.canonical(dim) for _, dim in _attended_dims(gm, axes)}
+    attended = {axes.canonical(dim) for _, dim in (*_attended_dims(gm, axes), *_joined_dims(gm, axes))}
     products = sorted((dim for dim in attended if len(dim) > 1), key=len, reverse=True)
     for (node, index), dims in axes.dims.items() if products else ():
         for d, dim in enumerate(dims):
@@ -269,6 +273,9 @@ def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
         axes.set_result(call.node, i, dims)
         for dim, f in zip(axes.dims[call.node, i], names):
             source = factor_dims.get(f if rule.kind(f) == "window" else rule.picks.get(f, ""))
+            part = factor_dims.get(f, ())
+            if f in rule.slides and len(part) == 1 and node_info(call.node).joins:
+                axes.joined.append((part[0], rule.slides[f].before))
             if source is not None and dim != source:
                 axes.selected.append((dim, source))
 
@@ -444,6 +451,15 @@ def _attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
     for op, dim in ATTENTION_OF_TORCH.items():
         for node in gm.graph.find_nodes(op="call_function", target=op):
             yield from ((node, axes.dims[operand, 0][dim]) for operand in node.args[:2])
+
+
+def _joined_dims(gm: GraphModule, axes: Axes) -> Evidence:
+    """Yield the dims of the parts of concatenations of sequences, along which they are padded."""
+    for node in gm.graph.nodes:
+        if node_info(node).joins:
+            x = OpCall(node).operands[0]
+            changed = (not is_same_size(a, b) for a, b in zip(node_shape(x), node_shape(node)))
+            yield node, axes.dims[x, 0][list(changed).index(True)]
 
 
 def _softmax_attended_dims(gm: GraphModule, axes: Axes) -> Evidence:

@@ -24,7 +24,7 @@ from sp_compile.passes.sharding.placement import REPLICATE
 class ShardAttentionInputs(Pass):
     """Cloning of replicated inputs of attention that could be sharded along the sequence."""
 
-    requires = frozenset({"canonical", "marked collectives"})
+    requires = frozenset({"canonical", "marked collectives", "joined sequences"})
     provides = frozenset({"sharded inputs"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:

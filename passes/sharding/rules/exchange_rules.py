@@ -24,7 +24,7 @@ from sp_compile.passes.graph.sizes import Size, as_sizes, exact_quotient, is_sam
 from sp_compile.passes.sharding.placement import REPLICATE, Frame, Partial, Placement, Replicate, Shard, Varying
 from sp_compile.passes.sharding.rule import BoundRule, register_rule_function, register_transfer
 
-from ._build import bind_rule
+from ._build import along_dims, bind_rule, factor_names, replace_dims
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 
@@ -107,3 +107,15 @@ def _row_wise_rule(call: OpCall) -> BoundRule | None:
 def _first_dim_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of a user's collective that joins or splits the first dim, which is gathered."""
     return None if node_info(call.node).no_rule else bind_rule(call, "a ... -> c ...", whole="a")
+
+
+@register_rule_function(sp.rows.default)
+def _rows_rule(call: OpCall) -> BoundRule:
+    """Return the rule of adjacent rows of a sequence, of which each rank has a part; a frame defines the placements."""
+    names, dim = factor_names(call.ndim()), call.dim()
+    result = replace_dims(names, [dim], "row")
+    if call["frame"] is None:
+        return along_dims(call, [dim], result, lazy=True)
+    want: tuple[Placement, ...] = (Shard(dim, call_frame(call)[0]),)
+    kinds = {names[dim]: "whole"}
+    return BoundRule((names,), (result,), kinds, operand_placements=want, result_placements=Partial())
