@@ -56,13 +56,12 @@ models are in `benchmarks/measuring/family_models.py`, the generic sizes in `fam
 
 
 def work_share(report: Any) -> str:
-    """Return the share of FLOPs on shards, or "" if the report does not have it.
+    """Return the share of the FLOPs that runs on shards, in percent.
 
     Args:
         report: The report.
     """
-    work = getattr(report, "work", None)
-    return "" if work is None else str(work)
+    return f"{report.work.flops_share:.0%}"
 
 
 def describe_report(report: Any) -> dict[str, str]:
