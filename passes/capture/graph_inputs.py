@@ -29,7 +29,8 @@ from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.torch_compat import argument_name, pytree
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import as_size, symbolic_sizes
-from sp_compile.passes.sharding.axes import Axes, find_sequences, name_axes
+from sp_compile.passes.sharding.axes import Axes, name_axes
+from sp_compile.passes.sharding.find_sequences import find_sequences
 from sp_compile.passes.sharding.placement import Frame, Placement, Shard
 
 from .capture import capture, fake_inputs, specialize_inputs

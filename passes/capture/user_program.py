@@ -18,7 +18,8 @@ from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.capture.capture import capture
 from sp_compile.passes.cost.group_names import has_dtensors, has_user_exchanges
-from sp_compile.passes.sharding.axes import find_sequences, name_axes
+from sp_compile.passes.sharding.axes import name_axes
+from sp_compile.passes.sharding.find_sequences import find_sequences
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ runs on shards if one of its results is sharded or partial; otherwise every rank
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -32,7 +31,7 @@ class ShardedWork:
     sharded_flops: float = 0.0  # of the nodes that run on shards
     activations: float = 0.0  # bytes
     sharded_activations: float = 0.0  # bytes of the values that are sharded
-    replicated: Counter[str] = field(default_factory=Counter)  # FLOPs that every rank computes, by the user's line
+    replicated: dict[str, float] = field(default_factory=dict)  # FLOPs that every rank computes, by the user's line
 
     def merge(self, other: ShardedWork) -> None:
         """Add the work of another graph.
@@ -44,7 +43,8 @@ class ShardedWork:
         self.sharded_flops += other.sharded_flops
         self.activations += other.activations
         self.sharded_activations += other.sharded_activations
-        self.replicated += other.replicated
+        for line, flops in other.replicated.items():
+            self.replicated[line] = self.replicated.get(line, 0.0) + flops
 
     def describe(self) -> str:
         """Return text with both shares, as in "98% of the FLOPs and 95% of the activations are on shards"."""
@@ -52,8 +52,8 @@ class ShardedWork:
 
     def large_replicated_lines(self) -> list[tuple[str, float]]:
         """Return the lines with at least `LARGE_SHARE` of all FLOPs that every rank computes, with their shares."""
-        shares = ((line, flops / self.flops) for line, flops in self.replicated.most_common())
-        return [(line, share) for line, share in shares if share >= LARGE_SHARE]
+        by_flops = sorted(self.replicated.items(), key=lambda item: -item[1])
+        return [(line, flops / self.flops) for line, flops in by_flops if flops >= LARGE_SHARE * self.flops]
 
     @property
     def flops_share(self) -> float:
@@ -87,7 +87,8 @@ def count_work(gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: 
             work.sharded_flops += flops
             work.sharded_activations += nbytes
         elif flops:
-            work.replicated[node_line(node)] += flops
+            line = node_line(node)
+            work.replicated[line] = work.replicated.get(line, 0.0) + flops
     return work
 
 

@@ -1,33 +1,28 @@
-"""Name the dims of all values and find the sequence, by union-find over the atoms of dims.
+"""Name the dims of all values, by union-find over the atoms of dims.
 
 A dim is a product of atoms, (class, size): flattening (B, S) creates a dim of two atoms. Atoms join one class if a rule
-passes their factor, such as the S of x and of linear(x, w). The classes that attention attends over are the sequence; a
-dim or atom of such a class contains the sequence. Sizes alone identify nothing, because S may equal the hidden size.
-Slices keep the class with another size, because a window of a sequence belongs to it.
+passes their factor, such as the S of x and of linear(x, w). The classes that attention attends over are the sequence
+(`find_sequences.py`); a dim or atom of such a class contains the sequence. Sizes alone identify nothing, because S may
+equal the hidden size. Slices and paddings keep the class with another size, because a window of a sequence belongs to
+it. An index, an index_select or a slice selects positions of a dim; the result is a new class, and `Axes.selected`
+relates it to its source.
 
 A product is a run of several atoms that attention attends over: the tokens of an image are H * W patches, those of a
-video T * H * W. `fuse_products` names the dims again with one atom for each product, so that it can be a sequence. A
+video T * H * W. `name_axes` then names the dims again with one atom for each product, so that it can be a sequence. A
 value with a factor of a product in a dim of its own, such as the image before it is flattened, does not contain it.
-
-An index, an index_select or a slice selects positions of a dim; the result is a new class, and `Axes.selected` relates
-it to its source. Evidence is an op, such as attention, and the dim that is a sequence because of it. Two classes are
-rivals if one value has both: only one of its dims can be sharded.
+A split is the reverse: a reshape of an atom into factors, such as chunks and the positions of a chunk.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.torch_compat import argument_name
-from sp_compile.passes.graph.call import OpCall, collect_nodes, is_tensor, node_shape, result_number
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, result_number
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, as_size, assume_large, divides, is_same_size, size_product
 
@@ -210,9 +205,30 @@ def name_axes(gm: GraphModule) -> Axes:
     return _name_axes(gm, Axes(products=products)) if products else axes
 
 
+Evidence = Iterable[tuple[Node, Dim]]  # op, and a dim that is a sequence because of it
+
+
+def attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
+    """Yield the token dims of q and k of all attention nodes, the strongest evidence for a sequence."""
+    for node in all_attention_nodes(gm):
+        yield from ((node, axes.dims[operand, 0][-2]) for operand in OpCall(node).operands[:2])
+    for op, dim in ATTENTION_OF_TORCH.items():
+        for node in gm.graph.find_nodes(op="call_function", target=op):
+            yield from ((node, axes.dims[operand, 0][dim]) for operand in node.args[:2])
+
+
+def _joined_dims(gm: GraphModule, axes: Axes) -> Evidence:
+    """Yield the dims of the parts of concatenations of sequences, along which they are padded."""
+    for node in gm.graph.nodes:
+        if node_info(node).joins:
+            x = OpCall(node).operands[0]
+            changed = (not is_same_size(a, b) for a, b in zip(node_shape(x), node_shape(node)))
+            yield node, axes.dims[x, 0][list(changed).index(True)]
+
+
 def _find_products(gm: GraphModule, axes: Axes) -> Iterator[tuple[tuple[Node, int, int], Product]]:
     """Yield every dim, as (node, result index, dim), that contains a product over which attention attends."""
-    attended = {axes.canonical(dim) for _, dim in (*_attended_dims(gm, axes), *_joined_dims(gm, axes))}
+    attended = {axes.canonical(dim) for _, dim in (*attended_dims(gm, axes), *_joined_dims(gm, axes))}
     products = sorted((dim for dim in attended if len(dim) > 1), key=len, reverse=True)
     for (node, index), dims in axes.dims.items() if products else ():
         for d, dim in enumerate(dims):
@@ -263,7 +279,7 @@ def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
     for i, operand in enumerate(call.operands):
         if i in rule.lenders:
             continue
-        for dim, f in _value_factors(axes, operand, rule, rule.operands[i]):
+        for dim, f in value_factors(axes, operand, rule, rule.operands[i]):
             if f in factor_dims:
                 axes.join(dim, factor_dims[f])
             if f not in factor_dims or len(dim) > len(factor_dims[f]):  # the finer factorization has more information
@@ -280,7 +296,7 @@ def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
                 axes.selected.append((dim, source))
 
 
-def _value_factors(axes: Axes, operand: Node, rule: BoundRule, dims: Dims) -> Iterator[tuple[Dim, str]]:
+def value_factors(axes: Axes, operand: Node, rule: BoundRule, dims: Dims) -> Iterator[tuple[Dim, str]]:
     """Yield every factor of a value with its atoms; `dims` are the names of its dims in the rule."""
     for dim, name in zip(axes.dims[operand, 0], dims):
         if name[:1] == "(":
@@ -298,8 +314,8 @@ def _split_dim(axes: Axes, dim: Dim, extents: Sequence[Size]) -> Iterator[Dim]:
     atoms = [a for a in dim if not is_same_size(a.size, 1)]
     long_extents = [e for e in extents if not is_same_size(e, 1)]
     if len(atoms) == 1 and len(long_extents) > 1 and is_same_size(atoms[0].size, size_product(long_extents)):
-        parts = iter(axes.split(atoms[0], tuple(long_extents)))
-        yield from ((axes.new_atom(1),) if is_same_size(e, 1) else (next(parts),) for e in extents)
+        factors = iter(axes.split(atoms[0], tuple(long_extents)))
+        yield from ((axes.new_atom(1),) if is_same_size(e, 1) else (next(factors),) for e in extents)
         return
     regroup = reshape_rule(tuple(a.size for a in atoms), tuple(extents))  # atoms as dims -> factors as dims
     atom_of = dict(zip(regroup.operands[0], atoms))  # an atom that is split is a group, which no factor equals
@@ -338,169 +354,3 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, si
 def _keeps_class(sliding: SlidingRows, rows: Size) -> bool:
     """Return True if the result of a sliding window is a window of the same sequence: it is no longer, or padded."""
     return sliding.is_within(rows) or (sliding.rolls is None and is_same_size(sliding.width, 1))
-
-
-def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None, picks: bool = True) -> None:
-    """Set `axes.sequences`: the user's dims, or else the attended dims, or else the scanned dims.
-
-    Args:
-        gm: Graph.
-        axes: Axes from `name_axes`; updated.
-        seq_dims: Sequence dims by input node.
-        picks: Positions selected from a sequence are a sequence, too, unless a value has both. Pass False for
-            load-balanced layouts, which distribute only one sequence.
-
-    Raises:
-        SpError: If an input does not have its dim in seq_dims.
-    """
-    _find_sequences(gm, axes, seq_dims)
-    _find_granules(gm, axes)
-    for dim, source in axes.selected if picks else ():
-        names = {axes.find(a.name) for a in dim if not is_same_size(a.size, 1)} - axes.sequences
-        if len(names) == 1 and any(axes.is_sequence(a) for a in source) and not _has_rivals(axes, *names):
-            axes.sequences |= names
-
-
-def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
-    """Return the atom that is split into chunks, by the classes of its factors, if an op relates the chunks.
-
-    An op that relates them scans, sums or selects along the dim of the chunks. Without one, the chunks are independent,
-    such as the sequences of a batch that was flattened.
-    """
-    firsts = {axes.find(split.factors[0].name): split for split in axes.all_splits()}
-    related: dict[int, Atom] = {}
-    for call, rule in _ruled_calls(gm) if firsts else ():
-        for dim, kind in _classify_factors(axes, call, rule):
-            names = {axes.find(a.name) for a in dim}
-            if kind in CHUNK_RELATIONS or (kind == "sum" and rule.is_contraction):
-                related.update(
-                    (axes.find(a.name), firsts[n].source) for n in names & firsts.keys() for a in firsts[n].factors
-                )
-    return related
-
-
-CHUNK_RELATIONS = ("scan", "halo", "whole", "window", "attend")  # kinds of factors whose positions an op relates
-
-
-def _find_granules(gm: GraphModule, axes: Axes) -> None:
-    """Set `axes.granules`: the positions of the chunks of each sequence that ops compute in chunks."""
-    read = {
-        axes.find(a.name)
-        for call, rule in _ruled_calls(gm)
-        if not rule.lazy
-        for d in call.operands
-        for dim in axes.dims[d, 0]
-        for a in dim
-    }
-    for split in axes.all_splits():
-        name, granule = axes.find(split.source.name), size_product(a.size for a in split.factors[1:])
-        is_computed = axes.find(split.factors[0].name) in read
-        if name in axes.sequences and is_computed and isinstance(granule, int):
-            axes.granules[name] = math.lcm(granule, axes.granules.get(name, 1))
-            axes.blocks[axes.find(split.factors[0].name)] = granule
-
-
-def _has_rivals(axes: Axes, name: int) -> bool:
-    """Return True if a value has a dim of this class and a dim of a sequence."""
-    values = ({axes.find(a.name) for dim in dims for a in dim} for dims in axes.dims.values())
-    return any(name in classes and not axes.sequences.isdisjoint(classes) for classes in values)
-
-
-def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None) -> None:
-    """Set `axes.sequences` to the classes of the user's dims, or of dims found by evidence.
-
-    Only the first kind of evidence that exists counts.
-    """
-    if seq_dims is not None:
-        for node, dim in seq_dims.items():
-            shape = node_shape(node)
-            if not -len(shape) <= dim < len(shape):
-                raise SpError("SP303", f"seq_dims: {argument_name(node)!r} has {len(shape)} dims, so no dim {dim}.")
-            axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
-        return
-    sources = _chunk_sources(gm, axes)
-    for find_evidence in (_attended_dims, _softmax_attended_dims, _scanned_dims, _combined_dims):
-        evidence = list(find_evidence(gm, axes))
-        atoms = [sources.get(axes.find(a.name), a) for _, dim in evidence for a in dim]
-        long_atoms = [a for a in atoms if not is_same_size(a.size, 1)]
-        if atoms:  # a sequence of one token (decoding) is a sequence, too, but cannot be sharded
-            axes.sequences = {axes.find(a.name) for a in long_atoms or atoms}
-            _drop_rivals(axes, dict.fromkeys(node for node, _ in evidence))
-            return
-
-
-def _drop_rivals(axes: Axes, values: Iterable[Node]) -> None:
-    """Reduce `axes.sequences` to one class per value, the most frequent one.
-
-    A value has several if attention or scans run along several of its dims (axial attention).
-    """
-    counts = Counter(axes.find(a.name) for dims in axes.dims.values() for a in {a for dim in dims for a in dim})
-    for node in values:
-        rivals = {axes.find(a.name) for dim in axes.dims[node, 0] for a in dim if axes.is_sequence(a)}
-        by_count = sorted(rivals, key=lambda name: (counts[name], -name))
-        axes.sequences.difference_update(by_count[:-1])
-
-
-Evidence = Iterable[tuple[Node, Dim]]  # op, and a dim that is a sequence because of it
-
-
-def _attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield the token dims of q and k of all attention nodes, the strongest evidence for a sequence."""
-    for node in all_attention_nodes(gm):
-        yield from ((node, axes.dims[operand, 0][-2]) for operand in OpCall(node).operands[:2])
-    for op, dim in ATTENTION_OF_TORCH.items():
-        for node in gm.graph.find_nodes(op="call_function", target=op):
-            yield from ((node, axes.dims[operand, 0][dim]) for operand in node.args[:2])
-
-
-def _joined_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield the dims of the parts of concatenations of sequences, along which they are padded."""
-    for node in gm.graph.nodes:
-        if node_info(node).joins:
-            x = OpCall(node).operands[0]
-            changed = (not is_same_size(a, b) for a, b in zip(node_shape(x), node_shape(node)))
-            yield node, axes.dims[x, 0][list(changed).index(True)]
-
-
-def _softmax_attended_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield dims that a softmax normalizes over and a later matmul contracts (decomposed attention)."""
-    normalized: set[int] = set()  # classes that a softmax normalizes over
-    for call, rule in _ruled_calls(gm):
-        for dim, kind in _classify_factors(axes, call, rule):
-            names = {axes.find(a.name) for a in dim}
-            if rule.normalizes and kind == "whole":
-                normalized |= names
-            elif kind == "sum" and len(call.operands) > 1 and names & normalized:
-                yield call.node, tuple(a for a in dim if axes.find(a.name) in normalized)
-
-
-def _scanned_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield scanned dims; for sequences flattened into one dim with the batch, the longest factor."""
-    for call, rule in _ruled_calls(gm):
-        for dim, kind in _classify_factors(axes, call, rule):
-            if kind == "scan" and dim and not node_info(call.node).is_aside:
-                yield call.node, (max(reversed(dim), key=lambda a: assume_large(a.size)),)
-
-
-def _combined_dims(gm: GraphModule, axes: Axes) -> Evidence:
-    """Yield the dims of scans that have no rule (`NodeInfo.scanned`), the weakest evidence."""
-    for node in gm.graph.nodes:
-        scanned = node_info(node).scanned
-        if scanned is not None:
-            argument, dim = scanned
-            for x in collect_nodes(node.args[argument]):
-                yield x, axes.dims[x, 0][dim]
-
-
-def _ruled_calls(gm: GraphModule) -> Iterable[tuple[OpCall, BoundRule]]:
-    for node in gm.graph.nodes:
-        call, rule = lookup_rule(node) or (None, None)
-        if call is not None and rule is not None:
-            yield call, rule
-
-
-def _classify_factors(axes: Axes, call: OpCall, rule: BoundRule) -> Iterable[tuple[Dim, str]]:
-    """Yield the atoms of every factor of the operands with its kind in the rule, such as "scan"."""
-    for operand, dims in zip(call.operands, rule.operands):
-        for dim, f in _value_factors(axes, operand, rule, dims):
-            yield dim, rule.kind(f)
