@@ -21,12 +21,12 @@ from sp_compile.passes.cost.attention_memory import RankMemory
 from sp_compile.passes.cost.decision import Decision
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.cost.sharded_work import ShardedWork
 from sp_compile.passes.graph.call import is_tensor, node_tensors
 from sp_compile.passes.sharding.axes import Axes, name_axes
 from sp_compile.passes.sharding.find_sequences import find_sequences
 from sp_compile.passes.sharding.placement import Placement, PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import cache_lookups
+from sp_compile.passes.sharding.sharded_work import ShardedWork
 from sp_compile.passes.sharding.window_starts import align_window_starts
 
 from .propagate import propagate

@@ -6,7 +6,6 @@ of floats starts there (an embedding, the first pointwise op on an input): then 
 is a local slice. Propagation never inserts a collective. It follows Shardy's factor propagation.
 
     x: S(1), linear(x, w) -> S(1); mean(x, 1) -> Partial(), with a demand of kind "mean" for a later pass
-
 Names: `have` are the placements of a node's operands, `wants` those with which it runs on shards; n is the number of
 ranks. A factor is a named index of a rule ("b s d, d e -> b s e"), of kind "pass" if the op runs row by row along it. A
 step is the `wants`, results and demands of one node.
@@ -158,11 +157,9 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         return None
     if window is not None and is_same_size(window.length, shard.frame.length):
         shard = replace(shard, frame=window)
-    # A short part of a joint sequence: a rank would compute more rows than the value has.
-    if n > 1 and assume_large(shard.frame.size) >= n * assume_large(shard.frame.length):
-        return None
-    # Only the rows of one sequence, the longest, are load-balanced.
-    if shard.frame.order.is_balanced and not is_same_size(shard.frame.size, axes.longest_sequence()):
+    # A rank would compute more rows than a short part of a joint sequence has; only the longest sequence is balanced.
+    is_short = n > 1 and assume_large(shard.frame.size) >= n * assume_large(shard.frame.length)
+    if is_short or (shard.frame.order.is_balanced and not is_same_size(shard.frame.size, axes.longest_sequence())):
         return None
     factor, shard = rule.local_part(rule.results[0], shard)
     if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query

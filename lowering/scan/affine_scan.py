@@ -58,6 +58,7 @@ def affine_scan(
     the number of elements of b without dim times (K + V) / V; the same backward. Backward: the scan in the other
     direction; differentiable once.
     """
+    assert dim % b.ndim == b.ndim - 3, "the dim of the scan is before those of the matrices"
     shards = ScanShards(*across)
     exchange = shards.carry_exchange(b, dim, reverse)
     dtype = torch.promote_types(m.dtype, b.dtype)

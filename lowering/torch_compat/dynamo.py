@@ -189,7 +189,7 @@ class EagerFallback(NamedTuple):
 
     target: Any  # the module, or the name of a function
     code: CodeType  # of the user's function, without its decorators
-    reason: EagerReason
+    reason: EagerReason  # kind of the cause
     text: str  # Dynamo's message
 
 

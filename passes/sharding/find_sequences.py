@@ -67,21 +67,20 @@ def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
 
 
 def _find_granules(gm: GraphModule, axes: Axes) -> None:
-    """Set `axes.granules`: the positions of the chunks of each sequence that ops compute in chunks."""
-    read = {
-        axes.find(a.name)
-        for call, rule in _ruled_calls(gm)
-        if not rule.lazy
-        for d in call.operands
-        for dim in axes.dims[d, 0]
-        for a in dim
-    }
+    """Set `axes.granules`: the positions of the chunks of each sequence of which products are computed in chunks.
+
+    Complete chunks make shards less equal. Other ops on a split dim, such as those on the pixels that the tokens of an
+    image predict, are too cheap for that.
+    """
+    products = (call for call, rule in _ruled_calls(gm) if rule.is_contraction)
+    dims = (dim for call in products for x in call.operands for dim in axes.dims[x, 0])
+    multiplied = {axes.find(atom.name) for dim in dims for atom in dim}
     for split in axes.all_splits():
         name, granule = axes.find(split.source.name), size_product(a.size for a in split.factors[1:])
-        is_computed = axes.find(split.factors[0].name) in read
-        if name in axes.sequences and is_computed and isinstance(granule, int):
+        chunks = axes.find(split.factors[0].name)
+        if name in axes.sequences and chunks in multiplied and isinstance(granule, int):
             axes.granules[name] = math.lcm(granule, axes.granules.get(name, 1))
-            axes.blocks[axes.find(split.factors[0].name)] = granule
+            axes.blocks[chunks] = granule
 
 
 def _has_rivals(axes: Axes, name: int) -> bool:

@@ -20,7 +20,6 @@ from sp_compile.lowering.torch_compat import argument_name, known_process_group,
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
 from sp_compile.passes.cost.group_names import is_collective, named_groups
-from sp_compile.passes.cost.sharded_work import count_work
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import divides, is_same_size
@@ -28,6 +27,7 @@ from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.output_rules import GATHER_REASON, gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Shard
+from sp_compile.passes.sharding.sharded_work import count_work
 
 FRAGMENT_TEXT = "a graph between graph breaks without a sequence; every rank runs it unsplit"
 LOST_IN_EAGER_CODE = (
@@ -171,7 +171,7 @@ class PlaceOutputs(Pass):
                 self.note(node.all_input_nodes[0], why, node.all_input_nodes[0].name, NoteKind.UNSHARDED)
         job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
         job.work = count_work(gm, plan, differentiable_nodes(gm), job.times)
-        if job.ranks.n > 1:
+        if job.ranks.n > 1 and job.work.sharded_flops:
             self._note_replicated_work(job)
         return 0
 

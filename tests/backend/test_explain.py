@@ -37,6 +37,7 @@ class Goldens(expecttest.TestCase):
             str(sp_compile.explain(Decoder(), *text(64), sp=4)),
             """\
 4 ranks; the sequence is ids dim 1, labels dim 1
+100% of the FLOPs and 100% of the activations are on shards
 
 Constraints
   sequence of 64: 16 positions a rank
@@ -80,6 +81,7 @@ Collectives, bytes that one rank sends
             str(report),
             """\
 4 ranks; the sequence is ids dim 1, labels dim 1
+100% of the FLOPs and 100% of the activations are on shards
 
 Constraints
   sequence of 10: 3 positions a rank, padded to 4 * 3

@@ -15,8 +15,8 @@ import sp_compile
 from sp_compile.lowering.base.library import COMPOSITES
 
 REPLAYED = """
-add_into from_bytes local_extremes local_linear_scan local_linear_total local_scan merge_into pack pack_by_owner rank
-ticket to_bytes
+add_into from_bytes local_affine_scan local_affine_total local_extremes local_linear_scan local_linear_total local_scan
+merge_into pack pack_by_owner rank ticket to_bytes
 """.split()
 NEVER_REPLAYED = """
 add_left attend attend_backward deal dealt_tables offload offloaded pieces reload reloaded shared tiles_at_once tiles_backward

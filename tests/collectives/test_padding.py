@@ -152,6 +152,12 @@ def _roll(by: int) -> Any:
     )
 
 
+def _matrix_scan(x: Tensor, dim: int, *rest: Any) -> Tensor:
+    """Scan x (B, S, D) along S, with matrices (1, 1)."""
+    matrices = x.transpose(1, 2)[..., None, None]
+    return sp.affine_scan(matrices, matrices, None, dim + 1, *rest)[..., 0, 0].transpose(1, 2)
+
+
 CASES: dict[str, Callable[[], Any]] = {
     **{
         f"scan {op}{' exclusive' * exclusive}{' reverse' * reverse}": (
@@ -167,6 +173,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "extremes": lambda: _scan(sp.extremes, _rows(), 1, "max", False),
     "extremes reverse": lambda: _scan(sp.extremes, _rows(), 1, "min", True),
     "linear_scan": lambda: _scan(lambda x, *rest: sp.linear_scan(x, x, None, *rest), _rows(), 1, False, None),
+    "affine_scan": lambda: _scan(_matrix_scan, _rows(), 1, False, None),
     "shift": lambda: _along(sp.shift, _rows(), 1, 1, 1, -1, 7.0),
     "shift back": lambda: _along(sp.shift, _rows(), 1, 1, -1, 1, 7.0),
     "shift shorter": lambda: _along(sp.shift, _rows(), 1, 1, -1, 0, 0.0, grown=-1),
@@ -204,7 +211,7 @@ def test_results_hold_the_nearest_row_and_read_no_padding(case: str) -> None:
 
 def test_all_operators_that_give_shards_declare_their_padding() -> None:
     """`PADDED` contains exactly the operators with sharded results."""
-    gathers = {"all_gather", "all_reduce", "broadcast", "broadcast_grad", "unshard"}
+    gathers = {"all_gather", "all_reduce", "broadcast", "broadcast_grad", "rows", "unshard"}
     given = {op for op in (*RULES, *TRANSFERS) if getattr(op, "namespace", "") == "sp"}
     names = {op.__name__.split(".")[0] for op in given}
     declared = {op.__name__.split(".")[0] for op in PADDED} - {"toy_attention"}  # of another test

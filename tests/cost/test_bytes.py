@@ -77,7 +77,7 @@ def test_attention(
 def test_scans(monkeypatch: pytest.MonkeyPatch, exchange: str) -> None:
     made: list[CarryExchangeCost] = []
 
-    def chosen(nbytes: int, n: int, machine: Machine, folds: int) -> CarryExchangeCost:
+    def chosen(nbytes: int, n: int, machine: Machine, *_: object) -> CarryExchangeCost:
         made.append(choose_exchange(nbytes, n, machine, 1 if exchange == "steps" else 2))
         return made[-1]
 

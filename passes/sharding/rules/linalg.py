@@ -16,7 +16,7 @@ from ._build import align_names, along_dims, factor_names, replace_dims
 
 aten = torch.ops.aten
 MATRIX_OPS = parse_overloads("""
-    linalg_inv linalg_inv_ex linalg_cholesky linalg_cholesky_ex linalg_matrix_exp linalg_pinv linalg_qr linalg_eigh
+    linalg_inv linalg_inv_ex linalg_cholesky linalg_cholesky_ex linalg_matrix_exp linalg_qr linalg_eigh
     linalg_eigvalsh linalg_svd linalg_svdvals linalg_det linalg_slogdet linalg_lu linalg_lu_factor matrix_exp cholesky
     linalg_matrix_power
 """)

@@ -70,7 +70,7 @@ def _affine_scan_rule(call: OpCall) -> BoundRule:
     *batch, rows, k, v = names
     state = [(*batch, k, v)] if call["initial"] is not None else []
     operands = ((*batch, rows, k, "j"), names, *state)
-    return _framed_scan_rule(call, operands, names, (rows,), invariant=(2,), whole=(k, "j"))
+    return _framed_scan_rule(call, operands, names, (rows,), invariant=(2,), gathered=(k, "j"))
 
 
 def _framed_scan_rule(
@@ -79,7 +79,7 @@ def _framed_scan_rule(
     result: Dims,
     scanned: Dims,
     invariant: Sequence[int] = (),
-    whole: Sequence[str] = (),
+    gathered: Sequence[str] = (),
 ) -> BoundRule:
     """Return the rule of a scan; the frame of a call, if any, defines the placements in it.
 
@@ -92,10 +92,10 @@ def _framed_scan_rule(
         result: Names of the dims of each result.
         scanned: Name of the scanned dim; empty for 0-dim tensors.
         invariant: Indices of operands whose gradients are equal on all ranks.
-        whole: Names of dims that are gathered.
+        gathered: Names of dims that are gathered.
     """
     results = tuple(result for _ in call.results())
-    kinds = dict.fromkeys(scanned, "scan") | dict.fromkeys(whole, "whole")
+    kinds = dict.fromkeys(scanned, "scan") | dict.fromkeys(gathered, "whole")
     if call["frame"] is None or not scanned:
         return BoundRule(operands, results, kinds)
     frame = call_frame(call)[0]

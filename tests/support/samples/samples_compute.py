@@ -250,10 +250,32 @@ def scans() -> None:
     one(sp.extremes.default, x, -1, "max")
     one(sp.extremes.default, x, 1, "min", reverse=True)
     one(sp.linear_scan.default, x, f(4, 6), None, 1)
+    one(sp.rows.default, x, 1, 1, 2)
+    one(sp.affine_scan.default, f(2, 6, 3, 3), f(2, 6, 3, 4), None, 1)
+    one(sp.affine_scan.default, f(2, 6, 3, 3), f(2, 6, 3, 4), f(2, 3, 4), 1, reverse=True)
     one(sp.linear_scan.default, f(4, 1), x, f(2, 6), 1, reverse=True)
 
 
+def linear_algebra() -> None:
+    x = f(2, 6, 4, 4)
+    matrix = x @ x.transpose(-1, -2) + 4 * torch.eye(4, dtype=x.dtype)
+    for name in (
+        "linalg_inv linalg_inv_ex linalg_cholesky linalg_cholesky_ex linalg_matrix_exp linalg_qr "
+        "linalg_eigvalsh linalg_svdvals linalg_det linalg_slogdet linalg_lu linalg_lu_factor matrix_exp cholesky"
+    ).split():
+        one(getattr(aten, name).default, matrix)
+    one(aten.linalg_eigh.default, matrix)
+    one(aten.linalg_svd.default, matrix, False)
+    one(aten.linalg_matrix_power.default, matrix, 2)
+    one(aten.linalg_solve.default, matrix, f(2, 6, 4, 3))
+    for how in ({"upper": False, "unitriangular": True}, {"upper": True}, {"upper": True, "left": False}):
+        right = f(2, 6, 3, 4) if how.get("left") is False else f(2, 6, 4, 3)
+        one(aten.linalg_solve_triangular.default, matrix, right, **how)
+    one(aten.linalg_solve_triangular.default, matrix[:1, :1], f(2, 6, 4, 3), upper=False)
+
+
 FAMILIES = (
+    linear_algebra,
     attention,
     sums_of_products,
     einsums,

@@ -1,4 +1,4 @@
-"""List the families of each table of `benchmarks/families.py`.
+"""List the families of each table of `support.docs.families`.
 
 The tables other than "named" contain every class of an auto class of transformers, or every transformer of diffusers,
 with the generic sizes of `family_sizes.py`. Classes that need other sizes or inputs fail to build.

@@ -1,6 +1,6 @@
 """Report what `sp_compile.explain` finds in small models of the families of transformers and diffusers.
 
-    python benchmarks/families.py [--only Llama Wan ...] [--tables named causal masked images translation diffusion]
+    python -m support.docs.families [--only Llama Wan ...] [--tables named causal masked images translation diffusion]
         [--limit 300] [--missing] [--notes FILE] [--output docs/families.md]
 
 Each model is examined in its own process, with a time limit. The table is written after each model; rows of models that
@@ -11,6 +11,7 @@ import argparse
 import multiprocessing
 import os
 import re
+import sys
 import time
 import warnings
 from collections import Counter
@@ -21,12 +22,12 @@ from typing import Any
 
 from measuring.tables import commit
 
-RESULTS = Path(__file__).parents[1] / "docs" / "families.md"
+RESULTS = Path(__file__).parents[3] / "docs" / "families.md"
 HEADERS = ("family", "library", "on shards", "sequence", "attention", "gathered inside", "refused", "seconds")
 RANKS = 2
 # modules that all processes share, since their import takes longer than most models
 PRELOADED = [
-    *("measuring.family_lists", "sp_compile.planner.dry_run", "torch._dynamo", "torch._inductor.compile_fx"),
+    *("support.docs.family_lists", "sp_compile.planner.dry_run", "torch._dynamo", "torch._inductor.compile_fx"),
     *("transformers.modeling_utils", "diffusers.models.modeling_utils", "diffusers.models.attention_processor"),
 ]
 MAX_TEXT = 110  # maximum number of characters of a reason
@@ -43,8 +44,8 @@ INTRODUCTION = """# Families of models
 
 What `explain(model, sp=2)` finds in small models with nothing annotated: two layers, or one of each type, four heads, a
 batch of two, odd numbers of tokens, float32, no dropout, the attention function that the library selects. Language
-models return a loss and logits, other models their hidden states. `python benchmarks/families.py` writes this page. The
-models are in `benchmarks/measuring/family_models.py`, the generic sizes in `family_sizes.py`.
+models return a loss and logits, other models their hidden states. `python -m support.docs.families` writes this page. The
+models are in `tests/support/docs/family_models.py`, the generic sizes in `family_sizes.py`.
 
 - *sequence*: the inputs with their sequence dims, or "not an input".
 - *attention*: the chosen strategies with their number of attentions; "-" if no attention runs on shards. "gather"
@@ -206,19 +207,19 @@ def main() -> None:
         line = f"| {' | '.join(values)} |"
         rows.setdefault(NOT_BUILT if failed else title, {})[key] = line
         write_page(options.output, {title: lines for title, lines in rows.items() if lines})
-        print(line, flush=True)
+        sys.stdout.write(f"{line}\n")
 
 
 def _names(tables: list[str]) -> list[tuple[str, str, str]]:
     """Return table, name and library of the families of some tables; models are built in other processes."""
-    from measuring.family_lists import families
+    from support.docs.family_lists import families
 
     return [(table, family.name, family.library) for table in tables for family in families(table)]
 
 
 def _send_cells(family: tuple[str, str], sender: Connection) -> None:
     """Examine a family of a table in this process and send its cells."""
-    from measuring.family_lists import families
+    from support.docs.family_lists import families
 
     warnings.filterwarnings("ignore")
     table, name = family

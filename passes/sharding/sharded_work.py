@@ -79,7 +79,7 @@ def count_work(gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: 
     for node in gm.graph.nodes:
         if node.op != "call_function" or transfer_of(node.target) is not None:
             continue
-        flops, nbytes = times(node) * node_flops(node), times(node) * _activation_bytes(node, trained)
+        flops, nbytes = times(node) * contraction_flops(node), times(node) * _activation_bytes(node, trained)
         is_sharded = any(not isinstance(p, Replicate) for p in plan.placements.get(node, ()))
         work.flops += flops
         work.activations += nbytes
@@ -92,7 +92,7 @@ def count_work(gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: 
     return work
 
 
-def node_flops(node: Node) -> float:
+def contraction_flops(node: Node) -> float:
     """Return the FLOPs of a product, a convolution or an attention in the global view, else 0.
 
     Attention counts all pairs of queries and keys, as masks are not evaluated.
@@ -110,7 +110,7 @@ def node_flops(node: Node) -> float:
         return _convolution_flops(call)
     if rule is None or not rule.is_contraction or rule.operand_placements is not None:
         return 0.0
-    return 2.0 * assume_large(size_product(dict(_factor_sizes(call, rule)).values()))
+    return 2.0 * assume_large(size_product(dict(_sized_factors(call, rule)).values()))
 
 
 def _convolution_flops(call: OpCall) -> float:
@@ -120,7 +120,7 @@ def _convolution_flops(call: OpCall) -> float:
     return 2.0 * assume_large(size_product(positions) * size_product(call.shape("weight")[1:]))
 
 
-def _factor_sizes(call: OpCall, rule: BoundRule) -> Iterator[tuple[str, int]]:
+def _sized_factors(call: OpCall, rule: BoundRule) -> Iterator[tuple[str, int]]:
     """Yield every factor of the operands with its size."""
     for i, dims in enumerate(rule.operands):
         for name, size in zip(dims, call.shape(i)):

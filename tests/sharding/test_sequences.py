@@ -1,0 +1,218 @@
+"""Sequences that are products of dims, concatenations, or split into chunks: found, split, and equal to one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import check
+from support.parity import against_eager
+from support.parity import check as check_ranks
+from support.ranks import Ranks, mesh
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile.passes.context import NoteKind
+
+HEADS, WIDTH = 4, 16
+
+
+def split_heads(x: Tensor) -> Tensor:
+    """(B, S, WIDTH) -> (B, HEADS, S, WIDTH / HEADS)."""
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate the pairs of x (B, H, S, D) by the angles of a table (S, D / 2)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * table.cos() - b * table.sin(), a * table.sin() + b * table.cos()], -1)
+
+
+class Block(nn.Module):
+    """Attention and MLP on tokens (B, S, WIDTH), with rotary angles for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        q, k, v = (split_heads(y) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(rotate(q, table), rotate(k, table), v)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+class Video(nn.Module):
+    """Patches of a video (B, 3, T, H, W), attention over T * H * W tokens, and the video that they predict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch = nn.Conv3d(3, WIDTH, (1, 2, 2), (1, 2, 2))
+        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(WIDTH, 12)
+        self.register_buffer("angles", torch.randn(16, WIDTH // HEADS // 2))
+
+    def forward(self, video: Tensor) -> Tensor:
+        x = self.patch(video)
+        _, _, t, h, w = x.shape
+        grid = (self.angles[:t, None, None], self.angles[None, :h, None], self.angles[None, None, :w])  # one table
+        table = sum(part.expand(t, h, w, -1) for part in grid).flatten(0, 2)
+        x = x.flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x, table)
+        y = self.head(x).view(-1, t, h, w, 2, 2, 3).permute(0, 6, 1, 2, 4, 3, 5)
+        return y.reshape(-1, 3, t, 2 * h, 2 * w).pow(2).mean()
+
+
+class Image(nn.Module):
+    """An image classifier without a class token: the mean over H * W patches."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch, self.block, self.head = nn.Conv2d(3, WIDTH, 4, 4), Block(), nn.Linear(WIDTH, 5)
+        self.position = nn.Parameter(torch.randn(1, size, WIDTH))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.patch(image).flatten(2).transpose(1, 2) + self.position
+        return self.head(self.block(x, x.new_zeros(x.shape[1], WIDTH // HEADS // 2)).mean(1))
+
+
+class Joint(nn.Module):
+    """Text and image tokens with their own weights, joined for attention, then one stream of both."""
+
+    def __init__(self, text_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.text_first = text_first
+        self.read = nn.ModuleDict({"text": nn.Linear(5, WIDTH), "image": nn.Linear(6, WIDTH)})
+        self.qkv = nn.ModuleDict({name: nn.Linear(WIDTH, 3 * WIDTH) for name in self.read})
+        self.out = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in self.read})
+        self.block, self.head = Block(), nn.Linear(WIDTH, 6)
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        streams = {"text": self.read["text"](text), "image": self.read["image"](image)}
+        names = ["text", "image"] if self.text_first else ["image", "text"]
+        lengths = [streams[name].shape[1] for name in names]
+        parts = [[split_heads(y) for y in self.qkv[name](streams[name]).chunk(3, -1)] for name in names]
+        q, k, v = (torch.cat(pair, 2) for pair in zip(*parts))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        for name, own in zip(names, y.split(lengths, 1)):
+            streams[name] = streams[name] + self.out[name](own)
+        x = torch.cat([streams[name] for name in names], 1)
+        table = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / torch.arange(1, 3, dtype=x.dtype)
+        x = self.block(x, table)
+        return self.head(x[:, lengths[0] :] if self.text_first else x[:, : lengths[0]])
+
+
+class Chunks(nn.Module):
+    """Attention inside of chunks of 4 tokens and a running mean over the chunks, as of linear attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        q, k, v = (F.pad(y, (0, 0, 0, -length % 4)).unflatten(1, (-1, 4)) for y in self.qkv(x).chunk(3, -1))
+        inside = (q @ k.transpose(-1, -2)).tril() @ v
+        state = (k.transpose(-1, -2) @ v).cumsum(1)
+        y = inside + q @ (state - k.transpose(-1, -2) @ v)
+        return x + self.out(y.flatten(1, 2)[:, :length])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("attention", ["auto", "ulysses", "ring", "gather"])
+@pytest.mark.sampled(every=3)
+def test_video_tokens_are_one_sequence(attention: str, n: int) -> None:
+    """T, H and W share a class because they read one table; their product is the sequence."""
+    if attention == "ulysses" and n == 3:
+        pytest.skip("3 ranks do not divide the heads")
+    video = torch.randn(2, 3, 5, 6, 14, dtype=torch.float64, requires_grad=True)
+    report = check(Video().double(), video, sp=n, attention=attention)
+    if n > 1:
+        assert report.work.flops_share == 1.0
+        assert report.constraints[0].startswith("sequence of 105")
+        assert [note.text for note in report.fallbacks if "not a single dim" not in note.text] == []
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_patches_are_computed_on_shards(n: int) -> None:
+    report = check(Image(35).double(), torch.randn(2, 3, 28, 20, dtype=torch.float64), sp=n)
+    assert report.work.flops_share > 0.99
+    assert not report.fallbacks
+
+
+@pytest.mark.parametrize("size", [(28, 21), (29, 20)], ids=["columns", "rows"])
+def test_a_patch_that_does_not_fill_the_image_is_dropped(size: tuple[int, int]) -> None:
+    check(Image(35).double(), torch.randn(2, 3, *size, dtype=torch.float64), sp=2)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("lengths", [(35, 5), (40, 8), (33, 20)])
+@pytest.mark.parametrize("text_first", [False, True])
+@pytest.mark.sampled(every=3)
+def test_joint_streams_need_no_gather(text_first: bool, lengths: tuple[int, int], n: int) -> None:
+    image = torch.randn(2, lengths[0], 6, dtype=torch.float64, requires_grad=True)
+    text = torch.randn(2, lengths[1], 5, dtype=torch.float64, requires_grad=True)
+    report = check(Joint(text_first).double(), image, text, sp=n)
+    assert not report.fallbacks
+    assert report.find_notes(NoteKind.REWRITTEN, subject="join_sequences")
+    assert report.count("unshard") == 1, "only the result of the model is gathered"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [13, 16, 31])
+@pytest.mark.sampled(every=3)
+def test_each_rank_has_complete_chunks(length: int, n: int) -> None:
+    x = torch.randn(2, length, WIDTH, dtype=torch.float64, requires_grad=True)
+    report = check(Chunks().double(), x, sp=n, seq_dims={"x": 1})
+    if n > 1:
+        assert not report.fallbacks
+        assert report.work.flops_share == 1.0
+
+
+def test_the_sequence_is_never_a_dim_inside_of_a_chunk() -> None:
+    """The only evidence is the scan over the chunks; the sequence is the dim that is split into them."""
+    report = sp_compile.explain(Chunks(), torch.randn(2, 31, WIDTH), sp=2)
+    assert report.inputs == {"x": [1]}
+    assert report.constraints[0].startswith("sequence of 32")
+
+
+def test_the_report_names_work_of_every_rank() -> None:
+    class Convolution(Image):
+        def forward(self, image: Tensor) -> Tensor:
+            return super().forward(F.conv2d(image, torch.ones(3, 3, 3, 3), padding=1))
+
+    report = sp_compile.explain(Convolution(35), torch.randn(2, 3, 28, 20), sp=2)
+    (note,) = report.find_notes(NoteKind.REPLICATED_WORK)
+    assert "F.conv2d" in note.where
+    assert 0.05 < 1 - report.work.flops_share < 0.95
+    assert report.work.describe() in str(report)
+
+
+def _train(name: str) -> object:
+    torch.manual_seed(1)
+    if name == "video":
+        return against_eager(Video().double(), torch.randn(1, 3, 3, 6, 10, dtype=torch.float64), mesh=mesh())
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = (Joint(True) if name == "joint" else Chunks()).double()
+
+        def forward(self, *args: Tensor) -> Tensor:
+            return self.model(*args).pow(2).mean()
+
+    image = torch.randn(2, 21, 6 if name == "joint" else WIDTH, dtype=torch.float64)
+    text = [torch.randn(2, 5, 5, dtype=torch.float64)] if name == "joint" else []
+    return against_eager(Loss(), image, *text, mesh=mesh())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", ["video", "joint", "chunks"])
+@pytest.mark.sampled(every=2)
+def test_on_real_ranks(ranks: Ranks, name: str, n: int) -> None:
+    check_ranks(ranks.run(n, _train, name))
