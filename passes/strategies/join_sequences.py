@@ -3,8 +3,8 @@
     cat([a, b], S)  ->  where(arange(A + B) < A, pad(a, (0, B)), pad(b, (A, 0)))        a: A rows, b: B rows along S
 
 The result is a sequence that attention attends over. In its frame, b is the window of the positions from A on: a rank
-has the same positions of b and of the result, so that padding b moves no rows. A part with at most as many rows as a
-rank has of the result remains replicated, and each rank selects its rows of it. `split(x, [A, B], S)` of the result
+has the same positions of b and of the result, so that padding b moves no rows. A short part, with no more rows than a
+rank has of the result, remains replicated, and each rank selects its rows of it. `split(x, [A, B], S)` of the result
 becomes slices: the long one is a window, and `SelectRows` sends the rows of the short one to all ranks. Bytes moved:
 none for the concatenation.
 
