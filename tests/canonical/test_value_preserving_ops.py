@@ -77,15 +77,6 @@ def written(x: Tensor, b: Between) -> Tensor:
     return y
 
 
-def rounds(x: Tensor, b: Between) -> Tensor:
-    """Scan by Hillis and Steele: every round adds the row at twice the distance."""
-    step = 1
-    while step < x.shape[1]:
-        x = b(torch.cat([b(x[:, :step]), b(x[:, step:]) + b(x[:, :-step])], 1))
-        step *= 2
-    return x
-
-
 def associative(x: Tensor, b: Between) -> Tensor:
     def combine(left: Tensor, right: Tensor) -> list[Tensor]:
         return [b(b(left) + b(right)).contiguous()]  # torch wants the strides of what it was given
@@ -192,7 +183,6 @@ PATTERNS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "loop": (loop, "sp.linear_scan(*, *, None, 1, False)"),
     "loop from zeros": (loop_from_viewed_zeros, "sp.linear_scan(*, *, None, 1, False)"),
     "written rows": (written, "sp.linear_scan(*, *, *, 1, False)"),
-    "rounds": (rounds, "aten.cumsum(*, 1, dtype=torch.float32)"),
     "associative_scan": (associative, "sp.scan(*, None, 1, sum)"),
     "attention": (attention, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, scale=0.5)"),
     "causal attention": (causal, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, True, scale=1.0)"),
