@@ -23,7 +23,7 @@ from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import is_tensor, node_tensors
 from sp_compile.passes.sharding.axes import Axes, name_axes
-from sp_compile.passes.sharding.find_sequences import find_sequences
+from sp_compile.passes.sharding.find_sequences import SequenceCandidate, find_sequences
 from sp_compile.passes.sharding.placement import Placement, PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import cache_lookups
 from sp_compile.passes.sharding.sharded_work import ShardedWork
@@ -165,6 +165,7 @@ class PassContext:
     notes: list[Note] = field(default_factory=list)  # lines of the report
     runs: list[PassRun] = field(default_factory=list)  # the passes that ran, in order
     sequence_inputs: dict[str, list[int]] = field(default_factory=dict)  # input -> its dims along the sequence
+    candidates: list[SequenceCandidate] = field(default_factory=list)  # dims that may be sequences
     constraints: list[str] = field(default_factory=list)  # numbers that the ranks must divide, and padding
     work: ShardedWork = field(default_factory=ShardedWork)  # work of the graph, and its share on shards
     decisions: list[Decision] = field(default_factory=list)  # the choice for each kind of attention

@@ -15,6 +15,7 @@ from sp_compile.passes.cost.decision import Decision, merge_decisions
 from sp_compile.passes.cost.exchange_cost import Exchange
 from sp_compile.passes.cost.step_memory import LINE_WIDTH, StepMemory, format_bytes, shorten_line
 from sp_compile.passes.graph.sizes import Size
+from sp_compile.passes.sharding.find_sequences import SequenceCandidate
 from sp_compile.passes.sharding.sharded_work import ShardedWork
 
 from .context import FALLBACKS, Note, NoteKind, PassRun, TiledRegion, runs_by_pass
@@ -34,6 +35,7 @@ class Report:
     tiled: list[TiledRegion] = field(default_factory=list)  # regions that run in tiles
     inputs: dict[str, list[int]] = field(default_factory=dict)  # sequence dims by input
     sharded_outputs: list[str] = field(default_factory=list)  # names of outputs that stay sharded
+    candidates: list[SequenceCandidate] = field(default_factory=list)  # dims that may be sequences, chosen ones first
     work: ShardedWork = field(default_factory=ShardedWork)  # FLOPs and activations, and their shares on shards
     constraints: list[str] = field(default_factory=list)  # numbers that the ranks must divide, and padding
     passes: list[PassRun] = field(default_factory=list)  # all runs, in order
@@ -60,6 +62,7 @@ class Report:
         self.add(other.notes)
         self.inputs.update(other.inputs)
         self.work.merge(other.work)
+        self.candidates += [c for c in other.candidates if c not in self.candidates]
         self.passes += other.passes
         self.exchanges += other.exchanges
         self.memory += other.memory
@@ -109,6 +112,8 @@ class Report:
     def _sections(self) -> Iterable[str]:
         """Yield the sections of the text, each with its heading; those without content are omitted."""
         yield self._describe_ranks()
+        if self.candidates:
+            yield "Sequences\n" + "\n".join(f"  {c}" for c in self.candidates)
         if self.constraints:
             yield "Constraints\n" + "\n".join(f"  {c}" for c in self.constraints)
         if self.sharded_outputs:
@@ -154,6 +159,8 @@ class Report:
         groups = f"tensor-parallel groups of {' and '.join(map(str, self.parallel))} ranks"
         if self.parallel and not located:
             return f"{groups}; the sequence is not split"
+        if located and any(c.is_chosen and not c.is_input for c in self.candidates):
+            located += ", and a dim of no input"
         text = f"{self.n} ranks; the sequence is {located or NO_INPUT_DIM}" + (f"; {groups}" if self.parallel else "")
         return f"{text}\n{self.work.describe()}" if self.n > 1 and self.work.flops else text
 

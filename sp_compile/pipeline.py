@@ -152,6 +152,7 @@ def run_pipeline(gm: GraphModule, job: PassContext) -> tuple[GraphModule, Report
         inputs=job.sequence_inputs,
         sharded_outputs=[n.name for n in results if isinstance(job.input_placements.of(n), Shard)],
         work=job.work,
+        candidates=job.candidates,
         constraints=job.constraints,
         passes=job.runs,
     )

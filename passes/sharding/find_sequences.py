@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
@@ -18,11 +19,28 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.torch_compat import argument_name
 from sp_compile.passes.graph.call import OpCall, collect_nodes, node_shape
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import assume_large, is_same_size, size_product
+from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size, size_product
 
 from .axes import Atom, Axes, Dim, Evidence, attended_dims, value_factors
 from .factors import BoundRule
 from .rule import lookup_rule
+
+
+class SequenceCandidate(NamedTuple):
+    """Dim that may be a sequence, with the evidence for it."""
+
+    size: Size  # positions
+    evidence: str  # the kind of the strongest evidence
+    ops: int  # number of ops that are evidence
+    is_input: bool  # True if an input has the dim
+    is_chosen: bool  # False if another candidate has stronger evidence, or is in the same values
+
+    def __str__(self) -> str:
+        ops = "op" if self.ops == 1 else "ops"
+        return (
+            f"{'' if self.is_chosen else 'not chosen: '}{self.size} positions, with {self.evidence} in {self.ops} {ops}"
+        )
+
 
 CHUNK_RELATIONS = ("scan", "halo", "whole", "window", "attend")  # kinds of factors whose positions an op relates
 
@@ -102,7 +120,7 @@ def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | Non
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
     sources = _chunk_sources(gm, axes)
-    for find_evidence in (attended_dims, _softmax_attended_dims, _scanned_dims, _combined_dims):
+    for find_evidence in _evidence_by_kind().values():
         evidence = list(find_evidence(gm, axes))
         atoms = [sources.get(axes.find(a.name), a) for _, dim in evidence for a in dim]
         long_atoms = [a for a in atoms if not is_same_size(a.size, 1)]
@@ -110,6 +128,37 @@ def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | Non
             axes.sequences = {axes.find(a.name) for a in long_atoms or atoms}
             _drop_rivals(axes, dict.fromkeys(node for node, _ in evidence))
             return
+
+
+def _evidence_by_kind() -> dict[str, Callable[[GraphModule, Axes], Evidence]]:
+    """Return the functions that find evidence, the strongest first, by its text for reports."""
+    return {
+        "attention": attended_dims,
+        "a softmax and a product": _softmax_attended_dims,
+        "scans": _scanned_dims,
+        "scans with a function": _combined_dims,
+    }
+
+
+def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
+    """Return the dims that may be a sequence, those of `axes.sequences` first, then the longest first.
+
+    Args:
+        gm: Graph.
+        axes: Axes after `find_sequences`.
+    """
+    sources, evidence = _chunk_sources(gm, axes), dict[int, tuple[Size, str, set[Node]]]()
+    for kind, find_evidence in _evidence_by_kind().items():
+        for node, dim in find_evidence(gm, axes):
+            for atom in (sources.get(axes.find(a.name), a) for a in dim if not is_same_size(a.size, 1)):
+                evidence.setdefault(axes.find(atom.name), (atom.size, kind, set()))[2].add(node)
+    inputs = (node for node in gm.graph.find_nodes(op="placeholder") if not node_info(node).parameter)
+    input_names = {axes.find(a.name) for node in inputs for dim in axes.dims.get((node, 0), ()) for a in dim}
+    candidates = [
+        SequenceCandidate(size, kind, len(nodes), name in input_names, name in axes.sequences)
+        for name, (size, kind, nodes) in evidence.items()
+    ]
+    return sorted(candidates, key=lambda c: (not c.is_chosen, -assume_large(c.size)))
 
 
 def _drop_rivals(axes: Axes, values: Iterable[Node]) -> None:

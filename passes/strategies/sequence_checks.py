@@ -25,6 +25,7 @@ from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import divides, is_same_size
 from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.axes import Axes
+from sp_compile.passes.sharding.find_sequences import sequence_candidates
 from sp_compile.passes.sharding.output_rules import GATHER_REASON, gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Shard
 from sp_compile.passes.sharding.sharded_work import count_work
@@ -66,7 +67,7 @@ class FindSequences(Pass):
     provides = frozenset({"sequences"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Set `job.sequence_inputs`, and return True if a symbolic length has become a constant."""
+        """Set `sequence_inputs` and `candidates` of the job; return True if a symbolic length becomes constant."""
         fixed = _fix_short_lengths(gm, job.axes(gm), job.ranks.n)
         if fixed:
             job.invalidate()
@@ -74,6 +75,7 @@ class FindSequences(Pass):
         inputs = [node for node in gm.graph.find_nodes(op="placeholder") if not node_info(node).parameter]
         sequence_dims = {node: axes.sequence_dims(node) for node in inputs}
         job.sequence_inputs = {argument_name(node): dims for node, dims in sequence_dims.items() if dims}
+        job.candidates = sequence_candidates(gm, axes)
         if job.ranks.n == 1:
             return fixed
         if job.options.inputs == "local" and job.seq_dims is None and axes.sequences:

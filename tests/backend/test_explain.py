@@ -39,6 +39,9 @@ class Goldens(expecttest.TestCase):
 4 ranks; the sequence is ids dim 1, labels dim 1
 100% of the FLOPs and 100% of the activations are on shards
 
+Sequences
+  64 positions, with attention in 2 ops
+
 Constraints
   sequence of 64: 16 positions a rank
   4 ranks divide the 4 heads (dim 1)
@@ -82,6 +85,9 @@ Collectives, bytes that one rank sends
             """\
 4 ranks; the sequence is ids dim 1, labels dim 1
 100% of the FLOPs and 100% of the activations are on shards
+
+Sequences
+  10 positions, with attention in 2 ops
 
 Constraints
   sequence of 10: 3 positions a rank, padded to 4 * 3

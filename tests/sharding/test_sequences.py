@@ -181,6 +181,31 @@ def test_the_sequence_is_never_a_dim_inside_of_a_chunk() -> None:
     assert report.constraints[0].startswith("sequence of 32")
 
 
+def test_the_report_lists_the_sequences_and_their_evidence() -> None:
+    report = sp_compile.explain(Video(), torch.randn(1, 3, 5, 6, 14), sp=2)
+    (chosen,) = report.candidates
+    assert (chosen.size, chosen.evidence, chosen.ops, chosen.is_input, chosen.is_chosen) == (
+        105,
+        "attention",
+        2,
+        False,
+        True,
+    )
+    assert f"Sequences\n  {chosen}" in str(report)
+
+
+def test_an_axis_that_is_not_split_is_second() -> None:
+    def axial(x: Tensor) -> Tensor:
+        x = x + F.scaled_dot_product_attention(x, x, x)
+        y = x.transpose(1, 2)
+        y = y + F.scaled_dot_product_attention(y, y, y)
+        return F.scaled_dot_product_attention(y, y, y)
+
+    report = sp_compile.explain(axial, torch.randn(2, 6, 10, 8), sp=2)
+    assert [c.is_chosen for c in report.candidates] == [True, False]
+    assert {c.size for c in report.candidates} == {6, 10}
+
+
 def test_the_report_names_work_of_every_rank() -> None:
     class Convolution(Image):
         def forward(self, image: Tensor) -> Tensor:
