@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sp_compile.lowering.base.ranks import Mesh
 
+from .affine_call import ROWS_FROM_END, AffineCall
 from .scan_call import LinearCall, ScanCall, number_as_tensor
 from .scan_shards import shards_of
 
@@ -226,3 +227,54 @@ def linear_scan(
     """
     how = check, dim, reverse, accumulate_dtype, shards_of(group, layout, length, exchange)
     return LinearCall("linear_scan", *how, number_as_tensor(a, b), b, number_as_tensor(initial, b)).run()
+
+
+def affine_scan(
+    m: Tensor,
+    b: Tensor,
+    *,
+    initial: Tensor | None = None,
+    reverse: bool = False,
+    accumulate_dtype: torch.dtype | None = None,
+    group: Mesh = None,
+    layout: str = "contiguous",
+    length: int | None = None,
+    check: bool = True,
+) -> Tensor:
+    """Return h_t = m_t @ h_(t-1) + b_t, the recurrence of a state that matrices multiply.
+
+    Linear attention with a delta rule is such a recurrence over chunks of tokens (Yang et al., arXiv:2406.06484). The
+    steps run one after another on each rank; ranks exchange one matrix and one state. Differentiable once.
+
+    Args:
+        m: (..., S, K, K), any floating dtype: the matrices.
+        b: (..., S, K, V), any floating dtype, with equal other dims: the summands.
+        initial: (..., K, V), or broadcastable to it, any floating dtype: h before the first step. None: zeros. With a
+            group, it is replicated, and so is its gradient.
+        reverse: If True, compute h_t = m_t @ h_(t+1) + b_t.
+        accumulate_dtype: The dtype of intermediate states. None: float32 for bfloat16 and float16, else the dtype of
+            the result.
+        group: The ranks that store shards of S: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None:
+            m and b are unsplit.
+        layout: The rows that a rank stores, as in `linear_scan`.
+        length: Rows of the sequence without the padding at its end, which does not contribute. None: no row is padding.
+        check: If True, compare the calls of all ranks first, as in `linear_scan`.
+
+    Returns:
+        (..., S, K, V), h, with the common dtype of m and b.
+
+    Raises:
+        SpError: An argument is invalid on a rank (SP454, SP502, SP504 to SP507, SP511 to SP513, SP526), the calls of
+            the ranks differ (SP508), or the group does not define the ranks (SP111 to SP116).
+
+    >>> affine_scan(torch.tensor([[[0.5]], [[0.5]], [[0.5]]]), torch.ones(3, 1, 1)).flatten()
+    tensor([1.0000, 1.5000, 1.7500])
+    """
+    how = (
+        check,
+        ROWS_FROM_END,
+        reverse,
+        accumulate_dtype,
+        shards_of(group, layout, length, "auto" if group is None else "gather"),
+    )
+    return AffineCall("affine_scan", *how, m, b, initial).run()

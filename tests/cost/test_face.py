@@ -37,6 +37,7 @@ from sp_compile.passes.cost.step_memory import GraphStep, StepMemory, format_byt
 from sp_compile.passes.cost.walk.liveness import LiveValue
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report
+from sp_compile.passes.sharding.find_sequences import SequenceCandidate
 from sp_compile.planner import report_json as record
 from sp_compile.planner.page import CHART_HEIGHT, MAX_POINTS, page
 from sp_compile.planner.plan import StepPlan, Variant
@@ -169,6 +170,8 @@ REPORT = {
     **dict.fromkeys(["format", "version", "ranks"]),
     "inputs": {"x": None},
     "constraints": None,
+    "sequences": dict.fromkeys(["size", "evidence", "ops", "is_input", "is_chosen"]),
+    "work": dict.fromkeys(["flops", "sharded_flops", "activation_bytes", "sharded_activation_bytes"]),
     "rewrites": dict.fromkeys(["kind", "subject", "done", "node", "where", "why"]),
     "collectives": dict.fromkeys(["op", "node", "where", "shape", "forward_bytes", "backward_bytes"]),
     "attention": dict.fromkeys(["attention", "nodes", "chosen", "layout", "seconds", "memory_bytes"]),
@@ -218,6 +221,7 @@ def test_names_in_json_are_those_that_are_documented() -> None:
     whole.step.graphs[0].offloaded = HostValues(1, 2, 3, 0.5, 0.25)
     whole.attention = [Decision(shape, ways, ways[0])]
     whole.errors = [("result 0", 1e-12)]
+    whole.candidates = [SequenceCandidate(64, "attention", 1, True, True)]
     found = report_json(whole), plan_json(plan_of(row(8, 1.0, True)))
     assert [names(one) for one in found] == [REPORT, PLAN]
     assert [one["version"] for one in found] == [1, 1]

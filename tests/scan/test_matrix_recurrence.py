@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.models import check
 from support.parity import against_eager
 from support.parity import check as check_ranks
-from support.ranks import Ranks, mesh
+from support.ranks import Ranks, group, mesh
 from torch import Tensor, nn
 
 import sp_compile
@@ -42,6 +43,50 @@ def test_values_and_gradients(with_initial: bool, reverse: bool) -> None:
     found_grads = torch.autograd.grad(found, operands, cotangent)
     for x, y in zip(found_grads, torch.autograd.grad(expected, operands, cotangent), strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_invalid_calls_are_refused() -> None:
+    m, b = torch.randn(2, 5, 3, 3), torch.randn(2, 5, 3, 4)
+    for code, call in {
+        "SP504: affine_scan: m, b": lambda: sp_compile.affine_scan(m, b[:, :4]),
+        "SP504: affine_scan: initial": lambda: sp_compile.affine_scan(m, b, initial=b),
+        "SP505: affine_scan": lambda: sp_compile.affine_scan(m.long(), b),
+        "SP526: affine_scan": lambda: sp_compile.affine_scan(m, b, accumulate_dtype=torch.int64),
+        "SP502: affine_scan": lambda: sp_compile.affine_scan(None, b),
+    }.items():
+        with pytest.raises(sp_compile.SpError, match=code):
+            call()
+
+
+def _shard_of_rank(length: int) -> list[Tensor]:
+    """Return this rank's rows of the result and of the gradients, from a sequence of `length` rows."""
+    torch.manual_seed(2)
+    n, rank = dist.get_world_size(group()), dist.get_rank()
+    rows = -(-length // n)
+    m, b, cotangent = (torch.randn(2, n * rows, 3, size, dtype=torch.float64) / 2 for size in (3, 4, 4))
+    cotangent[:, length:] = 0
+    own = slice(rank * rows, (rank + 1) * rows)
+    m, b = m[:, own].clone().requires_grad_(), b[:, own].clone().requires_grad_()
+    initial = torch.ones(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    h = sp_compile.affine_scan(m, b, initial=initial, group=group(), length=length)
+    return [h.detach(), *torch.autograd.grad(h, (m, b, initial), cotangent[:, own])]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_shards_of_real_ranks(ranks: Ranks, n: int) -> None:
+    length = 7
+    torch.manual_seed(2)
+    rows = -(-length // n)
+    m, b, cotangent = (torch.randn(2, n * rows, 3, size, dtype=torch.float64) / 2 for size in (3, 4, 4))
+    m, b = m[:, :length].requires_grad_(), b[:, :length].requires_grad_()
+    initial = torch.ones(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    h = step_by_step(m, b, initial, False)
+    expected = [h.detach(), *torch.autograd.grad(h, (m, b, initial), cotangent[:, :length])]
+    shards = ranks.run(n, _shard_of_rank, length)
+    for i in range(3):
+        torch.testing.assert_close(torch.cat([own[i] for own in shards], 1)[:, :length], expected[i])
+    for own in shards:
+        torch.testing.assert_close(own[3], expected[3])
 
 
 class DeltaRule(nn.Module):

@@ -21,6 +21,7 @@ OTHER_MEANINGS = {
         "sp_compile.passes.strategies.gather_demands",
         "sp_compile.passes.cost.scan_cost",  # exchanges of scans
         "sp_compile.functional.scan_shards",
+        "sp_compile.functional.scans",
         "sp_compile.lowering.scan.carries",
         "sp_compile.lowering.scan.scan_autograd",
         "sp_compile.lowering.scan.scan_ops",

@@ -17,7 +17,7 @@ FILES = [f for f in FILES if not any(folder.is_symlink() for folder in f.parents
 SHORTHANDS = {"aten", "sp", "c10d", "prims", "autograd", "log", "T", "P", "__all__", "__getattr__", "__dir__"}
 # An operator and the public function that calls it: `torch.ops.sp.NAME` and `sp_compile.functional.NAME`.
 OPERATOR_CALLS = {
-    "all_to_all_permute", "gathered_attention", "hybrid_attention", "linear_scan", "ring_attention",
+    "affine_scan", "all_to_all_permute", "gathered_attention", "hybrid_attention", "linear_scan", "ring_attention",
 }  # fmt: skip
 # Operators whose name is a participle: `sp::` names stay.
 OPERATORS = {"offloaded", "reloaded"}

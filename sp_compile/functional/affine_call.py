@@ -1,0 +1,95 @@
+"""Validate and run the call of a recurrence of matrices, on unsplit operands or on the shards of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.scan import affine_scan as ops
+
+from .rank_call import check_dtypes, check_flags, check_tensors, needs_gradient, op_or_body
+from .scan_call import ShardCall
+
+sp = torch.ops.sp
+ROWS_FROM_END = -3  # the scanned dim: that before the dims of the matrices
+
+
+@dataclass(frozen=True)
+class AffineCall(ShardCall):
+    """Call of `affine_scan`."""
+
+    m: Tensor  # matrices
+    b: Tensor  # summands
+    initial: Tensor | None  # the state before the first step; None for zeros
+
+    def run(self) -> Tensor:
+        """Validate the call and run the scan.
+
+        Returns:
+            A tensor of b's shape with the common dtype of m and b.
+
+        Raises:
+            SpError: The call is invalid on a rank, or differs between the ranks; see `errors`.
+        """
+        self.require()
+        m, b, initial = self.m, self.b, self.initial
+        if initial is not None:
+            initial = initial.expand(*b.shape[:ROWS_FROM_END], *b.shape[-2:])
+        affine_scan = op_or_body(sp.affine_scan, ops.affine_scan, m, b, initial)
+        result: Tensor = affine_scan(m, b, initial, self.dim, self.reverse, self.accumulate, *self.arguments(b, 1))
+        return result
+
+    def description(self) -> str:
+        """Return the shapes, dtypes and options of the call as text.
+
+        Returns:
+            Text that is equal on all ranks.
+        """
+        operands = [
+            f"{name} {list(x.shape)} {x.dtype}{' with a gradient' * needs_gradient(x)}"
+            for name, x in (("m", self.m), ("b", self.b), ("initial", self.initial))
+            if x is not None
+        ]
+        return f"{', '.join(operands)}, reverse={self.reverse}, {self.accumulate}, {self.shards}"
+
+    def errors(self) -> Iterator[SpError]:
+        """Yield an error for each invalid argument.
+
+        Returns:
+            SP454, SP502, SP504 to SP507, SP512, SP513, and SP526.
+        """
+        yield from check_tensors(m=self.m, b=self.b)
+        if self.initial is not None:
+            yield from check_tensors(initial=self.initial)
+        yield from check_dtypes(accumulate_dtype=self.accumulate)
+        yield from check_flags(reverse=self.reverse)
+        m, b = self.m, self.b
+        operands = [x for x in (m, b, self.initial) if x is not None]
+        if not all(x.is_floating_point() for x in operands):
+            got = ", ".join(str(x.dtype) for x in operands)
+            yield SpError("SP505", f"m, b, initial: expected floating-point dtypes, got {got}.")
+        if any(x.device != b.device for x in operands):
+            got = ", ".join(str(x.device) for x in operands)
+            yield SpError("SP506", f"m, b, initial: expected one device, got {got}.")
+        if self.accumulate is not None and not self.accumulate.is_floating_point:
+            yield SpError("SP526", f"accumulate_dtype: expected a floating-point dtype, got {self.accumulate}.")
+        yield from self._wrong_shapes()
+        if self.shards is not None and b.ndim >= -ROWS_FROM_END:
+            yield from self.shards.errors(b.shape, self.dim)
+
+    def _wrong_shapes(self) -> Iterator[SpError]:
+        """Yield an error for each operand whose shape does not match that of b."""
+        m, b = self.m, self.b
+        if b.ndim < -ROWS_FROM_END or list(m.shape) != [*b.shape[:-1], b.shape[-2]]:
+            got = f"{list(m.shape)} and {list(b.shape)}"
+            yield SpError("SP504", f"m, b: expected shapes (..., S, K, K) and (..., S, K, V), got {got}.")
+            return
+        expected = [*b.shape[:ROWS_FROM_END], *b.shape[-2:]]
+        if self.initial is not None:
+            shape = list(self.initial.shape)
+            if len(shape) > len(expected) or any(x not in (1, y) for x, y in zip(shape[::-1], expected[::-1])):
+                yield SpError("SP504", f"initial: expected {expected}, or a shape that broadcasts to it, got {shape}.")
