@@ -8,7 +8,8 @@ rank has of the result, remains replicated, and each rank selects its rows of it
 becomes slices: the long one is a window, and `SelectRows` sends the rows of the short one to all ranks. Bytes moved:
 none for the concatenation.
 
-Unchanged: concatenations along other dims, of integers, of inputs (a cache), and those of which no part is computed.
+Unchanged: concatenations along other dims, of symbolic lengths, of integers, of inputs (a cache), and those of which no
+part is computed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sp_compile.passes.graph.call import OpCall, node_shape, read_results
 from sp_compile.passes.graph.node_info import set_node_info
 from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size
 from sp_compile.passes.sharding.rule import lookup_rule
+from sp_compile.passes.sharding.window_rules import simplify_size
 
 aten = torch.ops.aten
 MAX_JOIN_ROUNDS = 8  # each round may make a part of a concatenation a sequence, whose own parts are joined next
@@ -74,7 +76,8 @@ class JoinSequences(Pass):
 
     def _pad(self, x: Node, dim: int, before: Size, after: Size, like: Node) -> Node:
         """Emit zeros before and after a part of a concatenation, and mark that its frame is that of the result."""
-        widths = [0, 0] * (like.meta["val"].ndim - 1 - dim) + [self.sizes(before), self.sizes(after)]
+        pair = (simplify_size(before), simplify_size(after))
+        widths = [0, 0] * (like.meta["val"].ndim - 1 - dim) + self.sizes.list(pair)
         x = self.cast(x, like.meta["val"].dtype, like)
         padded = self.compute(aten.constant_pad_nd.default, (x, widths), like)
         set_node_info(padded, joins=True)
@@ -107,6 +110,8 @@ def _is_joined(node: Node) -> bool:
     dim, rows = call.dim(), node_shape(node)
     parts = [x for x in call.operands if x.meta["val"].ndim == len(rows) and not is_same_size(node_shape(x)[dim], 0)]
     if len(parts) < 2 or len(parts) < len(call.operands) or not node.meta["val"].is_floating_point():
+        return False
+    if not all(isinstance(node_shape(x)[dim], int) for x in parts):
         return False
     return _is_computed(max(parts, key=lambda x: assume_large(node_shape(x)[dim])))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import check
-from support.parity import against_eager
+from support.parity import against_eager, sp
 from support.parity import check as check_ranks
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
@@ -241,3 +241,31 @@ def _train(name: str) -> object:
 @pytest.mark.sampled(every=2)
 def test_on_real_ranks(ranks: Ranks, name: str, n: int) -> None:
     check_ranks(ranks.run(n, _train, name))
+
+
+def _train_lengths(name: str) -> list[object]:
+    """Train on lengths of which the second one makes the graph dynamic."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = (Joint(True) if name == "joint" else Chunks()).double()
+
+        def forward(self, *args: Tensor) -> Tensor:
+            return self.model(*args).pow(2).mean()
+
+    model, outcomes = Loss(), []
+    run = sp(model, mesh=mesh())
+    for length in (33, 41, 20):
+        torch.manual_seed(length)
+        image = torch.randn(2, length, 6 if name == "joint" else WIDTH, dtype=torch.float64)
+        text = [torch.randn(2, 5, 5, dtype=torch.float64)] if name == "joint" else []
+        outcomes.append(against_eager(model, image, *text, run=run))
+    return outcomes
+
+
+@pytest.mark.parametrize("name", ["joint", "chunks"])
+def test_other_lengths(ranks: Ranks, name: str) -> None:
+    """A symbolic length is gathered where a number of rows must be known, and never an error."""
+    for outcomes in zip(*ranks.run(2, _train_lengths, name), strict=True):
+        check_ranks(outcomes)
