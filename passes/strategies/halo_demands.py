@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import is_same_size
 from sp_compile.passes.sharding.placement import Demand, Partial, Placement, Replicate, Shard
 from sp_compile.passes.sharding.window_rules import (
@@ -81,6 +82,7 @@ class ExchangeHalos(DemandPass):
                 op, args = slides.first
                 x = self.compute(op, (x, *args), node)
             new = self._rewrite_on_shards(slides, x, have, result, node.meta["val"], node)
+        set_node_info(new, joins=node_info(node).joins)  # the parts of a joint sequence keep its frame
         self.replace(node, new)
 
     def _rewrite_on_shards(

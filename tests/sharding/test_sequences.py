@@ -145,6 +145,23 @@ def test_patches_are_computed_on_shards(n: int) -> None:
     assert not report.fallbacks
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_patches_before_a_class_token_are_computed_on_shards(n: int) -> None:
+    class ClassToken(Image):
+        def __init__(self) -> None:
+            super().__init__(36)
+            self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+
+        def forward(self, image: Tensor) -> Tensor:
+            x = self.patch(image).flatten(2).transpose(1, 2)
+            x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
+            return self.head(self.block(x, x.new_zeros(x.shape[1], WIDTH // HEADS // 2))[:, 0])
+
+    report = check(ClassToken().double(), torch.randn(2, 3, 28, 20, dtype=torch.float64), sp=n)
+    assert report.work.flops_share > 0.99
+    assert not report.fallbacks
+
+
 @pytest.mark.parametrize("size", [(28, 21), (29, 20)], ids=["columns", "rows"])
 def test_a_patch_that_does_not_fill_the_image_is_dropped(size: tuple[int, int]) -> None:
     check(Image(35).double(), torch.randn(2, 3, *size, dtype=torch.float64), sp=2)
