@@ -11,8 +11,8 @@ from torch import Tensor
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.scan import affine_scan as ops
 
-from .rank_call import check_dtypes, check_flags, check_tensors, needs_gradient, op_or_body
-from .scan_call import ShardCall
+from .rank_call import check_dtypes, check_flags, check_tensors, op_or_body
+from .scan_call import ShardCall, describe_operands
 
 sp = torch.ops.sp
 ROWS_FROM_END = -3  # the scanned dim: that before the dims of the matrices
@@ -49,12 +49,8 @@ class AffineCall(ShardCall):
         Returns:
             Text that is equal on all ranks.
         """
-        operands = [
-            f"{name} {list(x.shape)} {x.dtype}{' with a gradient' * needs_gradient(x)}"
-            for name, x in (("m", self.m), ("b", self.b), ("initial", self.initial))
-            if x is not None
-        ]
-        return f"{', '.join(operands)}, reverse={self.reverse}, {self.accumulate}, {self.shards}"
+        operands = describe_operands(m=self.m, b=self.b, initial=self.initial)
+        return f"{operands}, reverse={self.reverse}, {self.accumulate}, {self.shards}"
 
     def errors(self) -> Iterator[SpError]:
         """Yield an error for each invalid argument.

@@ -265,6 +265,22 @@ def number_as_tensor(value: Tensor | float | None, like: Tensor) -> Tensor | Non
     return like.new_full((), value) if is_number else value
 
 
+def describe_operands(**operands: Tensor | None) -> str:
+    """Return the shapes and dtypes of the operands of a recurrence as text.
+
+    Args:
+        **operands: The operands by name; None is omitted.
+
+    Returns:
+        Text that is equal on all ranks.
+    """
+    return ", ".join(
+        f"{name} {list(x.shape)} {x.dtype}{' with a gradient' * needs_gradient(x)}"
+        for name, x in operands.items()
+        if x is not None
+    )
+
+
 @dataclass(frozen=True)
 class LinearCall(ShardCall):
     """Call of `linear_scan`."""
@@ -299,13 +315,8 @@ class LinearCall(ShardCall):
         Returns:
             Text that is equal on all ranks.
         """
-        operands = [
-            f"{name} {list(x.shape)} {x.dtype}{' with a gradient' * needs_gradient(x)}"
-            for name, x in (("a", self.a), ("b", self.b), ("initial", self.initial))
-            if x is not None
-        ]
         how = f"along {self.dim}, reverse={self.reverse}, {self.accumulate}"
-        return f"{', '.join(operands)}, {how}, {self.shards}"
+        return f"{describe_operands(a=self.a, b=self.b, initial=self.initial)}, {how}, {self.shards}"
 
     def _shape_of_initial(self, shape: Sequence[int]) -> list[int]:
         """Return the shape of one state: that of the operands without the scanned dim."""

@@ -235,22 +235,29 @@ def test_the_report_names_work_of_every_rank() -> None:
     assert report.work.describe() in str(report)
 
 
+class Loss(nn.Module):
+    """The mean square of the result of a joint or a chunked model."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.model = (Joint(True) if name == "joint" else Chunks()).double()
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.model(*args).pow(2).mean()
+
+
+def tokens(name: str, length: int) -> list[Tensor]:
+    """Return the inputs of the model: the rows, and the text of the joint one."""
+    rows = torch.randn(2, length, 6 if name == "joint" else WIDTH, dtype=torch.float64)
+    return [rows, torch.randn(2, 5, 5, dtype=torch.float64)] if name == "joint" else [rows]
+
+
 def _train(name: str) -> object:
     torch.manual_seed(1)
     if name == "video":
         return against_eager(Video().double(), torch.randn(1, 3, 3, 6, 10, dtype=torch.float64), mesh=mesh())
 
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = (Joint(True) if name == "joint" else Chunks()).double()
-
-        def forward(self, *args: Tensor) -> Tensor:
-            return self.model(*args).pow(2).mean()
-
-    image = torch.randn(2, 21, 6 if name == "joint" else WIDTH, dtype=torch.float64)
-    text = [torch.randn(2, 5, 5, dtype=torch.float64)] if name == "joint" else []
-    return against_eager(Loss(), image, *text, mesh=mesh())
+    return against_eager(Loss(name), *tokens(name, 21), mesh=mesh())
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -263,21 +270,11 @@ def test_on_real_ranks(ranks: Ranks, name: str, n: int) -> None:
 def _train_lengths(name: str) -> list[object]:
     """Train on lengths of which the second one makes the graph dynamic."""
 
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = (Joint(True) if name == "joint" else Chunks()).double()
-
-        def forward(self, *args: Tensor) -> Tensor:
-            return self.model(*args).pow(2).mean()
-
-    model, outcomes = Loss(), []
+    model, outcomes = Loss(name), []
     run = sp(model, mesh=mesh())
     for length in (33, 41, 20):
         torch.manual_seed(length)
-        image = torch.randn(2, length, 6 if name == "joint" else WIDTH, dtype=torch.float64)
-        text = [torch.randn(2, 5, 5, dtype=torch.float64)] if name == "joint" else []
-        outcomes.append(against_eager(model, image, *text, run=run))
+        outcomes.append(against_eager(model, *tokens(name, length), run=run))
     return outcomes
 
 
