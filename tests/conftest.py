@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from support.ranks import Ranks, without_timing_guards
+from support.ranks import Ranks, configure_torch
 
 from sp_compile.lowering.base.library import tag_programs
 
@@ -17,7 +17,7 @@ from sp_compile.lowering.base.library import tag_programs
 # each pass, which takes a third of the suite's time.
 logging.getLogger("torch.__trace").propagate = True
 
-without_timing_guards()
+configure_torch()
 tag_programs()  # caches of compilers must not outlive an edit of the operators
 
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)

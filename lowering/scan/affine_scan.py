@@ -184,9 +184,9 @@ def local_affine_total(m: Tensor, b: Tensor, reverse: bool, lagged: bool) -> Pai
         else:
             total = torch.bmm(factors[:, row], total)
             total[..., size:] += terms[:, row]
-    factor, state = total.split([size, b.shape[-1]], -1)
-    shape = m.shape[:-3]
-    return factor.reshape(*shape, size, size), state.reshape(*shape, *b.shape[-2:])
+    parts = total.view(*m.shape[:-3], size, size + b.shape[-1]).split([size, b.shape[-1]], -1)
+    factor, state = (part.clone(memory_format=torch.contiguous_format) for part in parts)  # results of ops do not alias
+    return factor, state
 
 
 def _rows_of_batch(x: Tensor) -> Tensor:

@@ -45,11 +45,13 @@ ENVIRONMENT = {
 }
 
 
-def without_timing_guards() -> None:
-    """Disable torch's timing of guards after each compilation, which takes 30 ms a program."""
+def configure_torch() -> None:
+    """Disable torch's timing of guards, which takes 30 ms a program; raise errors for operators whose results alias."""
     from torch._dynamo import guards  # imported here: it queries torch.cuda, see `support/cuda/absent.py`
+    from torch._functorch import config
 
     guards.profile_guard_manager = lambda *_: 0.0
+    config.error_on_custom_op_aliasing = True  # torch's default if CI is set; else it warns
 
 
 class RanksError(AssertionError):

@@ -20,7 +20,7 @@ from support.fuzz import faults, ledger
 from support.fuzz.kinds import after_failure, data_errors, memory, stepped, transforms
 from support.fuzz.outcomes import Outcome, Result, table
 from support.fuzz.simulated import op_db, programs, tiled_programs
-from support.ranks import without_timing_guards
+from support.ranks import configure_torch
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def run(name: str) -> Result:
 def _work(pipe: Connection) -> None:
     """A worker's life: cases in, results out, until the pipe closes."""
     torch.set_num_threads(1)
-    without_timing_guards()
+    configure_torch()
     warnings.simplefilter("ignore")
     while True:
         try:

@@ -7,14 +7,14 @@ import gc
 import torch
 import torch.distributed.tensor  # noqa: F401  (imported before a fork)
 from support.parity import Sums, build, sp
-from support.ranks import without_timing_guards
+from support.ranks import configure_torch
 from torch.hub import tqdm
 
 import sp_compile.functional  # noqa: F401
 
 tqdm.monitor_interval = 0  # Inductor's bar of progress: no thread in a process that forks
 torch.set_num_threads(1)
-without_timing_guards()
+configure_torch()
 run, x = sp(build(Sums)), torch.ones(2, 8, 16, dtype=torch.float64)
 if torch.backends.cuda.is_built():  # whose autograd starts threads at its first backward, and is lost to who forks then
     with torch.no_grad():
