@@ -1,3 +1,3 @@
 """Register the implementations of prefix scans, and the ``sp::`` operators that use them."""
 
-from . import affine_scan, local, scan_ops  # noqa: F401  (registers the operators)
+from . import affine_scan, linear_attention, local, scan_ops  # noqa: F401  (registers the operators)

@@ -32,13 +32,13 @@ sp = torch.ops.sp
 class AffineSpec(NamedTuple):
     """Options of an affine scan of chunks."""
 
-    lagged: bool  # h_i = s_(i-1) + b_i and s_i = m_i @ h_i, where s is the carried state
+    form: str  # "inclusive", "exclusive" or "lagged": see `local_affine_scan`
     exchange: CarryExchange  # direction of the scan, and exchange of carries
 
 
 @composite(
     "affine_scan(Tensor m, Tensor b, Tensor? initial, int dim, bool reverse=False, "
-    f"ScalarType? accumulate=None, {SHARD_ARGUMENTS}) -> Tensor",
+    f"ScalarType? accumulate=None, bool exclusive=False, {SHARD_ARGUMENTS}) -> Tensor",
     padded="nearest",
 )
 def affine_scan(
@@ -48,9 +48,10 @@ def affine_scan(
     dim: int,
     reverse: bool = False,
     accumulate: torch.dtype | None = None,
+    exclusive: bool = False,
     *across: Any,
 ) -> Tensor:
-    """Compute h_i = m_i @ h_(i-1) + b_i from h_(-1) = initial, or zeros.
+    """Compute h_i = m_i @ h_(i-1) + b_i from h_(-1) = initial, or zeros; return h_(i-1) of each row if exclusive.
 
     Placement: Shard(dim), Shard(dim), invariant -> Shard(dim).
     Shapes: m (..., S, K, K) and b (..., S, K, V), with equal other dims; dim is that of S. initial, replicated,
@@ -66,6 +67,7 @@ def affine_scan(
         accumulate = torch.promote_types(dtype, torch.float32)
     if is_known(b.shape[exchange.dim] == 0):
         return b.to(dtype, copy=True)
+    form = "exclusive" if exclusive else "inclusive"
     m, b = m.to(accumulate), b.to(accumulate)
     if initial is not None:
         initial = initial.to(accumulate)
@@ -73,7 +75,7 @@ def affine_scan(
         outside = outside_window(b, exchange.dim, shards.frame, shards.n, shards.group)
         m = torch.where(outside, torch.eye(m.shape[-1], dtype=m.dtype, device=m.device), m)
         b = b.masked_fill(outside, 0)
-    h, _ = _AffineFunction.apply(to_chunks(m, exchange), to_chunks(b, exchange), initial, AffineSpec(False, exchange))
+    h, _ = _AffineFunction.apply(to_chunks(m, exchange), to_chunks(b, exchange), initial, AffineSpec(form, exchange))
     return shards.window(h.flatten(exchange.dim, exchange.rows).to(dtype), exchange.dim)
 
 
@@ -102,25 +104,26 @@ class _AffineFunction(Function):
         """Return the gradients of m, b and the initial state."""
         if grad is None:
             return None, None, None, None
-        (m, h, carry, initial), exchange = ctx.saved_tensors, ctx.spec.exchange
-        transposed, back = m.transpose(-1, -2), AffineSpec(True, exchange.backward)
+        (m, h, carry, initial), (form, exchange) = ctx.saved_tensors, ctx.spec
+        is_exclusive, transposed = form == "exclusive", m.transpose(-1, -2)
+        back = AffineSpec("exclusive" if is_exclusive else "lagged", exchange.backward)
         w, _, final = _scan_chunks(transposed, grad.contiguous(), None, back)
         if carry is None:
             first = torch.zeros_like(last_rows(h, exchange)[0]) if initial is None else initial
             carry = chunk_rows(first[None], exchange)
-        dm = w @ shift_rows(h, carry, exchange).transpose(-1, -2) if ctx.needs_input_grad[0] else None
-        dinitial = None
-        if ctx.needs_input_grad[2]:
-            ends = last_rows(transposed, exchange.backward), last_rows(w, exchange.backward)
-            dinitial = (ends[0] @ ends[1])[0] if final is None else final
-        return dm, w, dinitial, None
+        previous = h if is_exclusive else shift_rows(h, carry, exchange)
+        dm = w @ previous.transpose(-1, -2) if ctx.needs_input_grad[0] else None
+        if final is None:
+            factor, last_w, last_grad = (last_rows(x, exchange.backward)[0] for x in (transposed, w, grad))
+            final = factor @ last_w + last_grad if is_exclusive else factor @ last_w
+        return dm, w, final if ctx.needs_input_grad[2] else None, None
 
 
 def _scan_chunks(
     m: Tensor, b: Tensor, initial: Tensor | None, spec: AffineSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return h, the carries into the chunks and the state after the last chunk; the latter are None on one rank."""
-    exchange, options = spec.exchange, (spec.exchange.reverse, spec.lagged)
+    exchange, options = spec.exchange, (spec.exchange.reverse, spec.form)
     first = None if initial is None else initial.unsqueeze(exchange.dim)
     if exchange.is_single:
         return sp.local_affine_scan(m, b, first, *options), None, None
@@ -136,14 +139,18 @@ def _scan_chunks(
 
 
 @opaque(
-    "local_affine_scan(Tensor m, Tensor b, Tensor? initial, bool reverse, bool lagged) -> Tensor",
-    lambda m, b, initial, reverse, lagged: b.new_empty(b.shape),
+    "local_affine_scan(Tensor m, Tensor b, Tensor? initial, bool reverse, str form) -> Tensor",
+    lambda m, b, initial, reverse, form: b.new_empty(b.shape),
 )
-def local_affine_scan(m: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, lagged: bool) -> Tensor:
-    """Return h_i = m_i @ h_(i-1) + b_i, from h_(-1) = initial, or zeros.
+def local_affine_scan(m: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, form: str) -> Tensor:
+    """Return the states of a recurrence from initial, or zeros.
 
-    Shapes: m (..., S, K, K), b (..., S, K, V), initial broadcast to (..., K, V) -> h like b. lagged: see `AffineSpec`.
-    Source: one batched product a row.
+        inclusive    h_i = m_i @ h_(i-1) + b_i
+        exclusive    the same; returns h_(i-1) in place of h_i
+        lagged       h_i = s_(i-1) + b_i and s_i = m_i @ h_i, where s is the carried state
+
+    Shapes: m (..., S, K, K), b (..., S, K, V), initial broadcast to (..., K, V) -> h like b. Source: one batched
+    product a row.
     """
     factors, terms = _rows_of_batch(m), _rows_of_batch(b)
     h = torch.empty_like(terms)
@@ -152,23 +159,23 @@ def local_affine_scan(m: Tensor, b: Tensor, initial: Tensor | None, reverse: boo
     else:
         state = initial.expand((*b.shape[:-3], *b.shape[-2:])).reshape(terms[:, 0].shape)
     for row in _scan_order(terms.shape[1], reverse):
-        if lagged:
+        if form == "lagged":
             torch.add(state, terms[:, row], out=h[:, row])
             state = torch.bmm(factors[:, row], h[:, row])
-        else:
-            state = torch.baddbmm(terms[:, row], factors[:, row], state)
-            h[:, row] = state
+            continue
+        previous, state = state, torch.baddbmm(terms[:, row], factors[:, row], state)
+        h[:, row] = previous if form == "exclusive" else state
     return h.view(b.shape)
 
 
 @opaque(
-    "local_affine_total(Tensor m, Tensor b, bool reverse, bool lagged) -> (Tensor, Tensor)",
-    lambda m, b, reverse, lagged: (
+    "local_affine_total(Tensor m, Tensor b, bool reverse, str form) -> (Tensor, Tensor)",
+    lambda m, b, reverse, form: (
         m.new_empty((*m.shape[:-3], *m.shape[-2:])),
         b.new_empty((*b.shape[:-3], *b.shape[-2:])),
     ),
 )
-def local_affine_total(m: Tensor, b: Tensor, reverse: bool, lagged: bool) -> Pair:
+def local_affine_total(m: Tensor, b: Tensor, reverse: bool, form: str) -> Pair:
     """Return the map (factor, state) of all rows: the last state is factor @ initial + state.
 
     Shapes: m (..., S, K, K), b (..., S, K, V) -> (..., K, K), (..., K, V). Source: one batched product a row.
@@ -178,7 +185,7 @@ def local_affine_total(m: Tensor, b: Tensor, reverse: bool, lagged: bool) -> Pai
     identity = torch.eye(size, dtype=m.dtype, device=m.device).expand(factors.shape[0], -1, -1)
     total = torch.cat([identity, torch.zeros_like(terms[:, 0])], -1)
     for row in _scan_order(terms.shape[1], reverse):
-        if lagged:
+        if form == "lagged":
             total[..., size:] += terms[:, row]
             total = torch.bmm(factors[:, row], total)
         else:

@@ -366,3 +366,24 @@ def line_of_meta_constant(error: TorchRuntimeError) -> str | None:
         return None
     traceback_lines = re.findall(r'File ".*?([^/\\"]+)", line (\d+)', text)  # (file name, line number)
     return ":".join(traceback_lines[-1]) if traceback_lines else "an unknown file"
+
+
+def trace_in_place_of(original: Callable[..., Any], traced: Callable[..., Any]) -> None:
+    """Make Dynamo trace a function in place of another one, also in place of one that it must not trace.
+
+    Eager calls, and calls by backends of other packages in code that Dynamo does not trace, run the original.
+    """
+    torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traced)
+
+
+def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the same results that Dynamo does not trace: it cuts the program there."""
+    return torch.compiler.disable(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+def call_at_compile_start(callback: Callable[[Any], None]) -> None:
+    """Call a function before every compilation of Dynamo, until Dynamo is reset; again without effect."""
+    from torch._dynamo.callback import callback_handler
+
+    if callback not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(callback)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.sizes import Size, as_size, size_product
@@ -31,7 +32,13 @@ from .machine import Machine
 
 sp = torch.ops.sp
 # cumulative sums and the like, cumulative maxima with positions, linear recurrences of numbers and of matrices
-COSTED_SCAN_OPS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default, sp.affine_scan.default)
+COSTED_SCAN_OPS = (
+    sp.scan.default,
+    sp.extremes.default,
+    sp.linear_scan.default,
+    sp.affine_scan.default,
+    *LINEAR_ATTENTION_OPS,
+)
 INDEX_BYTES = 8  # bytes of the position that a cumulative maximum or minimum returns
 
 
@@ -92,6 +99,8 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
     result = call.results()[0]
     if call.node.target is sp.affine_scan.default:
         return (_affine_bytes(call, folds, extent),) * 2
+    if call.node.target in LINEAR_ATTENTION_OPS:
+        return (_linear_attention_bytes(call, folds, extent),) * 2
     linear = call.node.target is sp.linear_scan.default
     op, dim = call.get("op", "sum"), call.dim(operand=int(linear))
     rows = _row_elements(result, dim, extent) * folds
@@ -114,6 +123,17 @@ def _affine_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size]) -> Si
     dtype = call["accumulate"] or torch.promote_types(result.dtype, torch.float32)
     elements = sum(_row_elements(x, x.ndim - 3, extent) for x in (call.operands[0].meta["val"], result))
     return elements * folds * dtype.itemsize
+
+
+def _linear_attention_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size]) -> Size:
+    """Return the bytes of the map of a rank's rows in linear attention: a factor (K, K) and a state (K, V) a head.
+
+    The state after the last token is gathered, too, for ``sp::linear_attention_state``.
+    """
+    (batch, _, heads, size), columns = map(extent, call.shape("k")), extent(call.shape("v")[-1])
+    states = 2 if call.node.target is sp.linear_attention_state.default else 1
+    itemsize = torch.promote_types(call.operands[2].meta["val"].dtype, torch.float32).itemsize
+    return batch * heads * size * (size + states * columns) * folds * itemsize
 
 
 def _segment_bytes(call: OpCall, dim: int, folds: int, extent: Callable[[Any], Size]) -> tuple[Size, Size]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import node_line
+from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS, chunk_tokens
 from sp_compile.passes.graph.call import OpCall, node_shape, node_tensors
 from sp_compile.passes.graph.sizes import as_sizes, assume_large, size_product
 from sp_compile.passes.sharding.attention_axes import ATTENTION, ATTENTION_OF_TORCH, op_strategy
@@ -106,6 +107,8 @@ def contraction_flops(node: Node) -> float:
     call, rule = lookup_rule(node) or (None, None)
     if call is None or not call.operands:
         return 0.0
+    if call.node.target in LINEAR_ATTENTION_OPS:
+        return _linear_attention_flops(call)
     if call.get("weight") is not None and "stride" in call.args:
         return _convolution_flops(call)
     if rule is None or not rule.is_contraction or rule.operand_placements is not None:
@@ -118,6 +121,14 @@ def _convolution_flops(call: OpCall) -> float:
     is_transposed = "output_padding" in call.args and call.get("transposed", True)
     positions = call.shape() if is_transposed else as_sizes(call.results()[0].shape)
     return 2.0 * assume_large(size_product(positions) * size_product(call.shape("weight")[1:]))
+
+
+def _linear_attention_flops(call: OpCall) -> float:
+    """Return the FLOPs of linear attention: products within chunks, and of each token with the state."""
+    (*tokens, size), columns = call.shape("k"), call.shape("v")[-1]
+    chunk = chunk_tokens(call.shape("decay")[-1])
+    solves = 0 if call["beta"] is None and call["a"] is None else chunk * (2 * size + columns) + size * size
+    return 2.0 * assume_large(size_product(tokens) * (chunk * (size + columns) + 2 * size * columns + solves))
 
 
 def _sized_factors(call: OpCall, rule: BoundRule) -> Iterator[tuple[str, int]]:

@@ -2,7 +2,7 @@
 
     cumsum(x, S)       ->   sp.scan(x, None, S, "sum", ..., frame, exchange, n, group)
     cummax(x, S)       ->   sp.extremes(x, S, "max", ..., frame, exchange, n, group)
-    sp.linear_scan(a, b, initial, S)   ->   the same with its frame, also sp.affine_scan
+    sp.linear_scan(a, b, initial, S)   ->   the same with its frame, also sp.affine_scan, sp.linear_attention
 
 A carry is the total of the rows of a rank, which later ranks add to their own scan. Also cumprod, cummin, logcumsumexp,
 and sp.scan and sp.extremes without a frame, which come from idioms and user calls. One collective forward and one
@@ -31,6 +31,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
+from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.torch_compat import size_hint
 from sp_compile.passes.canonical.scan_calls import (
@@ -59,6 +60,14 @@ COMBINE_OPS = {
     "prod": aten.mul.Tensor,
     "max": aten.maximum.default,
     "min": aten.minimum.default,
+}
+
+
+RECURRENCES = {
+    sp.linear_scan.default: "linear recurrence",
+    sp.affine_scan.default: "recurrence of matrices",
+    sp.linear_attention.default: "linear attention",
+    sp.linear_attention_state.default: "state of linear attention",
 }
 
 
@@ -197,7 +206,7 @@ class ShardScans(DemandPass):
         scan = to_sp_scan(self, node)
         call, ranks, folds = OpCall(scan), self.job.ranks, shard.frame.folds
         nbytes, _ = message_bytes(call, folds, size_hint)
-        supports_steps = scan.target is not sp.affine_scan.default
+        supports_steps = scan.target not in (sp.affine_scan.default, *LINEAR_ATTENTION_OPS)
         cost = choose_exchange(int(nbytes), ranks.n, self.job.machine_of(scan), folds, supports_steps)
         options = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
         frame = self.sizes.list(shard.frame_arg())
@@ -207,7 +216,7 @@ class ShardScans(DemandPass):
 
 def _describe_scan(call: OpCall) -> str:
     """Return the kind of a scan for the report, such as "inclusive sum, reversed,"."""
-    if call.node.target in (sp.linear_scan.default, sp.affine_scan.default):
-        return "linear recurrence" if call.node.target is sp.linear_scan.default else "recurrence of matrices"
+    if call.node.target in RECURRENCES:
+        return RECURRENCES[call.node.target]
     kind = "exclusive" if call.get("exclusive") else "inclusive"
     return f"{kind} {call['op']}" + (", reversed," if call["reverse"] else "")

@@ -25,6 +25,7 @@ class AffineCall(ShardCall):
     m: Tensor  # matrices
     b: Tensor  # summands
     initial: Tensor | None  # the state before the first step; None for zeros
+    exclusive: bool  # True to return the state before each step
 
     def run(self) -> Tensor:
         """Validate the call and run the scan.
@@ -40,7 +41,8 @@ class AffineCall(ShardCall):
         if initial is not None:
             initial = initial.expand(*b.shape[:ROWS_FROM_END], *b.shape[-2:])
         affine_scan = op_or_body(sp.affine_scan, ops.affine_scan, m, b, initial)
-        result: Tensor = affine_scan(m, b, initial, self.dim, self.reverse, self.accumulate, *self.arguments(b, 1))
+        options = self.dim, self.reverse, self.accumulate, self.exclusive
+        result: Tensor = affine_scan(m, b, initial, *options, *self.arguments(b, 1))
         return result
 
     def description(self) -> str:
@@ -50,7 +52,7 @@ class AffineCall(ShardCall):
             Text that is equal on all ranks.
         """
         operands = describe_operands(m=self.m, b=self.b, initial=self.initial)
-        return f"{operands}, reverse={self.reverse}, {self.accumulate}, {self.shards}"
+        return f"{operands}, exclusive={self.exclusive}, reverse={self.reverse}, {self.accumulate}, {self.shards}"
 
     def errors(self) -> Iterator[SpError]:
         """Yield an error for each invalid argument.
@@ -62,7 +64,7 @@ class AffineCall(ShardCall):
         if self.initial is not None:
             yield from check_tensors(initial=self.initial)
         yield from check_dtypes(accumulate_dtype=self.accumulate)
-        yield from check_flags(reverse=self.reverse)
+        yield from check_flags(exclusive=self.exclusive, reverse=self.reverse)
         m, b = self.m, self.b
         operands = [x for x in (m, b, self.initial) if x is not None]
         if not all(x.is_floating_point() for x in operands):

@@ -234,6 +234,7 @@ def affine_scan(
     b: Tensor,
     *,
     initial: Tensor | None = None,
+    exclusive: bool = False,
     reverse: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     group: Mesh = None,
@@ -251,6 +252,7 @@ def affine_scan(
         b: (..., S, K, V), any floating dtype, with equal other dims: the summands.
         initial: (..., K, V), or broadcastable to it, any floating dtype: h before the first step. None: zeros. With a
             group, it is replicated, and so is its gradient.
+        exclusive: If True, return h_(t-1) in place of h_t: the state before each step.
         reverse: If True, compute h_t = m_t @ h_(t+1) + b_t.
         accumulate_dtype: The dtype of intermediate states. None: float32 for bfloat16 and float16, else the dtype of
             the result.
@@ -277,4 +279,4 @@ def affine_scan(
         accumulate_dtype,
         shards_of(group, layout, length, "auto" if group is None else "gather"),
     )
-    return AffineCall("affine_scan", *how, m, b, initial).run()
+    return AffineCall("affine_scan", *how, m, b, initial, exclusive).run()

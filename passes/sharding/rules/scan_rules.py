@@ -1,4 +1,4 @@
-"""Rules of scans, such as cumsum: those of torch, and sp::scan, sp::extremes, sp::linear_scan and sp::affine_scan.
+"""Rules of scans, such as cumsum: those of torch, and sp::scan and its relatives.
 
 A rule names the dims of the operands and results of a call. Along the scanned dim (kind "scan") every position needs
 the combined values before it, so a strategy replaces the call if that dim is sharded. All other dims pass: they may
@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
+from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS
 from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.sizes import is_same_size
 from sp_compile.passes.sharding.placement import Placement, Replicate, Shard
 from sp_compile.passes.sharding.rule import BoundRule, Dims, register_rule_function
 
@@ -21,6 +23,18 @@ from ._build import align_names, along_dims, factor_names
 from .exchange_rules import call_frame
 
 aten, sp = torch.ops.aten, torch.ops.sp
+# The dims of operands of linear attention: batch, sequence, heads, and the rows and columns of the state.
+LINEAR_ATTENTION_DIMS = {
+    "q": "bshk",
+    "k": "bshk",
+    "v": "bshv",
+    "decay": "bshk",
+    "beta": "bsh",
+    "a": "bshk",
+    "b": "bshk",
+    "starts": "bs",
+    "initial": "bhkv",
+}
 
 
 @register_rule_function(
@@ -73,6 +87,20 @@ def _affine_scan_rule(call: OpCall) -> BoundRule:
     return _framed_scan_rule(call, operands, names, (rows,), invariant=(2,), gathered=(k, "j"))
 
 
+@register_rule_function(*LINEAR_ATTENTION_OPS)
+def _linear_attention_rule(call: OpCall) -> BoundRule:
+    """Return "b s h k, b s h k, b s h v, ... -> b s h v", or "-> b h k v" for the state, with s of kind "scan".
+
+    Each token reads and writes the state (k, v) of its head, so k is gathered.
+    """
+    operands = [tuple(dims) for name, dims in LINEAR_ATTENTION_DIMS.items() if call[name] is not None]
+    if is_same_size(call.shape("decay")[-1], 1):
+        operands[3] = ("b", "s", "h", "")
+    initial = len(operands) - 1 if call["initial"] is not None else -1
+    result = tuple("bshv" if call.node.target is sp.linear_attention.default else "bhkv")
+    return _framed_scan_rule(call, tuple(operands), result, ("s",), invariant=(initial,), gathered=("k",))
+
+
 def _framed_scan_rule(
     call: OpCall,
     operands: tuple[Dims, ...],
@@ -103,5 +131,5 @@ def _framed_scan_rule(
         Shard(dims.index(scanned[0]), frame) if scanned[0] in dims else Replicate(partial_grad=i not in invariant)
         for i, dims in enumerate(operands)
     ]
-    result_shard = Shard(result.index(scanned[0]), frame)
-    return BoundRule(operands, results, kinds, operand_placements=tuple(wants), result_placements=result_shard)
+    placed = Shard(result.index(scanned[0]), frame) if scanned[0] in result else Replicate()
+    return BoundRule(operands, results, kinds, operand_placements=tuple(wants), result_placements=placed)

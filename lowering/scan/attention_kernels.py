@@ -1,0 +1,176 @@
+"""Run installed kernels of linear attention on the rows of a rank, as opaque operators.
+
+``register_kernel`` adds a function of a package, such as `chunk_gated_delta_rule` of flash-linear-attention; it is used
+on its devices. `KERNELS` has the call of each, by name. A kernel returns its result and the state after it, and is
+differentiated by its own autograd: the backward runs it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from sp_compile.lowering.base.library import opaque
+from sp_compile.lowering.base.registry import Table
+
+sp = torch.ops.sp
+
+
+class KernelFunction(NamedTuple):
+    """A function of a package that is installed."""
+
+    function: Callable[..., Any]
+    devices: frozenset[str]  # types of devices on which it is used
+
+
+class KernelOperands(NamedTuple):
+    """Operands of a kernel, with the names and shapes of ``sp::linear_attention``; beta and starts are (B, S, H or 1, 1)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+
+
+KernelCall = Callable[[KernelOperands], tuple[Tensor, ...]]
+# For each kernel, its positional arguments. All have scale, initial_state, output_final_state and cu_seqlens.
+KERNELS: Table[KernelCall] = Table("kernels of linear attention")
+FUNCTIONS: dict[str, KernelFunction] = {}
+
+KERNELS["chunk_gated_delta_rule"] = lambda x: (x.q, x.k, x.v, x.decay.squeeze(-1), _heads(x.beta))
+KERNELS["chunk_kda"] = lambda x: (x.q, x.k, x.v, x.decay, _heads(x.beta))
+KERNELS["chunk_delta_rule"] = lambda x: (x.q, x.k, x.v, _heads(x.beta))
+KERNELS["chunk_simple_gla"] = lambda x: (x.q, x.k, x.v, x.decay.squeeze(-1))
+KERNELS["chunk_gla"] = lambda x: (x.q, x.k, x.v, x.decay)
+KERNELS["chunk_rwkv7"] = lambda x: (x.q, x.decay, x.k, x.v, *(y for y in (x.a, x.b) if y is not None))
+
+
+def _heads(x: Tensor | None) -> Tensor:
+    """Return a number for each head, (B, S, H), from (B, S, H, 1)."""
+    assert x is not None
+    return x.squeeze(-1)
+
+
+def register_kernel(name: str, function: Callable[..., Any], *devices: str) -> None:
+    """Use a function as the kernel of this name on some types of devices."""
+    FUNCTIONS[name] = KernelFunction(function, frozenset(devices))
+
+
+def has_kernel(name: str, device: torch.device) -> bool:
+    """Return True if a kernel of this name runs on the device."""
+    return name in FUNCTIONS and device.type in FUNCTIONS[name].devices
+
+
+OPERANDS = (
+    "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? a, Tensor? b, Tensor? starts, "
+    "Tensor? initial, float scale, str kernel"
+)
+
+
+def _new_results(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return empty results of a kernel: (B, S, H, V) and (B, H, K, V)."""
+    state = v.new_empty((v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]), dtype=torch.float32)
+    return v.new_empty(v.shape), state
+
+
+@opaque(f"local_attention_kernel({OPERANDS}) -> (Tensor, Tensor)", _new_results, replays=False)
+def local_attention_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
+    """Run a kernel. Shapes: those of ``sp::linear_attention``; beta (B, S, H, 1), starts (B, S, 1, 1)."""
+    out, state = _call_kernel(*operands)
+    return out.contiguous(), state.contiguous()
+
+
+@opaque(
+    f"local_attention_kernel_backward(Tensor? grad_out, Tensor? grad_state, {OPERANDS}) -> Tensor[]",
+    lambda grad_out, grad_state, *operands: [x.new_empty(x.shape) for x in _differentiable(operands)],
+    replays=False,
+)
+def local_attention_kernel_backward(grad_out: Tensor | None, grad_state: Tensor | None, *operands: Any) -> list[Tensor]:
+    """Return the gradients of the operands that are floating-point tensors, by the kernel's own autograd."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() if _is_differentiable(x) else x for x in operands]
+        results = _call_kernel(*leaves)
+    pairs = [(y, g) for y, g in zip(results, (grad_out, grad_state)) if g is not None and y.requires_grad]
+    inputs = _differentiable(leaves)
+    grads = torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+    return [
+        torch.zeros_like(x) if g is None else g.to(x.dtype).clone(memory_format=torch.contiguous_format)
+        for x, g in zip(inputs, grads, strict=True)
+    ]
+
+
+def _is_differentiable(x: Any) -> bool:
+    """Return True for a floating-point tensor."""
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _differentiable(operands: Any) -> list[Tensor]:
+    """Return the operands that are floating-point tensors."""
+    return [x for x in operands if _is_differentiable(x)]
+
+
+class _KernelFunction(Function):
+    """Kernel whose backward is an operator, too."""
+
+    @staticmethod
+    def forward(*operands: Any) -> Any:
+        """Run the kernel."""
+        return sp.local_attention_kernel(*operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save the operands."""
+        *tensors, ctx.scale, ctx.kernel = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @torch.compiler.disable
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the operands."""
+        tensors = ctx.saved_tensors
+        if all(g is None for g in grads):
+            return (None,) * (len(tensors) + 2)
+        found = iter(sp.local_attention_kernel_backward(*grads, *tensors, ctx.scale, ctx.kernel))
+        return (*(next(found) if _is_differentiable(x) else None for x in tensors), None, None)
+
+
+def run_attention_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
+    """Run a kernel, differentiably: the result (B, S, H, V) and the state after it, (B, H, K, V), float32."""
+    out, state = _KernelFunction.apply(*operands)
+    return out, state
+
+
+def _call_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
+    """Call a kernel; documents are its sequences of variable length."""
+    *rows, starts, initial, scale, kernel = operands
+    x = KernelOperands(*rows)
+    function, options = FUNCTIONS[kernel].function, {"scale": scale, "output_final_state": True}
+    if starts is None:
+        out, state = function(*KERNELS[kernel](x), initial_state=initial, **options)
+        return out, state
+    batch, length = x.v.shape[:2]
+    is_first = starts.reshape(batch, length).clone()
+    continues = ~is_first[:, 0]  # the first document of a row has the initial state, unless it starts there
+    is_first[:, 0] = True
+    bounds = torch.cat(
+        [is_first.flatten().nonzero().flatten(), is_first.new_full((1,), batch * length, dtype=torch.int64)]
+    )
+    counts = is_first.sum(1).cumsum(0)
+    firsts, lasts = torch.cat([counts.new_zeros(1), counts[:-1]]), counts - 1
+    state = None
+    if initial is not None:
+        state = initial.new_zeros((len(bounds) - 1, *initial.shape[1:]))
+        state = state.index_add(0, firsts, initial * continues.view(-1, 1, 1, 1))
+    flat = KernelOperands(*(None if y is None else y.flatten(0, 1).unsqueeze(0) for y in x))
+    out, ends = function(*KERNELS[kernel](flat), initial_state=state, cu_seqlens=bounds, **options)
+    return out.view(x.v.shape), ends.index_select(0, lasts)

@@ -1,0 +1,246 @@
+"""Define ``sp::linear_attention``: attention through a matrix of state, for full tensors and for shards.
+
+    h_t = D_t h_(t-1) + k_t v_t^T                                   decay only
+    h_t = D_t h_(t-1) + beta_t k_t (v_t - (D_t h_(t-1))^T k_t)^T    with beta: the gated delta rule
+    h_t = D_t h_(t-1) + b_t (a_t^T h_(t-1)) + k_t v_t^T             with a and b: a diagonal plus a low rank
+    o_t = scale * h_t^T q_t                                         D_t = diag(exp(decay_t)), h: (K, V)
+
+Tokens are processed in chunks. Everything within a chunk is a few batched products: its result without a state before
+it, ``out``; the rows that read that state, ``reads``; and the affine map of its state, ``factor`` and ``state``. The
+state before each chunk is an exclusive affine scan of these maps, over the ranks too, and the result is out + reads @ h.
+Sources: Yang et al., arXiv:2312.06635 (decay), arXiv:2412.06464 (gated delta rule), arXiv:2503.14456 (a and b).
+
+A start marks the first token of a document, at which the state is zero. Nothing needs the other documents of a rank:
+where a document starts in a chunk, the factor of the chunk is zero.
+
+If the kernel that a call names is installed (``attention_kernels.py``), it processes all tokens of a rank as one chunk:
+its values have K more columns, zeros, with the identity as the state of these columns, so that they are ``reads`` and
+``factor``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sp_compile.lowering.base.library import composite
+
+from .attention_kernels import has_kernel, run_attention_kernel
+from .carries import CarryExchange, last_end
+from .scan_ops import SHARD_ARGUMENTS, ScanShards, to_chunks
+
+sp = torch.ops.sp
+CHUNK = 64  # tokens of a chunk with one decay a head
+SMALL_CHUNK = 16  # with a decay for each of the K rows of the state: its products have K times as many elements
+OPERANDS = (
+    "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? a, Tensor? b, Tensor? starts, Tensor? initial, "
+    f"float scale, str kernel, {SHARD_ARGUMENTS}"
+)
+
+
+class TokenRows(NamedTuple):
+    """Operands with a row for each token, (B, S, H, ...), or (B, H, N, T, ...) in N chunks of T tokens."""
+
+    q: Tensor  # (..., K)
+    k: Tensor  # (..., K)
+    v: Tensor  # (..., V)
+    decay: Tensor  # (..., 1) or (..., K), the logarithm of the factor of the state
+    beta: Tensor | None  # (..., 1)
+    a: Tensor | None  # (..., K)
+    b: Tensor | None  # (..., K)
+    starts: Tensor | None  # bool (..., 1), of one head, True for the first token of a document
+
+    def map(self, function: Any) -> TokenRows:
+        """Apply a function to each operand that is not None."""
+        return TokenRows(*(None if x is None else function(x) for x in self))
+
+
+class ChunkMaps(NamedTuple):
+    """Results of chunks as functions of the states h before them."""
+
+    out: Tensor  # (B, H, N, T, V); the result is out + reads @ h
+    reads: Tensor  # (B, H, N, T, K)
+    factor: Tensor  # (B, H, N, K, K), or (B, H, N, K, 1) if it is diagonal; the state after is factor @ h + state
+    state: Tensor  # (B, H, N, K, V)
+
+
+@composite(f"linear_attention({OPERANDS}) -> Tensor", padded="nearest")
+def linear_attention(*operands: Any) -> Tensor:
+    """Compute attention through a state of one matrix a head.
+
+    Placement: Shard(1) for operands with S, invariant for initial -> Shard(1).
+    Shapes: q, k, a, b (B, S, H, K); v (B, S, H, V); decay (B, S, H, 1) or (B, S, H, K), at most 0; beta (B, S, H);
+    starts bool (B, S); initial (B, H, K, V), the state before the first token -> (B, S, H, V), v's dtype. Computed in
+    float32, or float64. kernel: a key of `attention_kernels.KERNELS`, or "". Bytes: (n - 1) * B * H * K * (K + V) in
+    the dtype of the computation, the same backward. Backward: through the same products, differentiable once.
+    """
+    shards, out, _ = _attend(*operands)
+    return shards.window(out, 1)
+
+
+@composite(f"linear_attention_state({OPERANDS}) -> Tensor")
+def linear_attention_state(*operands: Any) -> Tensor:
+    """Compute the state after the last token of ``sp::linear_attention``, from the same operands.
+
+    Placement: Shard(1) for operands with S, invariant for initial -> replicated.
+    Shapes: those of ``sp::linear_attention`` -> (B, H, K, V), float32 or float64. Bytes: those, and those of one state
+    a rank. Backward: as there.
+    """
+    shards, _, ends = _attend(*operands)
+    exchange = shards.carry_exchange(operands[2], 1, False)
+    return ends[:, :, -1] if exchange.is_single else last_end(ends.movedim(2, 0), exchange)
+
+
+LINEAR_ATTENTION_OPS = (sp.linear_attention.default, sp.linear_attention_state.default)
+
+
+def _attend(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
+    """Return the shards, the result (B, S, H, V), and the state after each fold of a rank, (B, H, folds, K, V)."""
+    *rows, initial, scale, kernel = operands[:11]
+    shards = ScanShards(*operands[11:])
+    tokens = TokenRows(*rows)
+    exchange, size = shards.carry_exchange(tokens.v, 1, False), chunk_tokens(tokens.decay.shape[-1])
+    dtype = torch.promote_types(tokens.v.dtype, torch.float32)
+    tokens = tokens.map(lambda x: x[(...,) + (None,) * (4 - x.ndim)])  # a column for beta and starts
+    tokens = tokens.map(lambda x: shards.fill_padding(x, 1, 0))  # padded rows keep the state
+    initial = None if initial is None else initial.to(dtype)
+    if has_kernel(kernel, tokens.v.device):
+        out, ends = _run_kernel(tokens, initial, scale, kernel, exchange)
+        return shards, out, ends
+    cast = tokens.map(lambda x: _split_chunks(x if x.dtype is torch.bool else x.to(dtype), size, exchange))
+    maps = _map_chunks(cast._replace(q=cast.q * scale))
+    before, ends = _scan_states(maps, initial, exchange)
+    out = _join_chunks(maps.out + maps.reads @ before, tokens.v.shape[1], exchange)
+    return shards, out.to(tokens.v.dtype), ends
+
+
+def chunk_tokens(decays: Any) -> int:
+    """Return the number of tokens of a chunk, from the number of decays of a head and token: 1 or K."""
+    return CHUNK if decays == 1 else SMALL_CHUNK
+
+
+def _split_chunks(x: Tensor, size: int, exchange: CarryExchange) -> Tensor:
+    """Return (B, S, H, D) as (B, H, N, T, D), T tokens a chunk and zeros after the last token of each fold."""
+    x = to_chunks(x, exchange)
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[2] % size))
+    return x.unflatten(2, (x.shape[2] // size, size)).permute(0, 4, 1, 2, 3, 5).flatten(2, 3)
+
+
+def _join_chunks(x: Tensor, rows: int, exchange: CarryExchange) -> Tensor:
+    """Undo `_split_chunks`: (B, H, N, T, D) -> (B, S, H, D), where S is `rows`."""
+    x = x.unflatten(2, (exchange.folds, x.shape[2] // exchange.folds)).permute(0, 2, 3, 4, 1, 5).flatten(2, 3)
+    return x.narrow(2, 0, rows // exchange.folds).flatten(1, 2)
+
+
+def _map_chunks(x: TokenRows) -> ChunkMaps:
+    """Return the maps of chunks, from operands (B, H, N, T, ...)."""
+    after = x.decay.cumsum(-2)  # logarithm of the decay from the start of the chunk, this token included
+    before, total = after - x.decay, after[..., -1:, :]
+    causal = torch.ones(x.q.shape[-2], x.q.shape[-2], dtype=torch.bool, device=x.q.device).tril()
+    keeps_first, keeps_last = after.exp(), (total - after).exp()  # from the state before, to the state after
+    keeps_before, keeps_all = before.exp(), total.exp()
+    if x.starts is not None:
+        document = x.starts.cumsum(-2)
+        causal = causal & (document == document.mT)
+        is_first, is_last = document == 0, document == document[..., -1:, :]
+        keeps_first, keeps_last = keeps_first * is_first, keeps_last * is_last
+        keeps_before, keeps_all = keeps_before * is_first, keeps_all * is_first[..., -1:, :]
+    strict = causal & ~torch.eye(causal.shape[-1], dtype=torch.bool, device=causal.device)
+    written = _written_values(x, after, before, strict, keeps_first, keeps_before)
+    out, reads, factor, state = 0, x.q * keeps_first, keeps_all.mT, 0
+    for key, values, reading in written:
+        weights, kept = _decayed_products(x.q, key, after, after, causal), (key * keeps_last).mT
+        out, state = out + weights @ values, state + kept @ values
+        if reading is not None:
+            identity = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
+            reads, factor = reads + weights @ reading, factor * identity + kept @ reading
+    if factor.shape[-1] == 1:
+        factor = factor.expand(*factor.shape[:-2], x.k.shape[-1], 1)
+    return ChunkMaps(out, reads, factor, state)
+
+
+def _written_values(
+    x: TokenRows, after: Tensor, before: Tensor, strict: Tensor, keeps_first: Tensor, keeps_before: Tensor
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Return what tokens write to the state: keys, and values of the form ``values + reading @ h``.
+
+    Token t writes the outer product of its key and its value. h is the state before the chunk.
+    """
+    identity = torch.eye(x.q.shape[-2], dtype=x.q.dtype, device=x.q.device)
+    size = x.v.shape[-1]
+    if x.beta is not None:  # (I + L) u = v - (k D) h
+        key = x.k * x.beta
+        system = identity + _decayed_products(x.k, key, after, after, strict)
+        solution = _solve(system, torch.cat([x.v, -x.k * keeps_first], -1))
+        return [(key, solution[..., :size], solution[..., size:])]
+    if x.a is not None and x.b is not None:  # (I - L) u = M v + (a D) h
+        reads_values = _decayed_products(x.a, x.k, before, after, strict) @ x.v
+        system = identity - _decayed_products(x.a, x.b, before, after, strict)
+        solution = _solve(system, torch.cat([reads_values, x.a * keeps_before], -1))
+        return [(x.b, solution[..., :size], solution[..., size:]), (x.k, x.v, None)]
+    return [(x.k, x.v, None)]
+
+
+def _solve(system: Tensor, values: Tensor) -> Tensor:
+    """Solve a lower triangular system with ones on its diagonal."""
+    return torch.linalg.solve_triangular(system, values, upper=False, unitriangular=True)
+
+
+def _decayed_products(x: Tensor, y: Tensor, at_x: Tensor, at_y: Tensor, is_allowed: Tensor) -> Tensor:
+    """Return the sum over k of x_ik y_jk exp(at_x_ik - at_y_jk), and 0 for pairs (i, j) that are not allowed.
+
+    Shapes: x, y (..., T, K); at_x, at_y (..., T, 1) or (..., T, K); is_allowed (..., T, T) -> (..., T, T).
+    """
+    if at_x.shape[-1] == 1:
+        return (x @ y.mT) * (at_x - at_y.mT).masked_fill(~is_allowed, -torch.inf).exp()
+    exponents = (at_x.unsqueeze(-2) - at_y.unsqueeze(-3)).masked_fill(~is_allowed.unsqueeze(-1), -torch.inf)
+    return (x.unsqueeze(-2) * y.unsqueeze(-3) * exponents.exp()).sum(-1)
+
+
+def _scan_states(maps: ChunkMaps, initial: Tensor | None, exchange: CarryExchange) -> tuple[Tensor, Tensor]:
+    """Return the states before the chunks, (B, H, N, K, V), and after each fold, (B, H, folds, K, V)."""
+    factor, state = maps.factor, maps.state
+    chunks = factor.shape[2] // exchange.folds
+    if factor.shape[-1] > 1 or factor.shape[-2] == 1:
+        before = _affine_scan(factor, state, initial, exchange)
+        after = factor @ before + state
+        return before, after.unflatten(2, (exchange.folds, chunks))[:, :, :, -1]
+    # Diagonal factors: scan the chunks of each fold from zeros, then add the decayed state before the fold.
+    factor, state = (x.unflatten(2, (exchange.folds, chunks)) for x in (factor, state))
+    scanned, decay = sp.linear_scan(factor, state, None, 3), factor.cumprod(3)
+    total = decay[:, :, :, -1] * torch.eye(factor.shape[-2], dtype=factor.dtype, device=factor.device)
+    first = _affine_scan(total, scanned[:, :, :, -1], initial, exchange)
+    after = scanned + decay * first.unsqueeze(3)
+    before = torch.cat([first.unsqueeze(3), after[:, :, :, :-1]], 3)
+    return before.flatten(2, 3), after[:, :, :, -1]
+
+
+def _affine_scan(factor: Tensor, state: Tensor, initial: Tensor | None, exchange: CarryExchange) -> Tensor:
+    """Return the states before the chunks of this rank, which are in dim 2, exchanged between the ranks."""
+    if exchange.is_single:
+        return sp.affine_scan(factor, state, initial, 2, exclusive=True)
+    rows = exchange.n * factor.shape[2]
+    frame = [1, rows, 0, rows, exchange.folds]
+    return sp.affine_scan(factor, state, initial, 2, False, None, True, frame, "gather", exchange.n, exchange.group)
+
+
+def _run_kernel(
+    tokens: TokenRows, initial: Tensor | None, scale: float, kernel: str, exchange: CarryExchange
+) -> tuple[Tensor, Tensor]:
+    """Return the result and the state after each fold, from a kernel that processes each fold."""
+    folds, (size, columns) = exchange.folds, (tokens.k.shape[-1], tokens.v.shape[-1])
+    rows = tokens.map(lambda x: to_chunks(x, exchange).flatten(0, 1))
+    if exchange.is_single:
+        out, end = run_attention_kernel(*rows, initial, scale, kernel)
+        return out, end.unsqueeze(2)
+    identity = torch.eye(size, dtype=torch.float32, device=tokens.v.device)
+    first = F.pad(identity, (columns, 0)).expand(rows.v.shape[0], rows.v.shape[2], -1, -1)
+    out, end = run_attention_kernel(*rows._replace(v=F.pad(rows.v, (0, size))), first, scale, kernel)
+    state, factor = end.unflatten(0, (-1, folds)).movedim(1, 2).split([columns, size], -1)
+    before = _affine_scan(factor, state, initial, exchange)
+    out, reads = (x.unflatten(0, (-1, folds)) for x in out.split([columns, size], -1))  # (B, folds, rows, H, ...)
+    out = out + (reads.transpose(2, 3).to(before.dtype) @ before.movedim(2, 1)).transpose(2, 3).to(out.dtype)
+    return out.flatten(1, 2), factor @ before + state

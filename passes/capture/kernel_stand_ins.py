@@ -1,0 +1,345 @@
+"""Define what Dynamo traces in place of kernel functions of packages: the same values, by operators that shards support.
+
+A stand-in takes the arguments of the kernel's function and returns its results, or `NotImplemented` for options that it
+does not support; the original function then runs uncompiled, between two graphs. Names of arguments, layouts and
+defaults are those of the packages: flash-linear-attention, mamba_ssm and causal_conv1d.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sp_compile.lowering.base.registry import Table
+
+STAND_INS: Table[Callable[..., Any]] = Table("stand-ins of kernel functions")
+# Options that change how a kernel computes, and not what.
+HINTS = frozenset("chunk_indices chunk_size cu_seqlens_cpu disable_recompute max_num_seqs safe_gate use_graph".split())
+NORM_EPSILON = 1e-6  # of the kernels' normalization of queries and keys
+SILU = ("silu", "swish")
+
+
+def make_stand_in(kernel: str, run_original: Callable[..., Any], drops_unknown: bool) -> Callable[..., Any]:
+    """Return the function that Dynamo traces in place of a kernel's function.
+
+    Args:
+        kernel: The name of the kernel.
+        run_original: Runs the original function.
+        drops_unknown: True if the original function ignores arguments that the kernel does not have.
+    """
+    compute = STAND_INS[kernel]
+    known = frozenset(inspect.signature(compute).parameters) | KEYWORDS
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        """Compute the results of the kernel, or run the original function."""
+        options = {name: value for name, value in kwargs.items() if name in known} if drops_unknown else kwargs
+        results = compute(*args, **options)
+        return run_original(*args, **kwargs) if results is NotImplemented else results
+
+    return stand_in
+
+
+def _has_unsupported(options: dict[str, Any]) -> bool:
+    """Return True if an option that changes values is set."""
+    return any(value is not None and value is not False for name, value in options.items() if name not in HINTS)
+
+
+def _attend(
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    beta: Tensor | None = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    starts: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """Emit linear attention; decay is (B, S, H), (B, S, H, K) or None, for no decay."""
+    if _has_unsupported(options):
+        return NotImplemented
+    if cu_seqlens is not None:
+        if initial_state is not None or output_final_state:  # one state for each document
+            return NotImplemented
+        starts = _document_starts(cu_seqlens, v)
+    groups = v.shape[2] // q.shape[2]
+    if groups > 1:  # a head of queries and keys serves several heads of values
+        q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
+    if decay is None:
+        decay = torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
+    if decay.ndim == 3:
+        decay = decay.unsqueeze(-1)
+    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
+    call = q, k, v, decay, beta, a, b, starts, initial_state, scale, kernel
+    out = torch.ops.sp.linear_attention(*call)
+    return out, torch.ops.sp.linear_attention_state(*call) if output_final_state else None
+
+
+KEYWORDS = frozenset(inspect.signature(_attend).parameters) | {
+    "use_qk_l2norm_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+}
+
+
+def _document_starts(cu_seqlens: Tensor, x: Tensor) -> Tensor:
+    """Return True for the first token of each document, bool (B, S), from the bounds of the documents in x."""
+    marks = torch.zeros(x.shape[1] + 1, dtype=torch.bool, device=x.device)
+    marks = marks.scatter(0, cu_seqlens.to(torch.int64), True)
+    return marks[:-1].expand(x.shape[0], -1)
+
+
+def _changes(ids: Tensor) -> Tensor:
+    """Return True for tokens whose document has another id than that of the token before, bool (B, S)."""
+    return F.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
+
+
+def _normalize(x: Tensor) -> Tensor:
+    """Return rows of norm 1."""
+    y = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + NORM_EPSILON)).to(x.dtype)
+
+
+def _attend_delta(
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    beta: Tensor,
+    *args: Any,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    **options: Any,
+) -> Any:
+    """Emit attention with the delta rule."""
+    if use_qk_l2norm_in_kernel:
+        q, k = _normalize(q), _normalize(k)
+    if use_beta_sigmoid_in_kernel:
+        beta = beta.sigmoid() * (2.0 if allow_neg_eigval else 1.0)
+    return _attend(kernel, q, k, v, decay, *args, beta=beta, **options)
+
+
+def _gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *args: Any, **options: Any) -> Any:
+    """Emit fla's chunk_gated_delta_rule: one decay a head and token."""
+    return _attend_delta("chunk_gated_delta_rule", q, k, v, g, beta, *args, **options)
+
+
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *args: Any, **options: Any) -> Any:
+    """Emit fla's chunk_delta_rule: no decay."""
+    return _attend_delta("chunk_delta_rule", q, k, v, None, beta, *args, **options)
+
+
+def _kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *args: Any,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    **options: Any,
+) -> Any:
+    """Emit fla's chunk_kda: a decay for each row of the state."""
+    if use_gate_in_kernel:
+        g = g.float() if g.dtype in (torch.bfloat16, torch.float16) else g
+        g = g if dt_bias is None else g + dt_bias.view(g.shape[-2:])
+        rate = None if A_log is None else A_log.view(-1, 1).exp()
+        if lower_bound is not None:
+            g = lower_bound * (g if rate is None else rate * g).sigmoid()
+        elif rate is not None:
+            g = -rate * F.softplus(g)
+        else:
+            return NotImplemented
+    return _attend_delta("chunk_kda", q, k, v, g, beta, *args, **options)
+
+
+def _simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, *args: Any, **options: Any
+) -> Any:
+    """Emit fla's chunk_simple_gla: a decay a head and token, a constant decay a head, or both."""
+    if g_gamma is not None:
+        g = g_gamma.expand(v.shape[:3]) if g is None else g + g_gamma
+    return _attend("chunk_simple_gla", q, k, v, g, *args, **options)
+
+
+def _lightning_attention(
+    q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, *args: Any, **options: Any
+) -> Any:
+    """Emit fla's chunk_lightning_attn: constant decays, which depend on the layer."""
+    heads = v.shape[2]
+    slope = -(8 / heads * (1 - layer_idx / num_layers))
+    gamma = slope * torch.arange(heads, dtype=torch.float32, device=q.device)
+    return _simple_gla(q, k, v, None, gamma, *args, **options)
+
+
+def _gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *args: Any, **options: Any) -> Any:
+    """Emit fla's chunk_gla: a decay for each row of the state."""
+    return _attend("chunk_gla", q, k, v, g, *args, **options)
+
+
+def _rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float = 1.0,
+    *args: Any,
+    lower_bound: float | None = None,
+    **options: Any,
+) -> Any:
+    """Emit fla's chunk_rwkv7: decays w and a transition of rank one."""
+    return _attend("chunk_rwkv7", r, k, v, w, scale, *args, a=a, b=b, **options)
+
+
+def _mamba_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **options: Any,
+) -> Any:
+    """Emit mamba_ssm's mamba_chunk_scan_combined, by arithmetic; its states are (B, H, V, K)."""
+    if cu_seqlens is not None or (seq_idx is not None and (initial_states is not None or return_final_states)):
+        return NotImplemented
+    dt = dt.float() if dt.dtype in (torch.bfloat16, torch.float16) else dt
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(dt_limit[0], dt_limit[1])
+    initial = None if initial_states is None else initial_states.mT
+    attended = _attend(
+        "",
+        C,
+        B,
+        x * dt.unsqueeze(-1),
+        dt * A,
+        1.0,
+        initial,
+        return_final_states,
+        starts=None if seq_idx is None else _changes(seq_idx),
+        **options,
+    )
+    if attended is NotImplemented:
+        return attended
+    out, state = attended
+    if D is not None:
+        out = out + x * (D if D.ndim == 2 else D.unsqueeze(-1))
+    out = (out if z is None else out * F.silu(z)).to(x.dtype)
+    return (out, state.mT) if return_final_states else out
+
+
+def _mamba_split_conv_scan(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    activation: str = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+) -> Any:
+    """Emit mamba_ssm's mamba_split_conv1d_scan_combined: convolution, scan, gated norm and projection."""
+    heads, size = A.shape[0], D.shape[1] if D.ndim == 2 else headdim
+    if initial_states is not None or size is None:
+        return NotImplemented
+    width, channels = heads * size, conv1d_weight.shape[0]
+    z, convolved, dt = zxbcdt[..., -(width + channels + heads) :].split([width, channels, heads], -1)
+    if zxbcdt.shape[-1] != width + channels + heads:  # an MLP in the same projection
+        return NotImplemented
+    convolved = _causal_conv(convolved.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation)
+    if convolved is NotImplemented:
+        return convolved
+    x, B, C = convolved.mT.split([width, (channels - width) // 2, (channels - width) // 2], -1)
+    x, B, C = x.unflatten(-1, (heads, size)), B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1))
+    gate = z.unflatten(-1, (heads, size)) if rmsnorm_weight is None else None
+    options = {"dt_softplus": True, "dt_limit": dt_limit, "return_final_states": return_final_states}
+    scanned = _mamba_chunk_scan(x, dt, A, B, C, chunk_size, D, gate, dt_bias, seq_idx=seq_idx, **options)
+    if scanned is NotImplemented:
+        return scanned
+    out, states = scanned if return_final_states else (scanned, None)
+    out = out.flatten(-2)
+    if rmsnorm_weight is not None:
+        out = out if norm_before_gate else out * F.silu(z)
+        out = F.rms_norm(out.unflatten(-1, (ngroups, -1)), (width // ngroups,), eps=rmsnorm_eps).flatten(-2)
+        out = out * rmsnorm_weight
+        out = out * F.silu(z) if norm_before_gate else out
+    if outproj_weight is not None:
+        out = F.linear(out.to(outproj_weight.dtype), outproj_weight, outproj_bias)
+    return (out, states) if return_final_states else out
+
+
+def _causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """Emit causal_conv1d's causal_conv1d_fn, x (B, D, S): each channel convolved with its own weights."""
+    has_states = initial_states is not None or return_final_states or final_states_out is not None
+    if has_states or activation not in (None, *SILU):
+        return NotImplemented
+    length, width = x.shape[-1], weight.shape[-1]
+    rows = x.to(weight.dtype)
+    if seq_idx is None:
+        out = F.conv1d(rows, weight.unsqueeze(1), bias, padding=width - 1, groups=weight.shape[0])[..., :length]
+    else:  # earlier tokens of the same document
+        out = rows * weight[:, -1:]
+        for distance in range(1, width):
+            is_same = F.pad(seq_idx, (distance, 0), value=-1)[:, :length] == seq_idx
+            earlier = F.pad(rows, (distance, 0))[..., :length] * is_same.unsqueeze(1)
+            out = out + earlier * weight[:, width - 1 - distance].unsqueeze(-1)
+        out = out if bias is None else out + bias.unsqueeze(-1)
+    return (out if activation is None else F.silu(out)).to(x.dtype)
+
+
+STAND_INS["chunk_gated_delta_rule"] = _gated_delta_rule
+STAND_INS["chunk_delta_rule"] = _delta_rule
+STAND_INS["chunk_kda"] = _kda
+STAND_INS["chunk_simple_gla"] = _simple_gla
+STAND_INS["chunk_lightning_attn"] = _lightning_attention
+STAND_INS["chunk_gla"] = _gla
+STAND_INS["chunk_rwkv7"] = _rwkv7
+STAND_INS["mamba_chunk_scan_combined"] = _mamba_chunk_scan
+STAND_INS["mamba_split_conv1d_scan_combined"] = _mamba_split_conv_scan
+STAND_INS["causal_conv1d_fn"] = _causal_conv

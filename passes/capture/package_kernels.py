@@ -1,0 +1,78 @@
+"""Find kernel functions of packages, for which Dynamo traces functions of `kernel_stand_ins.py`.
+
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule      ->  sp.linear_attention
+    from causal_conv1d import causal_conv1d_fn                       ->  shifted products
+
+Dynamo does not trace such functions, so that a program with one would be cut into graphs. A function is found by its
+name and by the name of its package, or of a build on a hub. transformers wraps these functions, together with one in
+plain torch for environments without the package; a wrapper is found by the name of the function that it wraps. Modules
+are searched before each compilation, once each.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+from sp_compile.lowering import torch_compat
+from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
+
+from .kernel_stand_ins import STAND_INS, make_stand_in
+
+PACKAGES = ("fla", "mamba_ssm", "causal_conv1d", "flash_linear_attention")
+MODELS = "transformers.models."
+_searched: set[str] = set()  # names of modules
+
+
+def replace_package_kernels(event: Any = None) -> None:
+    """Make Dynamo trace stand-ins for the kernel functions of all modules that were imported since the last call."""
+    for name in [name for name in sys.modules if name not in _searched]:
+        _searched.add(name)
+        module = sys.modules.get(name)
+        if isinstance(module, ModuleType) and (name.startswith(MODELS) or _is_kernel_package(name)):
+            for kernel, function in _kernel_functions(module):
+                _replace(kernel, function)
+
+
+def watch_for_package_kernels() -> None:
+    """Search modules now and before every compilation."""
+    torch_compat.call_at_compile_start(replace_package_kernels)
+    replace_package_kernels()
+
+
+def _is_kernel_package(module: str) -> bool:
+    """Return True for modules of kernel packages; the name of a build on a hub has a prefix or a suffix."""
+    return any(package in part for part in module.split(".")[:2] for package in PACKAGES)
+
+
+def _kernel_functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the kernel functions of a module that have a stand-in, with the names of their kernels."""
+    for function in list(vars(module).values()):
+        if isinstance(function, FunctionType):
+            name = wrapped_kernel(function) or function.__name__
+            if name in STAND_INS and (wrapped_kernel(function) or _is_kernel_package(function.__module__)):
+                yield name, function
+
+
+def wrapped_kernel(function: FunctionType) -> str | None:
+    """Return the name of the kernel for which transformers wraps a function, or None for other functions."""
+    if not (function.__module__ or "").startswith(MODELS) or "implementation" not in function.__code__.co_freevars:
+        return None
+    name = inspect.getclosurevars(function).nonlocals.get("func_name")
+    return name if isinstance(name, str) else None
+
+
+def _replace(kernel: str, function: FunctionType) -> None:
+    """Make Dynamo trace the stand-in for a function, and use the function as a kernel if it is one."""
+    if hasattr(function, "_sp_stand_in"):
+        return
+    is_wrapper = wrapped_kernel(function) is not None
+    run_original: Callable[..., Any] = inspect.unwrap(function) if is_wrapper else torch_compat.run_eagerly(function)
+    if kernel in KERNELS and not is_wrapper:
+        register_kernel(kernel, function, "cuda")
+    stand_in = make_stand_in(kernel, run_original, drops_unknown=is_wrapper)
+    function._sp_stand_in = stand_in  # type: ignore[attr-defined]
+    torch_compat.trace_in_place_of(function, stand_in)
