@@ -29,15 +29,15 @@ class KernelFunction(NamedTuple):
 
 
 class KernelOperands(NamedTuple):
-    """Operands of a kernel, with the names and shapes of ``sp::linear_attention``; beta and starts are (B, S, H or 1, 1)."""
+    """Operands of a kernel, as of ``sp::linear_attention``."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    decay: Tensor
-    beta: Tensor | None
-    a: Tensor | None
-    b: Tensor | None
+    q: Tensor  # (B, S, H, K)
+    k: Tensor  # (B, S, H, K)
+    v: Tensor  # (B, S, H, V)
+    decay: Tensor  # (B, S, H, 1) or (B, S, H, K)
+    beta: Tensor | None  # (B, S, H, 1)
+    a: Tensor | None  # (B, S, H, K)
+    b: Tensor | None  # (B, S, H, K)
 
 
 KernelCall = Callable[[KernelOperands], tuple[Tensor, ...]]

@@ -7,7 +7,7 @@
 
 Tokens are processed in chunks. Everything within a chunk is a few batched products: its result without a state before
 it, ``out``; the rows that read that state, ``reads``; and the affine map of its state, ``factor`` and ``state``. The
-state before each chunk is an exclusive affine scan of these maps, over the ranks too, and the result is out + reads @ h.
+state h before each chunk is an exclusive affine scan of these maps, over the ranks too; the result is out + reads @ h.
 Sources: Yang et al., arXiv:2312.06635 (decay), arXiv:2412.06464 (gated delta rule), arXiv:2503.14456 (a and b).
 
 A start marks the first token of a document, at which the state is zero. Nothing needs the other documents of a rank:
@@ -114,7 +114,7 @@ def _attend(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
     maps = _map_chunks(cast._replace(q=cast.q * scale))
     before, ends = _scan_states(maps, initial, exchange)
     out = _join_chunks(maps.out + maps.reads @ before, tokens.v.shape[1], exchange)
-    return shards, out.to(tokens.v.dtype), ends
+    return shards, out.to(tokens.v.dtype).contiguous(), ends
 
 
 def chunk_tokens(decays: Any) -> int:

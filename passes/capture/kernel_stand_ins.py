@@ -1,4 +1,4 @@
-"""Define what Dynamo traces in place of kernel functions of packages: the same values, by operators that shards support.
+"""Define what Dynamo traces in place of kernel functions of packages: the same values, by operators with shards.
 
 A stand-in takes the arguments of the kernel's function and returns its results, or `NotImplemented` for options that it
 does not support; the original function then runs uncompiled, between two graphs. Names of arguments, layouts and
@@ -58,6 +58,7 @@ def _attend(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    *,
     cu_seqlens: Tensor | None = None,
     beta: Tensor | None = None,
     a: Tensor | None = None,
@@ -289,7 +290,7 @@ def _mamba_split_conv_scan(
     x, B, C = convolved.mT.split([width, (channels - width) // 2, (channels - width) // 2], -1)
     x, B, C = x.unflatten(-1, (heads, size)), B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1))
     gate = z.unflatten(-1, (heads, size)) if rmsnorm_weight is None else None
-    options = {"dt_softplus": True, "dt_limit": dt_limit, "return_final_states": return_final_states}
+    options: dict[str, Any] = {"dt_limit": dt_limit, "return_final_states": return_final_states, "dt_softplus": True}
     scanned = _mamba_chunk_scan(x, dt, A, B, C, chunk_size, D, gate, dt_bias, seq_idx=seq_idx, **options)
     if scanned is NotImplemented:
         return scanned

@@ -24,6 +24,7 @@ from .kernel_stand_ins import STAND_INS, make_stand_in
 
 PACKAGES = ("fla", "mamba_ssm", "causal_conv1d", "flash_linear_attention")
 MODELS = "transformers.models."
+WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch only returns None
 _searched: set[str] = set()  # names of modules
 
 
@@ -52,8 +53,11 @@ def _kernel_functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
     """Yield the kernel functions of a module that have a stand-in, with the names of their kernels."""
     for function in list(vars(module).values()):
         if isinstance(function, FunctionType):
-            name = wrapped_kernel(function) or function.__name__
-            if name in STAND_INS and (wrapped_kernel(function) or _is_kernel_package(function.__module__)):
+            wrapped = wrapped_kernel(function)
+            if wrapped is None and not _is_kernel_package(function.__module__ or ""):
+                continue
+            name = wrapped or function.__name__
+            if name in STAND_INS:
                 yield name, function
 
 
@@ -62,7 +66,7 @@ def wrapped_kernel(function: FunctionType) -> str | None:
     if not (function.__module__ or "").startswith(MODELS) or "implementation" not in function.__code__.co_freevars:
         return None
     name = inspect.getclosurevars(function).nonlocals.get("func_name")
-    return name if isinstance(name, str) else None
+    return name if isinstance(name, str) and name not in WITHOUT_FALLBACK else None
 
 
 def _replace(kernel: str, function: FunctionType) -> None:

@@ -81,7 +81,7 @@ def count_work(gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: 
         if node.op != "call_function" or transfer_of(node.target) is not None:
             continue
         flops, nbytes = times(node) * contraction_flops(node), times(node) * _activation_bytes(node, trained)
-        is_sharded = any(not isinstance(p, Replicate) for p in plan.placements.get(node, ()))
+        is_sharded = has_frame(node) or any(not isinstance(p, Replicate) for p in plan.placements.get(node, ()))
         work.flops += flops
         work.activations += nbytes
         if is_sharded:
@@ -91,6 +91,12 @@ def count_work(gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: 
             line = node_line(node)
             work.replicated[line] = work.replicated.get(line, 0.0) + flops
     return work
+
+
+def has_frame(node: Node) -> bool:
+    """Return True if a call processes the shards of its operands, whatever the placement of its result."""
+    ruled_call = lookup_rule(node)
+    return ruled_call is not None and ruled_call.call.get("frame") is not None
 
 
 def contraction_flops(node: Node) -> float:
