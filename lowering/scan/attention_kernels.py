@@ -40,6 +40,11 @@ class KernelOperands(NamedTuple):
     b: Tensor | None  # (B, S, H, K)
 
 
+def state_dtype(v: Tensor) -> torch.dtype:
+    """Return the dtype of states for values v: float32, or float64."""
+    return torch.promote_types(v.dtype, torch.float32)
+
+
 KernelCall = Callable[[KernelOperands], tuple[Tensor, ...]]
 # For each kernel, its positional arguments. All have scale, initial_state, output_final_state and cu_seqlens.
 KERNELS: Table[KernelCall] = Table("kernels of linear attention")
@@ -77,8 +82,8 @@ OPERANDS = (
 
 def _new_results(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return empty results of a kernel: (B, S, H, V) and (B, H, K, V)."""
-    state = v.new_empty((v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]), dtype=torch.float32)
-    return v.new_empty(v.shape), state
+    shape = v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]
+    return v.new_empty(v.shape), v.new_empty(shape, dtype=state_dtype(v))
 
 
 @opaque(f"local_attention_kernel({OPERANDS}) -> (Tensor, Tensor)", _new_results, replays=False)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sp_compile.lowering.base.library import composite
 
-from .attention_kernels import has_kernel, run_attention_kernel
+from .attention_kernels import has_kernel, run_attention_kernel, state_dtype
 from .carries import CarryExchange, last_end
 from .scan_ops import SHARD_ARGUMENTS, ScanShards, to_chunks
 
@@ -103,7 +103,7 @@ def _attend(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
     shards = ScanShards(*operands[11:])
     tokens = TokenRows(*rows)
     exchange, size = shards.carry_exchange(tokens.v, 1, False), chunk_tokens(tokens.decay.shape[-1])
-    dtype = torch.promote_types(tokens.v.dtype, torch.float32)
+    dtype = state_dtype(tokens.v)
     tokens = tokens.map(lambda x: x[(...,) + (None,) * (4 - x.ndim)])  # a column for beta and starts
     tokens = tokens.map(lambda x: shards.fill_padding(x, 1, 0))  # padded rows keep the state
     initial = None if initial is None else initial.to(dtype)
@@ -236,7 +236,7 @@ def _run_kernel(
     if exchange.is_single:
         out, end = run_attention_kernel(*rows, initial, scale, kernel)
         return out, end.unsqueeze(2)
-    identity = torch.eye(size, dtype=torch.float32, device=tokens.v.device)
+    identity = torch.eye(size, dtype=state_dtype(tokens.v), device=tokens.v.device)
     first = F.pad(identity, (columns, 0)).expand(rows.v.shape[0], rows.v.shape[2], -1, -1)
     out, end = run_attention_kernel(*rows._replace(v=F.pad(rows.v, (0, size))), first, scale, kernel)
     state, factor = end.unflatten(0, (-1, folds)).movedim(1, 2).split([columns, size], -1)

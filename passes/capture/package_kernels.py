@@ -12,6 +12,7 @@ are searched before each compilation, once each.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
@@ -22,7 +23,7 @@ from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
 
 from .kernel_stand_ins import STAND_INS, make_stand_in
 
-PACKAGES = ("fla", "mamba_ssm", "causal_conv1d", "flash_linear_attention")
+IN_PACKAGE = re.compile(r"(?:^|[._-])(?:fla|flash_linear_attention|mamba_ssm|causal_conv1d)(?:$|[._-])")
 MODELS = "transformers.models."
 WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch only returns None
 _searched: set[str] = set()  # names of modules
@@ -46,7 +47,7 @@ def watch_for_package_kernels() -> None:
 
 def _is_kernel_package(module: str) -> bool:
     """Return True for modules of kernel packages; the name of a build on a hub has a prefix or a suffix."""
-    return any(package in part for part in module.split(".")[:2] for package in PACKAGES)
+    return IN_PACKAGE.search(module) is not None
 
 
 def _kernel_functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:

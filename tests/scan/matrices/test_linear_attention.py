@@ -1,0 +1,209 @@
+"""sp::linear_attention, and the kernel functions of packages that become calls of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.parity import against_eager
+from support.parity import check as check_ranks
+from support.ranks import Ranks, mesh
+from support.scans.kernel_package import CALLS, attend, fla
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile.lowering.scan.attention_kernels import FUNCTIONS, KERNELS, register_kernel
+
+sp = torch.ops.sp
+WIDTH, HEADS, SIZE = 12, 2, 4
+KINDS = ["decay", "delta", "low rank"]
+
+
+def random_operands(kind: str, vector: bool, documents: bool, with_initial: bool) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    batch, length, columns = 2, 71, 5
+    q, k = (torch.randn(batch, length, HEADS, SIZE, dtype=torch.float64) / 2 for _ in range(2))
+    v = torch.randn(batch, length, HEADS, columns, dtype=torch.float64)
+    decay = -torch.rand(batch, length, HEADS, SIZE if vector else 1, dtype=torch.float64)
+    beta = torch.rand(batch, length, HEADS, dtype=torch.float64) if kind == "delta" else None
+    a, b = (torch.randn_like(k) / 3 if kind == "low rank" else None for _ in range(2))
+    starts = torch.rand(batch, length) < 0.05 if documents else None
+    initial = torch.randn(batch, HEADS, SIZE, columns, dtype=torch.float64) if with_initial else None
+    operands = [q, k, v, decay, beta, a, b, starts, initial]
+    return [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in operands]
+
+
+@pytest.mark.parametrize("with_initial", [False, True])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients(kind: str, vector: bool, documents: bool, with_initial: bool) -> None:
+    operands = random_operands(kind, vector, documents, with_initial)
+    leaves = [x for x in operands if x is not None and x.requires_grad]
+    expected = attend(*operands, 0.5)
+    found = sp.linear_attention(*operands, 0.5, ""), sp.linear_attention_state(*operands, 0.5, "")
+    cotangents = [torch.randn_like(x) for x in expected]
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    found_grads = torch.autograd.grad(found, leaves, cotangents)
+    for x, y in zip(found_grads, torch.autograd.grad(expected, leaves, cotangents), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+Forward = Callable[[dict[str, Tensor], Tensor | None], Any]
+
+
+def _ids(bounds: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return the number of the document of each token, (1, S)."""
+    return None if bounds is None else torch.bucketize(torch.arange(x.shape[1]), bounds, right=True)[None]
+
+
+PROGRAMS: dict[str, Forward] = {
+    "chunk_gated_delta_rule": lambda x, bounds: fla.chunk_gated_delta_rule(
+        x["q"][:, :, :1], x["k"][:, :, :1], x["v"], x["g"], x["beta"], use_qk_l2norm_in_kernel=True, cu_seqlens=bounds
+    )[0],
+    "chunk_kda": lambda x, bounds: fla.chunk_kda(
+        _unit(x["q"]), _unit(x["k"]), x["v"], F.logsigmoid(x["a"]), x["beta"], scale=0.7, cu_seqlens=bounds
+    )[0],
+    "chunk_delta_rule": lambda x, bounds: fla.chunk_delta_rule(
+        x["q"], _unit(x["k"]), x["v"], x["beta"], cu_seqlens=bounds
+    )[0],
+    "chunk_simple_gla": lambda x, bounds: fla.chunk_simple_gla(x["q"], x["k"], x["v"], x["g"], cu_seqlens=bounds)[0],
+    "chunk_lightning_attn": lambda x, bounds: fla.chunk_lightning_attn(x["q"], x["k"], x["v"], 1, 4, cu_seqlens=bounds)[
+        0
+    ],
+    "chunk_gla": lambda x, bounds: fla.chunk_gla(x["q"], x["k"], x["v"], F.logsigmoid(x["a"]), cu_seqlens=bounds)[0],
+    "chunk_rwkv7": lambda x, bounds: fla.chunk_rwkv7(
+        x["q"], F.logsigmoid(x["a"]), x["k"], x["v"], -_unit(x["b"]), _unit(x["b"]) / 2, cu_seqlens=bounds
+    )[0],
+    "mamba_chunk_scan_combined": lambda x, bounds: fla.mamba_chunk_scan_combined(
+        x["v"],
+        x["beta"],
+        -torch.arange(1.0, HEADS + 1, dtype=torch.float64),
+        x["k"][:, :, :1],
+        x["q"][:, :, :1],
+        16,
+        D=torch.ones(HEADS, dtype=torch.float64),
+        dt_softplus=True,
+        seq_idx=_ids(bounds, x["v"]),
+    ),
+    "causal_conv1d_fn": lambda x, bounds: fla.causal_conv1d_fn(
+        x["v"].flatten(2).mT,
+        torch.linspace(-1, 1, 4, dtype=torch.float64).expand(HEADS * SIZE, -1),
+        seq_idx=_ids(bounds, x["v"]),
+        activation="silu",
+    ).mT.unflatten(-1, (HEADS, SIZE)),
+}
+
+
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+class Mixer(nn.Module):
+    """A layer that calls a kernel, and a mean loss."""
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kernel = kernel
+        self.project = nn.Linear(WIDTH, 5 * HEADS * SIZE).double()
+        self.gates = nn.Linear(WIDTH, 2 * HEADS).double()
+        self.out = nn.Linear(HEADS * SIZE, WIDTH).double()
+
+    def forward(self, x: Tensor, bounds: Tensor | None = None) -> Tensor:
+        """x (B, S, WIDTH), bounds (number of documents + 1) -> a loss."""
+        q, k, v, a, b = (y.unflatten(-1, (HEADS, SIZE)) for y in self.project(x).chunk(5, -1))
+        g, beta = self.gates(x).chunk(2, -1)
+        inputs = {"q": q, "k": k, "v": v, "a": a, "b": b, "g": F.logsigmoid(g), "beta": beta.sigmoid()}
+        mixed = PROGRAMS[self.kernel](inputs, bounds)
+        return (self.out(mixed.flatten(2)) - x).pow(2).mean()
+
+
+# Documents of 37 tokens: one ends at the cut of 2 ranks, 19; one has 1 token; one spans all cuts of 3 and 4 ranks.
+DOCUMENTS = {"one": None, "cut": [0, 5, 19, 20, 37], "long": [0, 1, 3, 36, 37]}
+
+
+def _train(kernel: str, documents: str, with_kernel: bool) -> tuple[Any, list[str]]:
+    """Compare a layer on the ranks with eager code; return the kernels that the compiled layer ran."""
+    if with_kernel:
+        register_kernel(kernel, getattr(fla, kernel), "cpu")
+    torch.manual_seed(1)
+    bounds = DOCUMENTS[documents]
+    x = torch.randn(2 if bounds is None else 1, 37, WIDTH, dtype=torch.float64)
+    arguments = [x] if bounds is None else [x, torch.tensor(bounds)]
+    CALLS.clear()
+    try:
+        found = against_eager(Mixer(kernel), *arguments, mesh=mesh(), seq_dims={"x": 1})
+    finally:
+        FUNCTIONS.pop(kernel, None)
+    return found, CALLS[:]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("kernel", PROGRAMS)
+@pytest.mark.sampled(every=4)
+def test_kernels_are_on_shards(ranks: Ranks, kernel: str, documents: str, n: int) -> None:
+    answers = ranks.run(n, _train, kernel, documents, False)
+    check_ranks([answer for answer, _ in answers])
+    assert all(calls == [kernel] for _, calls in answers), "only the eager model calls the package"
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.sampled(every=4)
+def test_installed_kernels_run_on_the_rows_of_ranks(ranks: Ranks, kernel: str, documents: str, n: int) -> None:
+    answers = ranks.run(n, _train, kernel, documents, True)
+    check_ranks([answer for answer, _ in answers])
+    assert all(len(calls) > 2 for _, calls in answers), "the compiled model calls the kernel, too"
+
+
+def test_the_report_names_the_exchange() -> None:
+    x = torch.randn(1, 37, WIDTH, dtype=torch.float64)
+    report = sp_compile.explain(Mixer("chunk_gated_delta_rule"), x, sp=2)
+    assert not report.fallbacks
+    assert report.work.flops_share == 1.0
+    (scan,) = [e for e in report.exchanges if e.op == "linear_attention"]
+    assert scan.forward == scan.backward == HEADS * SIZE * (SIZE + SIZE) * 8
+
+
+def test_nodes_do_not_depend_on_the_length() -> None:
+    counts = []
+    for length in (64, 640):
+        graphs = sp_compile.explain(Mixer("chunk_kda"), torch.randn(1, length, WIDTH, dtype=torch.float64), sp=2)
+        counts.append([e.op for e in graphs.exchanges])
+    assert counts[0] == counts[1]
+
+
+class Stateful(Mixer):
+    def forward(self, x: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, _, _ = (y.unflatten(-1, (HEADS, SIZE)) for y in self.project(x).chunk(5, -1))
+        g, beta = self.gates(x).chunk(2, -1)
+        options = {"initial_state": initial, "output_final_state": True}
+        return fla.chunk_gated_delta_rule(q, _unit(k), v, F.logsigmoid(g), beta.sigmoid(), **options)
+
+
+def test_states_before_and_after_are_on_all_ranks() -> None:
+    initial = torch.randn(2, HEADS, SIZE, SIZE, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 37, WIDTH, dtype=torch.float64, requires_grad=True)
+    model = Stateful("")
+    for n in (2, 3):
+        report = sp_compile.verify(model, x, initial, sp=n, seq_dims={"x": 1})
+        assert max(error for _, error in report.errors) < 1e-12
+        assert not report.fallbacks
+
+
+def test_options_without_a_stand_in_run_the_original() -> None:
+    class Unsupported(Mixer):
+        def forward(self, x: Tensor) -> Tensor:
+            return fla.chunk_delta_rule(x, x, x, x[..., 0], state_v_first=True)[0]
+
+    from sp_compile.passes.capture.kernel_stand_ins import STAND_INS
+
+    x = torch.randn(1, 7, HEADS, SIZE)
+    assert STAND_INS["chunk_delta_rule"](x, x, x, x[..., 0], state_v_first=True) is NotImplemented
