@@ -224,13 +224,33 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         elif rule.kind(factor) == "attend":
             demands.append(Demand(node, i, "attend", shards[i], keeps_sharding, "attention mixes the sequence"))
         elif base is None or factor != main_factor or not _has_same_positions(call, rule, i, factor, shard, base, n):
-            why = f"operand {leading} is sharded differently"
-            demands.append(Demand(node, i, "align", shards[i], keeps_sharding, why))
+            is_pairs = _reads_pairs(rule, leading, i, main_factor, factor)
+            why = f"every row of operand {leading} reads it" if is_pairs else f"operand {leading} is sharded differently"
+            demands.append(Demand(node, i, "pairs" if is_pairs else "align", shards[i], keeps_sharding, why))
     if base is not None:
         return _shard_factor(call, rule, have, main_factor, base, n, tuple(demands))
     # Operands of which the op reads any local rows, such as the shape (`lenders`), do not shard the result.
     only_lenders = not demands and any(isinstance(have[i], Shard) for i in rule.lenders)
     return NodeStep(tuple(have) if only_lenders else None, (REPLICATE,) * len(rule.results), tuple(demands))
+
+
+def _reads_pairs(rule: BoundRule, leading: int | None, i: int, main_factor: str, factor: str) -> bool:
+    """Return True if an op computes something for each pair of a row of one operand and a row of another.
+
+    The result has a value for each pair, as q @ k.T has, or sums over the second row, as weights @ v.
+
+    Args:
+        rule: The rule of the op.
+        leading: The index of the operand whose sharding is propagated, if any.
+        i: The index of the other operand.
+        main_factor: The sharded factor of the first operand.
+        factor: That of the other one.
+    """
+    if leading is None or factor == main_factor or main_factor in flatten_dims(rule.operands[i]):
+        return False
+    pair_dims = rule.results if rule.kind(factor) == "pass" else (rule.operands[leading],)
+    has_pairs = any({main_factor, factor} <= set(flatten_dims(dims)) for dims in pair_dims)
+    return has_pairs and rule.kind(factor) in ("pass", "sum")
 
 
 def _has_same_positions(call: OpCall, rule: BoundRule, i: int, factor: str, have: Shard, base: Shard, n: int) -> bool:
@@ -369,18 +389,46 @@ def propagate(
                 plan.wants[node] = step.wants
             plan.placements[node] = tuple(axes.in_chunks(node, i, p) for i, p in enumerate(step.results))
             plan.demands.extend(step.demands)
-    _shard_constants(plan, gm)
+    _shard_demanded(plan, gm, axes, n, starts_sequences)
     return plan
 
 
-def _shard_constants(plan: PlacementPlan, gm: GraphModule) -> None:
-    """Shard constants with one value, such as zeros, that are only demanded sharded."""
-    for node in gm.graph.nodes:
-        if node.target in FACTORIES and node.users:
+def _shard_demanded(plan: PlacementPlan, gm: GraphModule, axes: Axes, n: int, starts_sequences: bool) -> None:
+    """Shard replicated values that are only demanded as one shard, if this saves memory.
+
+    These are constants with one value, such as zeros, and values with a row and a column for every position, such as
+    masks of attention, which are computed from replicated operands.
+    """
+    for node in reversed(gm.graph.nodes):
+        if node.target in FACTORIES or (starts_sequences and n > 1 and _is_replicated_square(plan, axes, node)):
             demanded = {p for user in node.users for p in demanded_placements(node, user, plan) or [REPLICATE]}
-            placement = demanded.pop()
-            if not demanded and isinstance(placement, Shard):  # all reads demand the same shard
-                plan.wants[node], plan.placements[node] = (), (placement,)
+            placement = next(iter(demanded), None)
+            if len(demanded) == 1 and isinstance(placement, Shard):  # all reads demand the same shard
+                step = NodeStep((), (placement,)) if node.target in FACTORIES else _shard_result(plan, node, placement, n)
+                if step is not None and step.wants is not None:
+                    plan.wants[node], plan.placements[node] = step.wants, step.results
+
+
+def _is_replicated_square(plan: PlacementPlan, axes: Axes, node: Node) -> bool:
+    """Return True if a node computes a value with several dims of a sequence, and every rank computes it equally."""
+    if node.op != "call_function" or not is_tensor(node) or node in plan.wants or transfer_of(node.target) is not None:
+        return False
+    if is_written(node) or is_random(node) or plan.of(node) != REPLICATE:
+        return False
+    return not node_info(node).replicated and len(axes.sequence_dims(node)) > 1
+
+
+def _shard_result(plan: PlacementPlan, node: Node, shard: Shard, n: int) -> NodeStep | None:
+    """Return the step of a node with replicated operands that computes one shard of its result, or None."""
+    call, rule = lookup_rule(node) or (None, None)
+    if call is None or rule is None or rule.operand_placements is not None or rule.lenders:
+        return None
+    if node_info(node).no_rule is not None or any(plan.of(x) != REPLICATE for x in call.operands):
+        return None
+    factor, base = rule.local_part(rule.results[0], shard)
+    if not factor or rule.kind(factor) != "pass":
+        return None
+    return _shard_factor(call, rule, [REPLICATE] * len(call.operands), factor, base, n, ())
 
 
 def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Placement]:

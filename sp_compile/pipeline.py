@@ -38,7 +38,7 @@ from sp_compile.passes.strategies.attention.choose_attention import ChooseAttent
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
 from sp_compile.passes.strategies.combine_partials import MarkPartialSums
 from sp_compile.passes.strategies.discharge import DemandPass, RepeatPasses
-from sp_compile.passes.strategies.gather_demands import GatherOperands, RevertStaleExchanges
+from sp_compile.passes.strategies.gather_demands import GatherOperands, GatherPairs, RevertStaleExchanges
 from sp_compile.passes.strategies.halo_demands import ExchangeHalos
 from sp_compile.passes.strategies.hoist import HoistSlices
 from sp_compile.passes.strategies.join_sequences import JoinSequences
@@ -111,6 +111,7 @@ def strategy_passes() -> tuple[type[DemandPass], ...]:
         *attention_passes(),
         ShardScans,
         ExchangeHalos,
+        GatherPairs,
         MarkPartialSums,
         ReducePartials,
         GatherOperands,

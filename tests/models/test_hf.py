@@ -59,6 +59,16 @@ def deepseek() -> torch.nn.Module:
     return transformers.DeepseekV3ForCausalLM(config)
 
 
+def deepseek_sparse() -> torch.nn.Module:
+    """Attention to the five keys of the highest score of an indexer."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "kv_lora_rank": 8, "q_lora_rank": 12, "v_head_dim": 6}
+    heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+    index = {"index_n_heads": 3, "index_head_dim": 8, "index_topk": 5, "layer_types": ["indexed_attention"] * 2}
+    dense = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "mlp_layer_types": ["dense"] * 2}
+    config = transformers.DeepseekV32Config(**sizes, **heads, **index, **dense, **SMALL)
+    return transformers.DeepseekV32ForCausalLM(config)
+
+
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 COUNTS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
