@@ -37,6 +37,7 @@ from sp_compile.passes.strategies.attention.checkpoint_attention import SaveAtte
 from sp_compile.passes.strategies.attention.choose_attention import ChooseAttention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
 from sp_compile.passes.strategies.combine_partials import MarkPartialSums
+from sp_compile.passes.strategies.compare_positions import ComparePositions
 from sp_compile.passes.strategies.discharge import DemandPass, RepeatPasses
 from sp_compile.passes.strategies.gather_demands import GatherOperands, GatherPairs, RevertStaleExchanges
 from sp_compile.passes.strategies.halo_demands import ExchangeHalos
@@ -77,6 +78,7 @@ class Pipeline(Passes):
         JoinSequences,
         ShardAttentionInputs,
         FindSequences,
+        ComparePositions,
         ChooseAttention,
         ApplyStrategies,
         UseFastScans,

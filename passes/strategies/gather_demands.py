@@ -29,7 +29,7 @@ from sp_compile.lowering.torch_compat import OpOverload
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.graph.call import OpCall, is_tensor
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.propagate import SUMMAND_DEMAND
+from sp_compile.passes.propagation.node_steps import SUMMAND_DEMAND
 from sp_compile.passes.sharding.placement import Demand, Shard
 
 from .discharge import DemandPass

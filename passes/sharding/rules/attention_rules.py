@@ -89,7 +89,7 @@ def sharded_attention_rule(call: OpCall) -> BoundRule:
     attended: tuple[Dims, ...] = (("b", "h", "q", "d"), ("b", "g", "k", "d"), ("b", "g", "k", "e"))
     names_of_others = [factor_names(call.ndim(i), f"{i}.") for i in range(3, len(call.operands))]
     if call.get("mask_rows"):
-        others[0], names_of_others[0] = queries, (*names_of_others[0][:SEQUENCE], "q", *names_of_others[0][3:])
+        others[0], names_of_others[0] = queries, (*names_of_others[0][:SEQUENCE], "q", "keys")
     result = ("b", "h", "q", "out" if call["lse"] else "e")
     vanishing = [f for names in (("g", "k", "d", "e"), *names_of_others) for f in names if f not in result]
     return BoundRule(

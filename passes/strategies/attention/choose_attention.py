@@ -289,9 +289,7 @@ def _has_even_chunks(have: object, n: int) -> bool:
     return isinstance(have, Shard) and have.frame.is_exact(n) and divides(2 * n, have.frame.size)
 
 
-def _attention_shape(
-    node: Node, plan: PlacementPlan, job: PassContext, trained: Collection[Node]
-) -> AttentionShape:
+def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained: Collection[Node]) -> AttentionShape:
     """Return the sizes, mask and kernel of an attention for the cost model.
 
     A strategy that is requested by name is used with a sharded mask, too, and gathers the mask if it needs all rows.
