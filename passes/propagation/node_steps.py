@@ -199,7 +199,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         elif rule.kind(factor) == "attend":
             demands.append(Demand(node, i, "attend", shards[i], keeps_sharding, "attention mixes the sequence"))
         elif base is None or factor != main_factor or not _has_same_positions(call, rule, i, factor, shard, base, n):
-            is_pairs = _reads_pairs(rule, leading, i, main_factor, factor)
+            is_pairs = _reads_pairs(call, rule, leading, i, main_factor, factor)
             why = (
                 f"every row of operand {leading} reads it" if is_pairs else f"operand {leading} is sharded differently"
             )
@@ -211,12 +211,13 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
     return NodeStep(tuple(have) if only_lenders else None, (REPLICATE,) * len(rule.results), tuple(demands))
 
 
-def _reads_pairs(rule: BoundRule, leading: int | None, i: int, main_factor: str, factor: str) -> bool:
-    """Return True if an op computes something for each pair of a row of one operand and a row of another.
+def _reads_pairs(call: OpCall, rule: BoundRule, leading: int | None, i: int, main_factor: str, factor: str) -> bool:
+    """Return True if an op reads an operand for pairs of rows, of which it has a larger value: q @ k.T, weights @ v.
 
-    The result has a value for each pair, as q @ k.T has, or sums over the second row, as weights @ v.
+    The value is the result or the leading operand, and has a dim for the rows of each.
 
     Args:
+        call: The call of the op.
         rule: The rule of the op.
         leading: The index of the operand whose sharding is propagated, if any.
         i: The index of the other operand.
@@ -225,9 +226,10 @@ def _reads_pairs(rule: BoundRule, leading: int | None, i: int, main_factor: str,
     """
     if leading is None or factor == main_factor or main_factor in flatten_dims(rule.operands[i]):
         return False
-    pair_dims = rule.results if rule.kind(factor) == "pass" else (rule.operands[leading],)
-    has_pairs = any({main_factor, factor} <= set(flatten_dims(dims)) for dims in pair_dims)
-    return has_pairs and rule.kind(factor) in ("pass", "sum")
+    values = [*zip(rule.results, call.result_shapes()), (rule.operands[leading], call.shape(leading))]
+    pairs = [shape for dims, shape in values if {main_factor, factor} <= set(flatten_dims(dims))]
+    least = assume_large(size_product(call.shape(i)))
+    return any(assume_large(size_product(shape)) >= least for shape in pairs)
 
 
 def _has_same_positions(call: OpCall, rule: BoundRule, i: int, factor: str, have: Shard, base: Shard, n: int) -> bool:

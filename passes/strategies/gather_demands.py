@@ -7,8 +7,8 @@ A stale exchange was written for a placement that its operand no longer has.
 
 Bytes sent per rank: (n-1) times its shard of x. Refuses everything, by name, under fallback="error".
 
-`GatherPairs` gathers one operand of an op on all pairs of rows, such as the keys of scores q @ k.T. The other operand
-remains sharded, and so does the result, which is larger than both; this is no fallback.
+`GatherPairs` gathers one operand of an op on all pairs of rows, such as k of scores q @ k.T, or v of weights @ v. The
+value of each pair, scores or weights, remains sharded and is larger than the gathered operand; this is no fallback.
 
 `RevertStaleExchanges` removes exchanges that no longer fit. An exchange is an identity in the global view, so its
 removal is correct.

@@ -144,7 +144,7 @@ class ShardedAttention(AttentionPass):
                 self._balance(node),
                 *self.extra_arguments(node),
             )
-            options = {"mask_rows": True} if self.splits_mask and self._has_mask_rows(call, query) else None
+            options = {"mask_rows": True} if self.splits_mask and self._has_mask_rows(call) else None
             value = node.meta["val"]  # gathered rows need its layout
             out = value if value.ndim == 4 else self._result(q, v, value.dtype)
             new = self.emit(self.op, args, out, node, options)
@@ -152,11 +152,11 @@ class ShardedAttention(AttentionPass):
             new = self.reshape(new, as_sizes(node.meta["val"].shape), node)
         self.replace(node, new)
 
-    def _has_mask_rows(self, call: OpCall, query: Shard) -> bool:
+    def _has_mask_rows(self, call: OpCall) -> bool:
         """Return True if each rank has, or computes, the rows of the mask for its own queries only."""
-        if mask_shard(self.plan, call, query) is not None:
-            return True
         mask = call.get("attn_mask")
+        if mask is not None and mask_shard(self.plan, call) is not None:
+            return True
         if mask is None or mask.op != "call_function" or self.plan.of(mask) != REPLICATE:
             return False
         return call.ndim("attn_mask") > 1 and not is_same_size(call.shape("attn_mask")[SEQUENCE_FROM_END], 1)
@@ -248,19 +248,18 @@ def has_fills(call: OpCall) -> bool:
     return mask in fill_nodes(call.node.graph.owning_module)
 
 
-def mask_shard(plan: PlacementPlan, call: OpCall, query: Shard | None) -> Shard | None:
+def mask_shard(plan: PlacementPlan, call: OpCall) -> Shard | None:
     """Return the shard of a tensor mask whose rows are sharded as the queries of the attention, else None.
 
     Args:
         plan: The placements.
         call: The attention.
-        query: The shard of its queries.
     """
-    mask = call.get("attn_mask")
-    have = plan.of(mask) if mask is not None and query is not None else None
-    if not isinstance(have, Shard) or have.dim != call.ndim("attn_mask") + SEQUENCE_FROM_END:
+    mask, query = call.get("attn_mask"), sequence_shard(plan, call, 0)
+    have = plan.of(mask) if mask is not None else None
+    if query is None or not isinstance(have, Shard) or have.dim != call.ndim("attn_mask") + SEQUENCE_FROM_END:
         return None
-    return have if query is not None and have.has_same_positions(query) else None
+    return have if have.has_same_positions(query) else None
 
 
 def sequence_shard(plan: PlacementPlan, call: OpCall, operand: int) -> Shard | None:

@@ -295,7 +295,7 @@ def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained:
     A strategy that is requested by name is used with a sharded mask, too, and gathers the mask if it needs all rows.
     """
     call = OpCall(node)
-    mask_rows = mask_shard(plan, call, sequence_shard(plan, call, 0)) is not None
+    mask_rows = call.get("attn_mask") is not None and mask_shard(plan, call) is not None
     q, k, v = ([size_hint(s) for s in operand.meta["val"].shape] for operand in call.operands[:3])
     predicate = mask_predicate(call)
     causal, window = (False, None) if predicate is None else _predicate_bounds(predicate, q[-2], k[-2])
