@@ -29,7 +29,7 @@ from sp_compile.passes.sharding.rule import cache_lookups
 from sp_compile.passes.sharding.sharded_work import ShardedWork
 from sp_compile.passes.sharding.window_starts import align_window_starts
 
-from .propagate import propagate
+from .propagation.propagate import propagate
 
 
 class NoteKind(Enum):

@@ -37,8 +37,9 @@ from sp_compile.passes.strategies.attention.checkpoint_attention import SaveAtte
 from sp_compile.passes.strategies.attention.choose_attention import ChooseAttention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
 from sp_compile.passes.strategies.combine_partials import MarkPartialSums
+from sp_compile.passes.strategies.compare_positions import ComparePositions
 from sp_compile.passes.strategies.discharge import DemandPass, RepeatPasses
-from sp_compile.passes.strategies.gather_demands import GatherOperands, RevertStaleExchanges
+from sp_compile.passes.strategies.gather_demands import GatherOperands, GatherPairs, RevertStaleExchanges
 from sp_compile.passes.strategies.halo_demands import ExchangeHalos
 from sp_compile.passes.strategies.hoist import HoistSlices
 from sp_compile.passes.strategies.join_sequences import JoinSequences
@@ -77,6 +78,7 @@ class Pipeline(Passes):
         JoinSequences,
         ShardAttentionInputs,
         FindSequences,
+        ComparePositions,
         ChooseAttention,
         ApplyStrategies,
         UseFastScans,
@@ -111,6 +113,7 @@ def strategy_passes() -> tuple[type[DemandPass], ...]:
         *attention_passes(),
         ShardScans,
         ExchangeHalos,
+        GatherPairs,
         MarkPartialSums,
         ReducePartials,
         GatherOperands,

@@ -14,6 +14,7 @@ computes attention over the full sequences. ``ShardArgs`` describes the argument
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from sp_compile.lowering.base.library import composite
 from .attention_autograd import attention
 from .gathered_kernel import GatheredKeys
 from .masked_attention import autocast, autocast_args
-from .op_args import SEQUENCE, ShardArgs
+from .op_args import SEQUENCE, LocalArgs, ShardArgs
 from .ring_kernel import RingKeys
 from .ulysses_kernel import to_heads, to_sequence
 from .zigzag import to_zigzag_rows
@@ -32,22 +33,40 @@ from .zigzag import to_zigzag_rows
 ATTENTION_ARGUMENTS = f"Tensor q, Tensor k, Tensor v, {ShardArgs.schema()}"
 
 
-def _attend_in_rings(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps: int, grads: str) -> Tensor:
+def _attend_in_rings(
+    q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps: int, grads: str, mask_rows: bool = False
+) -> Tensor:
     """Compute ring attention (a stride of 1), or hybrid attention in neighborhoods of ``stride`` ranks.
 
-    ``args.balance`` exchanges contiguous shards for zigzag ones first, and the result back. For ``steps`` and ``grads``
-    see `ring_attention`.
+    ``args.balance`` exchanges contiguous shards for zigzag ones first, and the result back. For ``steps``, ``grads``
+    and ``mask_rows`` see `ring_attention`.
     """
     if args.balance:
         q, k, v = to_zigzag_rows([q, k, v], args.n, args.group)
-        out = _attend_in_rings(q, k, v, args.to_zigzag(), stride, steps, grads)
+        out = _attend_in_rings(q, k, v, _to_zigzag(args, mask_rows), stride, steps, grads, mask_rows)
         return to_zigzag_rows([out], args.n, args.group, back=True)[0]
     if stride > 1:
         q, k, v = to_heads(q, k, v, args, stride)
     keys = RingKeys(list(args.k_frame), args.n, stride, steps, grads, args.group)
-    out = attention(q, k, v, autocast_args(args.local(q, stride)), keys, args.local_sinks(stride), args.lse)
+    local = autocast_args(_local_args(args, q, stride, mask_rows))
+    out = attention(q, k, v, local, keys, args.local_sinks(stride), args.lse)
     out = to_sequence(out, args, stride) if stride > 1 else out
     return _zero_padding_lse(out, args)
+
+
+def _local_args(args: ShardArgs, q: Tensor, stride: int, mask_rows: bool) -> LocalArgs:
+    """Return the arguments of this rank's part; with ``mask_rows`` the mask has the rows of its queries already."""
+    if not mask_rows:
+        return args.local(q, stride)
+    return replace(replace(args, mask=None).local(q, stride), mask=args.mask)
+
+
+def _to_zigzag(args: ShardArgs, mask_rows: bool) -> ShardArgs:
+    """Return the arguments for operands in the zigzag layout, to which the rows of a sharded mask are exchanged."""
+    layout = args.to_zigzag()
+    if not mask_rows or args.mask is None:
+        return layout
+    return replace(layout, mask=to_zigzag_rows([args.mask], args.n, args.group)[0])
 
 
 def _zero_padding_lse(out: Tensor, args: ShardArgs) -> Tensor:
@@ -55,7 +74,9 @@ def _zero_padding_lse(out: Tensor, args: ShardArgs) -> Tensor:
     return torch.ops.sp.mask(out, SEQUENCE, args.q_frame, 0, args.n, args.group) if args.lse else out
 
 
-@composite(f"ring_attention({ATTENTION_ARGUMENTS}, int steps, str grads) -> Tensor", padded="finite")
+@composite(
+    f"ring_attention({ATTENTION_ARGUMENTS}, int steps, str grads, bool mask_rows=False) -> Tensor", padded="finite"
+)
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     """Compute attention over Shard(2) operands with a ring exchange of keys and values over n ranks.
 
@@ -69,15 +90,16 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
             steps: The number of ranks whose keys a query needs, counted backward from its own rank (n, or fewer for a
                 sliding window).
             grads: "travel" or "scatter": how dK and dV return to their owners.
+            mask_rows: Whether the mask is Shard(2), too, and has the rows of this rank's queries only.
 
     Returns:
         (B, H, s, E), Shard(2).
 
     Bytes: (steps - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
-    args, (steps, grads) = ShardArgs.of(arguments)
+    args, (steps, grads, *mask_rows) = ShardArgs.of(arguments)
     q, k, v = autocast(q, k, v)
-    return _attend_in_rings(q, k, v, args, 1, steps, grads)
+    return _attend_in_rings(q, k, v, args, 1, steps, grads, *mask_rows)
 
 
 @composite(f"hybrid_attention({ATTENTION_ARGUMENTS}, int ulysses, str grads) -> Tensor", padded="finite")
@@ -105,7 +127,9 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor
     return _attend_in_rings(q, k, v, args, ulysses, args.n // ulysses, grads)
 
 
-@composite(f"gathered_attention({ATTENTION_ARGUMENTS}, Tensor[]? orders=None) -> Tensor", padded="finite")
+@composite(
+    f"gathered_attention({ATTENTION_ARGUMENTS}, Tensor[]? orders=None, bool mask_rows=False) -> Tensor", padded="finite"
+)
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     """Compute attention over Shard(2) operands with all-gathered keys and values; save only shards.
 
@@ -116,17 +140,19 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tens
         *arguments: The fields of ``ShardArgs``, then:
             orders: The order in which the ranks store the keys and its inverse, int64 (T,) each. The gathered keys are
                 permuted to sequence order, which is also the order of cols.
+            mask_rows: As for ``ring_attention``.
 
     Returns:
         (B, H, s, E), Shard(2).
 
     Bytes: (n - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
-    args, optional_orders = ShardArgs.of(arguments)
+    args, optional = ShardArgs.of(arguments)
+    mask_rows = bool(optional[1:] and optional[1])
     q, k, v = autocast(q, k, v)
-    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *optional_orders)
-    layout = args.to_zigzag() if args.balance else args  # of the queries during the computation
+    keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *optional[:1])
+    layout = _to_zigzag(args, mask_rows) if args.balance else args  # of the queries during the computation
     q = to_zigzag_rows([q], args.n, args.group)[0] if args.balance else q
-    out = attention(q, k, v, autocast_args(layout.local(q, 1)), keys, args.sinks, args.lse)
+    out = attention(q, k, v, autocast_args(_local_args(layout, q, 1, mask_rows)), keys, args.sinks, args.lse)
     out = _zero_padding_lse(out, layout)
     return to_zigzag_rows([out], args.n, args.group, back=True)[0] if args.balance else out

@@ -57,6 +57,7 @@ class AttentionShape:
     causal: bool = False  # query i attends to keys 0..i
     window: int | None = None  # maximum distance of a key that a query attends to, in positions
     mask: bool = False  # a mask is described by data only
+    mask_rows: bool = False  # a rank has the rows of a tensor mask for its own queries only
     kernel: str = "named"  # kernel whose rate `Machine` has; "fused": FlexAttention, "dense": stores all scores
     order: RowOrder = CONTIGUOUS  # row order of the program, in which attention needs no relayout
     documents: bool = False  # queries attend within documents of unknown length, see `halving_documents`
@@ -344,6 +345,8 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
         c = replace(c, relayout=True, forward=c.forward + extra, backward=c.backward + extra, rounds=rounds)
     if shape.mask:  # one byte for each query of the `ulysses` ranks and each key
         c = replace(c, memory=c.memory + shape.batch * c.ulysses * shape.q_rows * shape.kv_len)
+    if shape.mask_rows and c.ulysses > 1 and c.legal is None:
+        c = replace(c, legal="its mask is sharded along the queries, and every rank would need all of its rows")
     if not shape.training:
         c = replace(c, backward=0.0, rounds=(c.rounds[0], 0), ring_grads="")
     if c.legal is None and c.memory > machine.memory:

@@ -243,7 +243,8 @@ class BalanceLayout(Pass):
                         moved.append(self._row_positions(frame, node))
                     vectors = [vector for vector, _ in moved]
                     tables += [table for _, table in moved]
-                    if mask is not None and not is_same_size(node_shape(mask)[dim], 1):
+                    has_rows = kind == "row" and call.get("mask_rows")  # of this rank's queries, in their order
+                    if mask is not None and not has_rows and not is_same_size(node_shape(mask)[dim], 1):
                         mask = self._emit_reorder(mask, dim, frame, node)
                 changed[f"{kind}s"] = vectors
         if None not in tables:  # else `HoistMaskTables` adds them

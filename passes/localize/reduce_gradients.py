@@ -20,7 +20,7 @@ from sp_compile.lowering.torch_compat import OpOverload, set_grad_enabled
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import as_size
-from sp_compile.passes.propagate import demanded_placements
+from sp_compile.passes.propagation.demanded_shards import demanded_placements
 from sp_compile.passes.sharding.placement import REPLICATE, Placement, PlacementPlan, Replicate
 from sp_compile.passes.sharding.rule import transfer_of
 

@@ -7,6 +7,9 @@ A stale exchange was written for a placement that its operand no longer has.
 
 Bytes sent per rank: (n-1) times its shard of x. Refuses everything, by name, under fallback="error".
 
+`GatherPairs` gathers one operand of an op on all pairs of rows, such as k of scores q @ k.T, or v of weights @ v. The
+value of each pair, scores or weights, remains sharded and is larger than the gathered operand; this is no fallback.
+
 `RevertStaleExchanges` removes exchanges that no longer fit. An exchange is an identity in the global view, so its
 removal is correct.
 
@@ -26,7 +29,7 @@ from sp_compile.lowering.torch_compat import OpOverload
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.graph.call import OpCall, is_tensor
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.propagate import SUMMAND_DEMAND
+from sp_compile.passes.propagation.node_steps import SUMMAND_DEMAND
 from sp_compile.passes.sharding.placement import Demand, Shard
 
 from .discharge import DemandPass
@@ -36,6 +39,8 @@ sp = torch.ops.sp
 
 class GatherOperands(DemandPass):
     """Fallback that claims every demand for a gathered operand."""
+
+    note_kind = NoteKind.GATHERED
 
     requires = DemandPass.requires | {"claimed"}  # by a better strategy
     provides = frozenset({"gathered"})
@@ -93,7 +98,19 @@ class GatherOperands(DemandPass):
         replace_operand(node, demand.operand, gathered)
         if node.op != "output":
             text = f"{demand.why} (global shape {list(source.meta['val'].shape)})"
-            self.note(node, text, kind=NoteKind.GATHERED)
+            self.note(node, text, kind=self.note_kind)
+
+
+class GatherPairs(GatherOperands):
+    """Gather of the rows that an op combines with each row of another operand."""
+
+    requires, provides = DemandPass.requires, DemandPass.provides
+    kinds = frozenset({"pairs"})
+    note_kind = NoteKind.REWRITTEN
+
+    def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None to claim all demands."""
+        return None
 
 
 def demanded_operand(node: Node, index: int) -> Node:

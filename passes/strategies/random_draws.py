@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile.passes.graph.call import is_tensor
-from sp_compile.passes.propagate import random_results
+from sp_compile.passes.propagation.propagate import random_results
 from sp_compile.passes.sharding.placement import Demand
 
 from .discharge import DemandPass

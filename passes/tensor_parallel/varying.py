@@ -25,7 +25,7 @@ from sp_compile.passes.graph.call import OpCall, is_tensor
 from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import as_sizes, assume_large, is_same_size, size_product
-from sp_compile.passes.propagate import propagate
+from sp_compile.passes.propagation.propagate import propagate
 from sp_compile.passes.sharding.axes import Axes, name_axes
 from sp_compile.passes.sharding.matchers import skip_ops
 from sp_compile.passes.sharding.placement import REPLICATE, VARYING, Placement, PlacementPlan, Shard

@@ -29,7 +29,7 @@ from sp_compile.passes.graph.mutation import is_pure
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.rank_rng import is_random
 from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, exact_quotient, size_product
-from sp_compile.passes.propagate import propagate
+from sp_compile.passes.propagation.propagate import propagate
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.placement import REPLICATE, Frame, Partial, Placement, PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import rule_of, transfer_of

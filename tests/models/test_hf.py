@@ -59,6 +59,17 @@ def deepseek() -> torch.nn.Module:
     return transformers.DeepseekV3ForCausalLM(config)
 
 
+def deepseek_sparse(attention: str = "sdpa") -> torch.nn.Module:
+    """Attention to the five keys of the highest score of an indexer."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "kv_lora_rank": 8, "q_lora_rank": 12, "v_head_dim": 6}
+    heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+    index = {"index_n_heads": 3, "index_head_dim": 8, "index_topk": 5, "layer_types": ["indexed_attention"] * 2}
+    dense = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "mlp_layer_types": ["dense"] * 2}
+    how = {**SMALL, "attn_implementation": attention}
+    config = transformers.DeepseekV32Config(**sizes, **heads, **index, **dense, **how)
+    return transformers.DeepseekV32ForCausalLM(config)
+
+
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 COUNTS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -112,6 +123,24 @@ def test_training_step(ranks: Ranks, model: Any, n: int, padded: bool) -> None:
 @pytest.mark.parametrize("model", [llama, gpt2, bert, gpt_oss])
 def test_training_step_of_other_sizes(ranks: Ranks, model: Any, n: int, padded: bool) -> None:
     check(ranks.run(n, one_step, model, 13, padded), TOLERANCE)
+
+
+def sparse_step(attention: str, length: int) -> Outcome:
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCAB, (2, length))
+    kwargs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    return against_eager(deepseek_sparse(attention).double(), kwargs=kwargs, mesh=worker.mesh(), fallback="error")
+
+
+SLOW = [(3, "sdpa"), (4, "sdpa"), (2, "eager"), (3, "eager")]
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV32Config"), reason="an older transformers")
+@pytest.mark.parametrize(
+    ("n", "attention"), [(2, "sdpa"), *(pytest.param(n, how, marks=pytest.mark.slow) for n, how in SLOW)]
+)
+def test_indexed_attention_gathers_nothing(ranks: Ranks, n: int, attention: str) -> None:
+    check(ranks.run(n, sparse_step, attention, 23), TOLERANCE)
 
 
 def trained(model: torch.nn.Module, whole: bool) -> torch.nn.Module:

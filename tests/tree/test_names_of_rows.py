@@ -14,7 +14,7 @@ OTHER_MEANINGS = {
     "gather": {
         "sp_compile.lowering.base.options",  # values of the options outputs and fallback
         "sp_compile.passes.context",
-        "sp_compile.passes.propagate",
+        "sp_compile.passes.propagation.propagate",
         "sp_compile.passes.sharding.output_rules",
         "sp_compile.pipeline",
         "sp_compile.planner.dry_run",

@@ -78,22 +78,25 @@ def sharded_attention_rule(call: OpCall) -> BoundRule:
     `register_strategy` registers it with the op. Propagation then does not choose placements: q and the result are
     sharded as in `q_frame`. Keys and values are sharded as in `k_frame`, or replicated if it is empty. Masks, vectors,
     tables, sinks and the seed are replicated; the gradients of those that are learned are partial (each rank has a
-    summand).
+    summand). With `mask_rows`, the mask is sharded as q.
     """
     queries = Shard(SEQUENCE, call_frame(call, "q_frame")[0])
     keys: Placement = Replicate(partial_grad=True)
     if len(call["k_frame"]):
         keys = Shard(SEQUENCE, call_frame(call, "k_frame")[0])
     learned = [x for x in (call["mask"], call["sinks"], *call["tables"]) if x is not None]
-    others = [Replicate(partial_grad=any(x is y for y in learned)) for x in call.operands[3:]]
+    others: list[Placement] = [Replicate(partial_grad=any(x is y for y in learned)) for x in call.operands[3:]]
     attended: tuple[Dims, ...] = (("b", "h", "q", "d"), ("b", "g", "k", "d"), ("b", "g", "k", "e"))
-    names_of_others = tuple(factor_names(call.ndim(i), f"{i}.") for i in range(3, len(call.operands)))
+    names_of_others = [factor_names(call.ndim(i), f"{i}.") for i in range(3, len(call.operands))]
+    if call.get("mask_rows"):
+        others[0], names_of_others[0] = queries, (*names_of_others[0][:SEQUENCE], "q", "keys")
     result = ("b", "h", "q", "out" if call["lse"] else "e")
     vanishing = [f for names in (("g", "k", "d", "e"), *names_of_others) for f in names if f not in result]
     return BoundRule(
         (*attended, *names_of_others),
         (result,),
         dict.fromkeys(vanishing, "whole"),
+        masks=(3,) if call["mask"] is not None else (),
         operand_placements=(queries, keys, keys, *others),
         result_placements=queries,
     )

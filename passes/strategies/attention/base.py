@@ -27,7 +27,7 @@ from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, as_sizes, divides, is_same_shape, is_same_size, size_product
 from sp_compile.passes.sharding.attention_axes import fill_nodes, mask_predicate, masks_all_weight
-from sp_compile.passes.sharding.placement import Demand, PlacementPlan, Shard
+from sp_compile.passes.sharding.placement import REPLICATE, Demand, PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import RULES, RuleFunction
 from sp_compile.passes.sharding.rules.attention_rules import sharded_attention_rule
 from sp_compile.passes.strategies.discharge import DemandPass
@@ -90,6 +90,7 @@ class ShardedAttention(AttentionPass):
     """Pass for attention with sharded queries; subclasses define the op and its arguments."""
 
     moves_keys = True  # keys are exchanged in blocks, so they must be sharded
+    splits_mask = False  # the op has the argument `mask_rows`, with which a mask is sharded as the queries
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
@@ -143,12 +144,22 @@ class ShardedAttention(AttentionPass):
                 self._balance(node),
                 *self.extra_arguments(node),
             )
+            options = {"mask_rows": True} if self.splits_mask and self._has_mask_rows(call) else None
             value = node.meta["val"]  # gathered rows need its layout
             out = value if value.ndim == 4 else self._result(q, v, value.dtype)
-            new = self.emit(self.op, args, out, node)
+            new = self.emit(self.op, args, out, node, options)
             self.note(new, self.describe(node))
             new = self.reshape(new, as_sizes(node.meta["val"].shape), node)
         self.replace(node, new)
+
+    def _has_mask_rows(self, call: OpCall) -> bool:
+        """Return True if each rank has, or computes, the rows of the mask for its own queries only."""
+        mask = call.get("attn_mask")
+        if mask is not None and mask_shard(self.plan, call) is not None:
+            return True
+        if mask is None or mask.op != "call_function" or self.plan.of(mask) != REPLICATE:
+            return False
+        return call.ndim("attn_mask") > 1 and not is_same_size(call.shape("attn_mask")[SEQUENCE_FROM_END], 1)
 
     def extra_arguments(self, node: Node) -> tuple[Any, ...]:
         """Return the arguments that only the op of this strategy has, after those of all strategies."""
@@ -235,6 +246,20 @@ def has_fills(call: OpCall) -> bool:
     if mask is None or not mask.meta["val"].is_floating_point() or masks_all_weight(call):
         return False
     return mask in fill_nodes(call.node.graph.owning_module)
+
+
+def mask_shard(plan: PlacementPlan, call: OpCall) -> Shard | None:
+    """Return the shard of a tensor mask whose rows are sharded as the queries of the attention, else None.
+
+    Args:
+        plan: The placements.
+        call: The attention.
+    """
+    mask, query = call.get("attn_mask"), sequence_shard(plan, call, 0)
+    have = plan.of(mask) if mask is not None else None
+    if query is None or not isinstance(have, Shard) or have.dim != call.ndim("attn_mask") + SEQUENCE_FROM_END:
+        return None
+    return have if have.has_same_positions(query) else None
 
 
 def sequence_shard(plan: PlacementPlan, call: OpCall, operand: int) -> Shard | None:

@@ -48,7 +48,7 @@ from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.attention_axes import attention_nodes, mask_predicate
 from sp_compile.passes.sharding.placement import PlacementPlan, Shard
 
-from .base import has_broadcast_heads, has_fills, head_counts, sequence_shard
+from .base import has_broadcast_heads, has_fills, head_counts, mask_shard, sequence_shard
 from .plan_memory import memory_needed
 from .row_layouts import balanced_layout_refusal, balancing_seconds, candidate_orders, unpermute_seconds
 
@@ -83,7 +83,7 @@ class ChooseAttention(Pass):
         """
         plan, trained = job.plan(gm), differentiable_nodes(gm)
         nodes = [n for n in attention_nodes(gm) if _is_shardable(n, plan)]
-        shapes = {n: _attention_shape(n, job.ranks.n, trained) for n in nodes}
+        shapes = {n: _attention_shape(n, plan, job, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
         # Offloading uses the memory that remains after sharded weights.
         may_offload = job.options.offload == "auto" and job.options.state == "sharded"
@@ -289,14 +289,18 @@ def _has_even_chunks(have: object, n: int) -> bool:
     return isinstance(have, Shard) and have.frame.is_exact(n) and divides(2 * n, have.frame.size)
 
 
-def _attention_shape(node: Node, n: int, trained: Collection[Node]) -> AttentionShape:
-    """Return the sizes, mask and kernel of an attention for the cost model."""
+def _attention_shape(node: Node, plan: PlacementPlan, job: PassContext, trained: Collection[Node]) -> AttentionShape:
+    """Return the sizes, mask and kernel of an attention for the cost model.
+
+    A strategy that is requested by name is used with a sharded mask, too, and gathers the mask if it needs all rows.
+    """
     call = OpCall(node)
+    mask_rows = call.get("attn_mask") is not None and mask_shard(plan, call) is not None
     q, k, v = ([size_hint(s) for s in operand.meta["val"].shape] for operand in call.operands[:3])
     predicate = mask_predicate(call)
     causal, window = (False, None) if predicate is None else _predicate_bounds(predicate, q[-2], k[-2])
     return AttentionShape(
-        n=n,
+        n=job.ranks.n,
         batch=math.prod(q[:-3]),
         q_len=q[-2],
         kv_len=k[-2],
@@ -308,6 +312,7 @@ def _attention_shape(node: Node, n: int, trained: Collection[Node]) -> Attention
         causal=causal,
         window=window,
         mask=predicate is None,
+        mask_rows=mask_rows and _requested_strategy(job) == "auto",
         documents=predicate is not None and is_within_documents(predicate),
         kernel=_kernel_rate(call, predicate, window, max(q[-1], v[-1]), trained),
         training=node in trained,

@@ -34,6 +34,7 @@ class GatherKeys(ShardedAttention):
     name = "gathered"
     op = torch.ops.sp.gathered_attention.default
     merges_blocks = moves_keys = False
+    splits_mask = True
     is_default = True
 
     def describe(self, node: Node) -> str:

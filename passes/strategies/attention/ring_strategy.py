@@ -45,6 +45,7 @@ class RingAttention(ShardedAttention):
 
     name = "ring"
     op = torch.ops.sp.ring_attention.default
+    splits_mask = True
 
     def extra_arguments(self, node: Node) -> tuple[Any, ...]:
         """Return the arguments that only the op of this strategy has."""

@@ -1,11 +1,5 @@
-"""Propagate placements through a graph: compute a PlacementPlan with open demands.
+"""Compute the step of one node: its placements and demands, from those of its operands.
 
-The graph is not changed. One forward sweep visits all nodes. A node with a sharded operand runs on shards if its rule
-lets the factor pass; otherwise it states a demand. A node with replicated operands stays replicated, unless a sequence
-of floats starts there (an embedding, the first pointwise op on an input): then its operands are demanded sharded, which
-is a local slice. Propagation never inserts a collective. It follows Shardy's factor propagation.
-
-    x: S(1), linear(x, w) -> S(1); mean(x, 1) -> Partial(), with a demand of kind "mean" for a later pass
 Names: `have` are the placements of a node's operands, `wants` those with which it runs on shards; n is the number of
 ranks. A factor is a named index of a rule ("b s d, d e -> b s e"), of kind "pass" if the op runs row by row along it. A
 step is the `wants`, results and demands of one node.
@@ -13,36 +7,18 @@ step is the `wants`, results and demands of one node.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from sp_compile.passes.graph.buckets import bucket_source
-from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, parse_overloads, result_number
-from sp_compile.passes.graph.mutation import is_written
+from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.rank_rng import is_random
 from sp_compile.passes.graph.sizes import Size, assume_large, divides, is_same_size, size_product
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.factors import BoundRule, Dims, dim_factors, flatten_dims
-from sp_compile.passes.sharding.linear_ops import is_partial_sum
-from sp_compile.passes.sharding.output_rules import gather_reason, output_options
-from sp_compile.passes.sharding.placement import (
-    REPLICATE,
-    VARYING,
-    Demand,
-    Frame,
-    Partial,
-    Placement,
-    PlacementPlan,
-    Replicate,
-    Shard,
-)
-from sp_compile.passes.sharding.rule import has_rule, lookup_rule, transfer_of
-from sp_compile.passes.sharding.rules.exchange_rules import has_expected_placement
+from sp_compile.passes.sharding.placement import REPLICATE, Demand, Frame, Partial, Placement, Replicate, Shard
 from sp_compile.passes.sharding.window_rules import place_window
 
 
@@ -87,7 +63,6 @@ NEIGHBORS_DEMAND = "every position needs its neighbors"
 NO_PLACEMENT = "the sequence is not a single dim of the result"
 DIFFERENT_PLACEMENT = "another operand differs between ranks, so every rank needs all rows of this one"
 Demands = tuple[Demand, ...]
-FACTORIES = parse_overloads("full ones zeros")
 
 
 @dataclass(frozen=True)
@@ -174,7 +149,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
             return None
         single_rank = n == 1 and shard.frame.is_exact(1)
         demands = () if single_rank else (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),)
-    return _shard_factor(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
+    return shard_factor(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
 
 
 MIN_BROADCAST = 8  # minimum ratio of elements, results to operands: an index per token becomes a row of a vocabulary
@@ -224,13 +199,37 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         elif rule.kind(factor) == "attend":
             demands.append(Demand(node, i, "attend", shards[i], keeps_sharding, "attention mixes the sequence"))
         elif base is None or factor != main_factor or not _has_same_positions(call, rule, i, factor, shard, base, n):
-            why = f"operand {leading} is sharded differently"
-            demands.append(Demand(node, i, "align", shards[i], keeps_sharding, why))
+            is_pairs = _reads_pairs(call, rule, leading, i, main_factor, factor)
+            why = (
+                f"every row of operand {leading} reads it" if is_pairs else f"operand {leading} is sharded differently"
+            )
+            demands.append(Demand(node, i, "pairs" if is_pairs else "align", shards[i], keeps_sharding, why))
     if base is not None:
-        return _shard_factor(call, rule, have, main_factor, base, n, tuple(demands))
+        return shard_factor(call, rule, have, main_factor, base, n, tuple(demands))
     # Operands of which the op reads any local rows, such as the shape (`lenders`), do not shard the result.
     only_lenders = not demands and any(isinstance(have[i], Shard) for i in rule.lenders)
     return NodeStep(tuple(have) if only_lenders else None, (REPLICATE,) * len(rule.results), tuple(demands))
+
+
+def _reads_pairs(call: OpCall, rule: BoundRule, leading: int | None, i: int, main_factor: str, factor: str) -> bool:
+    """Return True if an op reads an operand for pairs of rows, of which it has a larger value: q @ k.T, weights @ v.
+
+    The value is the result or the leading operand, and has a dim for the rows of each.
+
+    Args:
+        call: The call of the op.
+        rule: The rule of the op.
+        leading: The index of the operand whose sharding is propagated, if any.
+        i: The index of the other operand.
+        main_factor: The sharded factor of the first operand.
+        factor: That of the other one.
+    """
+    if leading is None or factor == main_factor or main_factor in flatten_dims(rule.operands[i]):
+        return False
+    values = [*zip(rule.results, call.result_shapes()), (rule.operands[leading], call.shape(leading))]
+    pairs = [shape for dims, shape in values if {main_factor, factor} <= set(flatten_dims(dims))]
+    least = assume_large(size_product(call.shape(i)))
+    return any(assume_large(size_product(shape)) >= least for shape in pairs)
 
 
 def _has_same_positions(call: OpCall, rule: BoundRule, i: int, factor: str, have: Shard, base: Shard, n: int) -> bool:
@@ -279,7 +278,7 @@ def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) 
     return max(candidates, key=priority, default=None)
 
 
-def _shard_factor(
+def shard_factor(
     call: OpCall, rule: BoundRule, have: Sequence[Placement], factor: str, base: Shard, n: int, demands: Demands
 ) -> NodeStep:
     """Return the step, with `demands`, that runs the node on shards of `factor`, placed as in `base`.
@@ -306,195 +305,3 @@ def _shard_factor(
             if isinstance(w, Shard) and isinstance(have[i], Shard)
         )
     return NodeStep(tuple(wants), tuple(result or reduced for result in results), demands)
-
-
-def mask_values(gm: GraphModule) -> set[Node]:
-    """Return values that only masks use: they are needed replicated, so they are not sharded."""
-    masks: set[Node] = set()
-    for node in reversed(gm.graph.nodes):
-        if node.op == "call_function" and node.users and all(_is_mask_use(node, u) or u in masks for u in node.users):
-            masks.add(node)
-    return masks
-
-
-def _is_mask_use(node: Node, user: Node) -> bool:
-    """Return True if the user reads the node only as operands that are masks by its rule."""
-    call, rule = lookup_rule(user) or (None, None)
-    if call is None or rule is None:
-        return False
-    indices = [i for i, operand in enumerate(call.operands) if operand is node]
-    return bool(indices) and all(i in rule.masks for i in indices)
-
-
-INVARIANT = "it is replicated, so the gradient that it returns is replicated, too"
-# returns the reason why a call with operands of these placements should not run on shards, or None
-DeclineRule = Callable[[OpCall, BoundRule | None, Sequence[Placement]], str | None]
-
-
-def propagate(
-    gm: GraphModule,
-    axes: Axes,
-    n: int,
-    inputs: Mapping[Node, Placement] | None = None,
-    outputs: str | Sequence[str] = "gather",
-    starts_sequences: bool = True,
-    declines: DeclineRule | None = None,
-    window_starts: Mapping[Node, Frame] | None = None,
-) -> PlacementPlan:
-    """Return the placement plan of a graph for `n` ranks.
-
-    Args:
-        gm: The graph, which is not changed.
-        axes: The axes of the graph.
-        n: The number of ranks.
-        inputs: The placements of placeholders and attributes that are not replicated.
-        outputs: The outputs that stay sharded, see `output_options`.
-        starts_sequences: True if replicated values may be sharded; else only inputs and exchanges start shards.
-        declines: Returns a reason for which a node should not run on shards, or None.
-        window_starts: Nodes at which a sequence starts as a window of another one (`sharding/window_starts.py`).
-
-    Returns:
-        The plan, with the demands that are not discharged yet.
-    """
-    plan = PlacementPlan()
-    replicated = mask_values(gm) if starts_sequences else frozenset(gm.graph.nodes)
-    for node in gm.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            plan.placements[node] = (axes.in_chunks(node, 0, (inputs or {}).get(node, REPLICATE)),)
-        elif node.op == "output":
-            _visit_output(plan, node, outputs)
-        elif node.op == "call_function":
-            step = _visit(plan, axes, node, n, node in replicated, declines, (window_starts or {}).get(node))
-            if step.wants is not None:
-                plan.wants[node] = step.wants
-            plan.placements[node] = tuple(axes.in_chunks(node, i, p) for i, p in enumerate(step.results))
-            plan.demands.extend(step.demands)
-    _shard_constants(plan, gm)
-    return plan
-
-
-def _shard_constants(plan: PlacementPlan, gm: GraphModule) -> None:
-    """Shard constants with one value, such as zeros, that are only demanded sharded."""
-    for node in gm.graph.nodes:
-        if node.target in FACTORIES and node.users:
-            demanded = {p for user in node.users for p in demanded_placements(node, user, plan) or [REPLICATE]}
-            placement = demanded.pop()
-            if not demanded and isinstance(placement, Shard):  # all reads demand the same shard
-                plan.wants[node], plan.placements[node] = (), (placement,)
-
-
-def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Placement]:
-    """Return the placements in which a user on shards reads a node, one for each read."""
-    if user not in plan.wants or transfer_of(user.target) is not None:
-        return []
-    call, _ = lookup_rule(user) or (None, None)
-    return [want for x, want in zip(call.operands, plan.wants[user]) if x is node] if call is not None else []
-
-
-def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str]) -> None:
-    """Add a demand to the plan for each output that may not stay sharded, partial or rank-local."""
-    options = output_options(node, outputs)
-    for i, source in enumerate(node.all_input_nodes):
-        have = plan.of(source)
-        if isinstance(have, Partial):
-            plan.demands.append(Demand(node, i, "reduce", have, why="a result of the model"))
-        elif have == SUMMAND_DEMAND:
-            plan.demands.append(Demand(node, i, "invariant", have, why=INVARIANT))
-        elif isinstance(have, Shard) and (why := gather_reason(source.meta["val"], options[source])):
-            plan.demands.append(Demand(node, i, "whole", have, why=why))
-
-
-def _visit(
-    plan: PlacementPlan,
-    axes: Axes,
-    node: Node,
-    n: int,
-    keep_replicated: bool,
-    declines: DeclineRule | None,
-    window: Frame | None,
-) -> NodeStep:
-    """Return the step of a node of an op, from the placements of its operands in the plan.
-
-    Args:
-        plan: The plan so far.
-        axes: The axes of the graph.
-        node: A node that is no input or output.
-        n: The number of ranks.
-        keep_replicated: If True, no sequence starts at the node.
-        declines: As in `propagate`.
-        window: The window of another sequence as which a sequence starts at the node, if any.
-    """
-    if node.target is operator.getitem and isinstance(node.args[0], Node):
-        return NodeStep(None, (_item_placement(plan, node, node.args[0]),))
-    call, rule = lookup_rule(node) or (None, None)
-    if is_written(node):
-        rule = None
-    have = [plan.of(a) for a in (call.operands if call else filter(is_tensor, node.all_input_nodes))]
-    # An exchange determines the placement of its result.
-    transfer = transfer_of(node.target)
-    if transfer is not None and call is not None:
-        why = "the exchange was written for another placement of its operand"
-        stale = [
-            Demand(node, i, "stale", p, why=why) for i, p in enumerate(have) if not has_expected_placement(call, p)
-        ]
-        return NodeStep(tuple(have), transfer(call), tuple(stale))
-    if node_info(node).combines and call is not None and is_partial_sum(call, have):
-        return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_DEMAND for p in have), (Partial(),))
-    # Other ops run on reduced sums; their rule determines the step.
-    reduce = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
-    have = [REPLICATE if isinstance(p, Partial) else p for p in have]
-    step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)
-    declined = declines(call, rule, have) if declines and call and step.wants else None
-    if declined is not None:
-        step = replicate_operands(node, have, "whole", declined, len(step.results))
-    # Results of varying operands vary, unless the op is written for them; passes also set results directly.
-    expected = (rule.operand_placements if rule is not None else None) or (REPLICATE,) * len(have)
-    if any(p == VARYING and want != VARYING for want, p in zip(expected, have)):
-        step = varying_result(node, have, VARYING, len(step.results))
-    forced_result = node_info(node).result
-    if forced_result is not None:
-        step = varying_result(node, have, forced_result, len(step.results))
-    if step.wants is None and VARYING not in step.results:
-        reduce += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_DEMAND]
-    demands = [*reduce, *step.demands]
-    if step.wants is None and n > 1 and is_random(node) and not _is_broadcast_draw(node):
-        why = "a random draw that must be equal on every rank"
-        demands.append(Demand(node, 0, "draw", REPLICATE, why=why))
-    return NodeStep(step.wants, step.results, tuple(demands))
-
-
-def _item_placement(plan: PlacementPlan, node: Node, source: Node) -> Placement:
-    """Return the placement of a getitem of `source`."""
-    placements = plan.placements.get(source, ())
-    bucketed = bucket_source(node) if VARYING in placements else None  # the node that a bucket of collectives contains
-    if bucketed is None and len(placements) > 1 and isinstance(node.args[1], int):
-        return placements[result_number(node)]
-    return plan.of(bucketed or source)
-
-
-def random_results(node: Node) -> list[Node]:
-    """Return the results of a random op: its node, or the nodes that select them from a tuple."""
-    return [node] if is_tensor(node) else [u for u in node.users if u.target is operator.getitem and is_tensor(u)]
-
-
-def _is_broadcast_draw(node: Node) -> bool:
-    """Return True if every result of a random op is already broadcast from one rank."""
-    return all(u.target is torch.ops.sp.broadcast.default for r in random_results(node) for u in r.users)
-
-
-def _node_step(
-    axes: Axes, node: Node, call: OpCall | None, rule: BoundRule | None, have: Sequence[Placement], n: int,
-    keep_replicated: bool, window: Frame | None,
-) -> NodeStep:  # fmt: skip
-    """Return the step of an op that is no exchange, by its rule; it runs replicated without a rule."""
-    if call is None or rule is None or node_info(node).no_rule is not None:
-        qualifier = " for such operands" if has_rule(node.target) else ""
-        why = node_info(node).no_rule or f"{node.target} has no sharding rule{qualifier}"
-        why = "its result is changed in place" if is_written(node) else why
-        return replicate_operands(node, have, "no rule", why, max(1, len(call.results())) if call is not None else 1)
-    if rule.operand_placements is not None:
-        return place_as_written(call, rule, have)
-    if any(isinstance(p, Shard) for p in have):
-        return through_factors(call, rule, have, n)
-    started = None if keep_replicated else start_sharding(axes, call, rule, n, window)
-    return started or NodeStep(None, (REPLICATE,) * max(1, len(call.results())))

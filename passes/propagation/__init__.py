@@ -1,0 +1,1 @@
+"""Propagate placements through a graph."""

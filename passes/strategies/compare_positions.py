@@ -1,0 +1,65 @@
+"""Write triangles and identities over pairs of positions as comparisons, of which a rank can compute its rows.
+
+    tril(x, d)    ->   masked_fill(x, arange(T) > arange(S)[:, None] + d, 0)
+    triu(x, d)    ->   masked_fill(x, arange(T) < arange(S)[:, None] + d, 0)
+    eye(S, T)     ->   arange(T) == arange(S)[:, None]
+
+Their rules would gather both dims. Bytes sent: none. Unchanged: values whose last two dims are not as long
+as a sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.passes.base import Pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, node_shape, parse_overloads
+from sp_compile.passes.graph.mutation import is_written
+from sp_compile.passes.graph.sizes import is_same_size
+from sp_compile.passes.sharding.axes import Axes
+
+aten = torch.ops.aten
+FILLED_SIDES = {aten.tril.default: aten.gt.Tensor, aten.triu.default: aten.lt.Tensor}
+IDENTITIES = parse_overloads("eye eye.m")
+
+
+class ComparePositions(Pass):
+    """Replacement of triangles and identities over pairs of positions by comparisons."""
+
+    requires = frozenset({"canonical", "sequences"})
+    provides = frozenset({"compared positions"})
+
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Replace each op with a sequence in its last two dims, and return their number."""
+        if job.ranks.n == 1:
+            return 0
+        axes, targets = job.axes(gm), (*FILLED_SIDES, *IDENTITIES)
+        nodes = [node for target in targets for node in gm.graph.find_nodes(op="call_function", target=target)]
+        found = [node for node in nodes if _has_pairs(node, axes) and not is_written(node)]
+        for node in found:
+            with gm.graph.inserting_before(node):
+                new = self._compare(node)
+            self.replace(node, new)
+        return len(found)
+
+    def _compare(self, node: Node) -> Node:
+        """Emit the value of a triangle or an identity."""
+        device, (rows, columns) = {"device": node.meta["val"].device}, node_shape(node)[-2:]
+        column = self.compute(aten.arange.default, (self.sizes(columns),), node, device)
+        row = self.compute(aten.arange.default, (self.sizes(rows),), node, device)
+        row = self.compute(aten.unsqueeze.default, (row, 1), node)
+        if node.target in IDENTITIES:
+            return self.cast(self.compute(aten.eq.Tensor, (column, row), node), node.meta["val"].dtype, node)
+        call = OpCall(node)
+        edge = self.compute(aten.add.Tensor, (row, call["diagonal"]), node)
+        filled = self.compute(FILLED_SIDES[node.target], (column, edge), node)
+        return self.compute(aten.masked_fill.Scalar, (call.operands[0], filled, 0), node)
+
+
+def _has_pairs(node: Node, axes: Axes) -> bool:
+    """Return True if the last two dims of a value are as long as a sequence, or are known to be one."""
+    shape, sequence_dims = node_shape(node), axes.sequence_dims(node)
+    length, ndim = axes.longest_sequence(), len(shape)
+    return all(d in sequence_dims or is_same_size(shape[d], length) for d in (ndim - 2, ndim - 1))
