@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import CaptureError, WriteError
 from sp_compile.lowering.base.options import AnyOptions
-from sp_compile.passes.capture.package_kernels import watch_for_package_kernels
+from sp_compile.passes.capture import package_kernels  # noqa: F401  (Dynamo traces stand-ins)
 from sp_compile.passes.capture.uncaptured import unsplit_reason, warn_unsplit
 from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.cost.few_layers import FewLayers
@@ -50,7 +50,6 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     Raises:
         SpError: Ranks of a group of the program do not compile it. Dynamo compiles again at the next call.
     """
-    watch_for_package_kernels()  # again after a reset of Dynamo
     program = UserProgram.from_dynamo(gm, example_inputs)
     session = CompileSession(gm, example_inputs, options, mode=mode)
     lowered: RankProgram | None = None
@@ -77,7 +76,6 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
 
 
 torch_compat.on_eager(sp, warn_eager_fallback, warn_fsdp_submodules)
-watch_for_package_kernels()
 
 
 def lower(

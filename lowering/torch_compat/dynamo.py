@@ -381,9 +381,15 @@ def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(lambda *args, **kwargs: function(*args, **kwargs))
 
 
-def call_at_compile_start(callback: Callable[[Any], None]) -> None:
-    """Call a function before every compilation of Dynamo, until Dynamo is reset; again without effect."""
+def call_at_compile_start(callback: Callable[[], None]) -> None:
+    """Call a function before every compilation of Dynamo, also after Dynamo was reset, which removes its callbacks."""
     from torch._dynamo.callback import callback_handler
 
-    if callback not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(callback)
+    run_callbacks = callback_handler.run_start_callbacks
+
+    @torch.compiler.disable  # Dynamo would trace it where eager code calls a backward
+    def run(event: Any) -> None:
+        callback()
+        run_callbacks(event)
+
+    callback_handler.run_start_callbacks = run  # type: ignore[method-assign]

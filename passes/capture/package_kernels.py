@@ -29,7 +29,7 @@ WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plai
 _searched: set[str] = set()  # names of modules
 
 
-def replace_package_kernels(event: Any = None) -> None:
+def replace_package_kernels() -> None:
     """Make Dynamo trace stand-ins for the kernel functions of all modules that were imported since the last call."""
     for name in [name for name in sys.modules if name not in _searched]:
         _searched.add(name)
@@ -37,12 +37,6 @@ def replace_package_kernels(event: Any = None) -> None:
         if isinstance(module, ModuleType) and (name.startswith(MODELS) or _is_kernel_package(name)):
             for kernel, function in _kernel_functions(module):
                 _replace(kernel, function)
-
-
-def watch_for_package_kernels() -> None:
-    """Search modules now and before every compilation."""
-    torch_compat.call_at_compile_start(replace_package_kernels)
-    replace_package_kernels()
 
 
 def _is_kernel_package(module: str) -> bool:
@@ -81,3 +75,6 @@ def _replace(kernel: str, function: FunctionType) -> None:
     stand_in = make_stand_in(kernel, run_original, drops_unknown=is_wrapper)
     function._sp_stand_in = stand_in  # type: ignore[attr-defined]
     torch_compat.trace_in_place_of(function, stand_in)
+
+
+torch_compat.call_at_compile_start(replace_package_kernels)

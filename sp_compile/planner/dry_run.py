@@ -33,7 +33,6 @@ from sp_compile.lowering.torch_compat import (
     skip_graph_printing,
 )
 from sp_compile.passes.capture.capture import cache_captures
-from sp_compile.passes.capture.package_kernels import watch_for_package_kernels
 from sp_compile.passes.capture.user_program import CapturedGraphs, UserProgram
 from sp_compile.passes.context import Note, NoteKind
 from sp_compile.passes.cost.few_layers import FewLayers
@@ -149,7 +148,6 @@ class DryRun:
     def _trace(self, kwargs: Mapping[str, Any]) -> None:
         """Run the model once under torch.compile with `_backend`, which lowers its graphs."""
         torch.compiler.reset()
-        watch_for_package_kernels()
         with _restore_buffers(self.model), _constants_on_meta(self.entry):
             torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
         torch.compiler.reset()
