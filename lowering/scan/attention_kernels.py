@@ -74,7 +74,7 @@ def has_kernel(name: str, device: torch.device) -> bool:
     return name in FUNCTIONS and device.type in FUNCTIONS[name].devices
 
 
-OPERANDS = (
+KERNEL_OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? a, Tensor? b, Tensor? starts, "
     "Tensor? initial, float scale, str kernel"
 )
@@ -86,7 +86,7 @@ def _new_results(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, T
     return v.new_empty(v.shape), v.new_empty(shape, dtype=state_dtype(v))
 
 
-@opaque(f"local_attention_kernel({OPERANDS}) -> (Tensor, Tensor)", _new_results, replays=False)
+@opaque(f"local_attention_kernel({KERNEL_OPERANDS}) -> (Tensor, Tensor)", _new_results, replays=False)
 def local_attention_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
     """Run a kernel. Shapes: those of ``sp::linear_attention``; beta (B, S, H, 1), starts (B, S, 1, 1)."""
     out, state = _call_kernel(*operands)
@@ -94,7 +94,7 @@ def local_attention_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
 
 
 @opaque(
-    f"local_attention_kernel_backward(Tensor? grad_out, Tensor? grad_state, {OPERANDS}) -> Tensor[]",
+    f"local_attention_kernel_backward(Tensor? grad_out, Tensor? grad_state, {KERNEL_OPERANDS}) -> Tensor[]",
     lambda grad_out, grad_state, *operands: [x.new_empty(x.shape) for x in _differentiable(operands)],
     replays=False,
 )

@@ -35,7 +35,7 @@ from .scan_ops import SHARD_ARGUMENTS, ScanShards, to_chunks
 sp = torch.ops.sp
 CHUNK = 64  # tokens of a chunk with one decay a head
 SMALL_CHUNK = 16  # with a decay for each of the K rows of the state: its products have K times as many elements
-OPERANDS = (
+ATTENTION_OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? a, Tensor? b, Tensor? starts, Tensor? initial, "
     f"float scale, str kernel, {SHARD_ARGUMENTS}"
 )
@@ -67,7 +67,7 @@ class ChunkMaps(NamedTuple):
     state: Tensor  # (B, H, N, K, V)
 
 
-@composite(f"linear_attention({OPERANDS}) -> Tensor", padded="nearest")
+@composite(f"linear_attention({ATTENTION_OPERANDS}) -> Tensor", padded="nearest")
 def linear_attention(*operands: Any) -> Tensor:
     """Compute attention through a state of one matrix a head.
 
@@ -77,11 +77,11 @@ def linear_attention(*operands: Any) -> Tensor:
     float32, or float64. kernel: a key of `attention_kernels.KERNELS`, or "". Bytes: (n - 1) * B * H * K * (K + V) in
     the dtype of the computation, the same backward. Backward: through the same products, differentiable once.
     """
-    shards, out, _ = _attend(*operands)
+    shards, out, _ = _process_tokens(*operands)
     return shards.window(out, 1)
 
 
-@composite(f"linear_attention_state({OPERANDS}) -> Tensor")
+@composite(f"linear_attention_state({ATTENTION_OPERANDS}) -> Tensor")
 def linear_attention_state(*operands: Any) -> Tensor:
     """Compute the state after the last token of ``sp::linear_attention``, from the same operands.
 
@@ -89,7 +89,7 @@ def linear_attention_state(*operands: Any) -> Tensor:
     Shapes: those of ``sp::linear_attention`` -> (B, H, K, V), float32 or float64. Bytes: those, and those of one state
     a rank. Backward: as there.
     """
-    shards, _, ends = _attend(*operands)
+    shards, _, ends = _process_tokens(*operands)
     exchange = shards.carry_exchange(operands[2], 1, False)
     return ends[:, :, -1] if exchange.is_single else last_end(ends.movedim(2, 0), exchange)
 
@@ -97,7 +97,7 @@ def linear_attention_state(*operands: Any) -> Tensor:
 LINEAR_ATTENTION_OPS = (sp.linear_attention.default, sp.linear_attention_state.default)
 
 
-def _attend(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
+def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
     """Return the shards, the result (B, S, H, V), and the state after each fold of a rank, (B, H, folds, K, V)."""
     *rows, initial, scale, kernel = operands[:11]
     shards = ScanShards(*operands[11:])
@@ -224,7 +224,9 @@ def _affine_scan(factor: Tensor, state: Tensor, initial: Tensor | None, exchange
         return sp.affine_scan(factor, state, initial, 2, exclusive=True)
     rows = exchange.n * factor.shape[2]
     frame = [1, rows, 0, rows, exchange.folds]
-    return sp.affine_scan(factor, state, initial, 2, False, None, True, frame, "gather", exchange.n, exchange.group)
+    return sp.affine_scan(
+        factor, state, initial, 2, False, None, True, frame, exchange.method, exchange.n, exchange.group
+    )
 
 
 def _run_kernel(

@@ -27,6 +27,7 @@ IN_PACKAGE = re.compile(r"(?:^|[._-])(?:fla|flash_linear_attention|mamba_ssm|cau
 MODELS = "transformers.models."
 WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch only returns None
 _searched: set[str] = set()  # names of modules
+_replaced: set[FunctionType] = set()
 
 
 def replace_package_kernels() -> None:
@@ -66,15 +67,14 @@ def wrapped_kernel(function: FunctionType) -> str | None:
 
 def _replace(kernel: str, function: FunctionType) -> None:
     """Make Dynamo trace the stand-in for a function, and use the function as a kernel if it is one."""
-    if hasattr(function, "_sp_stand_in"):
+    if function in _replaced:
         return
+    _replaced.add(function)
     is_wrapper = wrapped_kernel(function) is not None
     run_original: Callable[..., Any] = inspect.unwrap(function) if is_wrapper else torch_compat.run_eagerly(function)
     if kernel in KERNELS and not is_wrapper:
         register_kernel(kernel, function, "cuda")
-    stand_in = make_stand_in(kernel, run_original, drops_unknown=is_wrapper)
-    function._sp_stand_in = stand_in  # type: ignore[attr-defined]
-    torch_compat.trace_in_place_of(function, stand_in)
+    torch_compat.trace_in_place_of(function, make_stand_in(kernel, run_original, drops_unknown=is_wrapper))
 
 
 torch_compat.call_at_compile_start(replace_package_kernels)

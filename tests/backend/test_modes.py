@@ -19,8 +19,8 @@ add_into from_bytes local_affine_scan local_affine_total local_extremes local_li
 merge_into pack pack_by_owner rank ticket to_bytes
 """.split()
 NEVER_REPLAYED = """
-add_left attend attend_backward deal dealt_tables offload offloaded pieces reload reloaded shared tiles_at_once tiles_backward
-tiles_forward
+add_left attend attend_backward deal dealt_tables local_attention_kernel local_attention_kernel_backward offload offloaded pieces
+reload reloaded shared tiles_at_once tiles_backward tiles_forward
 """.split()
 
 

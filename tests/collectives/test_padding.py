@@ -158,6 +158,13 @@ def _matrix_scan(x: Tensor, dim: int, *rest: Any) -> Tensor:
     return sp.affine_scan(matrices, matrices, None, dim + 1, *rest)[..., 0, 0].transpose(1, 2)
 
 
+def _attention(x: Tensor, *rest: Any) -> Tensor:
+    """Linear attention of x (B, S, D) with itself, in one head."""
+    y = x.unsqueeze(2)
+    beta, starts = x[..., :1].sigmoid(), x[..., 0] > 1
+    return sp.linear_attention(y, y / 4, y, -y.abs(), beta, None, None, starts, None, 1.0, "", *rest)[:, :, 0]
+
+
 CASES: dict[str, Callable[[], Any]] = {
     **{
         f"scan {op}{' exclusive' * exclusive}{' reverse' * reverse}": (
@@ -173,7 +180,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "extremes": lambda: _scan(sp.extremes, _rows(), 1, "max", False),
     "extremes reverse": lambda: _scan(sp.extremes, _rows(), 1, "min", True),
     "linear_scan": lambda: _scan(lambda x, *rest: sp.linear_scan(x, x, None, *rest), _rows(), 1, False, None),
-    "affine_scan": lambda: _scan(_matrix_scan, _rows(), 1, False, None),
+    "affine_scan": lambda: _scan(_matrix_scan, _rows(), 1, False, None, False),
+    "linear_attention": lambda: _scan(_attention, _rows()),
     "shift": lambda: _along(sp.shift, _rows(), 1, 1, 1, -1, 7.0),
     "shift back": lambda: _along(sp.shift, _rows(), 1, 1, -1, 1, 7.0),
     "shift shorter": lambda: _along(sp.shift, _rows(), 1, 1, -1, 0, 0.0, grown=-1),
@@ -211,7 +219,7 @@ def test_results_hold_the_nearest_row_and_read_no_padding(case: str) -> None:
 
 def test_all_operators_that_give_shards_declare_their_padding() -> None:
     """`PADDED` contains exactly the operators with sharded results."""
-    gathers = {"all_gather", "all_reduce", "broadcast", "broadcast_grad", "rows", "unshard"}
+    gathers = {"all_gather", "all_reduce", "broadcast", "broadcast_grad", "linear_attention_state", "rows", "unshard"}
     given = {op for op in (*RULES, *TRANSFERS) if getattr(op, "namespace", "") == "sp"}
     names = {op.__name__.split(".")[0] for op in given}
     declared = {op.__name__.split(".")[0] for op in PADDED} - {"toy_attention"}  # of another test
