@@ -247,6 +247,9 @@ def _name_axes(gm: GraphModule, axes: Axes) -> Axes:
         call, rule = lookup_rule(node) or (None, None)
         if call is not None and transfer_of(node.target) is not None:  # the identity, in the global view
             axes.dims.update({(node, i): axes.dims[operand, 0] for i, operand in enumerate(call.operands)})
+            if node_info(node).is_apart:
+                dims, dim = axes.dims[node, 0], call.dim()
+                axes.dims[node, 0] = (*dims[:dim], (axes.new_atom(call.shape()[dim]),), *dims[dim + 1 :])
         elif call is not None and rule is not None:
             _name_results(axes, call, rule)
         elif node.op == "call_function" and node.target in ATTENTION_OF_TORCH:

@@ -59,6 +59,7 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
         SpError: If an input does not have its dim in seq_dims.
     """
     _find_sequences(gm, axes, seq_dims)
+    _find_parts(gm, axes)
     _find_granules(gm, axes)
     for dim, source in axes.selected if picks else ():
         names = {axes.find(a.name) for a in dim if not is_same_size(a.size, 1)} - axes.sequences
@@ -99,6 +100,24 @@ def _find_granules(gm: GraphModule, axes: Axes) -> None:
         if name in axes.sequences and chunks in multiplied and isinstance(granule, int):
             axes.granules[name] = math.lcm(granule, axes.granules.get(name, 1))
             axes.blocks[chunks] = granule
+
+
+def _find_parts(gm: GraphModule, axes: Axes) -> None:
+    """Add the parts of concatenations that have frames of their own, and the concatenations of such parts."""
+    dims = []
+    for node in gm.graph.nodes:
+        if node_info(node).is_apart:
+            call = OpCall(node)
+            dims.append([{axes.find(a.name) for a in axes.dims[x, 0][call.dim()]} for x in (node, call.operands[0])])
+    for _ in dims:  # a part may have parts
+        known = len(axes.sequences)
+        for sides in dims:
+            if not axes.sequences.isdisjoint(set.union(*sides)):
+                axes.sequences.update(
+                    name for side in sides if len(side) == 1 for name in side if not _has_rivals(axes, name)
+                )
+        if len(axes.sequences) == known:
+            break
 
 
 def _has_rivals(axes: Axes, name: int) -> bool:

@@ -3,10 +3,14 @@
     cat([a, b], S)  ->  where(arange(A + B) < A, pad(a, (0, B)), pad(b, (A, 0)))        a: A rows, b: B rows along S
 
 The result is a sequence that attention attends over. In its frame, b is the window of the positions from A on: a rank
-has the same positions of b and of the result, so that padding b moves no rows. A short part, with no more rows than a
-rank has of the result, remains replicated, and each rank selects its rows of it. `split(x, [A, B], S)` of the result
+has the same positions of b and of the result, so that padding b moves no rows. `split(x, [A, B], S)` of the result
 becomes slices: the long one is a window, and `SelectRows` sends the rows of the short one to all ranks. Bytes moved:
 none for the concatenation.
+
+The window of a short part a is on few ranks. If much work depends on its rows, a has a frame of its own, of which every
+rank has A / n rows: they are gathered for the concatenation, and the rows of a slice are distributed again. Both are
+`sp.rows`, at which the frame changes. Otherwise a with no more rows than a rank has of the result remains replicated,
+and each rank selects its rows of it. Bytes moved: those of a, at each concatenation and slice.
 
 Unchanged: concatenations along other dims, of symbolic lengths, of integers, of inputs (a cache), and those of which no
 part is computed.
@@ -15,6 +19,8 @@ part is computed.
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -24,11 +30,14 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape, read_results
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size
+from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size
+from sp_compile.passes.sharding.axes import Atom, Axes
 from sp_compile.passes.sharding.rule import lookup_rule
+from sp_compile.passes.sharding.sharded_work import LARGE_SHARE, contraction_flops
 from sp_compile.passes.sharding.window_rules import simplify_size
 
-aten = torch.ops.aten
+aten, sp = torch.ops.aten, torch.ops.sp
+PIECE_OPS = (aten.split_with_sizes.default, aten.slice.Tensor, aten.narrow.default)
 MAX_JOIN_ROUNDS = 8  # each round may make a part of a concatenation a sequence, whose own parts are joined next
 
 
@@ -41,67 +50,137 @@ class JoinSequences(Pass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace concatenations until none is left, then the splits of their results; return their number."""
         changes = 0
+        self.apart: set[tuple[Size, Size, Size]] = set()  # (start, length, total) of parts with frames of their own
         for _ in range(MAX_JOIN_ROUNDS if job.ranks.n > 1 else 0):
             axes = job.axes(gm)
             cats = gm.graph.find_nodes(op="call_function", target=aten.cat.default)
             found = [n for n in cats if OpCall(n).dim() in axes.sequence_dims(n) and _is_joined(n)]
             if not found:
                 break
-            for node in found:
-                self._join(node)
+            work = RowWork(gm, axes)
+            apart = [work.find_apart(OpCall(n).operands, OpCall(n).dim(), job.ranks.n) for n in found]
+            for node, parts in zip(found, apart):
+                self._join(node, parts)
             changes += len(found)
             job.invalidate()
         return changes + (self._split(gm, job) if changes else 0)
 
-    def _join(self, node: Node) -> None:
-        """Replace a concatenation by a selection from its padded parts."""
+    def _join(self, node: Node, apart: Sequence[int]) -> None:
+        """Replace a concatenation by a selection from its padded parts, of which some have frames of their own."""
         call = OpCall(node)
         parts, dim, ndim = call.operands, call.dim(), call.ndim()
         lengths = [node_shape(x)[dim] for x in parts]
         total, ends = sum(lengths), list(accumulate(lengths))
         with self.graph.inserting_before(node):
-            padded = [
-                self._pad(x, dim, end - length, total - end, node) for x, length, end in zip(parts, lengths, ends)
-            ]
             options = {"device": node.meta["val"].device}
             positions = self.compute(aten.arange.default, (self.sizes(total),), node, options)
+            padded = []
+            for i, (x, length, end) in enumerate(zip(parts, lengths, ends)):
+                x = self.cast(x, node.meta["val"].dtype, node)
+                start, after = simplify_size(end - length), simplify_size(total - end)
+                if i in apart:
+                    self.apart.add((start, length, total))
+                    padded.append(self._place(x, dim, positions, start, node))
+                else:
+                    padded.append(self._pad(x, dim, start, after, node))
             joined = padded[-1]
             for x, end in reversed([*zip(padded, ends)][:-1]):
                 is_before = self.compute(aten.lt.Scalar, (positions, self.sizes(end)), node)
                 shape = [self.sizes(total) if d == dim else 1 for d in range(ndim)]
                 is_before = self.compute(aten.reshape.default, (is_before, shape), node)
                 joined = self.compute(aten.where.self, (is_before, x, joined), node)
-        self.note(joined, f"{len(parts)} sequences of {' and '.join(map(str, lengths))} positions are joined in place")
+        text = f"{len(parts)} sequences of {' and '.join(map(str, lengths))} positions are joined in place"
+        gathered = " and ".join(str(lengths[i]) for i in apart)
+        self.note(joined, text + (f"; the {gathered} are gathered from a frame of their own" if apart else ""))
         self.replace(node, joined)
+
+    def _rows(self, x: Node, dim: int, start: Size, length: Size, like: Node) -> Node:
+        """Emit adjacent rows of x, whose frame is not that of x."""
+        rows = self.compute(sp.rows.default, (x, dim, self.sizes(start), self.sizes(length)), like)
+        set_node_info(rows, is_apart=True)
+        return rows
 
     def _pad(self, x: Node, dim: int, before: Size, after: Size, like: Node) -> Node:
         """Emit zeros before and after a part of a concatenation, and mark that its frame is that of the result."""
-        pair = (simplify_size(before), simplify_size(after))
-        widths = [0, 0] * (like.meta["val"].ndim - 1 - dim) + self.sizes.list(pair)
-        x = self.cast(x, like.meta["val"].dtype, like)
+        widths = [0, 0] * (like.meta["val"].ndim - 1 - dim) + self.sizes.list((before, after))
         padded = self.compute(aten.constant_pad_nd.default, (x, widths), like)
         set_node_info(padded, joins=True)
         return padded
 
+    def _place(self, x: Node, dim: int, positions: Node, start: Size, like: Node) -> Node:
+        """Emit the rows of a part with a frame of its own at their positions, and any of its rows at others."""
+        length = node_shape(x)[dim]
+        index = self.compute(aten.sub.Tensor, (positions, self.sizes(start)), like)
+        index = self.compute(aten.clamp.default, (index, 0, self.sizes(length - 1)), like)
+        return self.compute(aten.index_select.default, (self._rows(x, dim, 0, length, like), dim, index), like)
+
     def _split(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace splits of joined sequences into pieces of different sizes by slices; return their number."""
+        """Replace splits of joined sequences into pieces of different sizes by slices; return their number.
+
+        Slices that are a part with a frame of its own change the frame.
+        """
         axes, changes = job.axes(gm), 0
-        for node in gm.graph.find_nodes(op="call_function", target=aten.split_with_sizes.default):
+        for node in [n for n in gm.graph.nodes if n.target in PIECE_OPS]:
             call, rule = lookup_rule(node) or (None, None)
-            if call is None or rule is None or call.dim() not in axes.sequence_dims(call.operands[0]):
+            if call is None or rule is None or rule.window not in axes.sequence_dims(call.operands[0]):
                 continue
-            pieces = {}
+            dim, total, pieces = rule.window, node_shape(call.operands[0])[rule.window], {}
+            is_split = node.target is aten.split_with_sizes.default
             with self.graph.inserting_before(node):
-                for index in read_results(node):
+                for index in read_results(node) if is_split else [0]:
                     start, length = rule.spans[index]
-                    args = (call.operands[0], call.dim(), self.sizes(start), self.sizes(start + length))
-                    pieces[index] = self.compute(aten.slice.Tensor, args, node)
-            if pieces and all(user.target is operator.getitem for user in node.users):
-                self.replace(node, pieces)
+                    if (start, length, total) in self.apart:
+                        pieces[index] = self._rows(call.operands[0], dim, start, length, node)
+                    elif is_split:
+                        args = (call.operands[0], dim, self.sizes(start), self.sizes(start + length))
+                        pieces[index] = self.compute(aten.slice.Tensor, args, node)
+            if pieces and (not is_split or all(user.target is operator.getitem for user in node.users)):
+                self.replace(node, pieces if is_split else pieces[0])
                 changes += 1
         if changes:
             job.invalidate()
         return changes
+
+
+class RowWork:
+    """FLOPs of the products of a graph that depend on the rows of each sequence.
+
+    Args:
+        gm: The graph.
+        axes: Its axes.
+    """
+
+    def __init__(self, gm: GraphModule, axes: Axes) -> None:
+        self.axes = axes
+        self.total = 0.0  # FLOPs of the graph
+        self.by_rows: Counter[Atom] = Counter()  # FLOPs by class and number of rows
+        for node in gm.graph.nodes:
+            flops = contraction_flops(node) if node.op == "call_function" else 0.0
+            self.total += flops
+            if flops:
+                self.by_rows.update(dict.fromkeys({a for dim in axes.dims[node, 0] for a in axes.canonical(dim)}, flops))
+
+    def find_apart(self, parts: Sequence[Node], dim: int, n: int) -> list[int]:
+        """Return the indices of the parts of a concatenation of which each rank should have equally many rows.
+
+        These save a rank at least `LARGE_SHARE` of its FLOPs. The longest part is never one of them.
+
+        Args:
+            parts: The parts.
+            dim: The dim of their rows.
+            n: The number of ranks.
+        """
+        lengths = [assume_large(node_shape(x)[dim]) for x in parts]
+        longest, joined_rows = lengths.index(max(lengths)), ceil_div(sum(lengths), n)
+        apart = []
+        for i, (x, length) in enumerate(zip(parts, lengths)):
+            flops = sum(self.by_rows[a] for a in self.axes.canonical(self.axes.dims[x, 0][dim]))
+            rows = min(length, joined_rows)  # that a rank computes without a frame of its own
+            flops_of_rank = flops * rows / length + (self.total - flops) / n
+            saved = flops * (rows - ceil_div(length, n)) / length
+            if i != longest and saved > 0 and saved >= LARGE_SHARE * flops_of_rank:
+                apart.append(i)
+        return apart
 
 
 def _is_joined(node: Node) -> bool:
