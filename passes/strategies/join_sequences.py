@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -30,67 +31,93 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape, read_results
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size
+from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size, normalize_position
 from sp_compile.passes.sharding.axes import Atom, Axes
+from sp_compile.passes.sharding.matchers import match_piece
 from sp_compile.passes.sharding.rule import lookup_rule
 from sp_compile.passes.sharding.sharded_work import LARGE_SHARE, contraction_flops
 from sp_compile.passes.sharding.window_rules import simplify_size
 
 aten, sp = torch.ops.aten, torch.ops.sp
+JOIN_OPS = (aten.cat.default, aten.slice_scatter.default)
 PIECE_OPS = (aten.split_with_sizes.default, aten.slice.Tensor, aten.narrow.default)
 MAX_JOIN_ROUNDS = 8  # each round may make a part of a concatenation a sequence, whose own parts are joined next
 
 
+@dataclass(frozen=True)
+class JoinedPart:
+    """Part of a joined sequence."""
+
+    value: Node  # its rows; a value of all positions that has them in place, if `is_placed`
+    start: Size  # position of the first row
+    length: Size  # number of rows
+    is_placed: bool  # True if the value has all positions
+
+
 class JoinSequences(Pass):
-    """Replacement of concatenations and splits of sequences."""
+    """Replacement of concatenations, writes and splits of sequences."""
 
     requires = frozenset({"canonical", "marked collectives"})
     provides = frozenset({"joined sequences"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace concatenations until none is left, then the splits of their results; return their number."""
-        changes = 0
+        if job.ranks.n == 1:
+            return 0
+        changes = sum(self._restore(node) for node in gm.graph.find_nodes(op="call_function", target=aten.cat.default))
+        if changes:
+            job.invalidate()
         self.apart: set[tuple[Size, Size, Size]] = set()  # (start, length, total) of parts with frames of their own
-        for _ in range(MAX_JOIN_ROUNDS if job.ranks.n > 1 else 0):
+        for _ in range(MAX_JOIN_ROUNDS):
             axes = job.axes(gm)
-            cats = gm.graph.find_nodes(op="call_function", target=aten.cat.default)
-            found = [n for n in cats if OpCall(n).dim() in axes.sequence_dims(n) and _is_joined(n)]
-            if not found:
+            nodes = [n for n in gm.graph.nodes if n.target in JOIN_OPS and OpCall(n).dim() in axes.sequence_dims(n)]
+            joins = {n: parts for n in nodes if _is_joined(parts := _find_parts(n))}
+            if not joins:
                 break
             work = RowWork(gm, axes)
-            apart = [work.find_apart(OpCall(n).operands, OpCall(n).dim(), job.ranks.n) for n in found]
-            for node, parts in zip(found, apart):
-                self._join(node, parts)
-            changes += len(found)
+            apart = [work.find_apart(parts, OpCall(n).dim(), job.ranks.n) for n, parts in joins.items()]
+            for node, indices in zip(joins, apart):
+                self._join(node, _find_parts(node), indices)  # an earlier join may have replaced a value of a part
+            changes += len(joins)
             job.invalidate()
         return changes + (self._split(gm, job) if changes else 0)
 
-    def _join(self, node: Node, apart: Sequence[int]) -> None:
+    def _restore(self, node: Node) -> bool:
+        """Replace a concatenation of all pieces of one value by the value, and return True if it is one."""
+        parts = _find_parts(node)
+        values = {part.value for part in parts}
+        if len(values) > 1 or not all(part.is_placed for part in parts):
+            return False
+        value = values.pop()
+        if value.meta["val"].dtype != node.meta["val"].dtype:
+            return False
+        self.replace(node, value)
+        return True
+
+    def _join(self, node: Node, parts: Sequence[JoinedPart], apart: Collection[int]) -> None:
         """Replace a concatenation by a selection from its padded parts, of which some have frames of their own."""
-        call = OpCall(node)
-        parts, dim, ndim = call.operands, call.dim(), call.ndim()
-        lengths = [node_shape(x)[dim] for x in parts]
-        total, ends = sum(lengths), list(accumulate(lengths))
+        call, value = OpCall(node), node.meta["val"]
+        dim, total = call.dim(), node_shape(node)[call.dim()]
         with self.graph.inserting_before(node):
-            options = {"device": node.meta["val"].device}
-            positions = self.compute(aten.arange.default, (self.sizes(total),), node, options)
-            padded = []
-            for i, (x, length, end) in enumerate(zip(parts, lengths, ends)):
-                x = self.cast(x, node.meta["val"].dtype, node)
-                start, after = simplify_size(end - length), simplify_size(total - end)
+            positions = self.compute(aten.arange.default, (self.sizes(total),), node, {"device": value.device})
+            placed = []
+            for i, part in enumerate(parts):
+                x = self.cast(part.value, value.dtype, node)
                 if i in apart:
-                    self.apart.add((start, length, total))
-                    padded.append(self._place(x, dim, positions, start, node))
-                else:
-                    padded.append(self._pad(x, dim, start, after, node))
-            joined = padded[-1]
-            for x, end in reversed([*zip(padded, ends)][:-1]):
-                is_before = self.compute(aten.lt.Scalar, (positions, self.sizes(end)), node)
-                shape = [self.sizes(total) if d == dim else 1 for d in range(ndim)]
+                    self.apart.add((part.start, part.length, total))
+                    x = self._place(x, dim, positions, part.start, node)
+                elif not part.is_placed:
+                    x = self._pad(x, dim, part.start, simplify_size(total - part.start - part.length), node)
+                placed.append(x)
+            joined = placed[-1]
+            shape = [self.sizes(total) if d == dim else 1 for d in range(value.ndim)]
+            for x, part in reversed([*zip(placed, parts[1:])]):
+                is_before = self.compute(aten.lt.Scalar, (positions, self.sizes(part.start)), node)
                 is_before = self.compute(aten.reshape.default, (is_before, shape), node)
                 joined = self.compute(aten.where.self, (is_before, x, joined), node)
-        text = f"{len(parts)} sequences of {' and '.join(map(str, lengths))} positions are joined in place"
-        gathered = " and ".join(str(lengths[i]) for i in apart)
+        lengths = [str(part.length) for part in parts]
+        text = f"{len(parts)} sequences of {' and '.join(lengths)} positions are joined in place"
+        gathered = " and ".join(lengths[i] for i in apart)
         self.note(joined, text + (f"; the {gathered} are gathered from a frame of their own" if apart else ""))
         self.replace(node, joined)
 
@@ -160,7 +187,7 @@ class RowWork:
             if flops:
                 self.by_rows.update(dict.fromkeys({a for dim in axes.dims[node, 0] for a in axes.canonical(dim)}, flops))
 
-    def find_apart(self, parts: Sequence[Node], dim: int, n: int) -> list[int]:
+    def find_apart(self, parts: Sequence[JoinedPart], dim: int, n: int) -> list[int]:
         """Return the indices of the parts of a concatenation of which each rank should have equally many rows.
 
         These save a rank at least `LARGE_SHARE` of its FLOPs. The longest part is never one of them.
@@ -170,29 +197,55 @@ class RowWork:
             dim: The dim of their rows.
             n: The number of ranks.
         """
-        lengths = [assume_large(node_shape(x)[dim]) for x in parts]
+        lengths = [assume_large(part.length) for part in parts]
         longest, joined_rows = lengths.index(max(lengths)), ceil_div(sum(lengths), n)
         apart = []
-        for i, (x, length) in enumerate(zip(parts, lengths)):
-            flops = sum(self.by_rows[a] for a in self.axes.canonical(self.axes.dims[x, 0][dim]))
+        for i, (part, length) in enumerate(zip(parts, lengths)):
+            if i == longest or part.is_placed:
+                continue
+            flops = sum(self.by_rows[a] for a in self.axes.canonical(self.axes.dims[part.value, 0][dim]))
             rows = min(length, joined_rows)  # that a rank computes without a frame of its own
             flops_of_rank = flops * rows / length + (self.total - flops) / n
             saved = flops * (rows - ceil_div(length, n)) / length
-            if i != longest and saved > 0 and saved >= LARGE_SHARE * flops_of_rank:
+            if saved > 0 and saved >= LARGE_SHARE * flops_of_rank:
                 apart.append(i)
         return apart
 
 
-def _is_joined(node: Node) -> bool:
-    """Return True if a concatenation joins computed floats, of which none has all rows."""
-    call = OpCall(node)
-    dim, rows = call.dim(), node_shape(node)
-    parts = [x for x in call.operands if x.meta["val"].ndim == len(rows) and not is_same_size(node_shape(x)[dim], 0)]
-    if len(parts) < 2 or len(parts) < len(call.operands) or not node.meta["val"].is_floating_point():
+def _find_parts(node: Node) -> list[JoinedPart]:
+    """Return the parts of a concatenation, or of a value with a slice that is written; [] for other ops."""
+    call, total = OpCall(node), node_shape(node)
+    dim = call.dim()
+    if node.target is aten.cat.default:
+        if any(x.meta["val"].ndim != len(total) for x in call.operands):
+            return []
+        lengths = [node_shape(x)[dim] for x in call.operands]
+        starts = [simplify_size(end - length) for end, length in zip(accumulate(lengths), lengths)]
+        return [_find_part(x, dim, start, total[dim]) for x, start in zip(call.operands, starts)]
+    base, rows = call.operands
+    start, length, size = call["start"] or 0, node_shape(rows)[dim], total[dim]
+    if call["step"] != 1 or not all(isinstance(x, int) for x in (start, length, size)):
+        return []
+    start = min(max(normalize_position(start, size), 0), size)
+    before, after = JoinedPart(base, 0, start, True), JoinedPart(base, start + length, size - start - length, True)
+    return [part for part in (before, JoinedPart(rows, start, length, False), after) if part.length]
+
+
+def _find_part(x: Node, dim: int, start: Size, total: Size) -> JoinedPart:
+    """Return an operand of a concatenation as a part, in place if it is a piece of a value of all positions."""
+    length, piece = node_shape(x)[dim], match_piece(x)
+    if piece is not None and piece.keeps_dim and piece.step == 1 and piece.dim == dim:
+        if is_same_size(piece.start, start) and is_same_size(node_shape(piece.source)[dim], total):
+            return JoinedPart(piece.source, start, length, True)
+    return JoinedPart(x, start, length, False)
+
+
+def _is_joined(parts: Sequence[JoinedPart]) -> bool:
+    """Return True if parts of known lengths, none of which has all rows, are floats, and the longest is computed."""
+    if len(parts) < 2 or not all(isinstance(part.length, int) and part.length for part in parts):
         return False
-    if not all(isinstance(node_shape(x)[dim], int) for x in parts):
-        return False
-    return _is_computed(max(parts, key=lambda x: assume_large(node_shape(x)[dim])))
+    longest = max(parts, key=lambda part: (not part.is_placed, assume_large(part.length))).value
+    return longest.meta["val"].is_floating_point() and _is_computed(longest)
 
 
 def _is_computed(x: Node) -> bool:
