@@ -190,7 +190,8 @@ class RowWork:
     def find_apart(self, parts: Sequence[JoinedPart], dim: int, n: int) -> list[int]:
         """Return the indices of the parts of a concatenation of which each rank should have equally many rows.
 
-        These save a rank at least `LARGE_SHARE` of its FLOPs. The longest part is never one of them.
+        Without that, at least `LARGE_SHARE` of the FLOPs of a rank would be those of the part, for more rows. The longest
+        part is never one of them.
 
         Args:
             parts: The parts.
@@ -203,11 +204,10 @@ class RowWork:
         for i, (part, length) in enumerate(zip(parts, lengths)):
             if i == longest or part.is_placed:
                 continue
-            flops = sum(self.by_rows[a] for a in self.axes.canonical(self.axes.dims[part.value, 0][dim]))
             rows = min(length, joined_rows)  # that a rank computes without a frame of its own
-            flops_of_rank = flops * rows / length + (self.total - flops) / n
-            saved = flops * (rows - ceil_div(length, n)) / length
-            if saved > 0 and saved >= LARGE_SHARE * flops_of_rank:
+            flops = sum(self.by_rows[a] for a in self.axes.canonical(self.axes.dims[part.value, 0][dim]))
+            of_part, of_rest = flops * rows / length, (self.total - flops) / n
+            if ceil_div(length, n) < rows and of_part > 0 and of_part >= LARGE_SHARE * (of_part + of_rest):
                 apart.append(i)
         return apart
 
