@@ -139,7 +139,10 @@ class JoinSequences(Pass):
         length = node_shape(x)[dim]
         index = self.compute(aten.sub.Tensor, (positions, self.sizes(start)), like)
         index = self.compute(aten.clamp.default, (index, 0, self.sizes(length - 1)), like)
-        return self.compute(aten.index_select.default, (self._rows(x, dim, 0, length, like), dim, index), like)
+        rows = self._rows(x, dim, 0, length, like)
+        placed = self.compute(aten.index_select.default, (rows, dim, index), like)
+        set_node_info(placed, is_apart=True)
+        return placed
 
     def _split(self, gm: GraphModule, job: PassContext) -> int:
         """Replace splits of joined sequences into pieces of different sizes by slices; return their number.
@@ -205,7 +208,8 @@ class RowWork:
             if i == longest or part.is_placed:
                 continue
             rows = min(length, joined_rows)  # that a rank computes without a frame of its own
-            flops = sum(self.by_rows[a] for a in self.axes.canonical(self.axes.dims[part.value, 0][dim]))
+            atoms = self.axes.canonical(self.axes.dims[part.value, 0][dim])
+            flops = min((self.by_rows[a] for a in atoms), default=0.0)  # those with all factors of the rows, or fewer
             of_part, of_rest = flops * rows / length, (self.total - flops) / n
             if ceil_div(length, n) < rows and of_part > 0 and of_part >= LARGE_SHARE * (of_part + of_rest):
                 apart.append(i)
