@@ -104,20 +104,18 @@ def _find_granules(gm: GraphModule, axes: Axes) -> None:
 
 def _find_parts(gm: GraphModule, axes: Axes) -> None:
     """Add the parts of concatenations that have frames of their own, and the concatenations of such parts."""
-    dims = []
+    pairs = []  # classes of the rows of a part, and of the same rows in a concatenation
     for node in gm.graph.nodes:
         if node_info(node).is_apart:
             call = OpCall(node)
-            dims.append([{axes.find(a.name) for a in axes.dims[x, 0][call.dim()]} for x in (node, call.operands[0])])
-    for _ in dims:  # a part may have parts
-        known = len(axes.sequences)
-        for sides in dims:
-            if not axes.sequences.isdisjoint(set.union(*sides)):
-                axes.sequences.update(
-                    name for side in sides if len(side) == 1 for name in side if not _has_rivals(axes, name)
-                )
-        if len(axes.sequences) == known:
+            pairs.append([{axes.find(a.name) for a in axes.dims[x, 0][call.dim()]} for x in (node, call.operands[0])])
+    for _ in pairs:  # a part may have parts
+        linked = [(a, b) for a, b in pairs if not axes.sequences.isdisjoint(a | b)]
+        names = {name for pair in linked for names in pair if len(names) == 1 for name in names} - axes.sequences
+        new = {name for name in names if not _has_rivals(axes, name)}
+        if not new:
             break
+        axes.sequences |= new
 
 
 def _has_rivals(axes: Axes, name: int) -> bool:

@@ -188,13 +188,15 @@ class RowWork:
             flops = contraction_flops(node) if node.op == "call_function" else 0.0
             self.total += flops
             if flops:
-                self.by_rows.update(dict.fromkeys({a for dim in axes.dims[node, 0] for a in axes.canonical(dim)}, flops))
+                self.by_rows.update(
+                    dict.fromkeys({a for dim in axes.dims[node, 0] for a in axes.canonical(dim)}, flops)
+                )
 
     def find_apart(self, parts: Sequence[JoinedPart], dim: int, n: int) -> list[int]:
         """Return the indices of the parts of a concatenation of which each rank should have equally many rows.
 
-        Without that, at least `LARGE_SHARE` of the FLOPs of a rank would be those of the part, for more rows. The longest
-        part is never one of them.
+        Otherwise, at least `LARGE_SHARE` of the FLOPs of a rank would be those of the part, for more rows. The longest
+        is one of them only if it has no more rows than a rank has of the result.
 
         Args:
             parts: The parts.
@@ -205,7 +207,7 @@ class RowWork:
         longest, joined_rows = lengths.index(max(lengths)), ceil_div(sum(lengths), n)
         apart = []
         for i, (part, length) in enumerate(zip(parts, lengths)):
-            if i == longest or part.is_placed:
+            if part.is_placed or (i == longest and n * length > sum(lengths)):
                 continue
             rows = min(length, joined_rows)  # that a rank computes without a frame of its own
             atoms = self.axes.canonical(self.axes.dims[part.value, 0][dim])
@@ -238,10 +240,10 @@ def _find_parts(node: Node) -> list[JoinedPart]:
 def _find_part(x: Node, dim: int, start: Size, total: Size) -> JoinedPart:
     """Return an operand of a concatenation as a part, in place if it is a piece of a value of all positions."""
     length, piece = node_shape(x)[dim], match_piece(x)
-    if piece is not None and piece.keeps_dim and piece.step == 1 and piece.dim == dim:
-        if is_same_size(piece.start, start) and is_same_size(node_shape(piece.source)[dim], total):
-            return JoinedPart(piece.source, start, length, True)
-    return JoinedPart(x, start, length, False)
+    if piece is None or not piece.keeps_dim or piece.step != 1 or piece.dim != dim:
+        return JoinedPart(x, start, length, False)
+    is_placed = is_same_size(piece.start, start) and is_same_size(node_shape(piece.source)[dim], total)
+    return JoinedPart(piece.source if is_placed else x, start, length, is_placed)
 
 
 def _is_joined(parts: Sequence[JoinedPart]) -> bool:

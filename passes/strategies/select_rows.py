@@ -61,7 +61,9 @@ class SelectRows(DemandPass):
         placement = (self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
         with self.graph.inserting_before(node):
             if is_all:
-                rows = self.emit(sp.all_gather.default, (call.operands[0], have.dim, *placement), node.meta["val"], node)
+                rows = self.emit(
+                    sp.all_gather.default, (call.operands[0], have.dim, *placement), node.meta["val"], node
+                )
             else:
                 args = (call.operands[0], have.dim, self.sizes(start), self.sizes(length), *placement)
                 rows = self.emit(sp.rows.default, args, node.meta["val"], node)
