@@ -24,6 +24,7 @@ from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size, size
 from .axes import Atom, Axes, Dim, Evidence, attended_dims, value_factors
 from .factors import BoundRule
 from .rule import lookup_rule
+from .sharded_work import LARGE_SHARE, contraction_flops
 
 
 class SequenceCandidate(NamedTuple):
@@ -88,18 +89,33 @@ def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
 def _find_granules(gm: GraphModule, axes: Axes) -> None:
     """Set `axes.granules`: the positions of the chunks of each sequence of which products are computed in chunks.
 
-    Complete chunks make shards less equal. Other ops on a split dim, such as those on the pixels that the tokens of an
-    image predict, are too cheap for that.
+    So are convolutions over the rows of an image, if they have `LARGE_SHARE` of the FLOPs. Complete chunks make shards
+    less equal. Other ops on a split dim, such as those on the pixels that the tokens of an image predict, are too cheap
+    for that.
     """
-    products = (call for call, rule in _ruled_calls(gm) if rule.is_contraction)
-    dims = (dim for call in products for x in call.operands for dim in axes.dims[x, 0])
-    multiplied = {axes.find(atom.name) for dim in dims for atom in dim}
-    for split in axes.all_splits():
+    splits = list(axes.all_splits())
+    multiplied = _multiplied_classes(gm, axes) if splits else set()
+    for split in splits:
         name, granule = axes.find(split.source.name), size_product(a.size for a in split.factors[1:])
         chunks = axes.find(split.factors[0].name)
         if name in axes.sequences and chunks in multiplied and isinstance(granule, int):
             axes.granules[name] = math.lcm(granule, axes.granules.get(name, 1))
             axes.blocks[chunks] = granule
+
+
+def _multiplied_classes(gm: GraphModule, axes: Axes) -> set[int]:
+    """Return the classes of the dims of products, and of those of images that most convolutions read."""
+    multiplied: set[int] = set()
+    convolved: Counter[int] = Counter()  # FLOPs of convolutions, by class
+    total = 0.0
+    for call, rule in _ruled_calls(gm):
+        classes = {axes.find(a.name) for x in call.operands for dim in axes.dims[x, 0] for a in dim}
+        total += (flops := contraction_flops(call.node))
+        if rule.is_contraction:
+            multiplied |= classes
+        elif flops:
+            convolved.update(dict.fromkeys(classes, flops))
+    return multiplied | {name for name, flops in convolved.items() if flops >= LARGE_SHARE * total}
 
 
 def _find_parts(gm: GraphModule, axes: Axes) -> None:
