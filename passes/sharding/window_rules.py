@@ -184,15 +184,15 @@ def _conv_windows(call: OpCall) -> WindowCalls:
         padding = _image_numbers(call["padding"], 0, len(axes))
     lengths, window_calls = call.result_shapes()[0][first:], {}
     if len(axes) == 1 and call.ndim() == 3:
-        head, tail = (call["weight"], call["bias"]), (stride[0], dilation[0], call["groups"])
+        head, numbers = (call["weight"], call["bias"]), (stride[0], dilation[0], call["groups"])
         sliding = SlidingRows(lengths[0], padding[0], widths[0], stride[0])
-        return {first: WindowCall(sliding, sp.conv1d.default, head, tail)}
+        return {first: WindowCall(sliding, sp.conv1d.default, head, numbers)}
     if len(axes) == 1 or (call["padding"] == "same" and any(width % 2 == 0 for width in widths)):
         return {}
     for i in axes:
-        head, tail = (call["weight"], call["bias"], first + i), (stride, padding, dilation, call["groups"])
+        operands, tail = (call["weight"], call["bias"], first + i), (stride, padding, dilation, call["groups"])
         sliding = SlidingRows(lengths[i], padding[i], widths[i], stride[i])
-        window_calls[first + i] = WindowCall(sliding, sp.conv_along.default, head, tail)
+        window_calls[first + i] = WindowCall(sliding, sp.conv_along.default, operands, tail)
     return window_calls
 
 
