@@ -62,6 +62,7 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
     _find_sequences(gm, axes, seq_dims)
     _find_parts(gm, axes)
     _find_granules(gm, axes)
+    _find_strides(gm, axes)
     for dim, source in axes.selected if picks else ():
         names = {axes.find(a.name) for a in dim if not is_same_size(a.size, 1)} - axes.sequences
         if len(names) == 1 and any(axes.is_sequence(a) for a in source) and not _has_rivals(axes, *names):
@@ -132,6 +133,26 @@ def _find_parts(gm: GraphModule, axes: Axes) -> None:
         if not new:
             break
         axes.sequences |= new
+
+
+def _find_strides(gm: GraphModule, axes: Axes) -> None:
+    """Set `axes.strides`: the product of the strides of the windows that read the rows of a sequence one after another.
+
+    A rank then has the rows of complete strides, so that its shard of the result needs few rows of its neighbors.
+    """
+    windows = [(call.node, call.operands[0], rule) for call, rule in _ruled_calls(gm) if rule.slides]
+    if all(sliding.stride == 1 for _, _, rule in windows for sliding in rule.slides.values()):
+        return
+    for node, x, rule in reversed(windows):
+        for factor, sliding in rule.slides.items():
+            if factor not in rule.operands[0] or factor not in rule.results[0]:
+                continue
+            dims = axes.dims[x, 0][rule.operands[0].index(factor)], axes.dims[node, 0][rule.results[0].index(factor)]
+            read, result = (tuple((axes.find(a.name), a.size) for a in dim) for dim in dims)
+            if len(read) == len(result) == 1 and read[0][0] in axes.sequences:
+                stride = sliding.stride * axes.strides.get(result[0], 1)
+                if stride > 1:
+                    axes.strides[read[0]] = math.lcm(stride, axes.strides.get(read[0], 1))
 
 
 def _has_rivals(axes: Axes, name: int) -> bool:

@@ -50,8 +50,8 @@ class SlidingRows:
         return is_row and is_same_size(self.before, 0) and is_same_size(self.length, rows)
 
     def is_within(self, rows: Size) -> bool:
-        """Return True if the result has at most one row per `stride` rows of a sequence of `rows` rows."""
-        return _is_at_most(self.length * self.stride, rows)
+        """Return True if the result has at most one row for every `stride` rows of a sequence of `rows` rows, or fewer."""
+        return _is_at_most((self.length - 1) * self.stride + 1, rows)
 
 
 def simplify_size(a: Size) -> Size:
