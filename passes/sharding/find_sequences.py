@@ -60,7 +60,7 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
         SpError: If an input does not have its dim in seq_dims.
     """
     _find_sequences(gm, axes, seq_dims)
-    _find_parts(gm, axes)
+    _add_parts(gm, axes)
     _find_granules(gm, axes)
     _find_strides(gm, axes)
     for dim, source in axes.selected if picks else ():
@@ -119,7 +119,7 @@ def _multiplied_classes(gm: GraphModule, axes: Axes) -> set[int]:
     return multiplied | {name for name, flops in convolved.items() if flops >= LARGE_SHARE * total}
 
 
-def _find_parts(gm: GraphModule, axes: Axes) -> None:
+def _add_parts(gm: GraphModule, axes: Axes) -> None:
     """Add the parts of concatenations that have frames of their own, and the concatenations of such parts."""
     pairs = []  # classes of the rows of a part, and of the same rows in a concatenation
     for node in gm.graph.nodes:
