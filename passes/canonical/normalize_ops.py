@@ -4,7 +4,7 @@
     type_as(x, y)        ->  to(x, dtype of y)
     x.double().float()   ->  clone(x)                          if x is float32 or the casts are exact
     squeeze(x)           ->  squeeze(x, the dims of size 1)    a rank with one row must not lose the dim
-    squeeze(x, dim)      ->  clone(x)                          if the dim has another size than 1
+    squeeze(x, dim)      ->  squeeze(x, no dim)                if the dim has another size than 1
     pad_sequence(xs)     ->  stack(xs)                         if all have the same length
     cat([empty, x])      ->  clone(x)
     assert x's dtype     ->  nothing                           checked by the trace; shards have the same dtype
@@ -118,10 +118,10 @@ def _normalize_squeeze(node: Node) -> CallForm:
 
 
 def _normalize_squeeze_dim(node: Node) -> CallForm | None:
-    """Return squeeze(x, dim) of a dim that has another size than 1, and remains, as a copy; None for other dims."""
+    """Return squeeze(x, dim) of a dim that has another size than 1 as a view with all dims; None for other dims."""
     call = OpCall(node)
     size = call.shape()[call.dim()] if call.ndim() else 1
-    return CallForm(aten.clone.default, (call.operands[0],)) if isinstance(size, int) and size != 1 else None
+    return CallForm(aten.squeeze.dims, (call.operands[0], [])) if isinstance(size, int) and size != 1 else None
 
 
 def _normalize_pad_sequence(node: Node) -> CallForm | None:

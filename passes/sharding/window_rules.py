@@ -50,7 +50,7 @@ class SlidingRows:
         return is_row and is_same_size(self.before, 0) and is_same_size(self.length, rows)
 
     def is_within(self, rows: Size) -> bool:
-        """Return True if the result has at most one row for each `stride` rows, or fewer, of a sequence of `rows` rows."""
+        """Return True if the result has at most one row for each `stride` rows (the last: or fewer) of `rows` rows."""
         return _is_at_most((self.length - 1) * self.stride + 1, rows)
 
 

@@ -83,7 +83,7 @@ class JoinSequences(Pass):
         return changes + (self._split(gm, job) if changes else 0)
 
     def _restore(self, node: Node) -> bool:
-        """Replace a concatenation of all pieces of one value by the value, and return True if it is one."""
+        """Replace a concatenation of all pieces of one value by a copy of it, and return True if it is one."""
         parts = _find_parts(node)
         values = {part.value for part in parts}
         if len(values) > 1 or not all(part.is_placed for part in parts):
@@ -91,7 +91,8 @@ class JoinSequences(Pass):
         value = values.pop()
         if value.meta["val"].dtype != node.meta["val"].dtype:
             return False
-        self.replace(node, value)
+        with self.graph.inserting_before(node):
+            self.replace(node, self.compute(aten.clone.default, (value,), node))  # the result is no alias of the value
         return True
 
     def _join(self, node: Node, parts: Sequence[JoinedPart], apart: Collection[int]) -> None:
@@ -230,7 +231,7 @@ def _find_parts(node: Node) -> list[JoinedPart]:
         return [_find_part(x, dim, start, total[dim]) for x, start in zip(call.operands, starts)]
     base, rows = call.operands
     start, length, size = call["start"] or 0, node_shape(rows)[dim], total[dim]
-    if call["step"] != 1 or not all(isinstance(x, int) for x in (start, length, size)):
+    if call["step"] != 1 or not all(isinstance(x, int) for x in (start, length, size)) or not _is_computed(base):
         return []
     start = min(max(normalize_position(start, size), 0), size)
     before, after = JoinedPart(base, 0, start, True), JoinedPart(base, start + length, size - start - length, True)
