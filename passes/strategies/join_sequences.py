@@ -68,9 +68,10 @@ class JoinSequences(Pass):
         if changes:
             job.invalidate()
         self.apart: set[tuple[Size, Size, Size]] = set()  # (start, length, total) of parts with frames of their own
+        ops = JOIN_OPS[:1] if job.is_balanced else JOIN_OPS  # the balanced layout does not support shifted parts
         for _ in range(MAX_JOIN_ROUNDS):
             axes = job.axes(gm)
-            nodes = [n for n in gm.graph.nodes if n.target in JOIN_OPS and OpCall(n).dim() in axes.sequence_dims(n)]
+            nodes = [n for n in gm.graph.nodes if n.target in ops and OpCall(n).dim() in axes.sequence_dims(n)]
             joins = {n: parts for n in nodes if _is_joined(parts := _find_parts(n))}
             if not joins:
                 break

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from support.golden import captured
 from support.models import check
 from support.parity import against_eager
 from support.parity import check as check_ranks
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.report import Report
+from sp_compile.passes.strategies.join_sequences import JoinSequences
 
 HEADS, WIDTH, TEXT, IMAGE = 4, 16, 5, 19
 Rotary = Callable[[Tensor, Tensor, int], Tensor]
@@ -230,6 +232,37 @@ def test_all_pieces_of_a_value_are_the_value() -> None:
     report = check(Pieces(rotate_by_cat).double(), *tokens(6), sp=2)
     assert not report.find_notes(NoteKind.REWRITTEN, subject="select_rows")
     assert_on_shards(report)
+
+
+def test_a_value_of_pieces_is_no_alias_of_their_source() -> None:
+    gm = captured(lambda x: torch.cat([x[:, :2], x[:, 2:]], 1), torch.randn(1, 5, 4))
+    assert JoinSequences(2)(gm).modified
+    assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [torch.ops.aten.clone.default]
+
+
+def test_a_cache_that_is_an_input_is_written_as_before() -> None:
+    """Rows are written into a longer input, which is replicated; joined, all of its rows would be gathered."""
+
+    class Cached(OneStream):
+        def forward(self, image: Tensor, text: Tensor, cache: Tensor) -> Tensor:
+            x = self.stream.read(image)
+            q, k, v = self.stream.project(x)
+            cache = torch.slice_scatter(cache, k, 2, 0, k.shape[2])
+            y = F.scaled_dot_product_attention(q, cache, F.pad(v, (0, 0, 0, cache.shape[2] - v.shape[2])))
+            return self.stream.add(x, y.transpose(1, 2).flatten(2))
+
+    cache = torch.zeros(2, HEADS, 2 * IMAGE, WIDTH // HEADS, dtype=torch.float64)
+    report = check(Cached(rotate_by_cat).double(), *tokens(6), cache, sp=2)
+    assert not report.find_notes(NoteKind.REWRITTEN, subject="join_sequences")
+
+
+def test_samples_of_one_length_are_stacked() -> None:
+    class Samples(ImageQueries):
+        def forward(self, image: Tensor, text: Tensor) -> Tensor:
+            padded = nn.utils.rnn.pad_sequence([x * 2 for x in image], batch_first=True)
+            return super().forward(padded.squeeze(1), text.squeeze(1))
+
+    assert_on_shards(check(Samples().double(), *tokens(), sp=2))
 
 
 class Loss(nn.Module):
