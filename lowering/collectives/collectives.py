@@ -155,7 +155,11 @@ def all_gather(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tens
     return LinearMap.apply(x, _gather_rows, _reduce_cotangents, dim % x.ndim, frame, n, group)
 
 
-@composite("reduce_scatter(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", padded="nearest")
+@composite(
+    "reduce_scatter(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor",
+    moves=("reduce_scatter", "all_gather"),
+    padded="nearest",
+)
 def reduce_scatter(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Sum over the ranks and shard the result: Partial(sum) -> Shard(dim). Padding copies valid rows.
 

@@ -151,6 +151,32 @@ def conv1d(
     return y[..., : (x.shape[-1] + before + after - width) // stride + 1] if after != before else y
 
 
+@composite(
+    "conv_along(Tensor x, Tensor weight, Tensor? bias, int dim, int before, int after, int[] stride, int[] padding, "
+    f"int[] dilation, int groups, {WINDOW_ARGUMENTS}",
+    padded="nearest",
+)
+def conv_along(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, before: int, after: int, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int, *placement_args: Any,
+) -> Tensor:  # fmt: skip
+    """Convolve images along several dims, one of which is the sequence, such as the rows of an image.
+
+    Along ``dim`` there are ``before`` and ``after`` rows of zeros at the two ends; the other dims have ``padding``.
+
+    Shapes: ([B,] C, H, W), (O, C / groups, K, L), (O,) -> ([B,] O, H', W') for images, and with one more dim for
+    volumes. Source: aten.convolution.
+    """
+    placement, first = WindowPlacement(*placement_args), x.ndim - len(stride)  # first: the first dim of the image
+    axis = dim % x.ndim - first
+    width = dilation[axis] * (weight.shape[2 + axis] - 1) + 1
+    rows = placement.rows(x, first + axis, before, after, width, stride[axis], 0)
+    images = rows if x.ndim == weight.ndim else rows.unsqueeze(0)
+    padding = [0 if i == axis else p for i, p in enumerate(padding)]
+    y = torch.convolution(images, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    return placement.finish(y if x.ndim == weight.ndim else y.squeeze(0), first + axis)
+
+
 @composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {WINDOW_ARGUMENTS}", padded="nearest")
 def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *placement_args: Any) -> Tensor:
     """Average windows of ``width`` rows, zeros at the ends included.

@@ -4,6 +4,8 @@
     type_as(x, y)        ->  to(x, dtype of y)
     x.double().float()   ->  clone(x)                          if x is float32 or the casts are exact
     squeeze(x)           ->  squeeze(x, the dims of size 1)    a rank with one row must not lose the dim
+    squeeze(x, dim)      ->  squeeze(x, no dim)                if the dim has another size than 1
+    pad_sequence(xs)     ->  stack(xs)                         if all have the same length
     cat([empty, x])      ->  clone(x)
     assert x's dtype     ->  nothing                           checked by the trace; shards have the same dtype
     multiply(x, y)       ->  mul(x, y)                         torch has two names for one op
@@ -35,7 +37,7 @@ from sp_compile.lowering.torch_compat import schema_of
 from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape
-from sp_compile.passes.graph.sizes import as_size
+from sp_compile.passes.graph.sizes import as_size, is_same_size
 from sp_compile.passes.sharding.matchers import skip_widening_cast
 
 aten = torch.ops.aten
@@ -113,6 +115,21 @@ def _normalize_squeeze(node: Node) -> CallForm:
     """Return squeeze(x) with its dims of size 1, so that a rank with one row of a dim does not lose it."""
     source = OpCall(node).operands[0]
     return CallForm(aten.squeeze.dims, (source, [d for d, s in enumerate(node_shape(source)) if s == 1]))
+
+
+def _normalize_squeeze_dim(node: Node) -> CallForm | None:
+    """Return squeeze(x, dim) of a dim that has another size than 1 as a view with all dims; None for other dims."""
+    call = OpCall(node)
+    size = call.shape()[call.dim()] if call.ndim() else 1
+    return CallForm(aten.squeeze.dims, (call.operands[0], [])) if isinstance(size, int) and size != 1 else None
+
+
+def _normalize_pad_sequence(node: Node) -> CallForm | None:
+    """Return pad_sequence of sequences of one length, which pads none of them, as stack; None for other lengths."""
+    call = OpCall(node)
+    lengths = [node_shape(x)[0] for x in call.operands]
+    is_padded = not all(is_same_size(length, lengths[0]) for length in lengths)
+    return None if is_padded else CallForm(aten.stack.default, (node.args[0], 0 if call["batch_first"] else 1))
 
 
 def _normalize_cat(node: Node) -> CallForm | None:
@@ -197,7 +214,9 @@ _NORMALIZERS: dict[Any, Callable[[Node], CallForm | None]] = {
     aten.new_zeros.default: partial(_normalize_new, aten.zeros.default),
     aten.row_stack.default: partial(_normalize_join, 0),
     aten.special_log_softmax.default: _normalize_log_softmax,
+    aten.pad_sequence.default: _normalize_pad_sequence,
     aten.squeeze.default: _normalize_squeeze,
+    aten.squeeze.dim: _normalize_squeeze_dim,
     aten.tile.default: _normalize_tile,
     aten.to.dtype: _normalize_round_trip,
     aten.to.other: _normalize_cast,

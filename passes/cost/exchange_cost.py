@@ -130,7 +130,7 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
         return _SentBytes(call.operands[:1], nbytes, nbytes)
     if op not in MOVE_OPS or op is sp.window.default:
         return None
-    operands = [call.node] if op is sp.shard.default else call.operands
+    operands = [call.node] if op in (sp.shard.default, sp.reduce_scatter.default) else call.operands
     nbytes = _operand_bytes(operands)
     return _SentBytes(operands, *(collective_bytes(kind, nbytes, n) if kind else 0 for kind in MOVE_OPS[op]))
 

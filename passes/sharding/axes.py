@@ -24,7 +24,16 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, result_number
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.graph.sizes import Size, as_size, assume_large, divides, is_same_size, size_product
+from sp_compile.passes.graph.sizes import (
+    Size,
+    as_size,
+    assume_large,
+    ceil_div,
+    divides,
+    is_most_of,
+    is_same_size,
+    size_product,
+)
 
 from .attention_axes import ATTENTION_OF_TORCH, all_attention_nodes
 from .factors import BoundRule, Dims, dim_factors
@@ -75,6 +84,7 @@ class Axes:
     splits: dict[tuple[Size, ...], list[Split]] = field(default_factory=dict)  # by the sizes of their factors
     granules: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class; see `find_sequences`
     blocks: dict[int, int] = field(default_factory=dict)  # positions of a chunk, by class of the dim of chunks
+    strides: dict[tuple[int, Size], int] = field(default_factory=dict)  # of windows, by class and number of rows
     joined: list[tuple[Atom, Size]] = field(default_factory=list)  # parts of concatenations, and their first positions
     n: int = 1  # number of ranks, of which each has complete chunks
 
@@ -183,7 +193,10 @@ class Axes:
         name = self.find(atom.name)
         starts = [start for part, start in self.joined if part.size == atom.size and self.find(part.name) == name]
         if self.n == 1 or not (starts or name in self.granules):
-            return Frame.full(atom.size, self.folds)
+            unit = self.n * self.strides.get((name, atom.size), 1)
+            size = unit * ceil_div(atom.size, unit)
+            is_strided = unit > self.n and self.folds == 1 and is_most_of(atom.size, size)
+            return Frame(size, 0, atom.size) if is_strided else Frame.full(atom.size, self.folds)
         longest = max((a.size for a in self._atoms() if self.find(a.name) == name), key=assume_large)
         frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)
         size = frame.size if name in self.granules else longest
@@ -247,6 +260,9 @@ def _name_axes(gm: GraphModule, axes: Axes) -> Axes:
         call, rule = lookup_rule(node) or (None, None)
         if call is not None and transfer_of(node.target) is not None:  # the identity, in the global view
             axes.dims.update({(node, i): axes.dims[operand, 0] for i, operand in enumerate(call.operands)})
+            if node_info(node).is_apart:
+                dims, dim = axes.dims[node, 0], call.dim()
+                axes.dims[node, 0] = (*dims[:dim], (axes.new_atom(call.shape()[dim]),), *dims[dim + 1 :])
         elif call is not None and rule is not None:
             _name_results(axes, call, rule)
         elif node.op == "call_function" and node.target in ATTENTION_OF_TORCH:

@@ -24,6 +24,7 @@ from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size, size
 from .axes import Atom, Axes, Dim, Evidence, attended_dims, value_factors
 from .factors import BoundRule
 from .rule import lookup_rule
+from .sharded_work import LARGE_SHARE, contraction_flops
 
 
 class SequenceCandidate(NamedTuple):
@@ -59,7 +60,9 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
         SpError: If an input does not have its dim in seq_dims.
     """
     _find_sequences(gm, axes, seq_dims)
+    _add_parts(gm, axes)
     _find_granules(gm, axes)
+    _find_strides(gm, axes)
     for dim, source in axes.selected if picks else ():
         names = {axes.find(a.name) for a in dim if not is_same_size(a.size, 1)} - axes.sequences
         if len(names) == 1 and any(axes.is_sequence(a) for a in source) and not _has_rivals(axes, *names):
@@ -87,18 +90,69 @@ def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
 def _find_granules(gm: GraphModule, axes: Axes) -> None:
     """Set `axes.granules`: the positions of the chunks of each sequence of which products are computed in chunks.
 
-    Complete chunks make shards less equal. Other ops on a split dim, such as those on the pixels that the tokens of an
-    image predict, are too cheap for that.
+    So are convolutions over the rows of an image, if they have `LARGE_SHARE` of the FLOPs. Complete chunks make shards
+    less equal. Other ops on a split dim, such as those on the pixels that the tokens of an image predict, are too cheap
+    for that.
     """
-    products = (call for call, rule in _ruled_calls(gm) if rule.is_contraction)
-    dims = (dim for call in products for x in call.operands for dim in axes.dims[x, 0])
-    multiplied = {axes.find(atom.name) for dim in dims for atom in dim}
-    for split in axes.all_splits():
+    splits = list(axes.all_splits())
+    multiplied = _multiplied_classes(gm, axes) if splits else set()
+    for split in splits:
         name, granule = axes.find(split.source.name), size_product(a.size for a in split.factors[1:])
         chunks = axes.find(split.factors[0].name)
         if name in axes.sequences and chunks in multiplied and isinstance(granule, int):
             axes.granules[name] = math.lcm(granule, axes.granules.get(name, 1))
             axes.blocks[chunks] = granule
+
+
+def _multiplied_classes(gm: GraphModule, axes: Axes) -> set[int]:
+    """Return the classes of the dims of products, and of those of images that most convolutions read."""
+    multiplied: set[int] = set()
+    convolved: Counter[int] = Counter()  # FLOPs of convolutions, by class
+    total = 0.0
+    for call, rule in _ruled_calls(gm):
+        classes = {axes.find(a.name) for x in call.operands for dim in axes.dims[x, 0] for a in dim}
+        total += (flops := contraction_flops(call.node))
+        if rule.is_contraction:
+            multiplied |= classes
+        elif flops:
+            convolved.update(dict.fromkeys(classes, flops))
+    return multiplied | {name for name, flops in convolved.items() if flops >= LARGE_SHARE * total}
+
+
+def _add_parts(gm: GraphModule, axes: Axes) -> None:
+    """Add the parts of concatenations that have frames of their own, and the concatenations of such parts."""
+    pairs = []  # classes of the rows of a part, and of the same rows in a concatenation
+    for node in gm.graph.nodes:
+        if node_info(node).is_apart:
+            call = OpCall(node)
+            pairs.append([{axes.find(a.name) for a in axes.dims[x, 0][call.dim()]} for x in (node, call.operands[0])])
+    for _ in pairs:  # a part may have parts
+        linked = [(a, b) for a, b in pairs if not axes.sequences.isdisjoint(a | b)]
+        names = {name for pair in linked for names in pair if len(names) == 1 for name in names} - axes.sequences
+        new = {name for name in names if not _has_rivals(axes, name)}
+        if not new:
+            break
+        axes.sequences |= new
+
+
+def _find_strides(gm: GraphModule, axes: Axes) -> None:
+    """Set `axes.strides`: the product of the strides of the windows that read the rows of a sequence one after another.
+
+    A rank then has the rows of complete strides, so that its shard of the result needs few rows of its neighbors.
+    """
+    windows = [(call.node, call.operands[0], rule) for call, rule in _ruled_calls(gm) if rule.slides]
+    if all(sliding.stride == 1 for _, _, rule in windows for sliding in rule.slides.values()):
+        return
+    for node, x, rule in reversed(windows):
+        for factor, sliding in rule.slides.items():
+            if factor not in rule.operands[0] or factor not in rule.results[0]:
+                continue
+            dims = axes.dims[x, 0][rule.operands[0].index(factor)], axes.dims[node, 0][rule.results[0].index(factor)]
+            read, result = (tuple((axes.find(a.name), a.size) for a in dim) for dim in dims)
+            if len(read) == len(result) == 1 and read[0][0] in axes.sequences:
+                stride = sliding.stride * axes.strides.get(result[0], 1)
+                if stride > 1:
+                    axes.strides[read[0]] = math.lcm(stride, axes.strides.get(read[0], 1))
 
 
 def _has_rivals(axes: Axes, name: int) -> bool:

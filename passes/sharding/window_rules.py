@@ -44,9 +44,14 @@ class SlidingRows:
         """Return the rows of padding after an operand of `rows` rows; negative if the last rows are not read."""
         return simplify_size((self.length - 1) * self.stride + self.width - self.before - rows)
 
+    def is_pointwise(self, rows: Size) -> bool:
+        """Return True if each row of the result reads the same row of an operand of `rows` rows."""
+        is_row = self.rolls is None and is_same_size(self.width, 1) and self.stride == 1
+        return is_row and is_same_size(self.before, 0) and is_same_size(self.length, rows)
+
     def is_within(self, rows: Size) -> bool:
-        """Return True if the result has at most one row per `stride` rows of a sequence of `rows` rows."""
-        return _is_at_most(self.length * self.stride, rows)
+        """Return True if the result has at most one row for each `stride` rows (the last: or fewer) of `rows` rows."""
+        return _is_at_most((self.length - 1) * self.stride + 1, rows)
 
 
 def simplify_size(a: Size) -> Size:
@@ -163,21 +168,38 @@ def _along_last_dim(call: OpCall, before: Size, width: Size, stride: int) -> Sli
 
 
 def _conv_windows(call: OpCall) -> WindowCalls:
-    """Return the windows of a 1-d convolution with batch and channels.
+    """Return the windows of a convolution along each dim of the image in which it has a known width.
 
-    The result is empty for other convolutions, whose windows are unknown.
+    The result is empty for transposed convolutions, and without channels.
     """
-    weight, padding = call.shape("weight"), call["padding"]
-    if len(weight) != 3 or call.get("transposed") or not isinstance(weight[-1], int):
+    weight, first = call.shape("weight"), call.ndim() - len(call.shape("weight")) + 2  # the first dim of the image
+    axes = range(len(weight) - 2)
+    if call.get("transposed") or first < 1 or not all(isinstance(k, int) for k in weight[2:]):
         return {}
-    stride, dilation = _single_number(call["stride"], 1), _single_number(call["dilation"], 1)
-    width = dilation * (weight[-1] - 1) + 1
-    if isinstance(padding, str):
-        before = (width - 1) // 2 if padding == "same" else 0
+    stride, dilation = (_image_numbers(call[name], 1, len(axes)) for name in ("stride", "dilation"))
+    widths = [dilation[i] * (weight[2 + i] - 1) + 1 for i in axes]
+    if isinstance(call["padding"], str):
+        padding = [(width - 1) // 2 if call["padding"] == "same" else 0 for width in widths]
     else:
-        before = _single_number(padding, 0)
-    head, tail = (call["weight"], call["bias"]), (stride, dilation, call["groups"])
-    return {call.ndim() - 1: WindowCall(_along_last_dim(call, before, width, stride), sp.conv1d.default, head, tail)}
+        padding = _image_numbers(call["padding"], 0, len(axes))
+    lengths, window_calls = call.result_shapes()[0][first:], {}
+    if len(axes) == 1 and call.ndim() == 3:
+        head, numbers = (call["weight"], call["bias"]), (stride[0], dilation[0], call["groups"])
+        sliding = SlidingRows(lengths[0], padding[0], widths[0], stride[0])
+        return {first: WindowCall(sliding, sp.conv1d.default, head, numbers)}
+    if len(axes) == 1 or (call["padding"] == "same" and any(width % 2 == 0 for width in widths)):
+        return {}
+    for i in axes:
+        operands, tail = (call["weight"], call["bias"], first + i), (stride, padding, dilation, call["groups"])
+        sliding = SlidingRows(lengths[i], padding[i], widths[i], stride[i])
+        window_calls[first + i] = WindowCall(sliding, sp.conv_along.default, operands, tail)
+    return window_calls
+
+
+def _image_numbers(value: Any, default: int, count: int) -> list[Any]:
+    """Return one number for each dim of an image; an argument with one number applies to all dims."""
+    listed = list(value) if isinstance(value, Sequence) else [value]
+    return [as_size(x) for x in (listed if len(listed) == count else (listed or [default]) * count)]
 
 
 def _avg_pool_windows(call: OpCall) -> WindowCalls:
@@ -259,19 +281,26 @@ def _sp_windows(call: OpCall) -> WindowCalls:
         rows = call["shift"]
         return {dim: WindowCall(SlidingRows(call.shape()[dim], rolls=rows), op, (dim, rows))}
     width = call.get("width", 1)
+    stride = call.get("stride", 1)
     if op is sp.conv1d.default:
         width = call["dilation"] * (int(call.shape("weight")[-1]) - 1) + 1
-    sliding = SlidingRows(call.result_shapes()[0][dim], call["before"], width, call.get("stride", 1))
+    elif op is sp.conv_along.default:
+        axis = dim - call.ndim() + len(stride)
+        width, stride = call["dilation"][axis] * (int(call.shape("weight")[2 + axis]) - 1) + 1, stride[axis]
+    sliding = SlidingRows(call.result_shapes()[0][dim], call["before"], width, stride)
     head = tuple(call[name] for name in arguments[1 : arguments.index("before")])
     tail = tuple(call[name] for name in arguments[arguments.index("after") + 1 : arguments.index("frame")])
     return {dim: WindowCall(sliding, op, head, tail)}
 
 
 # ops that accept shards, if their frame argument is set
-SHARD_WINDOWS = tuple(op.default for op in (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold))
+_WINDOW_OPS = (sp.avg_pool1d, sp.conv1d, sp.conv_along, sp.max_pool1d, sp.roll, sp.shift, sp.unfold)
+SHARD_WINDOWS = tuple(op.default for op in _WINDOW_OPS)
 
 WINDOW_CALLS: Mapping[Any, Callable[[OpCall], WindowCalls]] = {
-    **dict.fromkeys(parse_overloads("conv1d conv1d.padding convolution"), _conv_windows),
+    **dict.fromkeys(
+        parse_overloads("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding convolution"), _conv_windows
+    ),
     **dict.fromkeys(parse_overloads("constant_pad_nd pad"), _pad_windows),
     aten.avg_pool1d.default: _avg_pool_windows,
     aten.max_pool1d.default: _max_pool_windows,

@@ -3,10 +3,14 @@
     cat([a, b], S)  ->  where(arange(A + B) < A, pad(a, (0, B)), pad(b, (A, 0)))        a: A rows, b: B rows along S
 
 The result is a sequence that attention attends over. In its frame, b is the window of the positions from A on: a rank
-has the same positions of b and of the result, so that padding b moves no rows. A short part, with no more rows than a
-rank has of the result, remains replicated, and each rank selects its rows of it. `split(x, [A, B], S)` of the result
+has the same positions of b and of the result, so that padding b moves no rows. `split(x, [A, B], S)` of the result
 becomes slices: the long one is a window, and `SelectRows` sends the rows of the short one to all ranks. Bytes moved:
 none for the concatenation.
+
+The window of a short part a is on few ranks. If much work depends on its rows, a has a frame of its own, of which every
+rank has A / n rows: they are gathered for the concatenation, and the rows of a slice are distributed again. Both are
+`sp.rows`, at which the frame changes. Otherwise a with no more rows than a rank has of the result remains replicated,
+and each rank selects its rows of it. Bytes moved: those of a, at each concatenation and slice.
 
 Unchanged: concatenations along other dims, of symbolic lengths, of integers, of inputs (a cache), and those of which no
 part is computed.
@@ -15,6 +19,9 @@ part is computed.
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -24,96 +31,229 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape, read_results
 from sp_compile.passes.graph.node_info import set_node_info
-from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size
+from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size, normalize_position
+from sp_compile.passes.sharding.axes import Atom, Axes
+from sp_compile.passes.sharding.matchers import match_piece
 from sp_compile.passes.sharding.rule import lookup_rule
+from sp_compile.passes.sharding.sharded_work import LARGE_SHARE, contraction_flops
 from sp_compile.passes.sharding.window_rules import simplify_size
 
-aten = torch.ops.aten
+aten, sp = torch.ops.aten, torch.ops.sp
+JOIN_OPS = (aten.cat.default, aten.slice_scatter.default)
+PIECE_OPS = (aten.split_with_sizes.default, aten.slice.Tensor, aten.narrow.default)
 MAX_JOIN_ROUNDS = 8  # each round may make a part of a concatenation a sequence, whose own parts are joined next
 
 
+@dataclass(frozen=True)
+class JoinedPart:
+    """Part of a joined sequence."""
+
+    value: Node  # its rows; a value of all positions that has them in place, if `is_placed`
+    start: Size  # position of the first row
+    length: Size  # number of rows
+    is_placed: bool  # True if the value has all positions
+
+
 class JoinSequences(Pass):
-    """Replacement of concatenations and splits of sequences."""
+    """Replacement of concatenations, writes and splits of sequences."""
 
     requires = frozenset({"canonical", "marked collectives"})
     provides = frozenset({"joined sequences"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace concatenations until none is left, then the splits of their results; return their number."""
-        changes = 0
-        for _ in range(MAX_JOIN_ROUNDS if job.ranks.n > 1 else 0):
+        if job.ranks.n == 1:
+            return 0
+        changes = sum(self._restore(node) for node in gm.graph.find_nodes(op="call_function", target=aten.cat.default))
+        if changes:
+            job.invalidate()
+        self.apart: set[tuple[Size, Size, Size]] = set()  # (start, length, total) of parts with frames of their own
+        ops = JOIN_OPS[:1] if job.is_balanced else JOIN_OPS  # the balanced layout does not support shifted parts
+        for _ in range(MAX_JOIN_ROUNDS):
             axes = job.axes(gm)
-            cats = gm.graph.find_nodes(op="call_function", target=aten.cat.default)
-            found = [n for n in cats if OpCall(n).dim() in axes.sequence_dims(n) and _is_joined(n)]
-            if not found:
+            nodes = [n for n in gm.graph.nodes if n.target in ops and OpCall(n).dim() in axes.sequence_dims(n)]
+            joins = {n: parts for n in nodes if _is_joined(parts := _find_parts(n))}
+            if not joins:
                 break
-            for node in found:
-                self._join(node)
-            changes += len(found)
+            work = RowWork(gm, axes)
+            apart = [work.find_apart(parts, OpCall(n).dim(), job.ranks.n) for n, parts in joins.items()]
+            for node, indices in zip(joins, apart):
+                self._join(node, _find_parts(node), indices)  # an earlier join may have replaced a value of a part
+            changes += len(joins)
             job.invalidate()
         return changes + (self._split(gm, job) if changes else 0)
 
-    def _join(self, node: Node) -> None:
-        """Replace a concatenation by a selection from its padded parts."""
-        call = OpCall(node)
-        parts, dim, ndim = call.operands, call.dim(), call.ndim()
-        lengths = [node_shape(x)[dim] for x in parts]
-        total, ends = sum(lengths), list(accumulate(lengths))
+    def _restore(self, node: Node) -> bool:
+        """Replace a concatenation of all pieces of one value by a copy of it, and return True if it is one."""
+        parts = _find_parts(node)
+        values = {part.value for part in parts}
+        if len(values) > 1 or not all(part.is_placed for part in parts):
+            return False
+        value = values.pop()
+        if value.meta["val"].dtype != node.meta["val"].dtype:
+            return False
         with self.graph.inserting_before(node):
-            padded = [
-                self._pad(x, dim, end - length, total - end, node) for x, length, end in zip(parts, lengths, ends)
-            ]
-            options = {"device": node.meta["val"].device}
-            positions = self.compute(aten.arange.default, (self.sizes(total),), node, options)
-            joined = padded[-1]
-            for x, end in reversed([*zip(padded, ends)][:-1]):
-                is_before = self.compute(aten.lt.Scalar, (positions, self.sizes(end)), node)
-                shape = [self.sizes(total) if d == dim else 1 for d in range(ndim)]
+            self.replace(node, self.compute(aten.clone.default, (value,), node))  # the result is no alias of the value
+        return True
+
+    def _join(self, node: Node, parts: Sequence[JoinedPart], apart: Collection[int]) -> None:
+        """Replace a concatenation by a selection from its padded parts, of which some have frames of their own."""
+        call, value = OpCall(node), node.meta["val"]
+        dim, total = call.dim(), node_shape(node)[call.dim()]
+        with self.graph.inserting_before(node):
+            positions = self.compute(aten.arange.default, (self.sizes(total),), node, {"device": value.device})
+            placed = []
+            for i, part in enumerate(parts):
+                x = self.cast(part.value, value.dtype, node)
+                if i in apart:
+                    self.apart.add((part.start, part.length, total))
+                    x = self._place(x, dim, positions, part.start, node)
+                elif not part.is_placed:
+                    x = self._pad(x, dim, part.start, simplify_size(total - part.start - part.length), node)
+                placed.append(x)
+            joined = placed[-1]
+            shape = [self.sizes(total) if d == dim else 1 for d in range(value.ndim)]
+            for x, part in reversed([*zip(placed, parts[1:])]):
+                is_before = self.compute(aten.lt.Scalar, (positions, self.sizes(part.start)), node)
                 is_before = self.compute(aten.reshape.default, (is_before, shape), node)
                 joined = self.compute(aten.where.self, (is_before, x, joined), node)
-        self.note(joined, f"{len(parts)} sequences of {' and '.join(map(str, lengths))} positions are joined in place")
+        lengths = [str(part.length) for part in parts]
+        text = f"{len(parts)} sequences of {' and '.join(lengths)} positions are joined in place"
+        gathered = " and ".join(lengths[i] for i in apart)
+        self.note(joined, text + (f"; the {gathered} are gathered from a frame of their own" if apart else ""))
         self.replace(node, joined)
+
+    def _rows(self, x: Node, dim: int, start: Size, length: Size, like: Node) -> Node:
+        """Emit adjacent rows of x, whose frame is not that of x."""
+        rows = self.compute(sp.rows.default, (x, dim, self.sizes(start), self.sizes(length)), like)
+        set_node_info(rows, is_apart=True)
+        return rows
 
     def _pad(self, x: Node, dim: int, before: Size, after: Size, like: Node) -> Node:
         """Emit zeros before and after a part of a concatenation, and mark that its frame is that of the result."""
-        pair = (simplify_size(before), simplify_size(after))
-        widths = [0, 0] * (like.meta["val"].ndim - 1 - dim) + self.sizes.list(pair)
-        x = self.cast(x, like.meta["val"].dtype, like)
+        widths = [0, 0] * (like.meta["val"].ndim - 1 - dim) + self.sizes.list((before, after))
         padded = self.compute(aten.constant_pad_nd.default, (x, widths), like)
         set_node_info(padded, joins=True)
         return padded
 
+    def _place(self, x: Node, dim: int, positions: Node, start: Size, like: Node) -> Node:
+        """Emit the rows of a part with a frame of its own at their positions, and any of its rows at others."""
+        length = node_shape(x)[dim]
+        index = self.compute(aten.sub.Tensor, (positions, self.sizes(start)), like)
+        index = self.compute(aten.clamp.default, (index, 0, self.sizes(length - 1)), like)
+        rows = self._rows(x, dim, 0, length, like)
+        placed = self.compute(aten.index_select.default, (rows, dim, index), like)
+        set_node_info(placed, is_apart=True)
+        return placed
+
     def _split(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace splits of joined sequences into pieces of different sizes by slices; return their number."""
+        """Replace splits of joined sequences into pieces of different sizes by slices; return their number.
+
+        Slices that are a part with a frame of its own change the frame.
+        """
         axes, changes = job.axes(gm), 0
-        for node in gm.graph.find_nodes(op="call_function", target=aten.split_with_sizes.default):
+        for node in [n for n in gm.graph.nodes if n.target in PIECE_OPS]:
             call, rule = lookup_rule(node) or (None, None)
-            if call is None or rule is None or call.dim() not in axes.sequence_dims(call.operands[0]):
+            if call is None or rule is None or rule.window not in axes.sequence_dims(call.operands[0]):
                 continue
-            pieces = {}
+            dim, total, pieces = rule.window, node_shape(call.operands[0])[rule.window], {}
+            is_split = node.target is aten.split_with_sizes.default
             with self.graph.inserting_before(node):
-                for index in read_results(node):
+                for index in read_results(node) if is_split else [0]:
                     start, length = rule.spans[index]
-                    args = (call.operands[0], call.dim(), self.sizes(start), self.sizes(start + length))
-                    pieces[index] = self.compute(aten.slice.Tensor, args, node)
-            if pieces and all(user.target is operator.getitem for user in node.users):
-                self.replace(node, pieces)
+                    if (start, length, total) in self.apart:
+                        pieces[index] = self._rows(call.operands[0], dim, start, length, node)
+                    elif is_split:
+                        args = (call.operands[0], dim, self.sizes(start), self.sizes(start + length))
+                        pieces[index] = self.compute(aten.slice.Tensor, args, node)
+            if pieces and (not is_split or all(user.target is operator.getitem for user in node.users)):
+                self.replace(node, pieces if is_split else pieces[0])
                 changes += 1
         if changes:
             job.invalidate()
         return changes
 
 
-def _is_joined(node: Node) -> bool:
-    """Return True if a concatenation joins computed floats, of which none has all rows."""
-    call = OpCall(node)
-    dim, rows = call.dim(), node_shape(node)
-    parts = [x for x in call.operands if x.meta["val"].ndim == len(rows) and not is_same_size(node_shape(x)[dim], 0)]
-    if len(parts) < 2 or len(parts) < len(call.operands) or not node.meta["val"].is_floating_point():
+class RowWork:
+    """FLOPs of the products of a graph that depend on the rows of each sequence.
+
+    Args:
+        gm: The graph.
+        axes: Its axes.
+    """
+
+    def __init__(self, gm: GraphModule, axes: Axes) -> None:
+        self.axes = axes
+        self.total = 0.0  # FLOPs of the graph
+        self.by_rows: Counter[Atom] = Counter()  # FLOPs by class and number of rows
+        for node in gm.graph.nodes:
+            flops = contraction_flops(node) if node.op == "call_function" else 0.0
+            self.total += flops
+            if flops:
+                self.by_rows.update(
+                    dict.fromkeys({a for dim in axes.dims[node, 0] for a in axes.canonical(dim)}, flops)
+                )
+
+    def find_apart(self, parts: Sequence[JoinedPart], dim: int, n: int) -> list[int]:
+        """Return the indices of the parts of a concatenation of which each rank should have equally many rows.
+
+        Otherwise, at least `LARGE_SHARE` of the FLOPs of a rank would be those of the part, for more rows. The longest
+        is one of them only if it has no more rows than a rank has of the result.
+
+        Args:
+            parts: The parts.
+            dim: The dim of their rows.
+            n: The number of ranks.
+        """
+        lengths = [assume_large(part.length) for part in parts]
+        longest, joined_rows = lengths.index(max(lengths)), ceil_div(sum(lengths), n)
+        apart = []
+        for i, (part, length) in enumerate(zip(parts, lengths)):
+            if part.is_placed or (i == longest and n * length > sum(lengths)):
+                continue
+            rows = min(length, joined_rows)  # that a rank computes without a frame of its own
+            atoms = self.axes.canonical(self.axes.dims[part.value, 0][dim])
+            flops = min((self.by_rows[a] for a in atoms), default=0.0)  # those with all factors of the rows, or fewer
+            of_part, of_rest = flops * rows / length, (self.total - flops) / n
+            if ceil_div(length, n) < rows and of_part > 0 and of_part >= LARGE_SHARE * (of_part + of_rest):
+                apart.append(i)
+        return apart
+
+
+def _find_parts(node: Node) -> list[JoinedPart]:
+    """Return the parts of a concatenation, or of a value with a slice that is written; [] for other ops."""
+    call, total = OpCall(node), node_shape(node)
+    dim = call.dim()
+    if node.target is aten.cat.default:
+        if any(x.meta["val"].ndim != len(total) for x in call.operands):
+            return []
+        lengths = [node_shape(x)[dim] for x in call.operands]
+        starts = [simplify_size(end - length) for end, length in zip(accumulate(lengths), lengths)]
+        return [_find_part(x, dim, start, total[dim]) for x, start in zip(call.operands, starts)]
+    base, rows = call.operands
+    start, length, size = call["start"] or 0, node_shape(rows)[dim], total[dim]
+    if call["step"] != 1 or not all(isinstance(x, int) for x in (start, length, size)) or not _is_computed(base):
+        return []
+    start = min(max(normalize_position(start, size), 0), size)
+    before, after = JoinedPart(base, 0, start, True), JoinedPart(base, start + length, size - start - length, True)
+    return [part for part in (before, JoinedPart(rows, start, length, False), after) if part.length]
+
+
+def _find_part(x: Node, dim: int, start: Size, total: Size) -> JoinedPart:
+    """Return an operand of a concatenation as a part, in place if it is a piece of a value of all positions."""
+    length, piece = node_shape(x)[dim], match_piece(x)
+    if piece is None or not piece.keeps_dim or piece.step != 1 or piece.dim != dim:
+        return JoinedPart(x, start, length, False)
+    is_placed = is_same_size(piece.start, start) and is_same_size(node_shape(piece.source)[dim], total)
+    return JoinedPart(piece.source if is_placed else x, start, length, is_placed)
+
+
+def _is_joined(parts: Sequence[JoinedPart]) -> bool:
+    """Return True if parts of known lengths, none of which has all rows, are floats, and the longest is computed."""
+    if len(parts) < 2 or not all(isinstance(part.length, int) and part.length for part in parts):
         return False
-    if not all(isinstance(node_shape(x)[dim], int) for x in parts):
-        return False
-    return _is_computed(max(parts, key=lambda x: assume_large(node_shape(x)[dim])))
+    longest = max(parts, key=lambda part: (not part.is_placed, assume_large(part.length))).value
+    return longest.meta["val"].is_floating_point() and _is_computed(longest)
 
 
 def _is_computed(x: Node) -> bool:

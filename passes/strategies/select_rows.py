@@ -5,15 +5,24 @@
 Each rank contributes the rows that it has, and zeros for the others; the sum over the ranks is the slice. Bytes sent:
 2 (n - 1) / n of the k rows, instead of n - 1 times the shard. Unchanged (to be gathered): more than half of the rows,
 bools, and dims with more than the sequence.
+
+A part of a concatenation may have a frame of its own (`JoinSequences`), of which every rank has k / n rows:
+
+    sp.rows(x, S, start, k)   of the joint sequence  ->  sp.reduce_scatter(sp.rows(x, S, start, k, frame, n, group))
+    sp.rows(x, S, 0, k)       of all rows of a part  ->  sp.all_gather(x), which the concatenation pads
+
+Bytes sent: (n - 1) / n of the k rows.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from sp_compile.passes.graph.call import OpCall
-from sp_compile.passes.graph.sizes import assume_large, is_same_size
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, node_shape
+from sp_compile.passes.graph.node_info import node_info, set_node_info
+from sp_compile.passes.graph.sizes import Size, assume_large, is_same_size
 from sp_compile.passes.sharding.placement import Demand, Shard
 from sp_compile.passes.sharding.rule import rule_of
 
@@ -28,26 +37,55 @@ class SelectRows(DemandPass):
     requires = DemandPass.requires | {"selected rows"}
     kinds = frozenset({"whole"})
 
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Replace the slices, and return their number."""
+        self.axes = job.axes(gm)
+        return super().apply(gm, job)
+
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
-        rule, have = rule_of(node) if node.target is aten.slice.Tensor else None, demands[0].have
-        if rule is None or not rule.spans or not isinstance(have, Shard) or node.meta["val"].dtype == torch.bool:
+        have, span = demands[0].have, _selected_span(node)
+        if span is None or not isinstance(have, Shard) or node.meta["val"].dtype == torch.bool:
             return ""
-        ((_, length),) = rule.spans
         is_simple = is_same_size(have.outer, 1) and is_same_size(have.inner, 1) and not have.frame.order.is_balanced
-        is_short = 2 * assume_large(length) <= assume_large(have.frame.size)
+        is_short = node_info(node).is_apart or 2 * assume_large(span[1]) <= assume_large(have.frame.size)
         return None if is_simple and is_short and have.dim == OpCall(node).dim() else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         """Replace the slice by the rows that each rank has of it, which the ranks add."""
-        call, have, rule = OpCall(node), demands[0].have, rule_of(node)
+        call, have, span = OpCall(node), demands[0].have, _selected_span(node)
         assert isinstance(have, Shard)
-        assert rule is not None
-        ((start, length),) = rule.spans
-        ranks = self.job.ranks
-        placement = (self.sizes.list(have.frame_arg()), ranks.n, ranks.group)
-        args = (call.operands[0], have.dim, self.sizes(start), self.sizes(length), *placement)
+        assert span is not None
+        start, length = span
+        is_all = is_same_size(length, node_shape(call.operands[0])[have.dim])
+        placement = (self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
         with self.graph.inserting_before(node):
-            rows = self.emit(sp.rows.default, args, node.meta["val"], node)
-        self.replace(node, rows)
-        self.note(rows, f"{length} rows of {have.frame.size} are sent to all ranks")
+            if is_all:
+                rows = self.emit(
+                    sp.all_gather.default, (call.operands[0], have.dim, *placement), node.meta["val"], node
+                )
+            else:
+                args = (call.operands[0], have.dim, self.sizes(start), self.sizes(length), *placement)
+                rows = self.emit(sp.rows.default, args, node.meta["val"], node)
+            set_node_info(rows, is_apart=node_info(node).is_apart)
+            new = rows if is_all else self._distribute(rows, node)
+        self.replace(node, new)
+        to = "all ranks" if new is rows else "a frame of their own"
+        self.note(rows, f"{length} rows of {have.frame.size} are sent to {to}")
+
+    def _distribute(self, rows: Node, node: Node) -> Node:
+        """Emit the sum of the rows over the ranks, of which each has its part of the frame of a node, if it has one."""
+        shard = self.axes.shard(node) if node_info(node).is_apart else None
+        if shard is None or shard.frame.order.is_balanced:
+            return rows
+        args = (rows, shard.dim, self.sizes.list(shard.frame_arg()), self.job.ranks.n, self.job.ranks.group)
+        return self.emit(sp.reduce_scatter.default, args, rows.meta["val"], node)
+
+
+def _selected_span(node: Node) -> tuple[Size, Size] | None:
+    """Return the start and the number of the rows that a node selects, or None if it is no such op."""
+    call = OpCall(node) if node.target is sp.rows.default else None
+    if call is not None:
+        return (call["start"], call["length"]) if call["frame"] is None else None
+    rule = rule_of(node) if node.target is aten.slice.Tensor else None
+    return rule.spans[0] if rule is not None and rule.spans else None

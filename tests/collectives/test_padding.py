@@ -112,6 +112,7 @@ def test_positions_and_remote_edges() -> None:
 # What operators declare.
 
 W, B = torch.randn(4, 4, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+IMAGE_WEIGHT = torch.randn(4, 4, 3, 3, dtype=torch.float64)
 S = 5
 
 
@@ -187,6 +188,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "shift shorter": lambda: _along(sp.shift, _rows(), 1, 1, -1, 0, 0.0, grown=-1),
     "shift longer": lambda: _along(sp.shift, _rows(), 1, 1, 2, 0, NAN, grown=2),
     "conv1d": lambda: _along(sp.conv1d, _rows(dim=2), 2, W, B, 2, 0, 1, 1, 1),
+    "conv_along": lambda: _along(sp.conv_along, _rows(dim=2), 2, IMAGE_WEIGHT, B, 2, 2, 0, [1, 1], [1, 1], [1, 1], 1),
     "avg_pool1d": lambda: _along(sp.avg_pool1d, _rows(dim=2), 2, 1, 1, 3, 1),
     "max_pool1d": lambda: _along(sp.max_pool1d, _rows(dim=2), 2, 1, 1, float("-inf"), 3, 1, 1),
     "unfold": lambda: _along(sp.unfold, _rows(), 1, 1, 2, 0, 0.0, 3, 1),

@@ -37,6 +37,25 @@ def test_conv1d(n: int, size: int, start: int, before: int, after: int, dilation
 
 
 @pytest.mark.parametrize("n", RANKS)
+@pytest.mark.parametrize(("size", "start"), SIZES)
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 0)])
+@pytest.mark.sampled(every=3)
+def test_images_along_one_dim(n: int, size: int, start: int, before: int, after: int) -> None:
+    x, frames = operand(size, start), [frame(size, start)] * 2
+    weight = torch.randn(4, x.shape[0], 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    args = (weight, BIAS, 2, before, after, [1, 1], [1, 0], [1, 1], 1)
+    check(
+        sp.conv_along,
+        lambda x: F.conv2d(F.pad(x, (before, after)), weight, BIAS, padding=(1, 0)),
+        x,
+        args,
+        frames,
+        2,
+        n,
+    )
+
+
+@pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(("place", "before", "after"), [(0, 0, 0), (1, 0, 0), (2, 0, 0), (0, 1, 1), (0, 2, 0)])
 def test_conv1d_of_a_window_into_another(n: int, place: int, before: int, after: int) -> None:
     """11 rows of 13, and the result of 9 or 11 wherever it fits."""

@@ -252,7 +252,7 @@ def test_gathered_ops(sliding, shard, n, why):
 
 
 def test_gathered_with_the_reason():
-    gm = captured(lambda x: F.avg_pool1d((x * 2).mT, 3).mT + 1, torch.randn(1, 9, 4))
+    gm = captured(lambda x: F.avg_pool1d((x * 2).mT, 7, 1, 3).mT + 1, torch.randn(1, 9, 4))
     assert not ExchangeHalos(TWO, **SEQUENCE)(gm).modified
     gather = GatherOperands(TWO, **SEQUENCE)
     assert gather(gm).modified
@@ -275,3 +275,27 @@ def test_windows_keep_the_sequence_in_order():
     report = sp_compile.verify(Model(), x, sp=2, layout="zigzag", attention="ring")
     assert report.worst < 1e-12
     assert len(report.fallbacks) == 1
+
+
+class Subsampled(nn.Module):
+    """Attention over the rows of two convolutions with a stride of 2, with positions added, as in speech models."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Conv1d(4, 4, 3, stride=2, padding=1) for _ in range(2))
+        self.positions = nn.Parameter(torch.randn(-(-length // 4), 4))
+
+    def forward(self, x):
+        x = F.gelu(self.second(F.gelu(self.first(x.mT)))).mT + self.positions
+        q = x.unsqueeze(1)
+        return x + F.scaled_dot_product_attention(q, q, q).squeeze(1)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("length", [21, 30, 48])
+def test_a_rank_has_the_rows_of_complete_strides(length, n):
+    report = sp_compile.verify(Subsampled(length).double(), torch.randn(2, length, 4, dtype=torch.float64), sp=n)
+    assert report.worst < 1e-12
+    assert not report.fallbacks
+    assert report.work.flops_share == 1.0

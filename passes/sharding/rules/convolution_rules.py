@@ -31,12 +31,11 @@ from .movement import pad_rule, roll_rule, unfold_rule
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
-@register_rule_function(*parse_overloads("conv2d conv2d.padding conv3d conv3d.padding"))
 @register_rule_function(*parse_overloads("conv_transpose1d conv_transpose2d.input conv_transpose3d.input"))
 def conv_rule(call: OpCall) -> BoundRule | None:
     """Return the rule of a convolution with unknown windows: all dims but the batch are gathered.
 
-    Without a batch dim none passes. It is the rule of 1-d convolutions before `_sliding_rule` adds known windows.
+    Without a batch dim none passes. It is the rule of convolutions before `_sliding_rule` adds known windows.
     """
     weight = factor_names(call.ndim("weight"), "w")
     image = factor_names(len(weight) - 1, "i")
@@ -65,7 +64,8 @@ _RULES_OF_UNKNOWN_WINDOWS: dict[Any, Callable[[OpCall], Any]] = {
     **dict.fromkeys(parse_overloads("constant_pad_nd pad"), pad_rule),
     **dict.fromkeys(parse_overloads("avg_pool1d max_pool1d"), resize_dims(ndim=1)),
     **dict.fromkeys((sp.avg_pool1d.default, sp.max_pool1d.default), resize_dims(ndim=1)),
-    **dict.fromkeys([*parse_overloads("conv1d conv1d.padding convolution"), sp.conv1d.default], conv_rule),
+    **dict.fromkeys(parse_overloads("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"), conv_rule),
+    **dict.fromkeys((aten.convolution.default, sp.conv1d.default, sp.conv_along.default), conv_rule),
     **dict.fromkeys((aten.unfold.default, sp.unfold.default), unfold_rule),
     **dict.fromkeys((sp.roll.default, sp.shift.default), partial(along_dims, dims=(), lazy=True)),
     aten.roll.default: roll_rule,
@@ -86,6 +86,9 @@ def _sliding_rule(call: OpCall) -> BoundRule | None:
     for dim, window_call in sliding_calls(call).items():
         kinds.pop(result[dim], None)
         result[dim] = operand[dim]
+        if window_call.sliding.is_pointwise(call.shape()[dim]):
+            kinds.pop(operand[dim], None)
+            continue
         kinds[operand[dim]] = "halo"
         slides[operand[dim]] = window_call.sliding
     rule = replace(rule, results=(tuple(result),), kinds=kinds, slides=slides)

@@ -1,0 +1,134 @@
+"""Convolutions over the rows of images whose tokens are a sequence: each rank has complete rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import check
+from support.parity import against_eager
+from support.parity import check as check_ranks
+from support.ranks import Ranks, mesh
+from torch import Tensor, nn
+
+import sp_compile
+
+WIDTH = 8
+
+
+class ConvFeedForward(nn.Module):
+    """Attention over H * W tokens, then convolutions over the image of the tokens."""
+
+    def __init__(self, columns: int, *middle: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.columns, self.qkv = columns, nn.Linear(WIDTH, 3 * WIDTH)
+        inner = middle or (nn.Conv2d(2 * WIDTH, 2 * WIDTH, 3, padding=1, groups=2 * WIDTH),)
+        self.ff = nn.Sequential(nn.Conv2d(WIDTH, 2 * WIDTH, 1), nn.SiLU(), *inner, nn.Conv2d(2 * WIDTH, WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            q, k, v = (y.unsqueeze(1) for y in self.qkv(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v).squeeze(1)
+            image = x.unflatten(1, (-1, self.columns)).permute(0, 3, 1, 2)
+            x = x + self.ff(image).flatten(2).transpose(1, 2)
+        return x
+
+
+def conv(kernel: int | tuple[int, int], **given: int | tuple[int, int] | str) -> nn.Module:
+    return nn.Conv2d(2 * WIDTH, 2 * WIDTH, kernel, **given)
+
+
+MIDDLES: dict[str, Callable[[], nn.Module]] = {
+    "full": lambda: conv(3, padding=1),
+    "rows only": lambda: conv((3, 1), padding=(1, 0)),
+    "columns only": lambda: conv((1, 5), padding=(0, 2)),
+    "dilated": lambda: conv(3, padding=2, dilation=2),
+    "same": lambda: conv((5, 3), padding="same"),
+    "groups": lambda: conv(3, padding=1, groups=4),
+}
+
+
+def image_tokens(rows: int, columns: int) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, rows * columns, WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(("rows", "columns"), [(8, 4), (7, 5), (9, 3)])
+@pytest.mark.sampled(every=2)
+def test_each_rank_has_complete_rows(rows: int, columns: int, n: int) -> None:
+    report = check(ConvFeedForward(columns).double(), image_tokens(rows, columns), sp=n)
+    assert not report.fallbacks, report
+    assert report.work.flops_share == 1.0
+    assert report.count("conv_along") == 2, "only the middle convolutions need rows of other ranks"
+
+
+@pytest.mark.parametrize("name", list(MIDDLES))
+def test_kinds_of_convolutions(name: str) -> None:
+    report = check(ConvFeedForward(5, MIDDLES[name]()).double(), image_tokens(12, 5), sp=3)
+    assert not report.fallbacks, report
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_fewer_rows_than_ranks(rows: int) -> None:
+    check(ConvFeedForward(5).double(), image_tokens(rows, 5), sp=4)
+
+
+def test_a_stride_is_gathered() -> None:
+    middle = nn.Sequential(conv(3, padding=1, stride=2), nn.Upsample(scale_factor=2))
+    check(ConvFeedForward(4, middle).double(), image_tokens(6, 4), sp=2)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_volumes_have_complete_frames(n: int) -> None:
+    class Video(ConvFeedForward):
+        def __init__(self) -> None:
+            super().__init__(12)
+            self.ff = nn.Sequential(nn.Conv3d(WIDTH, WIDTH, 1), nn.Conv3d(WIDTH, WIDTH, 3, padding=1, groups=2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (y.unsqueeze(1) for y in self.qkv(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v).squeeze(1)
+            volume = x.unflatten(1, (-1, 4, 3)).permute(0, 4, 1, 2, 3)
+            return x + self.ff(volume).flatten(2).transpose(1, 2)
+
+    report = check(Video().double(), image_tokens(5, 12), sp=n)
+    assert not report.fallbacks, report
+
+
+def test_a_cheap_convolution_does_not_make_shards_unequal() -> None:
+    """The prediction of pixels from 35 tokens is little work, so a rank has 18 tokens and not 4 rows of 7."""
+
+    class Pixels(ConvFeedForward):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (y.unsqueeze(1) for y in self.qkv(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v).squeeze(1)
+            pixels = x[..., :1].unflatten(1, (-1, self.columns)).permute(0, 3, 1, 2)
+            return F.conv2d(pixels, pixels.new_ones(1, 1, 3, 3), padding=1)
+
+    report = sp_compile.explain(Pixels(7), torch.randn(2, 35, WIDTH), sp=2)
+    assert report.constraints[0].startswith("sequence of 35"), report.constraints
+
+
+class Loss(nn.Module):
+    """The mean square of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = ConvFeedForward(5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).pow(2).mean()
+
+
+def _train_on_rows() -> object:
+    return against_eager(Loss(), image_tokens(7, 5).detach(), mesh=mesh())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.sampled(every=2)
+def test_rows_on_real_ranks(ranks: Ranks, n: int) -> None:
+    check_ranks(ranks.run(n, _train_on_rows))
