@@ -24,7 +24,7 @@ sp = torch.ops.sp
 class KernelFunction(NamedTuple):
     """A function of a package that is installed."""
 
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # with the arguments of `KERNELS`
     devices: frozenset[str]  # types of devices on which it is used
 
 

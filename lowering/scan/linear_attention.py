@@ -34,7 +34,9 @@ from .scan_ops import SHARD_ARGUMENTS, ScanShards, to_chunks
 
 sp = torch.ops.sp
 CHUNK = 64  # tokens of a chunk with one decay a head
-SMALL_CHUNK = 16  # with a decay for each of the K rows of the state: its products have K times as many elements
+SMALL_CHUNK = (
+    16  # with K decays a head, one for each row of the state, where products within a chunk are K times larger
+)
 ATTENTION_OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? a, Tensor? b, Tensor? starts, Tensor? initial, "
     f"float scale, str kernel, {SHARD_ARGUMENTS}"

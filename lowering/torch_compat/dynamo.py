@@ -389,6 +389,7 @@ def call_at_compile_start(callback: Callable[[], None]) -> None:
 
     @torch.compiler.disable  # Dynamo would trace it where eager code calls a backward
     def run(event: Any) -> None:
+        """Run all callbacks."""
         callback()
         run_callbacks(event)
 

@@ -94,7 +94,7 @@ def count_work(gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: 
 
 
 def has_frame(node: Node) -> bool:
-    """Return True if a call processes the shards of its operands, whatever the placement of its result."""
+    """Return True if a call processes shards of its operands; its result may be replicated."""
     ruled_call = lookup_rule(node)
     return ruled_call is not None and ruled_call.call.get("frame") is not None
 
