@@ -217,6 +217,6 @@ class ShardScans(DemandPass):
 def _describe_scan(call: OpCall) -> str:
     """Return the kind of a scan for the report, such as "inclusive sum, reversed,"."""
     if call.node.target in RECURRENCES:
-        return RECURRENCES[call.node.target]
+        return " ".join(filter(None, [RECURRENCES[call.node.target], call.get("kernel")]))
     kind = "exclusive" if call.get("exclusive") else "inclusive"
     return f"{kind} {call['op']}" + (", reversed," if call["reverse"] else "")
