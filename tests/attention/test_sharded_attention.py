@@ -78,6 +78,7 @@ OWN: dict[str, tuple[Any, ...]] = {
     "ulysses": (2,),
     "grads": ("travel", "scatter"),
     "orders": (None,),
+    "mask_rows": (False,),  # True in masks/test_sparse_masks.py
 }
 """Values of the arguments that only some ops have, after the common ones; "all" is the number of ranks."""
 

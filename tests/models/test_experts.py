@@ -13,7 +13,7 @@ from support.models import BATCH, check, seeded
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.passes import propagate
+from sp_compile.passes.propagation import propagate
 from sp_compile.passes.canonical import expert_loops as sorted_rows
 from sp_compile.passes.context import NoteKind
 

@@ -254,6 +254,10 @@ def scans() -> None:
     one(sp.affine_scan.default, f(2, 6, 3, 3), f(2, 6, 3, 4), None, 1)
     one(sp.affine_scan.default, f(2, 6, 3, 3), f(2, 6, 3, 4), f(2, 3, 4), 1, reverse=True)
     one(sp.linear_scan.default, f(4, 1), x, f(2, 6), 1, reverse=True)
+    q, k, decay, beta, starts = f(2, 6, 2, 4), f(2, 6, 2, 4), -f(2, 6, 2, 1).abs(), f(2, 6, 2).sigmoid(), f(2, 6) > 1
+    for op in (sp.linear_attention.default, sp.linear_attention_state.default):
+        one(op, q, k, f(2, 6, 2, 3), decay, beta, None, None, starts, f(2, 2, 4, 3), 0.5, "")
+        one(op, q, k, f(2, 6, 2, 3), -f(2, 6, 2, 4).abs(), None, q, k, None, None, 0.5, "")
 
 
 def linear_algebra() -> None:
