@@ -13,9 +13,9 @@ from support.models import BATCH, check, seeded
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.passes.propagation import propagate
 from sp_compile.passes.canonical import expert_loops as sorted_rows
 from sp_compile.passes.context import NoteKind
+from sp_compile.passes.propagation import propagate
 
 WIDTH, INSIDE, EXPERTS, TOP = 12, 8, 3, 2
 grouped = torch.ops.transformers.grouped_mm_fallback
