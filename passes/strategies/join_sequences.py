@@ -252,8 +252,21 @@ def _is_joined(parts: Sequence[JoinedPart]) -> bool:
     """Return True if parts of known lengths, none of which has all rows, are floats, and the longest is computed."""
     if len(parts) < 2 or not all(isinstance(part.length, int) and part.length for part in parts):
         return False
+    if _is_row_shift(parts):
+        return False
     longest = max(parts, key=lambda part: (not part.is_placed, assume_large(part.length))).value
     return longest.meta["val"].is_floating_point() and _is_computed(longest)
+
+
+def _is_row_shift(parts: Sequence[JoinedPart]) -> bool:
+    """Return True for one row beside all but one row of a value, a shift, which `ExchangeHalos` supports."""
+    lengths = [part.length for part in parts]
+    if len(parts) != 2 or 1 not in lengths:
+        return False
+    piece = match_piece(parts[1 - lengths.index(1)].value)
+    if piece is None or not piece.keeps_dim:
+        return False
+    return is_same_size(node_shape(piece.source)[piece.dim], sum(lengths))
 
 
 def _is_computed(x: Node) -> bool:
