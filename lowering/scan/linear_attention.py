@@ -127,7 +127,8 @@ def chunk_tokens(decays: Any) -> int:
 def _split_chunks(x: Tensor, size: int, exchange: CarryExchange) -> Tensor:
     """Return (B, S, H, D) as (B, H, N, T, D), T tokens a chunk and zeros after the last token of each fold."""
     x = to_chunks(x, exchange)
-    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[2] % size))
+    # Not F.pad, whose backward has strides that fake tensors do not predict for a symbolic length.
+    x = torch.cat([x, x.new_zeros((*x.shape[:2], -x.shape[2] % size, *x.shape[3:]))], 2)
     return x.unflatten(2, (x.shape[2] // size, size)).permute(0, 4, 1, 2, 3, 5).flatten(2, 3)
 
 

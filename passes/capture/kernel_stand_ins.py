@@ -331,6 +331,7 @@ def _causal_conv(
             earlier = F.pad(rows, (distance, 0))[..., :length] * is_same.unsqueeze(1)
             out = out + earlier * weight[:, width - 1 - distance].unsqueeze(-1)
         out = out if bias is None else out + bias.unsqueeze(-1)
+        out = out.masked_fill((seq_idx < 0).unsqueeze(1), 0)  # as the kernel does for padding
     return (out if activation is None else F.silu(out)).to(x.dtype)
 
 

@@ -130,9 +130,10 @@ def _linear_attention_bytes(call: OpCall, folds: int, extent: Callable[[Any], Si
 
     The state after the last token is gathered, too, for ``sp::linear_attention_state``.
     """
-    (batch, _, heads, size), columns = map(extent, call.shape("k")), extent(call.shape("v")[-1])
+    k, v = (x.meta["val"] for x in call.operands[1:3])
+    batch, heads, size, columns = map(extent, (k.shape[0], *k.shape[2:], v.shape[-1]))
     states = 2 if call.node.target is sp.linear_attention_state.default else 1
-    itemsize = torch.promote_types(call.operands[2].meta["val"].dtype, torch.float32).itemsize
+    itemsize = torch.promote_types(v.dtype, torch.float32).itemsize
     return batch * heads * size * (size + states * columns) * folds * itemsize
 
 

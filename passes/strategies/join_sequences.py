@@ -30,7 +30,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape, read_results
-from sp_compile.passes.graph.node_info import set_node_info
+from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size, normalize_position
 from sp_compile.passes.sharding.axes import Atom, Axes
 from sp_compile.passes.sharding.matchers import match_piece
@@ -87,7 +87,7 @@ class JoinSequences(Pass):
         """Replace a concatenation of all pieces of one value by a copy of it, and return True if it is one."""
         parts = _find_parts(node)
         values = {part.value for part in parts}
-        if len(values) > 1 or not all(part.is_placed for part in parts):
+        if len(values) != 1 or not all(part.is_placed for part in parts):
             return False
         value = values.pop()
         if value.meta["val"].dtype != node.meta["val"].dtype:
@@ -221,7 +221,9 @@ class RowWork:
 
 
 def _find_parts(node: Node) -> list[JoinedPart]:
-    """Return the parts of a concatenation, or of a value with a slice that is written; [] for other ops."""
+    """Return the parts of a concatenation, or of a value with a slice that is written; [] for others."""
+    if node_info(node).no_rule is not None:
+        return []
     call, total = OpCall(node), node_shape(node)
     dim = call.dim()
     if node.target is aten.cat.default:

@@ -207,3 +207,34 @@ def test_options_without_a_stand_in_run_the_original() -> None:
 
     x = torch.randn(1, 7, HEADS, SIZE)
     assert STAND_INS["chunk_delta_rule"](x, x, x, x[..., 0], state_v_first=True) is NotImplemented
+
+
+def _train_lengths(kernel: str) -> list[float]:
+    """Return the errors of losses and gradients of lengths that follow each other, on the ranks."""
+    model, errors = Mixer(kernel), []
+    compiled = torch.compile(model, backend="sp", options={"mesh": mesh(), "seq_dims": {"x": 1}})
+    for length in (21, 34, 50):
+        torch.manual_seed(length)
+        x = torch.randn(2, length, WIDTH, dtype=torch.float64)
+        parameters = list(model.parameters())
+        expected, found = model(x), compiled(x)
+        grads = [torch.autograd.grad(y, parameters, allow_unused=True) for y in (expected, found)]
+        pairs = [(a, b) for a, b in zip(*grads, strict=True) if a is not None and b is not None]
+        errors += [float((a - b).abs().max()) for a, b in [(expected.detach(), found.detach()), *pairs]]
+    return errors
+
+
+@pytest.mark.parametrize("kernel", ["chunk_simple_gla", "chunk_kda"])
+@pytest.mark.sampled(every=2)
+def test_lengths_that_change(ranks: Ranks, kernel: str) -> None:
+    for errors in ranks.run(2, _train_lengths, kernel):
+        assert len(errors) > 9
+        assert max(errors) < 1e-11
+
+
+def test_padding_of_a_convolution_is_zero() -> None:
+    from sp_compile.passes.capture.kernel_stand_ins import STAND_INS
+
+    ids = torch.tensor([[0, 0, 1, -1, -1]])
+    out = STAND_INS["causal_conv1d_fn"](torch.ones(1, 1, 5), torch.ones(1, 4), torch.ones(1), seq_idx=ids)
+    assert out.flatten().tolist() == [2, 3, 2, 0, 0]
