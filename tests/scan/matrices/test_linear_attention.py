@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.parity import against_eager
 from support.parity import check as check_ranks
+from support.parity import sp as compile_model
 from support.ranks import Ranks, mesh
 from support.scans.kernel_package import CALLS, attend, fla
 from torch import Tensor, nn
@@ -212,7 +213,7 @@ def test_options_without_a_stand_in_run_the_original() -> None:
 def _train_lengths(kernel: str) -> list[float]:
     """Return the errors of losses and gradients of lengths that follow each other, on the ranks."""
     model, errors = Mixer(kernel), []
-    compiled = torch.compile(model, backend="sp", options={"mesh": mesh(), "seq_dims": {"x": 1}})
+    compiled = compile_model(model, mesh=mesh(), seq_dims={"x": 1})
     for length in (21, 34, 50):
         torch.manual_seed(length)
         x = torch.randn(2, length, WIDTH, dtype=torch.float64)
