@@ -41,7 +41,7 @@ class KernelOperands(NamedTuple):
 
 
 def state_dtype(v: Tensor) -> torch.dtype:
-    """Return the dtype of states for values v: float32, or float64."""
+    """Return the dtype in which values v are processed, as states are: float32, or float64."""
     return torch.promote_types(v.dtype, torch.float32)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sp_compile.lowering.base.registry import Table
+from sp_compile.lowering.scan.attention_kernels import state_dtype
 
 STAND_INS: Table[Callable[..., Any]] = Table("stand-ins of kernel functions")
 # Options that change how a kernel computes, and not what.
@@ -107,7 +108,7 @@ def _changes(ids: Tensor) -> Tensor:
 
 def _normalize(x: Tensor) -> Tensor:
     """Return rows of norm 1."""
-    y = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    y = x.to(state_dtype(x))
     return (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + NORM_EPSILON)).to(x.dtype)
 
 
@@ -157,7 +158,7 @@ def _kda(
 ) -> Any:
     """Emit fla's chunk_kda: a decay for each row of the state."""
     if use_gate_in_kernel:
-        g = g.float() if g.dtype in (torch.bfloat16, torch.float16) else g
+        g = g.to(state_dtype(g))
         g = g if dt_bias is None else g + dt_bias.view(g.shape[-2:])
         rate = None if A_log is None else A_log.view(-1, 1).exp()
         if lower_bound is not None:
@@ -230,7 +231,7 @@ def _mamba_chunk_scan(
     """Emit mamba_ssm's mamba_chunk_scan_combined, by arithmetic; its states are (B, H, V, K)."""
     if cu_seqlens is not None or (seq_idx is not None and (initial_states is not None or return_final_states)):
         return NotImplemented
-    dt = dt.float() if dt.dtype in (torch.bfloat16, torch.float16) else dt
+    dt = dt.to(state_dtype(dt))
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(dt_limit[0], dt_limit[1])
     initial = None if initial_states is None else initial_states.mT

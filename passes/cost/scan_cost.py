@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sp_compile.lowering.scan.attention_kernels import state_dtype
 from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.passes.graph.call import OpCall
@@ -133,7 +134,7 @@ def _linear_attention_bytes(call: OpCall, folds: int, extent: Callable[[Any], Si
     k, v = (x.meta["val"] for x in call.operands[1:3])
     batch, heads, size, columns = map(extent, (k.shape[0], *k.shape[2:], v.shape[-1]))
     states = 2 if call.node.target is sp.linear_attention_state.default else 1
-    itemsize = torch.promote_types(v.dtype, torch.float32).itemsize
+    itemsize = state_dtype(v).itemsize
     return batch * heads * size * (size + states * columns) * folds * itemsize
 
 
