@@ -327,7 +327,7 @@ def check_pass_order(passes: tuple[type[Pass], ...], initial: frozenset[str] = C
         missing = entry.requires - provided
         if missing:
             raise SpError("SP909", f"{entry.name} requires {_quote_names(missing)}, which no earlier pass provides.")
-        for later in passes[i:]:
+        for later in passes[i + 1 :]:
             late = entry.requires & later.provides
             if late:
                 raise SpError(

@@ -71,7 +71,7 @@ class SplitProgram:
                 view = cls._view(program, config, session, program.has_balanced_inputs)
             session.ranks.check_backend(program.device)
         finally:  # the other ranks measure, too, even if this one has failed
-            machine = session.machine(program.device)
+            machine = session.agree_on_machine(program.device)
         return cls(program, config, session, view, machine, repeats)
 
     @staticmethod

@@ -298,9 +298,11 @@ def _backward_workspace(
 ) -> int:
     """Return the peak memory of the backward, without its operands and results, in bytes, for estimates.
 
-    First a kernel has its workspace and its results; then these are cast, or copied to the tensor that is sent. The
-    gradients of a single kernel without either are results without a copy. For a zigzag shard each kernel has half of
-    the queries, and adds to existing results.
+    It is the larger of two moments. In a kernel call there are its workspace and copies of operands, the lse, the
+    packed tensor of dk and dv that is sent, and its gradients in q's dtype; results of the operator that do not exist
+    yet are subtracted. After the call, its gradients are cast to the accumulation dtype, or dk and dv are copied to
+    the packed tensor; otherwise its gradients are the results. For a zigzag shard each kernel has half of the queries,
+    and adds to existing results.
     """
     args, mask_grad, packed = _parse_backward(arguments)
     workspace = _score_bytes(q, k, v, args, mask_grad, 6 if args.score else 5) or workspace

@@ -24,21 +24,22 @@ class Override(Generic[T]):
     """Value that is forced on all threads inside `with forced.force(value)`, for tests and benchmarks."""
 
     def __init__(self) -> None:
-        self._values: list[T] = []
+        self._entries: list[list[T]] = []  # one list of one value for each block, the innermost last
 
     @property
     def value(self) -> T | None:
         """Return the value of the innermost block, or None outside."""
-        return self._values[-1] if self._values else None
+        return self._entries[-1][0] if self._entries else None
 
     @contextmanager
     def force(self, value: T) -> Iterator[None]:
         """Force the value inside the block; of nested blocks, the innermost counts."""
-        self._values.append(value)
+        entry = [value]  # blocks of several threads may end in any order, and values may be equal
+        self._entries.append(entry)
         try:
             yield
         finally:
-            self._values.remove(value)
+            self._entries = [other for other in self._entries if other is not entry]
 
 
 class Table(dict[Any, TableRow]):

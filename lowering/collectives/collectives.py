@@ -185,8 +185,8 @@ def all_reduce(x: Tensor, n: int, group: str) -> Tensor:
 def broadcast(x: Tensor, group: str) -> Tensor:
     """Copy rank 0's values to every rank, as for random draws that must agree: varying -> invariant.
 
-    Shapes: any -> same. Bytes: bytes(x) from rank 0. Backward: identity, no bytes: the values were meant to be equal,
-    so that the invariant cotangent applies to each rank's own computation of them.
+    Shapes: any -> same. Bytes: bytes(x) from rank 0. Backward: identity, no bytes. The cotangent is the same on
+    every rank; each rank passes it to its own draw, although only rank 0's values were used (see ``broadcast_grad``).
     Source: broadcast from the group's rank 0.
     """
     return LinearMap.apply(x, _broadcast_first, _identity, group)

@@ -160,7 +160,8 @@ class AttendedRun(NamedTuple):
     def can_use_window(self, window: Window) -> bool:
         """Return True if the same pairs attend in another window, so that the run can join a call with it.
 
-        False for more queries than keys, of which kernels support only some windows (`supports_window`).
+        False for at least two more queries than keys, unless it is the run's own window: kernels support only some
+        windows there (`supports_window`).
         """
         if window == self.window:
             return True

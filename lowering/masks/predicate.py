@@ -107,7 +107,8 @@ def _compile_number(expr: Any, algebra: Algebra) -> Evaluator:
 def _compile_operation(operation: Callable[[Any, Any], Any], operands: list[Evaluator]) -> Evaluator:
     """Return a function that evaluates the operands and combines them, from left to right.
 
-    The first two cases only avoid the overhead of the last one.
+    A single operand is that of a unary operation, which ignores its second argument. The case of two operands only
+    avoids the overhead of `reduce`.
     """
     if len(operands) == 1:
         (only,) = operands

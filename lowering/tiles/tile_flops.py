@@ -63,13 +63,14 @@ def tiles_backward_flops(cotangents: Any, *operands: Any, **meta: Any) -> int:
 
 
 def _accumulated_flops(part: TilePart, sums: list[TileSum]) -> int:
-    """Return the FLOPs of the products that a loop adds to its sums over the tiles, for one tile.
+    """Return the FLOPs of adding one tile to the sums over the tiles, such as `total += a.T @ b`.
 
-    The last results of the part are the summands of these sums, in order.
+    The last results of the part are the tensors that are added, such as a and b, `num_summands` of each sum, in order.
     """
     results = part.graph.graph.output_node().args[0]
-    summands = iter(results[len(results) - sum(kind.num_summands for kind in sums) :])
-    return sum(kind.flops(*(x.meta["val"].shape for x in islice(summands, kind.num_summands))) for kind in sums)
+    added = iter(results[len(results) - sum(tile_sum.num_summands for tile_sum in sums) :])
+    shapes = ([x.meta["val"].shape for x in islice(added, tile_sum.num_summands)] for tile_sum in sums)
+    return sum(tile_sum.flops(*of_sum) for tile_sum, of_sum in zip(sums, shapes))
 
 
 @cache

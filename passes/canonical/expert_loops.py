@@ -214,7 +214,10 @@ class _SortUses:
         return True
 
     def _match_write(self, node: Node) -> bool:
-        """Match a computation of the inverse permutation, or a write that unsorts all rows, out[order] = rows."""
+        """Match the inverse permutation, or a write that unsorts all rows, out[order] = rows, without a cast.
+
+        The inverse is argsort(order), or buffer[order] = arange(R) with a buffer such as empty_like(order).
+        """
         if node.target in FACTORIES_LIKE and node.args[0] is self.order:
             self.buffers.add(node)
             return True
@@ -232,8 +235,10 @@ class _SortUses:
             return True
         if values not in self.rows or not self.has_length(node_shape(values)[0]):
             return False
+        if out.meta["val"].dtype != values.meta["val"].dtype:
+            return False
         self.unsorted[node] = values
-        return out.meta["val"].dtype == values.meta["val"].dtype
+        return True
 
     def _match_division(self, node: Node) -> bool:
         """Match order // k, the token of each sorted row."""

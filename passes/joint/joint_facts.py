@@ -2,7 +2,8 @@
 
 A fact states, for example, that argument `input_0` has equal values on all ranks. In the joint graph that argument is
 the first tensor among the primals, such as `primals_3`. The primals are the inputs of the forward; the tangents are the
-gradients of its results.
+gradients of its results. Facts (`InputFacts`) name the inputs that are equal on all ranks, that differ between ranks,
+or that have one value in all elements.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ..
 
     Returns:
         The facts, or None if the tensors among the primals do not match `shapes` one by one, since AOTAutograd has
-        regrouped them.
+        regrouped them, or if an input that differs between ranks has no placeholder of its own.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     primals = inputs[: len(inputs) - len(graph_tangents(gm.graph))]

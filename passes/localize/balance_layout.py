@@ -104,7 +104,12 @@ class BalanceLayout(Pass):
         length = shards[0].frame.size if shards else all_frames[0].size
         for call, frames in calls:
             if not all(is_same_size(frame.size, length) for frame in frames.values()):
-                raise SpError("SP411", f"layout='balanced': {describe_node(call.node)} reads rows of another sequence.")
+                sizes = ", ".join(dict.fromkeys(str(frame.size) for frame in frames.values()))
+                raise SpError(
+                    "SP411",
+                    f"layout='balanced': expected one sequence, of {length} positions, got {describe_node(call.node)} "
+                    f"with rows of {sizes} positions.",
+                )
         attentions = [call for call, frames in calls if "q_frame" in frames]
         read_vectors = [v for call in attentions for v in mask_vectors(call.node)]
         # each vector of the sequence -> the first vector with its values

@@ -37,18 +37,18 @@ def shard_of_factor(
     """
     for i, dim in enumerate(dims):
         if dim == factor:
-            return _scale_shard(base, i, shape[i], n)
+            return _transfer_shard(base, i, shape[i], n)
         if factor in dim_factors(dim):  # one of several factors of the dim
-            factor_shard = _scale_shard(base, i, rule.extents[factor], n)
+            factor_shard = _transfer_shard(base, i, rule.extents[factor], n)
             return factor_shard and rule.dim_shard(dim, factor, factor_shard)
     return None
 
 
-def _scale_shard(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
-    """Return the shard of a factor in a dim with `extent` elements, or None.
+def _transfer_shard(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
+    """Return `base`, the shard of another tensor, as a shard of `dim` with `extent` positions; None if impossible.
 
-    The extent of another operand's dim may differ from that of `base` (8 heads of keys, 32 of queries). Its blocks then
-    correspond to those of `base` only if the rows are contiguous and n divides both extents.
+    For an equal number of positions it is the same shard. Another number (8 heads of keys, 32 of queries) is possible
+    only if the rows of `base` are contiguous, and n divides both numbers, so that the blocks of ranks correspond.
     """
     if is_same_size(extent, size_product((base.outer, base.frame.length, base.inner))):
         return base.on_dim(dim)
@@ -235,7 +235,7 @@ def _reads_pairs(call: OpCall, rule: BoundRule, leading: int | None, i: int, mai
 def _has_same_positions(call: OpCall, rule: BoundRule, i: int, factor: str, have: Shard, base: Shard, n: int) -> bool:
     """Return True if an operand's shards of the factor have the same positions as those of `base`."""
     extent = call.shape(i)[have.dim] if factor in rule.operands[i] else rule.extents[factor]
-    return have.has_same_positions(base) or have.has_same_positions(_scale_shard(base, have.dim, extent, n) or base)
+    return have.has_same_positions(base) or have.has_same_positions(_transfer_shard(base, have.dim, extent, n) or base)
 
 
 def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base: Shard, n: int) -> NodeStep:

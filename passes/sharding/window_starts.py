@@ -96,13 +96,14 @@ def _has_frame(node: Node, frame: Frame, plan: PlacementPlan) -> bool:
 
 
 def _start_nodes(x: Node, frame: Frame, plan: PlacementPlan) -> list[Node]:
-    """Return the nodes at which the computation of x starts on shards of the frame.
+    """Return the nodes at which replicated operands are first sharded, among those on which x depends.
 
-    The list is empty if an input is sharded in this frame, or a value is cut to it.
+    The list is empty if x depends on a sharded input, or on a value that is sharded in another frame: their rows are
+    placed already.
     """
 
     def sharded_operands(node: Node) -> list[Node]:
-        """Return the operands of a node that are sharded, except constants, which any frame can cut."""
+        """Return the operands of a node that are sharded, except constants, which start in any frame."""
         operands = [x for x in node.all_input_nodes if plan.wants.get(x) != ()]
         return [x for x in operands if any(isinstance(p, Shard) for p in plan.placements.get(x, ()))]
 

@@ -82,7 +82,7 @@ class ExchangeHalos(DemandPass):
                 op, args = slides.first
                 x = self.compute(op, (x, *args), node)
             new = self._rewrite_on_shards(slides, x, have, result, node.meta["val"], node)
-        set_node_info(new, joins=node_info(node).joins)  # the parts of a joint sequence keep its frame
+        set_node_info(new, joins=node_info(node).joins)  # `JoinSequences` padded x as a part of a concatenation
         self.replace(node, new)
 
     def _rewrite_on_shards(

@@ -175,7 +175,9 @@ class JoinSequences(Pass):
 
 
 class RowWork:
-    """FLOPs of the products of a graph that depend on the rows of each sequence.
+    """FLOPs of the products of a graph whose result has the rows of each sequence.
+
+    A dim is a product of atoms (`axes.py`); an atom is a class of equal dims and its size.
 
     Args:
         gm: The graph.
@@ -185,7 +187,7 @@ class RowWork:
     def __init__(self, gm: GraphModule, axes: Axes) -> None:
         self.axes = axes
         self.total = 0.0  # FLOPs of the graph
-        self.by_rows: Counter[Atom] = Counter()  # FLOPs by class and number of rows
+        self.by_rows: Counter[Atom] = Counter()  # FLOPs of the products whose result has an atom
         for node in gm.graph.nodes:
             flops = contraction_flops(node) if node.op == "call_function" else 0.0
             self.total += flops

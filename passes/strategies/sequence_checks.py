@@ -136,8 +136,8 @@ def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> Non
         names = [argument_name(node) for node in sequence_dims if is_tensor(node)]
         raise SpError(
             "SP307",
-            f"inputs='local': the sequence could not be traced to one of the inputs {names}, where it is a part of "
-            "a dim or has another length (before a concatenation, a pad, patches).",
+            f"inputs='local': no dim of the inputs {names} is known to be the sequence. In an input it may be only a "
+            "part of a dim, or have another length, as before a concatenation, a pad or a split into patches.",
         )
 
 

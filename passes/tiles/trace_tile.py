@@ -96,7 +96,11 @@ class TileFunction:
         return torch.empty(resolve_shape(shape, self.sizes), dtype=x.dtype, device=x.device)
 
     def results(self, *operands: Tensor) -> list[Tensor]:
-        """Return the results of one tile for its operands, with rows in a separate dim."""
+        """Run the region on one tile and return its results.
+
+        Operands and results with rows have these in a dim of their own, which the loop slices (`split_row_dim`). The
+        nodes of the region see the shapes of the model, such as merged (batch x rows).
+        """
         values: dict[Node, Any] = dict(zip((*self.region.rows, *self.region.replicated), operands, strict=True))
         shard = self.view.rows(self.region.rows[0])
         assert shard is not None

@@ -167,13 +167,13 @@ class CompileSession:
         if self.sequence:
             self.aligned = frozenset(name for name in self.facts if self.ranks.group in self.grids[name].level)
 
-    def machine(self, device: torch.device) -> Machine | None:
+    def agree_on_machine(self, device: torch.device) -> Machine | None:
         """Return the cost model's constants for the ranks of the sequence; None for the device defaults.
 
-        Groups that split separate sequences, such as the columns of a mesh, measure separately. All connected ranks use
-        the same constants, since a tensor-parallel group would otherwise compile two programs.
+        Each group that splits a sequence, such as a column of a mesh, measures its ranks. All connected ranks then take
+        the minimum, since a tensor-parallel group would otherwise compile two programs.
         """
-        self.split = True
+        self.split = True  # so that `guard` compares the ranks of the sequence, even if the compilation fails
         if not self.measures or self.ranks.process_group is None:
             return None
         machine = measure.machine(self.ranks, device, make_exchange(self.ranks, MEASURE_VERB))

@@ -340,7 +340,7 @@ def _shift_dim(dim: Any, time: int, ndim: int) -> int | None:
     Args:
         dim: The dim, possibly negative.
         time: The dim of the steps.
-        ndim: The number of dims of one step that `dim` may count.
+        ndim: The number of dims that `dim` indexes: those of the value at one step, and one more for unsqueeze.
     """
     if not isinstance(dim, int):
         return None

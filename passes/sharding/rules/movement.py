@@ -305,7 +305,8 @@ def _select_rule(call: OpCall) -> BoundRule:
 def _slice_rule(call: OpCall) -> BoundRule:
     """Return the rule of a slice: a piece, or a gathered dim if it has a step or its start is not known.
 
-    A piece requires a start that is not clamped to the size of the dim for any symbolic sizes.
+    With symbolic sizes a slice is a piece only if torch clamps its start for none of their values. A constant start is
+    clamped here.
     """
     dim = call.dim()
     extent, length = call.shape()[dim], call.result_shapes()[0][dim]
