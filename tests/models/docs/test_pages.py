@@ -47,7 +47,7 @@ def run(page: Path) -> None:
     """Run the blocks of a page, with a model and its arguments for README.md."""
     torch.manual_seed(0)
     ids = torch.randint(0, 256, (1, 24))
-    names = {"model": Model(), "input_ids": ids, "labels": ids}
+    names = {"model": Model(), "tokens": ids, "targets": ids}
     torch._dynamo.utils.counters.clear()
     for number, block in enumerate(code_of(page)):
         for many, alone in ON_ONE_RANK.items():
