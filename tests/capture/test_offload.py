@@ -106,9 +106,12 @@ def test_device_memory_shrinks_by_the_share(model: str, share: float) -> None:
 @pytest.mark.parametrize("model", ["checkpointed", pytest.param("as written", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention", ["ulysses", pytest.param("ring", marks=pytest.mark.slow)])
 def test_a_program_of_any_length_leaves_no_more_than_one_of_that_length(model: str, attention: str) -> None:
-    """Attention results are not contiguous, and queries, keys and values share one storage."""
+    """Attention results are not contiguous, and queries, keys and values share one storage.
+
+    At a symbolic length the mask of the labels, of one byte a token, has the rows of both ranks.
+    """
     one, every = (kept(*halves(1.0, model, attention, dynamic)[::2]) for dynamic in (False, True))
-    assert sum(every.values()) <= sum(one.values())
+    assert sum(every.values()) <= sum(one.values()) + text(32)[0].shape[1] // 2
 
 
 class Thirds(nn.Module):
