@@ -124,7 +124,8 @@ def unshard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
 
 
 @composite(
-    'rows(Tensor x, int dim, SymInt start, SymInt length, SymInt[]? frame=None, int n=1, str group="") -> Tensor'
+    'rows(Tensor x, int dim, SymInt start, SymInt length, SymInt[]? frame=None, int n=1, str group="") -> Tensor',
+    padded="as given",  # of rows along another dim
 )
 def rows(
     x: Tensor, dim: int, start: int, length: int, frame: FrameArg | None = None, n: int = 1, group: str = ""

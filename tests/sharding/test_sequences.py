@@ -191,6 +191,36 @@ def test_each_rank_has_complete_chunks(length: int, n: int) -> None:
         assert report.work.flops_share == 1.0
 
 
+class NeighborChunks(nn.Module):
+    """Attention of each chunk of 4 tokens over the chunk before it, itself, and the chunk after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        q, k, v = (F.pad(y, (0, 0, 0, -length % 4)).unflatten(1, (-1, 4)) for y in self.qkv(x).chunk(3, -1))
+        positions = torch.arange(q.shape[1] * 4).view(-1, 4)
+        positions = torch.cat([positions - 4, positions, positions + 4], 1)
+        is_token = ((positions >= 0) & (positions < length))[None, :, None]
+        return x + self.out(self.attend(q, k, v, is_token).flatten(1, 2)[:, :length])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, is_token: Tensor) -> Tensor:
+        k, v = (
+            torch.cat([F.pad(y, (0, 0, 0, 0, 1, 0))[:, :-1], y, F.pad(y, (0, 0, 0, 0, 0, 1))[:, 1:]], 2) for y in (k, v)
+        )
+        return F.scaled_dot_product_attention(q, k, v, is_token)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_chunks_read_their_neighbors(n: int) -> None:
+    report = check(NeighborChunks().double(), torch.randn(2, 27, WIDTH, dtype=torch.float64), sp=n)
+    assert report.work.flops_share == 1.0
+    assert not report.fallbacks
+
+
 def test_the_sequence_is_never_a_dim_inside_of_a_chunk() -> None:
     """The only evidence is the scan over the chunks; the sequence is the dim that is split into them."""
     report = sp_compile.explain(Chunks(), torch.randn(2, 31, WIDTH), sp=2)
