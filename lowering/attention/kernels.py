@@ -142,11 +142,11 @@ def _softmax_weights(scores: Tensor, lse: Tensor, args: KernelArgs) -> Tensor:
     """
     if args.score is not None and may_have_fills(args.score.name):
         return scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
-    if args.bias is None or args.bias_grad:
+    has_only_fills = (lse <= -MIN_FILL) & (lse != -torch.inf)
+    if args.bias is None or (lse.is_cpu and not has_only_fills.any()):  # a GPU would wait for the value
         return torch.exp(scores - mask_empty(lse).unsqueeze(-1))
     # In a row of fills only (large finite numbers in place of -inf), the rounded log-sum-exp does not encode their
     # number, so the softmax is computed from the scores. Keys are never split for a mask that may have such a row.
-    has_only_fills = (lse <= -MIN_FILL) & (lse != -torch.inf)
     weights = torch.exp(scores - torch.where(has_only_fills, scores.amax(-1), mask_empty(lse)).unsqueeze(-1))
     return weights.div_(torch.where(has_only_fills, weights.sum(-1), 1.0).unsqueeze(-1))
 

@@ -55,6 +55,25 @@ def test_fills_in_a_mask_of_floats(attention: str) -> None:
     assert attention not in ("ring", "hybrid") or taken >= {f"not {attention}", "gathered"}
 
 
+@pytest.mark.parametrize("attention", WAYS)
+def test_gradients_of_fills_in_a_learned_bias(attention: str) -> None:
+    """Rows of padding are filled, as in conformers. With a bias that requires a gradient, torch's own are right."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            q, k, v = (y.unflatten(-1, (4, 2)).transpose(1, 2) for y in self.project(x).chunk(3, -1))
+            is_token = torch.arange(x.shape[1]) < 9
+            mask = bias.masked_fill(~(is_token[:, None] & is_token), FILL)
+            return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+    x, bias = (floats(*shape).requires_grad_() for shape in ((1, LENGTH, 8), (1, 4, LENGTH, LENGTH)))
+    check(seeded(Biased), x, bias, sp=4, attention=attention)
+
+
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("attention", WAYS)
 def test_a_sequence_of_no_tokens(attention: str) -> None:
