@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from sp_compile.lowering.masks.block_plan import plan_blocks, settle_blocks, tiles_by_position
+from sp_compile.lowering.masks.block_plan import count_decided_pairs, plan_blocks, tiles_by_position
 from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, count_pairs
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.predicate import depends_on_distance, position_conditions
@@ -120,7 +120,7 @@ def _count_planned_pairs(
     """
     masked = [block for block in plan.others if block.kind is Kind.MASKED]
     in_bands = count_pairs(plan) - sum(block.q_len * block.k_len for block in masked)
-    settled, undecided = settle_blocks(masked, MAX_COUNTED_BLOCKS, *args)
+    settled, undecided = count_decided_pairs(masked, MAX_COUNTED_BLOCKS, *args)
     evaluated = _count_block_pairs(_evaluation_mask(args, rows, cols, device), undecided, batch)
     return batch * in_bands + round(batch * settled + evaluated)
 

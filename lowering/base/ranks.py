@@ -86,7 +86,7 @@ def ranks_of(mesh: Mesh) -> Ranks:
     if isinstance(mesh, Ranks):
         return mesh
     if mesh == dist.GroupMember.NON_GROUP_MEMBER:
-        raise SpError("SP112", f"mesh: this rank ({dist.get_rank()}) is not in the process group.")
+        raise SpError("SP112", f"mesh or group: this rank ({dist.get_rank()}) is not in the process group.")
     if isinstance(mesh, dist.ProcessGroup):
         return Ranks(dist.get_world_size(mesh), mesh.group_name)
     return _resolve_mesh(mesh)

@@ -37,6 +37,11 @@ class RouteEnds(NamedTuple):
     sources: list[int]  # ranks that it receives a block from, ascending
 
 
+def route_kind(group: str) -> str:
+    """Return the kind of a route, such as "among" of "0/among:4"; "" for a process group."""
+    return group.partition("/")[2].partition(":")[0]
+
+
 def shift_route(group: str, offset: int, stride: int = 1) -> str:
     """Return the route of one ring step, on which rank r sends to r + offset * stride, modulo the ring.
 

@@ -91,17 +91,20 @@ def tiles_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[i
     return BlockPlan(others=tuple(Block.of(q, k, Kind.MASKED, conditions) for q, k in planner.split_at_padding()))
 
 
-def settle_blocks(blocks: Sequence[Block], limit: int, *args: Any) -> tuple[float, list[tuple[float, Block]]]:
-    """Count the pairs of masked blocks that bounds decide, and return the parts to evaluate pair by pair.
+def count_decided_pairs(blocks: Sequence[Block], limit: int, *args: Any) -> tuple[float, list[tuple[float, Block]]]:
+    """Count the attending pairs of masked blocks as far as bounds decide whole blocks.
+
+    Undecided blocks are halved, round by round, down to TILE_ROWS x TILE_ROWS, which are evaluated pair by pair.
 
     Args:
         blocks: Masked blocks.
-        limit: The maximum number of undecided blocks per step; of more, a sample is used.
+        limit: The maximum number of blocks that a round examines. Of more, every k-th one is examined, with k times
+            the weight.
         *args: The arguments of `plan_blocks`.
 
     Returns:
-        The number of pairs, and undecided blocks of at most TILE_ROWS x TILE_ROWS with their weights: the number of
-        blocks that each represents (1 without sampling).
+        The number of attending pairs in decided blocks, and the undecided blocks of at most TILE_ROWS x TILE_ROWS with
+        their weights: the number of blocks that each represents (1 without sampling).
     """
     planner, attending_pairs, undecided = _Planner(*args), 0.0, list[tuple[float, Block]]()
     remaining, weight = list(blocks), 1.0

@@ -45,12 +45,13 @@ def full_span(length: int) -> Span:
 
 
 def shard_spans(frame: FrameArg, n: int) -> list[Span]:
-    """Return the spans of the shards of n ranks, gathered but not reordered.
+    """Return the span of each part of a sequence that is gathered in the order of the ranks.
 
-    A zigzag frame has two: one of the first chunks of all ranks and one of the second chunks.
+    A contiguous frame has one part. A zigzag frame has two, which are gathered separately: the first chunks of all
+    ranks, and their second chunks.
     """
-    ends = [frame[2], frame[3]]
-    return [[1, folds, 1, 0, *ends] for folds in (1, -n)[: frame_folds(frame)]]
+    start, length = frame[2], frame[3]
+    return [[1, folds, 1, 0, start, length] for folds in (1, -n)[: frame_folds(frame)]]
 
 
 def shard_span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span:

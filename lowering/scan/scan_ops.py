@@ -47,7 +47,7 @@ class ScanShards(NamedTuple):
             SpError: If there is no such exchange for the frame.
         """
         if self.exchange not in ("gather", "steps"):
-            raise SpError("SP551", f"exchange: must be 'gather' or 'steps', got {self.exchange!r}.")
+            raise SpError("SP551", f"exchange: expected 'gather' or 'steps', got {self.exchange!r}.")
         n = 1 if self.frame is None else self.n
         folds = 1 if self.frame is None or n == 1 else frame_folds(self.frame)
         if self.exchange == "steps" and folds > 1:

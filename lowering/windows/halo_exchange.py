@@ -41,10 +41,11 @@ class HaloPart(NamedTuple):
         """Return the number of rows."""
         return self.last - self.first
 
-    def is_received(self, n: int, wraps: bool) -> bool:
-        """Return True if another rank sends the part.
+    def is_exchanged(self, n: int, wraps: bool) -> bool:
+        """Return True if the ranks exchange the part by a ring shift, which is the same on every rank.
 
-        Other parts are this rank's own, or are beyond the first or the last rank.
+        Without `wraps`, the ranks at an end receive rows of the other end, which `_fill_outside` replaces. Other parts
+        are a rank's own rows, or are beyond the ends on every rank.
 
         Args:
             n: Number of ranks.
@@ -100,14 +101,14 @@ def _collect_parts(
 
     The rows of all other ranks are fetched in one differentiable map, so that their shifts overlap.
     """
-    remote_parts = tuple(part for part in parts if part.is_received(n, wraps))
+    remote_parts = tuple(part for part in parts if part.is_exchanged(n, wraps))
     received: Iterator[Tensor] = iter(())
     if remote_parts:
         rows = LinearMap.apply(x, _fetch_parts, _return_parts, dim, x.shape[dim], remote_parts, n, group)
         received = iter(rows.split([part.rows for part in remote_parts], dim))
     pieces: list[Tensor] = []
     for part in parts:
-        if part.is_received(n, wraps):
+        if part.is_exchanged(n, wraps):
             pieces.append(next(received))
         elif wraps or part.hop == 0:
             is_full = is_known(part.first == 0) and is_known(part.last == x.shape[dim])
@@ -176,7 +177,7 @@ def _ring_offset(hop: int, n: int) -> int:
 def ring_shifts(low: int, high: int, s: int, n: int, wraps: bool = False) -> list[tuple[int, Any]]:
     """Return (offset on the ring, rows) of each shift in the forward, for cost estimates and routes.
 
-    The backward negates the offsets. Arguments: as of `split_by_owner` and `HaloPart.is_received`.
+    The backward negates the offsets. Arguments: as of `split_by_owner` and `HaloPart.is_exchanged`.
     """
     parts = split_by_owner(low, high, s)
-    return [(_ring_offset(part.hop, n), part.rows) for part in parts if part.is_received(n, wraps)]
+    return [(_ring_offset(part.hop, n), part.rows) for part in parts if part.is_exchanged(n, wraps)]

@@ -289,7 +289,7 @@ def _signed_terms(root: Node) -> Counter[Node]:
     terms: Counter[Node] = Counter()
 
     def is_inner_sum(node: Node) -> bool:
-        """Return True for an addition or subtraction of tensors that only the root reads."""
+        """Return True for the root, and for `a + b` or `a - b` of tensors if all its results lead to the root only."""
         if node.target not in SIGNS or node.kwargs.get("alpha", 1) != 1:
             return False
         return all(map(is_tensor, node.args)) and (node is root or is_only_read_by(node, root))

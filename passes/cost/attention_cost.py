@@ -309,7 +309,9 @@ def fastest_candidate(candidates: Sequence[Candidate]) -> Candidate:
     """
     legal = [c for c in candidates if c.legal is None]
     if not legal:
-        raise SpError("SP701", f"attention: {'; '.join(f'{c.kind}: {c.legal}' for c in candidates)}.")
+        raise SpError(
+            "SP701", f"attention: no strategy can run: {'; '.join(f'{c.kind}: {c.legal}' for c in candidates)}."
+        )
     return min(legal, key=lambda c: (c.seconds, *_preference_key(c)))
 
 
@@ -350,7 +352,8 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
     if not shape.training:
         c = replace(c, backward=0.0, rounds=(c.rounds[0], 0), ring_grads="")
     if c.legal is None and c.memory > machine.memory:
-        return replace(c, legal=f"{c.memory / 2**20:.1f} MiB, with {machine.memory / 2**20:.1f} MiB free", fits=False)
+        needed, free = (f"{nbytes / 2**20:.1f} MiB" for nbytes in (c.memory, machine.memory))
+        return replace(c, legal=f"it needs {needed}, of which {free} are free", fits=False)
     return c
 
 

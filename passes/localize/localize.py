@@ -103,7 +103,7 @@ class _Localizer(GraphEditor):
         for node in sources:
             if node.op == "get_attr" and is_tensor(node):
                 self._copy(node)
-        sums = self._reduce_param_grads(sources)
+        sums = self._emit_grad_reductions(sources)
         for node in self.old.graph.nodes:
             if node.op == "output":
                 self.graph.output(torch.fx.map_arg(node.args[0], self.env.__getitem__)).meta.update(node.meta)
@@ -306,10 +306,11 @@ class _Localizer(GraphEditor):
         set_node_info(new, requires_grad=source in self.differentiable)
         return new
 
-    def _reduce_param_grads(self, sources: Iterable[Node]) -> list[Node]:
-        """Emit and return one sp::reduce_grad per bucket of parameters or inputs, one collective each.
+    def _emit_grad_reductions(self, sources: Iterable[Node]) -> list[Node]:
+        """Emit and return one sp::reduce_grad per bucket of parameters or of inputs whose gradients need a sum.
 
-        These conversions are recorded before any user is emitted, so that `_convert` returns their results.
+        A bucket needs one collective. The results are stored in `self.converted` before any user is emitted, so that
+        `_convert` returns them for all users.
         """
         sums = []
         reduced = [

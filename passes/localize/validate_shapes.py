@@ -109,7 +109,8 @@ def _check_sorted(node: Node, sorted_rows: set[Node]) -> None:
     if node.target is not sp.from_sorted.default:
         sorted_rows.add(node)
     if namespace_of(node.target) == sp.name and node.target not in SORTED_ROWS:
-        raise SpError("SP309", f"{describe_node(node)} reads by position rows that each rank has sorted by a key.")
+        cause = "needs its rows in the order of the sequence, but each rank has sorted its own rows by a key"
+        raise SpError("SP309", f"{describe_node(node)} {cause}.")
 
 
 def _infer_local(node: Node, plan: PlacementPlan) -> None:
@@ -129,7 +130,9 @@ def _infer_local(node: Node, plan: PlacementPlan) -> None:
         node.meta["val"] = node.target(*args, **kwargs)
     except Exception as e:
         shapes = [list(x.meta["val"].shape) for x in node.all_input_nodes if is_tensor(x)]
-        raise SpError("SP925", f"{describe_node(node)} fails on local operands of shapes {shapes}: {e}.") from e
+        raise SpError(
+            "SP925", f"{describe_node(node)} fails on local operands of shapes {shapes}: {str(e).rstrip('.')}."
+        ) from e
 
 
 def _check_shape(node: Node, plan: PlacementPlan, n: int, mode: Any) -> None:

@@ -146,7 +146,8 @@ def _read_dims(text: str) -> Dims:
         elif group is not None and token in ("...", "1"):
             raise SpError("SP931", f"{text.strip()!r} has {token!r} in a group.")
         elif token not in ("...", "1") and not _FACTOR.fullmatch(token):
-            raise SpError("SP931", f"expected letters, digits and _ as the name of a factor, got {token!r}.")
+            expected = "a letter or _, then letters, digits or _"
+            raise SpError("SP931", f"{text.strip()!r}: expected {expected} as the name of a dim, got {token!r}.")
         else:
             (dims if group is None else group).append("" if token == "1" else token)
     if group is not None:

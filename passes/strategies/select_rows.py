@@ -83,7 +83,10 @@ class SelectRows(DemandPass):
 
 
 def _selected_span(node: Node) -> tuple[Size, Size] | None:
-    """Return the start and the number of the rows that a node selects, or None if it is no such op."""
+    """Return the start and the number of the rows that a slice, or an sp.rows without a frame, selects.
+
+    None for other nodes, and for an sp.rows with a frame, which is rewritten already.
+    """
     call = OpCall(node) if node.target is sp.rows.default else None
     if call is not None:
         return (call["start"], call["length"]) if call["frame"] is None else None

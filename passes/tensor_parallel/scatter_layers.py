@@ -149,9 +149,10 @@ class SequenceParallelLinear(Passes):
         self.assumed: list[str] = []
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Scatter the layers of the graph or of a copy (`self.gm`); return 0 if they are not changed.
+        """Scatter layers, and set `self.gm` to the result; return 0, with `self.gm` the input, if none is scattered.
 
-        An SpError of a pass is recorded as the reason of all layers.
+        It works on a copy unless `facts` has nodes of the graph: the caller then passes a copy, and discards it if this
+        returns 0. If a pass raises SpError, no layer is scattered, and its cause is the reason of all layers.
         """
         self._check_ranks(job.ranks)
         refers_to_nodes = self.facts.gradients or self.facts.tangents
@@ -164,7 +165,7 @@ class SequenceParallelLinear(Passes):
         try:
             super().apply(local, context)
             self.layers, self.notes = [*context.layers.values()], context.notes
-        except SpError as error:  # the graph is not changed
+        except SpError as error:  # the result is discarded
             context.input_placements = None
             layers, why = context.layers.values(), error.cause
             self.layers = [replace(layer, mode="full", dim=None, ops=0, why=why) for layer in layers]

@@ -247,10 +247,10 @@ class AttentionCall(RankCall):
         return f"q {list(self.q.shape)}, k {list(self.k.shape)}, v {list(self.v.shape)}"
 
     def description(self) -> str:
-        """Return the shapes, the dtype, the function and the options as text.
+        """Return what must be equal on all ranks, as text that the ranks compare and errors show.
 
         Returns:
-            Text that is equal on all ranks. The seed is not part of it.
+            The shapes, the dtype, the function, the required gradients and the options, without the seed.
         """
         grads = [needs_gradient(x) for x in (self.q, self.k, self.v, self.options.attn_mask, self.options.sinks)]
         values = {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name != "seed"}

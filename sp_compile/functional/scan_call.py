@@ -266,13 +266,13 @@ def number_as_tensor(value: Tensor | float | None, like: Tensor) -> Tensor | Non
 
 
 def describe_operands(**operands: Tensor | None) -> str:
-    """Return the shapes and dtypes of the operands of a recurrence as text.
+    """Return the shapes, dtypes and required gradients of the operands of a recurrence, for `description`.
 
     Args:
         **operands: The operands by name; None is omitted.
 
     Returns:
-        Text that is equal on all ranks.
+        Text that the ranks compare.
     """
     return ", ".join(
         f"{name} {list(x.shape)} {x.dtype}{' with a gradient' * needs_gradient(x)}"

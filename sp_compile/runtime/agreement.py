@@ -231,7 +231,7 @@ def failure(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpEr
 
 
 def describe_field_mismatch(fields: Sequence[Mapping[str, str]], summary: str) -> str:
-    """Return the cause of an SpError if fields that all ranks have differ, otherwise "".
+    """Return the cause of an SpError if a field that every rank has differs between ranks, otherwise "".
 
     Fields of only some ranks are ignored. Checksum summaries may differ by rounding (`is_close`).
 

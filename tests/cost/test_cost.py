@@ -302,7 +302,7 @@ def test_memory_is_a_limit() -> None:
     s = shape(8, 32, 32, causal=False)
     gather = of(all_candidates(s, GPU), "gather")
     allowed = replace(GPU, memory=gather.memory - 1)
-    assert of(all_candidates(s, allowed), "gather").legal == "528.0 MiB, with 528.0 MiB free"
+    assert of(all_candidates(s, allowed), "gather").legal == "it needs 528.0 MiB, of which 528.0 MiB are free"
     with pytest.raises(SpError, match="SP701: attention: "):
         choose_attention(all_candidates(s, replace(GPU, memory=1)))
     masked = replace(s, mask=True)

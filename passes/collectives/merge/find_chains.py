@@ -150,13 +150,14 @@ def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, s
         graph: A graph of functional collectives.
 
     Returns:
-        The chains, and the collectives at which a chain ends for a reason that the report shows.
+        The chains, and (collective, reason) for each collective that cannot be joined to the one of its kind before
+        it. The report shows the reason.
 
     Raises:
         SpError: torch does not know a reduction.
     """
     chains: list[CollectiveChain] = []
-    broken: list[tuple[Node, str]] = []
+    refused: list[tuple[Node, str]] = []
     in_chains: set[Node] = set()
     for node in reversed(graph.nodes):
         link = match_link(node)
@@ -171,10 +172,10 @@ def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, s
             in_chains.add(previous_link.node)
             previous = _previous_link(previous_link)
         if isinstance(previous, str):
-            broken.append((chain.links[0].node, previous))
+            refused.append((chain.links[0].node, previous))
         if len(chain.links) > 1:
             chains.append(chain)
-    return chains[::-1], broken[::-1]
+    return chains[::-1], refused[::-1]
 
 
 def check_reductions(graph: Graph) -> None:

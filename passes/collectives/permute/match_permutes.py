@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from sp_compile.lowering.comm.routes import route_kind
 from sp_compile.passes.cost.group_names import exchange_group
 from sp_compile.passes.graph.call import WAIT_OPS, OpCall, is_tensor, node_packet
 from sp_compile.passes.graph.closure import iterate_reachable, reachable_set
@@ -71,13 +72,14 @@ def is_all_to_all(node: Node) -> bool:
 def match_all_to_all(node: Node) -> AllToAllMatch | str:
     """Return the exchange, or the reason for which it is not one of equal shares between all ranks.
 
-    The reason is "" for an exchange of another kind.
+    The reason is "", which is not reported, if there is one share only, and for routes between pairs of ranks
+    (`lowering/comm/routes.py`).
     """
     call, group = OpCall(node), exchange_group(node)
     sent, received_sizes, sent_sizes = (call[name] for name in ("input", "output_split_sizes", "input_split_sizes"))
     if group is None:
         return "its group has no name"
-    if group.partition("/")[2].partition(":")[0] not in ("", "among", "across") or len(sent_sizes) == 1:
+    if route_kind(group) not in ("", "among", "across") or len(sent_sizes) == 1:
         return ""
     shares = [*as_sizes(received_sizes), *as_sizes(sent_sizes)]
     if not shares or not all(is_same_size(share, shares[0]) for share in shares):

@@ -74,10 +74,11 @@ _RULES_OF_UNKNOWN_WINDOWS: dict[Any, Callable[[OpCall], Any]] = {
 
 @register_rule_function(*WINDOW_CALLS)
 def _sliding_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of an op with sliding windows, along which its dims of known windows may be sharded.
+    """Return the rule of an op with sliding windows.
 
-    It changes the rule for unknown windows: such a dim gets the kind "halo", and the operand's name in the result. The
-    result may have another length. `slides` has the rows that each row of the result reads.
+    It starts from the rule for unknown windows. Each dim with a known window then gets the kind "halo", so that it may
+    be sharded, and one name in operand and result, whose lengths may differ; no kind if each row reads only itself.
+    `slides` has the rows that a row of the result reads. A rule with `spans` is returned unchanged.
     """
     rule: BoundRule | None = _RULES_OF_UNKNOWN_WINDOWS[call.node.target](call)
     if rule is None or rule.spans:

@@ -262,9 +262,14 @@ def _unsupported_error(node: Node, job: PassContext, allowed: Iterable[Candidate
 
 
 def _is_allowed(candidate: Candidate, job: PassContext) -> bool:
-    """Return True if the options `attention`, `mesh` and `layout` allow a candidate."""
+    """Return True if the options `attention`, `mesh` and `layout` allow a candidate.
+
+    A relayout moves the rows to another order for one attention only. A requested order other than the contiguous one
+    is that of the whole program, so that no relayout is allowed.
+    """
     if _requested_strategy(job) not in ("auto", candidate.kind):
         return False
+    # a hybrid of another size than that of the mesh's axis
     if 1 < candidate.ulysses < job.ranks.n and job.ranks.ulysses not in (None, candidate.ulysses):
         return False
     requested = LAYOUTS.get(job.options.layout)

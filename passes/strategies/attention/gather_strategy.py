@@ -53,13 +53,16 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
     calls = (3 if shape.causal else 1) * runs * machine.call
     gather = runs * machine.seconds("all_gather", kv_bytes / runs, n) + machine.copy(2 * n * kv_bytes)
     grad_bytes = kv_bytes * shape.widening
+    # A reduce_scatter takes the time of an all_gather of the same bytes.
     scatter = runs * machine.seconds("all_gather", grad_bytes / runs, n) + machine.copy(2 * n * grad_bytes)
     forward, backward = compute + gather + calls, BACKWARD_FLOPS * compute + gather + scatter + calls
     if shape.causal:
         forward += machine.copy(shape.merge_bytes)
         backward += machine.copy(shape.accumulate_bytes)
     memory: float = n * kv_bytes
-    if shape.training:  # with the gradients of all keys; then these only, and packed
+    # The backward has its maximum in the kernel (keys, values, their gradients in the accumulation dtype, workspace),
+    # or after it (these gradients, and a packed copy that is sent). The gradient of the queries is added.
+    if shape.training:
         inside = shape.workspace(1, shape.kv_len // runs)
         memory = max(memory * (1 + shape.widening) + inside, 2 * n * kv_bytes * shape.widening) + shape.gradient_bytes
     yield Candidate("gather", 1, n, layout, forward, backward, memory, (runs, 2 * runs), folds_keys=False)
