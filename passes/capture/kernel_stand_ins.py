@@ -1,15 +1,16 @@
 """Define what Dynamo traces in place of kernel functions of packages: the same values, by operators with shards.
 
-A stand-in takes the arguments of the kernel's function and returns its results, or `NotImplemented` for options that it
-does not support; the original function then runs uncompiled, between two graphs. Names of arguments, layouts and
-defaults are those of the packages: flash-linear-attention, mamba_ssm and causal_conv1d.
+A stand-in takes the arguments of the kernel's function and returns its results, or `NotImplemented` for values that it
+does not support. Then, and if an argument that it does not have is not the default, the original function runs
+uncompiled, between two graphs, with a warning. Names and layouts are those of the packages: flash-linear-attention,
+mamba_ssm and causal_conv1d; the order of arguments and defaults are those of the function that is called.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,36 +19,92 @@ from torch import Tensor
 from sp_compile.lowering.base.registry import Table
 from sp_compile.lowering.scan.attention_kernels import state_dtype
 
-STAND_INS: Table[Callable[..., Any]] = Table("stand-ins of kernel functions")
 # Options that change how a kernel computes, and not what.
 HINTS = frozenset("chunk_indices chunk_size cu_seqlens_cpu disable_recompute max_num_seqs safe_gate use_graph".split())
 NORM_EPSILON = 1e-6  # of the kernels' normalization of queries and keys
 SILU = ("silu", "swish")
+ATTENTION_OPTIONS = frozenset({"scale", "initial_state", "output_final_state", "cu_seqlens"})
+DELTA_OPTIONS = ATTENTION_OPTIONS | {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"}
+DOCUMENTS = ("cu_seqlens", "seq_idx")  # arguments by which a kernel separates documents
 
 
-def make_stand_in(kernel: str, run_original: Callable[..., Any], drops_unknown: bool) -> Callable[..., Any]:
+class KernelStandIn(NamedTuple):
+    """A function with the values of a kernel, called with its required arguments in order, and others by name."""
+
+    compute: Callable[..., Any]  # the function; its result is NotImplemented for values that it does not support
+    options: frozenset[str] = frozenset()  # names that it accepts beyond its signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the results of the kernel."""
+        return self.compute(*args, **kwargs)
+
+
+STAND_INS: Table[KernelStandIn] = Table("stand-ins of kernel functions")
+
+
+class ArgumentNames(NamedTuple):
+    """The parameters of a kernel's function, under the names of its stand-in."""
+
+    positions: tuple[str, ...]  # of arguments by position
+    renamed: dict[str, str]  # the stand-in's name of a parameter
+    defaults: dict[str, Any]  # of the function
+    required: tuple[str, ...]  # of the stand-in
+    known: frozenset[str]  # all names of the stand-in
+
+    @classmethod
+    def of(cls, stand_in: KernelStandIn, signature: inspect.Signature) -> ArgumentNames:
+        """Return the names for a function with this signature.
+
+        Parameters that the stand-in requires are matched by position, because packages name them differently.
+        """
+        own = [x for x in inspect.signature(stand_in.compute).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+        required = tuple(x.name for x in own if x.default is x.empty)
+        parameters = signature.parameters.values()
+        in_order = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+        names = in_order or [x.name for x in own]  # a function of (*args, **kwargs)
+        renamed = dict(zip(names, required))
+        positions = tuple(renamed.get(name, name) for name in names)
+        defaults = {renamed.get(x.name, x.name): x.default for x in parameters if x.default is not x.empty}
+        return cls(positions, renamed, defaults, required, frozenset(x.name for x in own) | stand_in.options)
+
+
+def make_stand_in(
+    kernel: str, signature: inspect.Signature, run_original: Callable[..., Any], drops_unknown: bool
+) -> Callable[..., Any]:
     """Return the function that Dynamo traces in place of a kernel's function.
 
     Args:
         kernel: The name of the kernel.
-        run_original: Runs the original function.
-        drops_unknown: True if the original function ignores arguments that the kernel does not have.
+        signature: The signature of the original function, by which arguments are matched.
+        run_original: Runs the original function, from a reason, its arguments and its keyword arguments.
+        drops_unknown: True if the original function ignores arguments that it does not have.
     """
-    compute = STAND_INS[kernel]
-    known = frozenset(inspect.signature(compute).parameters) | KEYWORDS
+    compute = STAND_INS[kernel].compute
+    positions, renamed, defaults, required, known = ArgumentNames.of(STAND_INS[kernel], signature)
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         """Compute the results of the kernel, or run the original function."""
-        options = {name: value for name, value in kwargs.items() if name in known} if drops_unknown else kwargs
-        results = compute(*args, **options)
-        return run_original(*args, **kwargs) if results is NotImplemented else results
+        named = {**defaults, **dict(zip(positions, args))}
+        named.update({renamed.get(name, name): value for name, value in kwargs.items()})
+        for name, value in named.items():
+            is_dropped = name in HINTS or (drops_unknown and name not in positions and name not in defaults)
+            if name not in known and not is_dropped and not _is_default(value, defaults.get(name)):
+                return run_original(f"its argument {name} has no equivalent", args, kwargs)
+        if len(args) > len(positions) or any(name not in named for name in required):
+            return run_original("its arguments do not match", args, kwargs)
+        results = compute(**{name: value for name, value in named.items() if name in known})
+        if results is NotImplemented:
+            return run_original("its values have no equivalent", args, kwargs)
+        return results
 
     return stand_in
 
 
-def _has_unsupported(options: dict[str, Any]) -> bool:
-    """Return True if an option that changes values is set."""
-    return any(value is not None and value is not False for name, value in options.items() if name not in HINTS)
+def _is_default(value: Any, default: Any) -> bool:
+    """Return True if an argument has its default value, or switches nothing on."""
+    if value is None or isinstance(value, Tensor) or default is None:
+        return value is None or value is False
+    return bool(value == default)
 
 
 def _attend(
@@ -65,11 +122,8 @@ def _attend(
     a: Tensor | None = None,
     b: Tensor | None = None,
     starts: Tensor | None = None,
-    **options: Any,
 ) -> Any:
     """Emit linear attention; decay is (B, S, H), (B, S, H, K) or None, for no decay."""
-    if _has_unsupported(options):
-        return NotImplemented
     if cu_seqlens is not None:
         if initial_state is not None or output_final_state:  # one state for each document
             return NotImplemented
@@ -85,13 +139,6 @@ def _attend(
     call = q, k, v, decay, beta, a, b, starts, initial_state, scale, kernel
     out = torch.ops.sp.linear_attention(*call)
     return out, torch.ops.sp.linear_attention_state(*call) if output_final_state else None
-
-
-KEYWORDS = frozenset(inspect.signature(_attend).parameters) | {
-    "use_qk_l2norm_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-}
 
 
 def _document_starts(cu_seqlens: Tensor, x: Tensor) -> Tensor:
@@ -119,7 +166,7 @@ def _attend_delta(
     v: Tensor,
     decay: Tensor | None,
     beta: Tensor,
-    *args: Any,
+    *,
     use_qk_l2norm_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
@@ -130,17 +177,17 @@ def _attend_delta(
         q, k = _normalize(q), _normalize(k)
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2.0 if allow_neg_eigval else 1.0)
-    return _attend(kernel, q, k, v, decay, *args, beta=beta, **options)
+    return _attend(kernel, q, k, v, decay, beta=beta, **options)
 
 
-def _gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *args: Any, **options: Any) -> Any:
+def _gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
     """Emit fla's chunk_gated_delta_rule: one decay a head and token."""
-    return _attend_delta("chunk_gated_delta_rule", q, k, v, g, beta, *args, **options)
+    return _attend_delta("chunk_gated_delta_rule", q, k, v, g, beta, **options)
 
 
-def _delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *args: Any, **options: Any) -> Any:
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Any) -> Any:
     """Emit fla's chunk_delta_rule: no decay."""
-    return _attend_delta("chunk_delta_rule", q, k, v, None, beta, *args, **options)
+    return _attend_delta("chunk_delta_rule", q, k, v, None, beta, **options)
 
 
 def _kda(
@@ -149,7 +196,6 @@ def _kda(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    *args: Any,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -167,31 +213,29 @@ def _kda(
             g = -rate * F.softplus(g)
         else:
             return NotImplemented
-    return _attend_delta("chunk_kda", q, k, v, g, beta, *args, **options)
+    return _attend_delta("chunk_kda", q, k, v, g, beta, **options)
 
 
 def _simple_gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, *args: Any, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, **options: Any
 ) -> Any:
     """Emit fla's chunk_simple_gla: a decay a head and token, a constant decay a head, or both."""
     if g_gamma is not None:
         g = g_gamma.expand(v.shape[:3]) if g is None else g + g_gamma
-    return _attend("chunk_simple_gla", q, k, v, g, *args, **options)
+    return _attend("chunk_simple_gla", q, k, v, g, **options)
 
 
-def _lightning_attention(
-    q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, *args: Any, **options: Any
-) -> Any:
+def _lightning_attention(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, **options: Any) -> Any:
     """Emit fla's chunk_lightning_attn: constant decays, which depend on the layer."""
     heads = v.shape[2]
     slope = -(8 / heads * (1 - layer_idx / num_layers))
     gamma = slope * torch.arange(heads, dtype=torch.float32, device=q.device)
-    return _simple_gla(q, k, v, None, gamma, *args, **options)
+    return _simple_gla(q, k, v, None, gamma, **options)
 
 
-def _gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *args: Any, **options: Any) -> Any:
+def _gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
     """Emit fla's chunk_gla: a decay for each row of the state."""
-    return _attend("chunk_gla", q, k, v, g, *args, **options)
+    return _attend("chunk_gla", q, k, v, g, **options)
 
 
 def _rwkv7(
@@ -202,12 +246,11 @@ def _rwkv7(
     a: Tensor,
     b: Tensor,
     scale: float = 1.0,
-    *args: Any,
     lower_bound: float | None = None,
     **options: Any,
 ) -> Any:
     """Emit fla's chunk_rwkv7: decays w and a transition of rank one."""
-    return _attend("chunk_rwkv7", r, k, v, w, scale, *args, a=a, b=b, **options)
+    return _attend("chunk_rwkv7", r, k, v, w, scale, a=a, b=b, **options)
 
 
 def _mamba_chunk_scan(
@@ -226,7 +269,6 @@ def _mamba_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
-    **options: Any,
 ) -> Any:
     """Emit mamba_ssm's mamba_chunk_scan_combined, by arithmetic; its states are (B, H, V, K)."""
     if cu_seqlens is not None or (seq_idx is not None and (initial_states is not None or return_final_states)):
@@ -245,7 +287,6 @@ def _mamba_chunk_scan(
         initial,
         return_final_states,
         starts=None if seq_idx is None else _changes(seq_idx),
-        **options,
     )
     if attended is NotImplemented:
         return attended
@@ -336,13 +377,13 @@ def _causal_conv(
     return (out if activation is None else F.silu(out)).to(x.dtype)
 
 
-STAND_INS["chunk_gated_delta_rule"] = _gated_delta_rule
-STAND_INS["chunk_delta_rule"] = _delta_rule
-STAND_INS["chunk_kda"] = _kda
-STAND_INS["chunk_simple_gla"] = _simple_gla
-STAND_INS["chunk_lightning_attn"] = _lightning_attention
-STAND_INS["chunk_gla"] = _gla
-STAND_INS["chunk_rwkv7"] = _rwkv7
-STAND_INS["mamba_chunk_scan_combined"] = _mamba_chunk_scan
-STAND_INS["mamba_split_conv1d_scan_combined"] = _mamba_split_conv_scan
-STAND_INS["causal_conv1d_fn"] = _causal_conv
+STAND_INS["chunk_gated_delta_rule"] = KernelStandIn(_gated_delta_rule, DELTA_OPTIONS)
+STAND_INS["chunk_delta_rule"] = KernelStandIn(_delta_rule, DELTA_OPTIONS)
+STAND_INS["chunk_kda"] = KernelStandIn(_kda, DELTA_OPTIONS)
+STAND_INS["chunk_simple_gla"] = KernelStandIn(_simple_gla, ATTENTION_OPTIONS)
+STAND_INS["chunk_lightning_attn"] = KernelStandIn(_lightning_attention, ATTENTION_OPTIONS)
+STAND_INS["chunk_gla"] = KernelStandIn(_gla, ATTENTION_OPTIONS)
+STAND_INS["chunk_rwkv7"] = KernelStandIn(_rwkv7, ATTENTION_OPTIONS)
+STAND_INS["mamba_chunk_scan_combined"] = KernelStandIn(_mamba_chunk_scan)
+STAND_INS["mamba_split_conv1d_scan_combined"] = KernelStandIn(_mamba_split_conv_scan)
+STAND_INS["causal_conv1d_fn"] = KernelStandIn(_causal_conv)

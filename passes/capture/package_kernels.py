@@ -12,22 +12,29 @@ are searched before each compilation, once each.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
+
 from sp_compile.lowering import torch_compat
+from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.scan.attention_kernels import KERNELS, register_kernel
 
-from .kernel_stand_ins import STAND_INS, make_stand_in
+from .kernel_stand_ins import DOCUMENTS, STAND_INS, make_stand_in
+
+log = logging.getLogger(__name__)
 
 IN_PACKAGE = re.compile(r"(?:^|[._-])(?:fla|flash_linear_attention|mamba_ssm|causal_conv1d)(?:$|[._-])")
 MODELS = "transformers.models."
 WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch only returns None
 _searched: set[str] = set()  # names of modules
 _replaced: set[FunctionType] = set()
+_warned: set[tuple[str, str]] = set()  # kernels and reasons of earlier warnings
 
 
 def replace_package_kernels() -> None:
@@ -36,8 +43,8 @@ def replace_package_kernels() -> None:
         _searched.add(name)
         module = sys.modules.get(name)
         if isinstance(module, ModuleType) and (name.startswith(MODELS) or _is_kernel_package(name)):
-            for kernel, function in _kernel_functions(module):
-                _replace(kernel, function)
+            for found in _kernel_functions(module):
+                _replace(*found)
 
 
 def _is_kernel_package(module: str) -> bool:
@@ -45,8 +52,12 @@ def _is_kernel_package(module: str) -> bool:
     return IN_PACKAGE.search(module) is not None
 
 
-def _kernel_functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the kernel functions of a module that have a stand-in, with the names of their kernels."""
+def _kernel_functions(module: ModuleType) -> Iterator[tuple[str, FunctionType, bool]]:
+    """Yield the kernel functions of a module that have a stand-in.
+
+    Yields:
+        The name of the kernel, the function, and True if the function is a wrapper of transformers.
+    """
     for function in list(vars(module).values()):
         if isinstance(function, FunctionType):
             wrapped = wrapped_kernel(function)
@@ -54,7 +65,7 @@ def _kernel_functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
                 continue
             name = wrapped or function.__name__
             if name in STAND_INS:
-                yield name, function
+                yield name, function, wrapped is not None
 
 
 def wrapped_kernel(function: FunctionType) -> str | None:
@@ -65,16 +76,48 @@ def wrapped_kernel(function: FunctionType) -> str | None:
     return name if isinstance(name, str) and name not in WITHOUT_FALLBACK else None
 
 
-def _replace(kernel: str, function: FunctionType) -> None:
+def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
     """Make Dynamo trace the stand-in for a function, and use the function as a kernel if it is one."""
     if function in _replaced:
         return
     _replaced.add(function)
-    is_wrapper = wrapped_kernel(function) is not None
-    run_original: Callable[..., Any] = inspect.unwrap(function) if is_wrapper else torch_compat.run_eagerly(function)
-    if kernel in KERNELS and not is_wrapper:
+    called: Callable[..., Any] = function
+    if is_wrapper:
+        called = inspect.getclosurevars(function).nonlocals.get("implementation") or function
+    elif kernel in KERNELS:
         register_kernel(kernel, function, "cuda")
-    torch_compat.trace_in_place_of(function, make_stand_in(kernel, run_original, drops_unknown=is_wrapper))
+    traced = inspect.unwrap(function) if is_wrapper else None
+    original, signature = _run_original(kernel, function, traced), inspect.signature(called)
+    torch_compat.trace_in_place_of(function, make_stand_in(kernel, signature, original, drops_unknown=is_wrapper))
+
+
+def _run_original(kernel: str, function: FunctionType, traced: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a function that runs the original one, from a reason, its arguments and its keyword arguments.
+
+    Args:
+        kernel: The name of the kernel.
+        function: The original function.
+        traced: The function in plain torch that it wraps, which does not separate documents.
+    """
+    run_between_graphs = torch_compat.run_eagerly(function)
+
+    def run(reason: str, args: Any, kwargs: Any) -> Any:
+        """Trace the function in plain torch, or run the original one between two graphs."""
+        if traced is not None and all(kwargs.get(name) is None for name in DOCUMENTS):
+            return traced(*args, **kwargs)
+        _warn_unsplit(kernel, reason)
+        return run_between_graphs(*args, **kwargs)
+
+    return run
+
+
+@torch.compiler.assume_constant_result  # called while Dynamo traces
+def _warn_unsplit(kernel: str, reason: str) -> bool:
+    """Warn on rank 0 that a kernel's original function runs, once for each kernel and reason."""
+    if process_rank() == 0 and (kernel, reason) not in _warned:
+        _warned.add((kernel, reason))
+        log.warning("%s runs between two graphs, unsplit on every rank: %s", kernel, reason)
+    return True
 
 
 torch_compat.call_at_compile_start(replace_package_kernels)

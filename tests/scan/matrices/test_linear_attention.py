@@ -72,7 +72,9 @@ PROGRAMS: dict[str, Forward] = {
     "chunk_delta_rule": lambda x, bounds: fla.chunk_delta_rule(
         x["q"], _unit(x["k"]), x["v"], x["beta"], cu_seqlens=bounds
     )[0],
-    "chunk_simple_gla": lambda x, bounds: fla.chunk_simple_gla(x["q"], x["k"], x["v"], x["g"], cu_seqlens=bounds)[0],
+    "chunk_simple_gla": lambda x, bounds: fla.chunk_simple_gla(
+        x["q"], x["k"], x["v"], x["g"], None, 0.6, cu_seqlens=bounds
+    )[0],
     "chunk_lightning_attn": lambda x, bounds: fla.chunk_lightning_attn(x["q"], x["k"], x["v"], 1, 4, cu_seqlens=bounds)[
         0
     ],
@@ -199,15 +201,17 @@ def test_states_before_and_after_are_on_all_ranks() -> None:
         assert not report.fallbacks
 
 
-def test_options_without_a_stand_in_run_the_original() -> None:
-    class Unsupported(Mixer):
-        def forward(self, x: Tensor) -> Tensor:
-            return fla.chunk_delta_rule(x, x, x, x[..., 0], state_v_first=True)[0]
+def test_options_without_a_stand_in_run_the_original(caplog: pytest.LogCaptureFixture) -> None:
+    def mix(x: Tensor) -> Tensor:
+        return 2 * fla.chunk_delta_rule(x, x, x, x[..., 0], chunks_of_text=3)[0]
 
-    from sp_compile.passes.capture.kernel_stand_ins import STAND_INS
+    from sp_compile.passes.capture import package_kernels
 
-    x = torch.randn(1, 7, HEADS, SIZE)
-    assert STAND_INS["chunk_delta_rule"](x, x, x, x[..., 0], state_v_first=True) is NotImplemented
+    package_kernels._warned.clear()
+    x = torch.randn(1, 7, HEADS, SIZE, dtype=torch.float64)
+    with pytest.raises(TypeError, match="chunks_of_text"):
+        torch.compile(mix, backend="eager")(x)
+    assert "chunk_delta_rule runs between two graphs, unsplit on every rank: its argument chunks_of_text" in caplog.text
 
 
 def _train_lengths(kernel: str) -> list[float]:

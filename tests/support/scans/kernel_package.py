@@ -99,10 +99,16 @@ def chunk_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: A
 
 @torch.compiler.disable
 def chunk_simple_gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    **options: Any,
 ) -> Any:
     g = v.new_zeros(v.shape[:3]) if g is None else g
-    return _by_document("chunk_simple_gla", q, k, v, g if g_gamma is None else g + g_gamma, **options)
+    return _by_document("chunk_simple_gla", q, k, v, g if g_gamma is None else g + g_gamma, scale=scale, **options)
 
 
 @torch.compiler.disable
