@@ -20,6 +20,7 @@ its values have K more columns, zeros, with the identity as the state of these c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from sp_compile.lowering.base.library import composite
 
 from .attention_kernels import has_kernel, run_attention_kernel, state_dtype
 from .carries import CarryExchange, last_end
+from .document_states import add_initial_states, final_states
 from .scan_ops import SHARD_ARGUMENTS, ScanShards, to_chunks
 
 sp = torch.ops.sp
@@ -38,8 +40,8 @@ SMALL_CHUNK = (
     16  # with K decays a head, one for each row of the state, where products within a chunk are K times larger
 )
 ATTENTION_OPERANDS = (
-    "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? a, Tensor? b, Tensor? starts, Tensor? initial, "
-    f"float scale, str kernel, {SHARD_ARGUMENTS}"
+    "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? a, Tensor? b, Tensor? starts, Tensor? opened, "
+    f"Tensor? closed, Tensor? initial, float scale, str kernel, {SHARD_ARGUMENTS}"
 )
 
 
@@ -54,6 +56,8 @@ class TokenRows(NamedTuple):
     a: Tensor | None  # (..., K)
     b: Tensor | None  # (..., K)
     starts: Tensor | None  # bool (..., 1), of one head, True for the first token of a document
+    opened: Tensor | None  # int64 (..., 1), of one head, numbers of documents with states of their own
+    closed: Tensor | None  # int64 (..., 1), of one head, the same at the last tokens
 
     def map(self, function: Any) -> TokenRows:
         """Apply a function to each operand that is not None."""
@@ -67,6 +71,30 @@ class ChunkMaps(NamedTuple):
     reads: Tensor  # (B, H, N, T, K)
     factor: Tensor  # (B, H, N, K, K), or (B, H, N, K, 1) if it is diagonal; the state after is factor @ h + state
     state: Tensor  # (B, H, N, K, V)
+    ends: Callable[[Tensor], Tensor]  # returns the states after documents, from the states before chunks
+
+
+class Decays(NamedTuple):
+    """Logarithms of the decays of the tokens of chunks, (..., T, 1) or (..., T, K), and the documents of the tokens."""
+
+    after: Tensor  # from the start of the chunk, this token included
+    before: Tensor  # from the start of the chunk to the token before
+    base: Tensor | None  # `before` of the first token of the token's document, if that is in the chunk; None for zeros
+    segment: Tensor | None  # number of the document within the chunk, (..., T, 1); 0 is that of the token before it
+
+    def since_start(self, x: Tensor) -> Tensor:
+        """Return the factor exp(x) from the start of the chunk as one from the start of the token's document."""
+        return (x if self.base is None else x - self.base).exp()
+
+    def of_first(self, x: Tensor) -> Tensor:
+        """Return x (..., T, D) with zeros for tokens of documents that start in the chunk."""
+        return x if self.segment is None else x * (self.segment == 0)
+
+    def reach(self) -> Tensor:
+        """Return True for pairs of a token and an earlier one, or the same, of its document, bool (..., T, T)."""
+        size = self.after.shape[-2]
+        causal = torch.ones(size, size, dtype=torch.bool, device=self.after.device).tril()
+        return causal if self.segment is None else causal & (self.segment == self.segment.mT)
 
 
 @composite(f"linear_attention({ATTENTION_OPERANDS}) -> Tensor", padded="nearest")
@@ -75,8 +103,9 @@ def linear_attention(*operands: Any) -> Tensor:
 
     Placement: Shard(1) for operands with S, invariant for initial -> Shard(1).
     Shapes: q, k, a, b (B, S, H, K); v (B, S, H, V); decay (B, S, H, 1) or (B, S, H, K), at most 0; beta (B, S, H);
-    starts bool (B, S); initial (B, H, K, V), the state before the first token -> (B, S, H, V), v's dtype. Computed in
-    float32, or float64. kernel: a key of `attention_kernels.KERNELS`, or "". Bytes: (n - 1) * B * H * K * (K + V) in
+    starts bool (B, S); initial (B, H, K, V), the state before the first token -> (B, S, H, V), v's dtype. With opened
+    and closed, int64 (1, S), initial (N, H, K, V) has a state for each document (``document_states.py``), and its
+    gradient is partial. Computed in float32, or float64. kernel: a key of `attention_kernels.KERNELS`, or "". Bytes: (n - 1) * B * H * K * (K + V) in
     the dtype of the computation, the same backward. Backward: through the same products, differentiable once.
     """
     shards, out, _ = _process_tokens(*operands)
@@ -88,11 +117,13 @@ def linear_attention_state(*operands: Any) -> Tensor:
     """Compute the state after the last token of ``sp::linear_attention``, from the same operands.
 
     Placement: Shard(1) for operands with S, invariant for initial -> replicated.
-    Shapes: those of ``sp::linear_attention`` -> (B, H, K, V), float32 or float64. Bytes: those, and those of one state
-    a rank. Backward: as there.
+    Shapes: those of ``sp::linear_attention`` -> (B, H, K, V), float32 or float64; with opened and closed (N, H, K, V),
+    the states after the documents. Bytes: those, and those of one state a rank. Backward: as there.
     """
     shards, _, ends = _process_tokens(*operands)
     exchange = shards.carry_exchange(operands[2], 1, False)
+    if operands[9] is not None:  # each from the rank with the last token of its document
+        return ends if exchange.is_single else sp.all_reduce(ends, exchange.n, exchange.group)
     return ends[:, :, -1] if exchange.is_single else last_end(ends.movedim(2, 0), exchange)
 
 
@@ -100,21 +131,25 @@ LINEAR_ATTENTION_OPS = (sp.linear_attention.default, sp.linear_attention_state.d
 
 
 def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
-    """Return the shards, the result (B, S, H, V), and the state after each fold of a rank, (B, H, folds, K, V)."""
-    *rows, initial, scale, kernel = operands[:11]
-    shards = ScanShards(*operands[11:])
+    """Return the shards, the result (B, S, H, V), and the state after each fold of a rank, (B, H, folds, K, V).
+
+    The latter is that after each document, (N, H, K, V), if they have states of their own.
+    """
+    *rows, initial, scale, kernel = operands[:13]
+    shards = ScanShards(*operands[13:])
     tokens = TokenRows(*rows)
     exchange, size = shards.carry_exchange(tokens.v, 1, False), chunk_tokens(tokens.decay.shape[-1])
     dtype = state_dtype(tokens.v)
     tokens = tokens.map(lambda x: x[(...,) + (None,) * (4 - x.ndim)])  # a column for beta and starts
     tokens = tokens.map(lambda x: shards.fill_padding(x, 1, 0))  # padded rows keep the state
     initial = None if initial is None else initial.to(dtype)
-    if has_kernel(kernel, tokens.v.device):
+    if has_kernel(kernel, tokens.v.device) and tokens.opened is None:
         out, ends = _run_kernel(tokens, initial, scale, kernel, exchange)
         return shards, out, ends
-    cast = tokens.map(lambda x: _split_chunks(x if x.dtype is torch.bool else x.to(dtype), size, exchange))
-    maps = _map_chunks(cast._replace(q=cast.q * scale))
-    before, ends = _scan_states(maps, initial, exchange)
+    cast = tokens.map(lambda x: _split_chunks(x.to(dtype) if x.is_floating_point() else x, size, exchange))
+    maps = _map_chunks(cast._replace(q=cast.q * scale), initial)
+    before, ends = _scan_states(maps, initial if tokens.opened is None else None, exchange)
+    ends = ends if tokens.closed is None else maps.ends(before)
     out = _join_chunks(maps.out + maps.reads @ before, tokens.v.shape[1], exchange)
     return shards, out.to(tokens.v.dtype).contiguous(), ends
 
@@ -138,51 +173,67 @@ def _join_chunks(x: Tensor, rows: int, exchange: CarryExchange) -> Tensor:
     return x.narrow(2, 0, rows // exchange.folds).flatten(1, 2)
 
 
-def _map_chunks(x: TokenRows) -> ChunkMaps:
-    """Return the maps of chunks, from operands (B, H, N, T, ...)."""
-    after = x.decay.cumsum(-2)  # logarithm of the decay from the start of the chunk, this token included
-    before, total = after - x.decay, after[..., -1:, :]
-    causal = torch.ones(x.q.shape[-2], x.q.shape[-2], dtype=torch.bool, device=x.q.device).tril()
-    keeps_first, keeps_last = after.exp(), (total - after).exp()  # from the state before, to the state after
-    keeps_before, keeps_all = before.exp(), total.exp()
-    if x.starts is not None:
-        document = x.starts.cumsum(-2)
-        causal = causal & (document == document.mT)
-        is_first, is_last = document == 0, document == document[..., -1:, :]
-        keeps_first, keeps_last = keeps_first * is_first, keeps_last * is_last
-        keeps_before, keeps_all = keeps_before * is_first, keeps_all * is_first[..., -1:, :]
-    strict = causal & ~torch.eye(causal.shape[-1], dtype=torch.bool, device=causal.device)
-    written = _written_values(x, after, before, strict, keeps_first, keeps_before)
-    out, reads, factor, state = 0, x.q * keeps_first, keeps_all.mT, 0
+def _chunk_decays(x: TokenRows) -> Decays:
+    """Return the decays of operands (B, H, N, T, ...)."""
+    after = x.decay.cumsum(-2)
+    before = after - x.decay
+    if x.starts is None:
+        return Decays(after, before, None, None)
+    row = torch.arange(after.shape[-2], device=after.device).view(-1, 1)
+    first = torch.where(x.starts, row, 0).cummax(-2).values
+    base = before.gather(-2, first.expand(after.shape))  # exactly 0 at the first row of a chunk
+    return Decays(after, before, base, x.starts.cumsum(-2))
+
+
+def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
+    """Return the maps of chunks, from operands (B, H, N, T, ...) and the states of documents, if they have any.
+
+    Readings and factors refer to the state at the start of a token's document, or of the chunk.
+    """
+    decays = _chunk_decays(x)
+    after, causal = decays.after, decays.reach()
+    kept_last = (after[..., -1:, :] - after).exp()  # to the state after
+    if decays.segment is not None:
+        kept_last = kept_last * (decays.segment == decays.segment[..., -1:, :])
+    written = _written_values(x, decays, causal)
+    out, reads, state = 0, x.q * decays.since_start(after), 0
+    factor = decays.since_start(after)[..., -1:, :].mT
     for key, values, reading in written:
-        weights, kept = _decayed_products(x.q, key, after, after, causal), (key * keeps_last).mT
+        weights, kept = _decayed_products(x.q, key, after, after, causal), (key * kept_last).mT
         out, state = out + weights @ values, state + kept @ values
         if reading is not None:
             identity = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
             reads, factor = reads + weights @ reading, factor * identity + kept @ reading
     if factor.shape[-1] == 1:
         factor = factor.expand(*factor.shape[:-2], x.k.shape[-1], 1)
-    return ChunkMaps(out, reads, factor, state)
+    if x.opened is not None and decays.segment is not None and initial is not None:
+        out, state = add_initial_states(out, state, reads, factor, decays.segment, x.opened, initial)
+
+    def ends(before: Tensor) -> Tensor:
+        """Return the states after documents, from the states before chunks."""
+        return final_states(written, after, decays.base, decays.segment, before, x.closed, initial)
+
+    factor = factor if decays.segment is None else factor * (decays.segment[..., -1:, :] == 0)
+    return ChunkMaps(out, decays.of_first(reads), factor, state, ends)
 
 
-def _written_values(
-    x: TokenRows, after: Tensor, before: Tensor, strict: Tensor, keeps_first: Tensor, keeps_before: Tensor
-) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+def _written_values(x: TokenRows, decays: Decays, causal: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     """Return what tokens write to the state: keys, and values of the form ``values + reading @ h``.
 
-    Token t writes the outer product of its key and its value. h is the state before the chunk.
+    Token t writes the outer product of its key and its value. h is the state at the start of its document, or of the
+    chunk.
     """
-    identity = torch.eye(x.q.shape[-2], dtype=x.q.dtype, device=x.q.device)
-    size = x.v.shape[-1]
+    identity, size, after = torch.eye(x.q.shape[-2], dtype=x.q.dtype, device=x.q.device), x.v.shape[-1], decays.after
+    strict = causal & (identity == 0)
     if x.beta is not None:  # (I + L) u = v - (k D) h
         key = x.k * x.beta
         system = identity + _decayed_products(x.k, key, after, after, strict)
-        solution = _solve(system, torch.cat([x.v, -x.k * keeps_first], -1))
+        solution = _solve(system, torch.cat([x.v, -x.k * decays.since_start(after)], -1))
         return [(key, solution[..., :size], solution[..., size:])]
     if x.a is not None and x.b is not None:  # (I - L) u = M v + (a D) h
-        reads_values = _decayed_products(x.a, x.k, before, after, strict) @ x.v
-        system = identity - _decayed_products(x.a, x.b, before, after, strict)
-        solution = _solve(system, torch.cat([reads_values, x.a * keeps_before], -1))
+        reads_values = _decayed_products(x.a, x.k, decays.before, after, strict) @ x.v
+        system = identity - _decayed_products(x.a, x.b, decays.before, after, strict)
+        solution = _solve(system, torch.cat([reads_values, x.a * decays.since_start(decays.before)], -1))
         return [(x.b, solution[..., :size], solution[..., size:]), (x.k, x.v, None)]
     return [(x.k, x.v, None)]
 
@@ -239,11 +290,11 @@ def _run_kernel(
     folds, (size, columns) = exchange.folds, (tokens.k.shape[-1], tokens.v.shape[-1])
     rows = tokens.map(lambda x: to_chunks(x, exchange).flatten(0, 1))
     if exchange.is_single:
-        out, end = run_attention_kernel(*rows, initial, scale, kernel)
+        out, end = run_attention_kernel(*rows[:8], initial, scale, kernel)
         return out, end.unsqueeze(2)
     identity = torch.eye(size, dtype=state_dtype(tokens.v), device=tokens.v.device)
     first = F.pad(identity, (columns, 0)).expand(rows.v.shape[0], rows.v.shape[2], -1, -1)
-    out, end = run_attention_kernel(*rows._replace(v=F.pad(rows.v, (0, size))), first, scale, kernel)
+    out, end = run_attention_kernel(*rows._replace(v=F.pad(rows.v, (0, size)))[:8], first, scale, kernel)
     state, factor = end.unflatten(0, (-1, folds)).movedim(1, 2).split([columns, size], -1)
     before = _affine_scan(factor, state, initial, exchange)
     out, reads = (x.unflatten(0, (-1, folds)) for x in out.split([columns, size], -1))  # (B, folds, rows, H, ...)

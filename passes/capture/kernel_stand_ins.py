@@ -124,10 +124,17 @@ def _attend(
     starts: Tensor | None = None,
 ) -> Any:
     """Emit linear attention; decay is (B, S, H), (B, S, H, K) or None, for no decay."""
+    has_states = cu_seqlens is not None and (initial_state is not None or output_final_state)
+    opened = closed = None
     if cu_seqlens is not None:
-        if initial_state is not None or output_final_state:  # one state for each document
-            return NotImplemented
         starts = _document_starts(cu_seqlens, v)
+    if has_states:  # one for each document
+        count = cu_seqlens.shape[0] - 1
+        if v.shape[0] != 1 or (initial_state is not None and initial_state.shape[0] != count):
+            return NotImplemented
+        opened, closed = _number_documents(cu_seqlens, v)
+        if initial_state is None:
+            initial_state = v.new_zeros((count, v.shape[2], k.shape[-1], v.shape[-1]), dtype=state_dtype(v))
     groups = v.shape[2] // q.shape[2]
     if groups > 1:  # a head of queries and keys serves several heads of values
         q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
@@ -136,9 +143,13 @@ def _attend(
     if decay.ndim == 3:
         decay = decay.unsqueeze(-1)
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    call = q, k, v, decay, beta, a, b, starts, initial_state, scale, kernel
-    out = torch.ops.sp.linear_attention(*call)
-    return out, torch.ops.sp.linear_attention_state(*call) if output_final_state else None
+    rows, rest = (q, k, v, decay, beta, a, b, starts, opened), (initial_state, scale, kernel)
+    out = torch.ops.sp.linear_attention(*rows, None, *rest)
+    state = torch.ops.sp.linear_attention_state(*rows, closed, *rest) if output_final_state else None
+    if state is not None and has_states:
+        is_empty = cu_seqlens[1:] == cu_seqlens[:-1]
+        state = torch.where(is_empty.view(-1, 1, 1, 1), initial_state, state)
+    return out, state
 
 
 def _document_starts(cu_seqlens: Tensor, x: Tensor) -> Tensor:
@@ -146,6 +157,19 @@ def _document_starts(cu_seqlens: Tensor, x: Tensor) -> Tensor:
     marks = torch.zeros(x.shape[1] + 1, dtype=torch.bool, device=x.device)
     marks = marks.scatter(0, cu_seqlens.to(torch.int64), True)
     return marks[:-1].expand(x.shape[0], -1)
+
+
+def _number_documents(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the documents that start and end at each token, as `opened` and `closed`, int64 (1, S).
+
+    A document without tokens has none.
+    """
+    bounds, slots = cu_seqlens.to(torch.int64), torch.zeros(x.shape[1] + 1, dtype=torch.int64, device=x.device)
+    count = bounds.shape[0] - 1
+    numbers = torch.arange(1, count + 1, device=x.device)
+    opened = slots.scatter_reduce(0, bounds[:-1], numbers, "amax")[:-1]
+    last = slots.scatter_reduce(0, bounds[1:], count + 1 - numbers, "amax")[1:]
+    return opened[None], torch.where(last > 0, count + 1 - last, 0)[None]
 
 
 def _changes(ids: Tensor) -> Tensor:
@@ -271,12 +295,14 @@ def _mamba_chunk_scan(
     return_final_states: bool = False,
 ) -> Any:
     """Emit mamba_ssm's mamba_chunk_scan_combined, by arithmetic; its states are (B, H, V, K)."""
-    if cu_seqlens is not None or (seq_idx is not None and (initial_states is not None or return_final_states)):
+    if cu_seqlens is not None:
         return NotImplemented
     dt = dt.to(state_dtype(dt))
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(dt_limit[0], dt_limit[1])
     initial = None if initial_states is None else initial_states.mT
+    if initial is not None and seq_idx is not None:  # the kernel has them for documents of number 0
+        initial = initial * (seq_idx[:, 0] == 0).view(-1, 1, 1, 1)
     attended = _attend(
         "",
         C,

@@ -163,7 +163,9 @@ def _attention(x: Tensor, *rest: Any) -> Tensor:
     """Linear attention of x (B, S, D) with itself, in one head."""
     y = x.unsqueeze(2)
     beta, starts = x[..., :1].sigmoid(), x[..., 0] > 1
-    return sp.linear_attention(y, y / 4, y, -y.abs(), beta, None, None, starts, None, 1.0, "", *rest)[:, :, 0]
+    return sp.linear_attention(y, y / 4, y, -y.abs(), beta, None, None, starts, None, None, None, 1.0, "", *rest)[
+        :, :, 0
+    ]
 
 
 CASES: dict[str, Callable[[], Any]] = {

@@ -33,6 +33,8 @@ LINEAR_ATTENTION_DIMS = {
     "a": "bshk",
     "b": "bshk",
     "starts": "bs",
+    "opened": "bs",
+    "closed": "bs",
     "initial": "bhkv",
 }
 
@@ -91,14 +93,18 @@ def _affine_scan_rule(call: OpCall) -> BoundRule:
 def _linear_attention_rule(call: OpCall) -> BoundRule:
     """Return "b s h k, b s h k, b s h v, ... -> b s h v", or "-> b h k v" for the state, with s of kind "scan".
 
-    Each token reads and writes the state (k, v) of its head, so k is gathered.
+    Each token reads and writes the state (k, v) of its head, so k is gathered. The states of documents are (n, h, k, v).
     """
     operands = [tuple(dims) for name, dims in LINEAR_ATTENTION_DIMS.items() if call[name] is not None]
     if is_same_size(call.shape("decay")[-1], 1):
         operands[3] = ("b", "s", "h", "")
-    initial = len(operands) - 1 if call["initial"] is not None else -1
-    result = tuple("bshv" if call.node.target is sp.linear_attention.default else "bhkv")
-    return _framed_scan_rule(call, tuple(operands), result, ("s",), invariant=(initial,), gathered=("k",))
+    of_documents = call["opened"] is not None
+    invariant = [] if of_documents or call["initial"] is None else [len(operands) - 1]
+    if of_documents:
+        operands[-1] = tuple("nhkv")
+    state, gathered = ("nhkv", "kbn") if of_documents else ("bhkv", "k")
+    result = tuple("bshv" if call.node.target is sp.linear_attention.default else state)
+    return _framed_scan_rule(call, tuple(operands), result, ("s",), invariant=invariant, gathered=gathered)
 
 
 def _framed_scan_rule(

@@ -41,7 +41,7 @@ def attend(
             state = state + b[:, t].unsqueeze(-1) * (previous * a[:, t].unsqueeze(-1)).sum(-2, keepdim=True)
         state = state + key * value
         outs.append((state * q[:, t].unsqueeze(-1)).sum(-2) * scale)
-    return torch.stack(outs, 1), state
+    return torch.stack(outs, 1) if outs else torch.zeros_like(v), state
 
 
 def _normalize(x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def _by_document(
     rows = q, k, v, decay if decay.ndim == 4 else decay.unsqueeze(-1), beta, a, b
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     bounds = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    assert cu_seqlens is None or (v.shape[0] == 1 and bounds[-1] == v.shape[1] and sorted(set(bounds)) == bounds)
+    assert cu_seqlens is None or (v.shape[0] == 1 and bounds[-1] == v.shape[1] and sorted(bounds) == bounds)
     outs, states = [], []
     for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
         first = initial_state if cu_seqlens is None or initial_state is None else initial_state[i : i + 1]
