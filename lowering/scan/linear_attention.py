@@ -105,8 +105,9 @@ def linear_attention(*operands: Any) -> Tensor:
     Shapes: q, k, a, b (B, S, H, K); v (B, S, H, V); decay (B, S, H, 1) or (B, S, H, K), at most 0; beta (B, S, H);
     starts bool (B, S); initial (B, H, K, V), the state before the first token -> (B, S, H, V), v's dtype. With opened
     and closed, int64 (1, S), initial (N, H, K, V) has a state for each document (``document_states.py``), and its
-    gradient is partial. Computed in float32, or float64. kernel: a key of `attention_kernels.KERNELS`, or "". Bytes: (n - 1) * B * H * K * (K + V) in
-    the dtype of the computation, the same backward. Backward: through the same products, differentiable once.
+    gradient is partial. Computed in float32, or float64. kernel: a key of `attention_kernels.KERNELS`, or "".
+    Bytes: (n - 1) * B * H * K * (K + V) in the dtype of the computation, the same
+    backward. Backward: through the same products, differentiable once.
     """
     shards, out, _ = _process_tokens(*operands)
     return shards.window(out, 1)

@@ -124,11 +124,10 @@ def _attend(
     starts: Tensor | None = None,
 ) -> Any:
     """Emit linear attention; decay is (B, S, H), (B, S, H, K) or None, for no decay."""
-    has_states = cu_seqlens is not None and (initial_state is not None or output_final_state)
     opened = closed = None
     if cu_seqlens is not None:
         starts = _document_starts(cu_seqlens, v)
-    if has_states:  # one for each document
+    if cu_seqlens is not None and (initial_state is not None or output_final_state):  # one for each document
         count = cu_seqlens.shape[0] - 1
         if v.shape[0] != 1 or (initial_state is not None and initial_state.shape[0] != count):
             return NotImplemented
@@ -146,7 +145,7 @@ def _attend(
     rows, rest = (q, k, v, decay, beta, a, b, starts, opened), (initial_state, scale, kernel)
     out = torch.ops.sp.linear_attention(*rows, None, *rest)
     state = torch.ops.sp.linear_attention_state(*rows, closed, *rest) if output_final_state else None
-    if state is not None and has_states:
+    if state is not None and cu_seqlens is not None:
         is_empty = cu_seqlens[1:] == cu_seqlens[:-1]
         state = torch.where(is_empty.view(-1, 1, 1, 1), initial_state, state)
     return out, state

@@ -33,6 +33,7 @@ from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.modes import restore_autocast
 from sp_compile.passes.graph.mutation import is_written
 
+from .coupled import CoupledStates, find_cycle, reference_of
 from .recurrence import AffineValue, ScanBuilder
 from .steps import ColumnRef, IndexRead, LoopMatcher, NotALoop, Operand, SeededList, StepColumn, match_piece_read
 from .vectorize import BatchedValue, Value
@@ -93,7 +94,7 @@ class LoopBuilder:
         while waiting:
             still_waiting = [c for c in waiting if not self._compute_column(c)]
             if len(still_waiting) == len(waiting):
-                raise NotALoop("a state that is not affine in the previous state")
+                self._scan_together(waiting)
             waiting = still_waiting
         result = self.value(self.loop.root, 0, self.loop.length)
         if not isinstance(result, BatchedValue):
@@ -133,12 +134,43 @@ class LoopBuilder:
         self.scans += 1
         return True
 
+    def _scan_together(self, waiting: list[StepColumn]) -> None:
+        """Compute the states of one cycle of columns. Raises NotALoop if an op is not linear in them."""
+        body = find_cycle(waiting)
+        seeds: dict[ColumnRef, Any] = {}
+        if len({(column.first, column.end) for column in body}) > 1:
+            raise NotALoop("a state that some steps do not have")
+        leaves = [[self._body_leaf(x, column, body, seeds) for x in column.operands] for column in body]
+        self.values.update(CoupledStates(self.editor, body, leaves, seeds).scan(self.reverse))
+        self.scans += 1
+
+    def _body_leaf(self, x: Operand, column: StepColumn, body: list[StepColumn], seeds: dict[ColumnRef, Any]) -> Any:
+        """Return an operand of a cycle: a reference to a column of the cycle, or a value.
+
+        Records the values of states before the first step in `seeds`. Raises NotALoop if there are several.
+        """
+        reference = reference_of(x)
+        if reference is None or reference.column not in body:
+            return self.value(x, column.first, column.end)
+        for lag in range(reference.lag, 0, -1):
+            if not isinstance(x, SeededList):
+                raise NotALoop("a state without an initial value")
+            seed = seeds.setdefault(ColumnRef(reference.column, lag), x.seed)
+            if not _is_same_value(seed, x.seed):
+                raise NotALoop("a state with several initial values")
+            x = x.later
+        if x is not reference:
+            raise NotALoop("a state with several initial values")
+        return reference
+
     def _leaf(self, x: Operand, column: StepColumn) -> Any:
         """Return an operand's value, or its form in the previous state; PENDING if neither is known yet."""
-        reference = x.later if isinstance(x, SeededList) else x
-        if not isinstance(reference, ColumnRef) or reference.column in self.values:
+        reference = reference_of(x)
+        if reference is None or reference.column in self.values:
             return self.value(x, column.first, column.end)
         source, lag = reference.column, reference.lag
+        if lag > 1:
+            return PENDING
         if isinstance(x, SeededList):  # the state of this step or of the previous one, which is the seed at first
             seed = self.seeds.setdefault(source, x.seed)
             is_state = lag <= 1 and source.first - 1 == column.first - lag and _is_same_value(seed, x.seed)

@@ -32,6 +32,7 @@ from sp_compile.passes.graph.sizes import as_sizes
 from sp_compile.passes.sharding.matchers import is_copy, is_same_call, match_piece, value_origin
 
 aten = torch.ops.aten
+MAX_LAG = 4  # steps from a value to its last reader
 COMMUTATIVE_OPS = (aten.add.Tensor, aten.mul.Tensor)
 
 
@@ -74,7 +75,7 @@ class ColumnRef:
     """Reference to the node of a column at an earlier or the same step."""
 
     column: StepColumn  # the column
-    lag: int  # steps before the current one, 0 or 1
+    lag: int  # steps before the current one
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class SeededList:
     """Operand whose first step is different."""
 
     seed: Any  # value at the first step
-    later: IndexRead | ColumnRef  # operand from the second step on
+    later: IndexRead | ColumnRef | SeededList  # operand from the second step on
 
 
 class PieceRead(NamedTuple):
@@ -132,7 +133,10 @@ class LoopMatcher:
     def operands(self) -> Iterator[Operand]:
         """Yield the operands of the root and of all columns; a SeededList yields its parts."""
         for operand in (self.root, *(x for c in self.columns for x in c.operands)):
-            yield from (operand.seed, operand.later) if isinstance(operand, SeededList) else (operand,)
+            while isinstance(operand, SeededList):
+                yield operand.seed
+                operand = operand.later
+            yield operand
 
     def _read_arguments(self, column: StepColumn) -> None:
         """Match the operands of a column, leaf by leaf of its nodes' arguments; new columns join `columns`."""
@@ -160,14 +164,26 @@ class LoopMatcher:
         later = self._find_column(later_values, first + 1) or _match_index_read(later_values, first + 1)
         if later is None and _are_similar(later_values) and len(later_values) > 1:
             later = ColumnRef(self._add_column(later_values, first + 1), 0)
+        if later is None:
+            later = self._find_delayed(later_values, first + 1)
         if later is None or (isinstance(seed, Node) and not is_tensor(seed)):
             raise NotALoop("steps that differ")
         return SeededList(seed, later)
 
-    def _find_column(self, values: Sequence[Any], first: int) -> ColumnRef | None:
+    def _find_delayed(self, values: Sequence[Any], first: int) -> SeededList | None:
+        """Return the values before the first steps, then a known column two or more steps earlier; None if not."""
+        for count in range(1, min(MAX_LAG, len(values) - 1)):
+            found: Any = self._find_column(values[count:], first + count, lags=(count + 1,))
+            if found is not None and all(map(is_tensor, values[:count])):
+                for seed in reversed(values[:count]):
+                    found = SeededList(seed, found)
+                return found
+        return None
+
+    def _find_column(self, values: Sequence[Any], first: int, lags: tuple[int, ...] = (0, 1)) -> ColumnRef | None:
         """Return a reference to the known column that has these nodes, or None.
 
-        The column has them at the same steps, or each of them one step earlier.
+        The column has each of them as many steps earlier as one of the lags.
         """
         owner = self.owner.get(values[0]) if isinstance(values[0], Node) else None
         if owner is None:
@@ -175,7 +191,7 @@ class LoopMatcher:
         column, step = owner
         column_values = column.nodes[step - column.first :][: len(values)]
         lag = first - step
-        return ColumnRef(column, lag) if lag in (0, 1) and column_values == list(values) else None
+        return ColumnRef(column, lag) if lag in lags and column_values == list(values) else None
 
     def _add_column(self, values: Sequence[Node], first: int) -> StepColumn:
         """Add the column with these nodes at the steps first, first + 1, ..., and return it."""

@@ -93,7 +93,7 @@ def _affine_scan_rule(call: OpCall) -> BoundRule:
 def _linear_attention_rule(call: OpCall) -> BoundRule:
     """Return "b s h k, b s h k, b s h v, ... -> b s h v", or "-> b h k v" for the state, with s of kind "scan".
 
-    Each token reads and writes the state (k, v) of its head, so k is gathered. The states of documents are (n, h, k, v).
+    Each token reads and writes the state (k, v) of its head, so k is gathered. States of documents are (n, h, k, v).
     """
     operands = [tuple(dims) for name, dims in LINEAR_ATTENTION_DIMS.items() if call[name] is not None]
     if is_same_size(call.shape("decay")[-1], 1):

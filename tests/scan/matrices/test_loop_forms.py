@@ -1,0 +1,248 @@
+"""Loops of users whose body is linear in their states, in other forms than h = a * h + b and h = m @ h + b."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.parity import against_eager
+from support.parity import check as check_ranks
+from support.ranks import Ranks, mesh
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile.passes.context import NoteKind
+
+WIDTH, SIZE = 6, 4
+# From the states and the inputs of a step to the states after it, and the output of the step.
+Step = Callable[[list[Tensor], dict[str, Tensor]], tuple[list[Tensor], Tensor]]
+
+
+def einsum(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = torch.einsum("bij,bjv->biv", x["m"], h[0]) + torch.einsum("bi,bv->biv", x["k"], x["v"])
+    return [new], torch.einsum("biv,bi->bv", new, x["a"])
+
+
+def delta_rule(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    kept = h[0] * x["g"].unsqueeze(-1)
+    new = (x["v"] - (kept * x["k"].unsqueeze(-1)).sum(-2)) * x["a"]
+    kept = kept + x["k"].unsqueeze(-1) * new.unsqueeze(-2)
+    return [kept], (kept * x["k"].unsqueeze(-1)).sum(-2)
+
+
+def delta_rule_of_einsums(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = x["v"] - torch.einsum("bk,bkv->bv", x["k"], h[0] * x["g"].unsqueeze(-1))
+    state = h[0] * x["g"].unsqueeze(-1) + torch.einsum("bk,bv->bkv", x["k"], new)
+    return [state], state.sum(-1)
+
+
+def product_on_the_right(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = h[0] @ x["m"] + x["k"].unsqueeze(-1) * x["v"].unsqueeze(-2)
+    return [new], new.sum(-1)
+
+
+def products_on_both_sides(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = x["m"] @ h[0] @ x["m"] + x["k"].unsqueeze(-1)
+    return [new], new.sum(-1)
+
+
+def baddbmm(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = torch.baddbmm(x["m"], x["m"], h[0], beta=0.5, alpha=0.7)
+    return [new], new.sum(-1)
+
+
+def masked(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    update = (x["k"] > 0.5)[:, :1, None]
+    new = torch.where(update, h[0] @ x["m"] + x["m"], h[0])
+    return [new], new.sum(-1)
+
+
+def masked_fill(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = (x["m"] @ h[0]).masked_fill((x["k"] > 0.5).unsqueeze(1), 0.25)
+    return [new], new.sum(-1)
+
+
+def vector(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = (x["m"] @ h[0].unsqueeze(-1)).squeeze(-1) + x["k"]
+    return [new], new
+
+
+def mean_of_the_state(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = torch.lerp(h[0], h[0].mean(-1, keepdim=True), x["a"]) + x["k"]
+    return [new], new
+
+
+def rotation(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    p, q = h
+    return [x["a"] * p - x["g"] * q + x["k"], x["g"] * p + x["a"] * q], p + 2 * q
+
+
+def oscillator(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    p = h[0] + 0.1 * (x["k"] - x["a"] * h[1])
+    q = h[1] + 0.1 * p
+    return [p, q], q
+
+
+def second_order(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = x["a"] * h[0] / 2 + x["g"] * h[1] / 3 + x["k"]
+    return [new, h[0]], new
+
+
+def third_order(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = x["a"] * h[0] / 2 + x["g"] * h[2] / 3 + x["k"]
+    return [new, h[0], h[1]], new
+
+
+def momentum_of_a_delta_rule(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    state, speed = h
+    error = x["v"].unsqueeze(-2) - x["k"].unsqueeze(-2) @ state
+    speed = speed * x["g"].unsqueeze(-1) + x["k"].unsqueeze(-1) @ error
+    state = state * x["a"].unsqueeze(-1) + speed
+    return [state, speed], state.sum(-1)
+
+
+def columns_with_their_own_decay(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = x["m"] @ (h[0] * x["a"].unsqueeze(-2)) + x["k"].unsqueeze(-1)
+    return [new], new.sum(-1)
+
+
+def merged_dims(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = (h[0].flatten(1) * x["m"].flatten(1)).unflatten(1, (SIZE, SIZE)).mT + x["m"]
+    return [new], new.sum(-1)
+
+
+VECTORS = (vector, mean_of_the_state, rotation, oscillator, second_order, third_order)
+COUNTS = {rotation: 2, oscillator: 2, second_order: 2, third_order: 3, momentum_of_a_delta_rule: 2}
+FORMS: list[Step] = [
+    einsum,
+    delta_rule,
+    delta_rule_of_einsums,
+    product_on_the_right,
+    products_on_both_sides,
+    baddbmm,
+    masked,
+    masked_fill,
+    momentum_of_a_delta_rule,
+    columns_with_their_own_decay,
+    merged_dims,
+    *VECTORS,
+]
+
+
+class Loop(nn.Module):
+    """A loop over tokens, and a loss of its outputs."""
+
+    def __init__(self, step: Step, seeded: bool = False, reverse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.step, self.reverse = step, reverse
+        self.project = nn.Linear(WIDTH, 5 * SIZE + SIZE * SIZE).double()
+        shape = (SIZE,) if step in VECTORS else (SIZE, SIZE)
+        self.seeds = nn.ParameterList(torch.randn(shape).double() for _ in range(COUNTS.get(step, 1)))
+        self.seeded = seeded
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, S, WIDTH) -> a loss."""
+        rows = self.project(x).sigmoid()
+        inputs = dict(zip("akvgi", rows[..., : 5 * SIZE].split(SIZE, -1)))
+        inputs["m"] = rows[..., 5 * SIZE :].unflatten(-1, (SIZE, SIZE)) / SIZE
+        states = [
+            y.expand(x.shape[0], *y.shape) if self.seeded else x.new_zeros(x.shape[0], *y.shape) for y in self.seeds
+        ]
+        outputs: list[Tensor] = []
+        steps = range(x.shape[1])
+        for t in reversed(steps) if self.reverse else steps:
+            states, output = self.step(states, {name: y[:, t] for name, y in inputs.items()})
+            outputs.append(output)
+        return (torch.stack(outputs[::-1] if self.reverse else outputs, 1) - x[..., :SIZE]).pow(2).mean()
+
+
+def tokens(length: int = 9, batch: int = 2) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(batch, length, WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("step", FORMS, ids=lambda step: step.__name__)
+def test_forms_are_scans(step: Step) -> None:
+    report = sp_compile.explain(Loop(step), tokens(), sp=2, seq_dims={"x": 1})
+    assert report.count("affine_scan") == 1, report.find_notes(NoteKind.DECLINED, subject="reroll_loops")
+    assert not report.fallbacks
+    assert report.work.flops_share > 0.95
+    for seeded, reverse in ((False, False), (True, True)):
+        checked = sp_compile.verify(Loop(step, seeded, reverse), tokens(), sp=3, seq_dims={"x": 1})
+        assert max(error for _, error in checked.errors) < 1e-12
+
+
+def test_a_shared_matrix_and_a_batch_of_one() -> None:
+    class Shared(Loop):
+        def forward(self, x: Tensor) -> Tensor:
+            state, states, weight = x.new_zeros(x.shape[0], SIZE), [], self.project.weight[:SIZE, :SIZE] / SIZE
+            inputs = self.project(x)[..., :SIZE]
+            for t in range(x.shape[1]):
+                state = F.linear(state, weight, self.project.bias[:SIZE]) + inputs[:, t]
+                states.append(state)
+            return torch.stack(states, 1).pow(2).mean()
+
+    for batch in (1, 3):
+        report = sp_compile.verify(Shared(vector), tokens(7, batch), sp=2, seq_dims={"x": 1})
+        assert report.count("affine_scan") == 1
+        assert max(error for _, error in report.errors) < 1e-12
+
+
+def of_a_square(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = x["m"] @ h[0] * h[0] + x["m"]
+    return [new], new.sum(-1)
+
+
+def of_a_condition(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = torch.where(h[0] > 0.1, h[0] @ x["m"], h[0]) + x["m"]
+    return [new], new.sum(-1)
+
+
+def of_a_divisor(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = x["m"] @ (x["m"] / (2 + h[0])) + h[0] / 2
+    return [new], new.sum(-1)
+
+
+def of_a_rounded_state(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = (h[0] @ x["m"]).float().double() + x["m"]
+    return [new], new.sum(-1)
+
+
+def of_a_softmax(h: list[Tensor], x: dict[str, Tensor]) -> Any:
+    new = h[0].softmax(-1) @ x["m"] + x["m"]
+    return [new], new.sum(-1)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [of_a_square, of_a_condition, of_a_divisor, of_a_rounded_state, of_a_softmax],
+    ids=lambda step: step.__name__,
+)
+def test_other_bodies_are_refused(step: Step) -> None:
+    report = sp_compile.verify(Loop(step, seeded=True), tokens(5), sp=2, seq_dims={"x": 1})
+    assert report.find_notes(NoteKind.DECLINED, subject="reroll_loops")
+    assert report.count("affine_scan") == 0
+    assert max(error for _, error in report.errors) < 1e-12
+
+
+def test_nodes_do_not_depend_on_the_length() -> None:
+    counts = []
+    for length in (16, 48):
+        program = torch.export.export(Loop(delta_rule), (tokens(length),))
+        counts.append(len(sp_compile.parallelize(program, sp=2).graph.nodes))
+    assert counts[0] == counts[1]
+
+
+def _train(step: Step) -> object:
+    return against_eager(Loop(step, seeded=True), tokens(13).detach(), mesh=mesh(), seq_dims={"x": 1})
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("step", FORMS, ids=lambda step: step.__name__)
+@pytest.mark.sampled(every=6)
+def test_forms_on_real_ranks(ranks: Ranks, step: Step, n: int) -> None:
+    check_ranks(ranks.run(n, _train, step))
