@@ -63,9 +63,11 @@ TERMS: dict[Any, tuple[str, ...]] = {
     aten.cat: ("tensors",),
     aten.stack: ("tensors",),
 }
-UNIFORM_OPS = "alias clone contiguous detach_copy expand flatten movedim permute reshape select slice squeeze sum t"
-TERMS |= {getattr(aten, name): ("self",) for name in (*UNIFORM_OPS.split(), "mean", "transpose", "unsqueeze", "view")}
-TERMS |= {getattr(aten, name): ("self",) for name in ("unflatten",)}
+UNIFORM_OPS = (
+    "alias clone contiguous expand flatten mean movedim mT permute reshape select slice squeeze sum t transpose "
+    "unflatten unsqueeze view"
+)
+TERMS |= {getattr(aten, name): ("self",) for name in UNIFORM_OPS.split()}
 
 
 def find_cycle(columns: Sequence[StepColumn]) -> list[StepColumn]:
@@ -241,7 +243,8 @@ class CoupledStates:
         Args:
             columns: The dims of the states that have size 1 in the linear part.
         """
-        operands = {id(x): x for op in self.body for x in op.leaves if isinstance(x, BatchedValue) or is_tensor(x)}
+        leaves: list[Any] = [x for op in self.body for x in op.leaves]
+        operands = {id(x): x for x in leaves if isinstance(x, BatchedValue) or is_tensor(x)}
         nodes = [self.editor.move_steps(x, 0).node if isinstance(x, BatchedValue) else x for x in operands.values()]
         dims = tuple(0 if isinstance(x, BatchedValue) else None for x in operands.values())
         shape = [1 if d in columns else size for d, size in enumerate(self.shape)]

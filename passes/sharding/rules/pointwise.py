@@ -17,6 +17,7 @@ import math
 import torch
 from torch.fx import Node
 
+from sp_compile.lowering import token_functions  # noqa: F401  (defines an op)
 from sp_compile.passes.graph.call import OpCall, parse_overloads
 from sp_compile.passes.sharding.rule import POINTWISE, BoundRule, register_rule_function, rule, rule_of
 
@@ -55,7 +56,7 @@ UNTAGGED_OPS = parse_overloads("""
     special_xlogy subtract.Scalar subtract.Tensor true_divide.Scalar where.Scalar where.ScalarOther
     where.ScalarSelf where.self
 """)
-register_rule_function(POINTWISE, *LAZY_OPS, *UNTAGGED_OPS)(pointwise_rule)
+register_rule_function(POINTWISE, *LAZY_OPS, *UNTAGGED_OPS, torch.ops.sp.token_function.default)(pointwise_rule)
 
 rule(aten.copy.default, "..., ... -> ...")
 rule([aten.feature_alpha_dropout.default, aten.feature_dropout.default], "n c ... -> n c ...", whole="...")

@@ -1,0 +1,47 @@
+"""Define ``sp::token_function``: a torch.autograd.Function of elementwise ops, so that it has a sharding rule."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .base.library import composite
+from .torch_compat import autograd_function_apply
+
+
+class FunctionBodies(NamedTuple):
+    """The traced bodies of a torch.autograd.Function."""
+
+    forward: GraphModule  # returns the result, and what the backward reads
+    backward: GraphModule  # of the gradient of the result, and what the forward saved
+    options: dict[str, Any]  # keyword arguments of `autograd_function_apply`
+
+
+BODIES: dict[str, FunctionBodies] = {}  # by name, which is equal in all processes
+
+
+def register_bodies(bodies: FunctionBodies) -> str:
+    """Register the bodies of a function, and return their name for ``sp::token_function``."""
+    text = f"{bodies.forward.code}{bodies.backward.code}{sorted(bodies.options.items())}"
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    BODIES[name] = bodies
+    return name
+
+
+@composite("token_function(Tensor[] xs, str name) -> Tensor", padded="as given")
+def token_function(xs: list[Tensor], name: str) -> Tensor:
+    """Apply an autograd Function whose forward and backward are elementwise.
+
+    Shapes: any, equal, or () -> same. Bytes: none. Backward: that of the Function.
+
+    Args:
+        xs: The operands.
+        name: Result of `register_bodies`.
+    """
+    forward, backward, options = BODIES[name]
+    result = autograd_function_apply(forward, backward, *xs, **options)
+    out: Tensor = result[0] if isinstance(result, tuple | list) else result
+    return out
