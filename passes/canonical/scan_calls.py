@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS
 from sp_compile.lowering.scan.monoids import is_scannable, result_dtype
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.edit import GraphEditor
@@ -24,7 +23,13 @@ aten, sp = torch.ops.aten, torch.ops.sp
 CUMULATIVE_OPS = {aten.cumsum.default: "sum", aten.cumprod.default: "prod", aten.logcumsumexp.default: "logsumexp"}
 EXTREME_OPS = {aten.cummax.default: "max", aten.cummin.default: "min"}
 TORCH_SCANS = {**CUMULATIVE_OPS, **EXTREME_OPS}
-SP_SCANS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default, sp.affine_scan.default, *LINEAR_ATTENTION_OPS)
+RECURRENCES = {  # with their names in the report
+    sp.linear_scan.default: "linear recurrence",
+    sp.affine_scan.default: "recurrence of matrices",
+    sp.linear_attention.default: "linear attention",
+    sp.linear_attention_state.default: "state of linear attention",
+}
+SP_SCANS = (sp.scan.default, sp.extremes.default, *RECURRENCES)
 
 
 def to_sp_scan(editor: GraphEditor, node: Node) -> Node:

@@ -36,6 +36,7 @@ from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.torch_compat import size_hint
 from sp_compile.passes.canonical.scan_calls import (
     EXTREME_OPS,
+    RECURRENCES,
     SP_SCANS,
     TORCH_SCANS,
     emit_scan,
@@ -60,14 +61,6 @@ COMBINE_OPS = {
     "prod": aten.mul.Tensor,
     "max": aten.maximum.default,
     "min": aten.minimum.default,
-}
-
-
-RECURRENCES = {
-    sp.linear_scan.default: "linear recurrence",
-    sp.affine_scan.default: "recurrence of matrices",
-    sp.linear_attention.default: "linear attention",
-    sp.linear_attention_state.default: "state of linear attention",
 }
 
 

@@ -149,12 +149,12 @@ def test_nodes_and_bytes_do_not_depend_on_the_length() -> None:
     assert reports[0] == reports[1]
 
 
-def test_a_state_that_no_matrix_multiplies_from_the_left_is_refused() -> None:
+def test_a_state_that_is_not_linear_is_refused() -> None:
     class Right(DeltaRule):
         def forward(self, x: Tensor) -> Tensor:
             state, states = x.new_zeros(2, 4, 4), []
             for t in range(x.shape[1]):
-                state = state @ x[:, t].view(2, 4, 2).repeat(1, 1, 2) + 1
+                state = state.tanh() @ x[:, t].view(2, 4, 2).repeat(1, 1, 2) + 1
                 states.append(state)
             return torch.stack(states, 1)
 

@@ -1,0 +1,146 @@
+"""Measure recurrences of matrices in models of transformers: compile time at two lengths, and the work of all ranks.
+
+    python benchmarks/recurrences.py [--only compile|ranks] [--models qwen3_next mamba2]
+
+The first table has the CPU seconds that compilation adds to a first step of one layer, at 512 and at 8192 tokens; they
+should be equal, because no graph depends on the length. The second one has the CPU seconds of a step of one layer,
+forward and backward, at 8192 tokens: on one device, and on all ranks together. Each number is from a process of its
+own, with one thread and without caches. Writes results/recurrences_cpu.md.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring.gloo_ranks import joined
+from measuring.tables import commit, markdown, processor
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+RESULTS = Path(__file__).parent / "results" / "recurrences_cpu.md"
+LENGTHS = 512, 8192
+RANKS = 2, 4
+STEPS = 3
+
+
+def qwen3_next() -> nn.Module:
+    """Gated delta rule: one decay a head."""
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    sizes = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    dims = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    return Qwen3NextGatedDeltaNet(Qwen3NextConfig(hidden_size=256, num_hidden_layers=4, **sizes, **dims), 0)
+
+
+def mamba2() -> nn.Module:
+    """Mamba-2: one decay a head, no delta rule."""
+    from transformers import Mamba2Config
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+    return Mamba2Mixer(Mamba2Config(hidden_size=256, num_heads=8, head_dim=64, state_size=64, n_groups=1), 0)
+
+
+MODELS = {"qwen3_next": qwen3_next, "mamba2": mamba2}
+
+
+class Layer(nn.Module):
+    """One layer and a loss."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = MODELS[name]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).float().pow(2).mean()
+
+
+def cpu_seconds() -> float:
+    """CPU time so far of this process and of the children it has waited for."""
+    return sum(os.times()[:4])
+
+
+def step_seconds(name: str, length: int, **options: Any) -> tuple[float, float]:
+    """CPU seconds that compiling adds to the first step, and those of the fastest step."""
+    import sp_compile  # noqa: F401
+
+    model = Layer(name)
+    x = torch.randn(1, length, 256)
+    compiled = torch.compile(model, backend="sp", options={"seq_dims": {"x": 1}, **options})
+    seconds = []
+    for _ in range(1 + STEPS):
+        start = cpu_seconds()
+        compiled(x).backward()
+        seconds.append(cpu_seconds() - start)
+    return seconds[0] - min(seconds[1:]), min(seconds[1:])
+
+
+def measure(name: str, length: int, ranks: int) -> tuple[float, float]:
+    """The largest compile time of a rank, and the sum of the steps of all ranks, from new processes."""
+    off = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--measure", name, str(length), str(ranks), folder]
+        options: dict[str, Any] = {"env": {**os.environ, **off}, "stdout": subprocess.PIPE, "text": True}
+        processes = [subprocess.Popen([*command, str(rank)], **options) for rank in range(ranks)]
+        printed = [process.communicate()[0] for process in processes]
+        if any(process.returncode for process in processes):
+            raise SystemExit("a rank failed")
+    times = [tuple(map(float, text.splitlines()[-1].split())) for text in printed]
+    return max(compiling for compiling, _ in times), sum(step for _, step in times)
+
+
+def print_rank(name: str, length: str, ranks: str, folder: str, rank: str) -> None:
+    """Print the seconds of one rank."""
+    torch.set_num_threads(1)
+    if int(ranks) == 1:
+        print(*step_seconds(name, int(length)))
+        return
+    with joined(int(rank), int(ranks), folder):
+        print(*step_seconds(name, int(length)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--only", choices=("compile", "ranks"))
+    parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print_rank(*args.measure)
+        return
+    console = Console()
+    tables = []
+    if args.only != "ranks":
+        table = Table("layer", *(f"{n} tokens, CPU s" for n in LENGTHS), "ratio", title="compile time of one device")
+        for name in args.models:
+            short, long = (measure(name, length, 1)[0] for length in LENGTHS)
+            table.add_row(name, f"{short:.1f}", f"{long:.1f}", f"{long / short:.2f}")
+        tables.append(table)
+    if args.only != "compile":
+        length = LENGTHS[-1]
+        table = Table("layer", "ranks", "CPU s a step", "ratio", title=f"steps of {length} tokens, all ranks together")
+        for name in args.models:
+            single = measure(name, length, 1)[1]
+            table.add_row(name, "1", f"{single:.2f}", "1.00")
+            for ranks in RANKS:
+                seconds = measure(name, length, ranks)[1]
+                table.add_row(name, str(ranks), f"{seconds:.2f}", f"{seconds / single:.2f}")
+        tables.append(table)
+    lines = [f"- {date.today()}, {processor()}, torch {torch.__version__}, commit {commit()}"]
+    lines += [f"- `python benchmarks/recurrences.py {' '.join(sys.argv[1:])}`", f"- load {os.getloadavg()[0]:.1f}", ""]
+    for table in tables:
+        console.print(table)
+        lines += [f"## {table.title}", "", markdown(table), ""]
+    RESULTS.write_text("\n".join(["# Recurrences", "", *lines]))
+
+
+if __name__ == "__main__":
+    main()
