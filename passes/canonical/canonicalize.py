@@ -11,7 +11,7 @@
     scan_trees         remaining scans                ->  marked as one region
     masked_writes      x[mask] = rows                 ->  where, with the row of each position
     reduce_pairs       Functions that only reduce     ->  sp.reduce_pair
-    token_functions    Functions of elementwise ops   ->  sp.token_function
+    elementwise_functions   Functions of elementwise ops  ->  sp.token_function
     expert_loops       sort, process rows, unsort     ->  sp.to_sorted, sp.grouped_mm, sp.from_sorted
     pad_inputs         pad and conv1d, pad and slice  ->  sp.conv1d, sp.shift: nothing longer than its sequence
 

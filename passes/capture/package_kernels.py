@@ -34,7 +34,7 @@ MODELS = "transformers.models."
 WITHOUT_FALLBACK = ("mamba_split_conv1d_scan_combined",)  # the function in plain torch only returns None
 _searched: set[str] = set()  # names of modules
 _replaced: set[FunctionType] = set()
-_warned: set[tuple[str, str]] = set()  # kernels and reasons of earlier warnings
+_warned_kernels: set[tuple[str, str]] = set()  # kernels and reasons of earlier warnings
 
 
 def replace_package_kernels() -> None:
@@ -114,8 +114,8 @@ def _run_original(kernel: str, function: FunctionType, traced: Callable[..., Any
 @torch.compiler.assume_constant_result  # called while Dynamo traces
 def _warn_unsplit(kernel: str, reason: str) -> bool:
     """Warn on rank 0 that a kernel's original function runs, once for each kernel and reason."""
-    if process_rank() == 0 and (kernel, reason) not in _warned:
-        _warned.add((kernel, reason))
+    if process_rank() == 0 and (kernel, reason) not in _warned_kernels:
+        _warned_kernels.add((kernel, reason))
         log.warning("%s runs between two graphs, unsplit on every rank: %s", kernel, reason)
     return True
 

@@ -13,8 +13,8 @@ an operand x without the state is 0 * state + x. A matrix product from the left 
 columns of the state: a * state + m @ state + b. Factors, matrices and terms are values of all steps at once, or
 numbers. `time` is the dim of the steps.
 
-Bytes moved: none. Unchanged: states that are not affine in the previous state (tanh), and casts of the state, which round
-it at every step. Other linear ops, and states that depend on each other, are left to `coupled.py`.
+Bytes moved: none. Unchanged: states that are not affine in the previous state (tanh), and casts of the state, which
+round it at every step. Other linear ops, and states that depend on each other, are left to `coupled.py`.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class LoopMatcher:
     def _find_column(self, values: Sequence[Any], first: int, lags: tuple[int, ...] = (0, 1)) -> ColumnRef | None:
         """Return a reference to the known column that has these nodes, or None.
 
-        The column has each of them as many steps earlier as one of the lags.
+        The column has each of them some steps earlier, by one of the lags.
         """
         owner = self.owner.get(values[0]) if isinstance(values[0], Node) else None
         if owner is None:

@@ -208,7 +208,7 @@ def test_options_without_a_stand_in_run_the_original(caplog: pytest.LogCaptureFi
 
     from sp_compile.passes.capture import package_kernels
 
-    package_kernels._warned.clear()
+    package_kernels._warned_kernels.clear()
     x = torch.randn(1, 7, HEADS, SIZE, dtype=torch.float64)
     with pytest.raises(TypeError, match="chunks_of_text"):
         torch.compile(mix, backend="eager")(x)

@@ -14,11 +14,10 @@ import operator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.token_functions import FunctionBodies, register_bodies
-from sp_compile.lowering.torch_compat import autograd_function_apply, schema_of, set_grad_enabled
+from sp_compile.lowering.torch_compat import OpOverload, autograd_function_apply, schema_of, set_grad_enabled
 from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import is_tensor, node_shape, node_tensors
@@ -49,7 +48,7 @@ class ReplaceTokenFunctions(CanonicalPass):
             return False
         shape = tuple(values[0].shape)
         if any(node_shape(x) not in (shape, ()) for x in operands) or not all(
-            _is_elementwise(x, shape) for x in bodies
+            _has_only_pointwise_ops(x, shape) for x in bodies
         ):
             return False
         with self.graph.inserting_before(node):
@@ -58,7 +57,7 @@ class ReplaceTokenFunctions(CanonicalPass):
         return True
 
 
-def _is_elementwise(body: GraphModule, shape: tuple[Any, ...]) -> bool:
+def _has_only_pointwise_ops(body: GraphModule, shape: tuple[Any, ...]) -> bool:
     """Return True if every op of a body is elementwise on tensors of the shape, or on numbers."""
     for node in body.graph.nodes:
         if node.op not in ("placeholder", "call_function", "output") or node.target is set_grad_enabled:
