@@ -4,8 +4,8 @@
 
 The first table has the CPU seconds that compilation adds to a first step of one layer, at 512 and at 8192 tokens; they
 should be equal, because no graph depends on the length. The second one has the CPU seconds of a step of one layer,
-forward and backward, at 8192 tokens: on a single device, and on all ranks together. Each number is from a process of its
-own, with one thread and without caches. Writes results/recurrences_cpu.md.
+forward and backward, at 8192 tokens: on a single device, and on all ranks together. Each number is from a process
+of its own, with one thread and without caches. Writes results/recurrences_cpu.md.
 """
 
 import argparse
@@ -119,9 +119,7 @@ def main() -> None:
     console = Console()
     tables = []
     if args.only != "ranks":
-        table = Table(
-            "layer", *(f"{n} tokens, CPU s" for n in LENGTHS), "ratio", title="compile time of a single device"
-        )
+        table = Table("layer", *(f"{n} tokens, CPU s" for n in LENGTHS), "ratio", title="compile time, 1 rank")
         for name in args.models:
             short, long = (measure(name, length, 1)[0] for length in LENGTHS)
             table.add_row(name, f"{short:.1f}", f"{long:.1f}", f"{long / short:.2f}")
