@@ -256,8 +256,8 @@ def scans() -> None:
     one(sp.linear_scan.default, f(4, 1), x, f(2, 6), 1, reverse=True)
     q, k, decay, beta, starts = f(2, 6, 2, 4), f(2, 6, 2, 4), -f(2, 6, 2, 1).abs(), f(2, 6, 2).sigmoid(), f(2, 6) > 1
     for op in (sp.linear_attention.default, sp.linear_attention_state.default):
-        one(op, q, k, f(2, 6, 2, 3), decay, beta, None, None, starts, f(2, 2, 4, 3), 0.5, "")
-        one(op, q, k, f(2, 6, 2, 3), -f(2, 6, 2, 4).abs(), None, q, k, None, None, 0.5, "")
+        one(op, q, k, f(2, 6, 2, 3), decay, beta, None, None, starts, None, None, f(2, 2, 4, 3), 0.5, "")
+        one(op, q, k, f(2, 6, 2, 3), -f(2, 6, 2, 4).abs(), None, q, k, None, None, None, None, 0.5, "")
 
 
 def linear_algebra() -> None:
