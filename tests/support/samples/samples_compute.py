@@ -8,6 +8,8 @@ from support.attention.score_texts import score_of, traced_score
 from support.samples.sample_values import b, c, f, i, one, unit
 from torch import Tensor
 
+from sp_compile.lowering.token_functions import FunctionBodies, register_bodies
+
 aten = torch.ops.aten
 
 
@@ -258,6 +260,21 @@ def scans() -> None:
     for op in (sp.linear_attention.default, sp.linear_attention_state.default):
         one(op, q, k, f(2, 6, 2, 3), decay, beta, None, None, starts, None, None, f(2, 2, 4, 3), 0.5, "")
         one(op, q, k, f(2, 6, 2, 3), -f(2, 6, 2, 4).abs(), None, q, k, None, None, None, None, 0.5, "")
+    one(sp.token_function.default, [x, x], _product_function())
+
+
+def _product_function() -> str:
+    """Register the bodies of a Function that multiplies two tensors."""
+
+    def forward(a: torch.Tensor, b: torch.Tensor) -> object:
+        return a * b, (a, b)
+
+    def backward(grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> object:
+        return grad * b, grad * a
+
+    bodies = torch.fx.symbolic_trace(forward), torch.fx.symbolic_trace(backward)
+    options = {"non_differentiable_idx": [], "saved_for_backward_idx": [0, 1]}
+    return register_bodies(FunctionBodies(*bodies, options))
 
 
 def linear_algebra() -> None:
