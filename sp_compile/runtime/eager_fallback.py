@@ -90,6 +90,11 @@ def warn_fsdp_submodules(model: torch.nn.Module) -> None:
         log.warning(FSDP_WARNING, name, len(submodules), submodules[0], FSDP_FIX)
 
 
+def mute_fsdp_warning(model: torch.nn.Module) -> None:
+    """Do not warn about FSDP parts of models of this class, whose parts were prepared to run on shards."""
+    _warned_fsdp.add(name_of_callable(model))
+
+
 def name_of_callable(target: Any) -> str:
     """Return the name of a target for warnings: the class of a module, or the name of a function."""
     return type(target).__name__ if isinstance(target, torch.nn.Module) else str(target)
