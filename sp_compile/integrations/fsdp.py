@@ -69,13 +69,21 @@ def compile_under_fsdp(
     SPConfig.of(options)  # raises here, not at the first call
     if find_fsdp_submodules(model):
         options = {"outputs": "lazy", **options}
+        for layer in _checkpointed_layers(model):  # Dynamo does not trace what runs inside of a checkpoint of torch
+            layer.compile(backend=sp, options=options, dynamic=dynamic)
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
         if isinstance(embedding, torch.nn.Embedding) and not isinstance(options.get("seq_dims"), Mapping):
             _trace_embedding(embedding)
-            options["seq_dims"] = {EMBEDDED: -1}
+            options = {**options, "seq_dims": {EMBEDDED: -1}}
         mute_fsdp_warning(model)
     model.compile(backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
     return model
+
+
+def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules inside of torch's `checkpoint_wrapper`."""
+    wrapped = (getattr(module, "_checkpoint_wrapped_module", None) for module in model.modules())
+    return [layer for layer in wrapped if layer is not None and not is_compiled(layer)]
 
 
 def _trace_embedding(embedding: torch.nn.Embedding) -> None:
