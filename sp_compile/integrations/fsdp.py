@@ -23,13 +23,16 @@ from torch.distributed.fsdp import FSDPModule
 from sp_compile.backend import sp
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
-from sp_compile.lowering.torch_compat import is_compiled
+from sp_compile.lowering.torch_compat import compile_in_place, is_compiled
 from sp_compile.runtime.eager_fallback import find_fsdp_submodules, mute_fsdp_warning
 
 from .ddp import COMPILED
 
 __all__ = ["compile_under_fsdp"]
 
+# Graphs of one function. Between layers that are units of FSDP, each decorator of transformers is a function of its own
+# graphs: one for each function that it decorates, and for training and evaluation.
+RECOMPILES = 64
 EMBEDDED = "embedded_ids"  # the argument of the forward in _trace_embedding
 
 
@@ -76,7 +79,8 @@ def compile_under_fsdp(
             _trace_embedding(embedding)
             options = {**options, "seq_dims": {EMBEDDED: -1}}
         mute_fsdp_warning(model)
-    model.compile(backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
+    config = {"recompile_limit": RECOMPILES}
+    compile_in_place(model, lambda: None, config, backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
     return model
 
 

@@ -59,6 +59,34 @@ class ItemCounter:
         return items if items is None else items * self.get_tp_size()
 
 
+class WeightSaver:
+    """Base class that saves the weights of a Trainer whose checkpoints are sharded by FSDP."""
+
+    accelerator: Any  # the Accelerator
+    args: Any  # the TrainingArguments
+    model: Any  # the model, or the result of fully_shard
+    _save: Any  # method of the Trainer
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Run the Trainer's method; with FSDP, save full weights for any `state_dict_type`.
+
+        The Trainer itself saves nothing for "SHARDED_STATE_DICT". Its checkpoints remain sharded.
+
+        Args:
+            output_dir: The folder; that of the arguments by default.
+            _internal_call: True for the Trainer's own calls, for its checkpoints.
+
+        Returns:
+            None.
+        """
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if not _internal_call and plugin is not None and plugin.state_dict_type.name == "SHARDED_STATE_DICT":
+            weights = self.accelerator.get_state_dict(self.model)
+            if self.args.should_save:
+                self._save(output_dir or self.args.output_dir, state_dict=weights)
+
+
 def use_fsdp(state: Any, plugin: FullyShardedDataParallelPlugin) -> None:
     """Make an AcceleratorState that of FSDP, as accelerate does on GPUs only.
 
