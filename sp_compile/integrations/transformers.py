@@ -6,7 +6,8 @@
 
 By default all ranks share each sequence. For replicas, pass
 `TrainingArguments(parallelism_config=ParallelismConfig(dp_replicate_size=2, sp_size=4))`.
-To shard weights with FSDP2, pass `TrainingArguments(fsdp=True, fsdp_config={...})`. Tested with transformers 5.24, TRL 1.16 and PEFT 0.21.
+To shard weights with FSDP2, pass `TrainingArguments(fsdp=True, fsdp_config={...})`.
+Tested with transformers 5.24, TRL 1.16 and PEFT 0.21.
 """
 
 from __future__ import annotations
