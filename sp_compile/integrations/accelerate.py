@@ -44,7 +44,7 @@ from sp_compile.runtime.control.message import Message
 from ._compat import NAME, choose_fsdp_units, register_backend_name, use_fsdp
 from .ddp import compile_under_ddp
 from .fsdp import compile_under_fsdp
-from .parallelism import BATCH_AXIS, SEQUENCE_AXIS, axis_sizes, config_of_environment, make_mesh
+from .parallelism import SEQUENCE_AXIS, axis_sizes, config_of_environment, make_mesh
 
 __all__ = ["SequenceParallelAccelerator", "axis_sizes", "register_backend_name"]
 
@@ -95,6 +95,7 @@ class SequenceParallelAccelerator(Accelerator):
     """
 
     flag_tensor: torch.Tensor | None  # the trigger of this rank
+    batch_group: dist.ProcessGroup  # one rank of each replica
 
     def __init__(
         self,
@@ -130,7 +131,8 @@ class SequenceParallelAccelerator(Accelerator):
         self.mesh: DeviceMesh | None = None
         if self.num_processes > 1:
             self._check_settings()
-            self.mesh = make_mesh(self.device.type, sizes)
+            self.mesh, batches = make_mesh(self.device.type, sizes)
+            self.batch_group = batches.get_group()
             self.dataloader_config.dispatch_batches = False
             if fsdp_plugin is not None:
                 use_fsdp(self.state, fsdp_plugin)
@@ -279,7 +281,7 @@ class SequenceParallelAccelerator(Accelerator):
         """
         if self.mesh is None or _collect_tensors(tensor) is None:
             return super().gather(tensor)
-        return gather_over_replicas(tensor, self.mesh[BATCH_AXIS].get_group())
+        return gather_over_replicas(tensor, self.batch_group)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce tensors, as `Accelerator.reduce` does, but sum over the replicas, not over the processes.
@@ -297,7 +299,7 @@ class SequenceParallelAccelerator(Accelerator):
         """
         if self.mesh is None or reduction != "sum" or _collect_tensors(tensor) is None:
             return super().reduce(tensor, reduction, scale)
-        groups = [self.mesh[name].get_group() for name in (BATCH_AXIS, SEQUENCE_AXIS)]
+        groups = self.batch_group, self.mesh.get_group(SEQUENCE_AXIS)
         return recursively_apply(lambda x: _sum_over_replicas(x, *groups), tensor)
 
     def check_trigger(self) -> bool:
@@ -328,7 +330,7 @@ class SequenceParallelAccelerator(Accelerator):
         """
         if self.mesh is None:
             return super().gather_for_metrics(input_data, use_gather_object)
-        gathered = gather_over_replicas(input_data, self.mesh[BATCH_AXIS].get_group(), use_gather_object)
+        gathered = gather_over_replicas(input_data, self.batch_group, use_gather_object)
         # Loaders complete the last batch with samples of the first one; `remainder` is the number of others in it.
         remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
         if remainder <= 0:

@@ -76,17 +76,16 @@ def axis_sizes(config: ParallelismConfig | None, processes: int, is_sharded: boo
     return AxisSizes(replicate, shard, sequence)
 
 
-def make_mesh(device_type: str, sizes: AxisSizes) -> DeviceMesh:
-    """Return the mesh of all ranks, with the joint axes for weights and for batches.
+def make_mesh(device_type: str, sizes: AxisSizes) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the mesh of all ranks, with a joint axis for weights, and the mesh of ranks with different batches.
 
     Args:
         device_type: The type of the devices, such as "cuda".
         sizes: The sizes of the axes.
 
     Returns:
-        A mesh with axes ("dp_replicate", "dp_shard", "cp").
+        A mesh with axes ("dp_replicate", "dp_shard", "cp"), and one with the axis "dp".
     """
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICA_AXIS, SHARD_AXIS, SEQUENCE_AXIS))
     mesh[SHARD_AXIS, SEQUENCE_AXIS]._flatten(WEIGHT_AXIS)
-    mesh[REPLICA_AXIS, SHARD_AXIS]._flatten(BATCH_AXIS)
-    return mesh
+    return mesh, mesh[REPLICA_AXIS, SHARD_AXIS]._flatten(BATCH_AXIS)

@@ -102,7 +102,7 @@ def prepared(way: Way, compiler: Any) -> tuple[Any, nn.Module, Any, Any]:
         mixed_precision=way.precision,
         parallelism_config=ParallelismConfig(**way.sizes) if way.sizes else None,
         fsdp_plugin=FullyShardedDataParallelPlugin(**given),
-        sp_options={"compiler": compiler, "cost": {}},
+        sp_options={"compiler": compiler, "cost": {}, "attention": "ulysses"},
     )
     model = llama(way.tied) if way.precision == "no" else llama(way.tied).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

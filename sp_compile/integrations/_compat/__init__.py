@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
+from torch.distributed.tensor import DTensor
 
 NAME = "SP"  # member of accelerate's DynamoBackend
 
@@ -117,10 +118,11 @@ def choose_fsdp_units() -> Iterator[None]:
     def shard_unit(module: Any, **kwargs: Any) -> Any:
         """Run `fully_shard` unless the module is to stay in the unit of its parent."""
         nonlocal has_layers
-        if isinstance(module, list):  # the last norm and the head
-            return module
+        if isinstance(module, (list, torch.nn.ModuleList, torch.nn.ModuleDict)):
+            return module  # the last norm and the head, or modules without a forward
         is_leaf = type(module).__module__.startswith("torch.nn.modules") and not [*module.children()]
-        if is_leaf and not (has_layers and isinstance(module, torch.nn.Embedding)):
+        is_sharded = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))  # with its parent
+        if is_leaf and (is_sharded or not (has_layers and isinstance(module, torch.nn.Embedding))):
             return module
         has_layers = True
         return fully_shard(module, **kwargs)
