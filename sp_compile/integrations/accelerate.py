@@ -136,9 +136,10 @@ class SequenceParallelAccelerator(Accelerator):
             self.dataloader_config.dispatch_batches = False
             if fsdp_plugin is not None:
                 use_fsdp(self.state, fsdp_plugin)
-                # For accelerate, the ranks of a sequence are further ranks that shard weights.
+                # For accelerate, the ranks of a sequence are further ranks that shard weights. All sizes are given,
+                # since others are read from the environment.
                 shards = {"dp_replicate_size": sizes.replicate, "dp_shard_size": sizes.shard * sizes.sequence}
-                self.state.parallelism_config = ParallelismConfig(**shards)
+                self.state.parallelism_config = ParallelismConfig(**shards, tp_size=1, cp_size=1, sp_size=1)
 
     def _check_settings(self) -> None:
         """Raise SpError for settings of accelerate that ranks of one sequence cannot have."""

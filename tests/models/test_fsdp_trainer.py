@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.docs.test_recipes import WEIGHT, compare, launch
+from models.docs.test_recipes import WEIGHT, compare, launch, run
 
 WORDS = "loss", "grad_norm", "eval_rows", "eval_right", "eval_size", "test_rows", "test_right", "test_size"
 
@@ -41,3 +41,25 @@ def test_a_sharded_trainer(tmp_path: Path, kind: str, processes: int, others: in
     assert resumed["losses"] == whole["losses"]
     assert all(weight.equal(whole["weights"][name]) for name, weight in resumed["weights"].items())
     compare(trained(tmp_path / "shared", others, kind, "out/checkpoint-3"), alone, steps=5)
+
+
+CONFIG_FILE = {  # what `accelerate launch` makes of its file
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_CP_SIZE": "2",
+}
+LORA = 'LoraConfig(r=4, target_modules=["q_proj", "v_proj"])'
+FULL = "from peft import LoraConfig\n", "", LORA, "None"  # all weights are trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [(), FULL], ids=["LoRA", "full"])
+def test_sft_with_a_config_file(tmp_path: Path, changes: tuple[str, ...]) -> None:
+    """The program of the page on TRL, unmodified, with packing: FSDP2 and its sizes are only in accelerate's file."""
+    for package in ("trl",) if changes else ("trl", "peft"):
+        pytest.importorskip(package)
+    alone = run("sft", tmp_path, 1, *changes)
+    compare(run("sft", tmp_path, 2, *changes, **CONFIG_FILE), alone)
