@@ -91,7 +91,7 @@ class SequenceParallelAccelerator(Accelerator):
     Raises:
         SpError: The backend is another one (SP821), an option is set by the Accelerator (SP822), the processes use
             FSDP1, DeepSpeed or Megatron (SP823), `dispatch_batches` is set (SP824), accelerate uses another number of
-            processes (SP825), or the sizes are invalid (SP826, SP827).
+            processes (SP825), the sizes are invalid (SP826, SP827), or no layers are named to checkpoint (SP834).
     """
 
     flag_tensor: torch.Tensor | None  # the trigger of this rank
@@ -130,7 +130,7 @@ class SequenceParallelAccelerator(Accelerator):
         self.replicas, self.sp_size = sizes.batches, sizes.sequence
         self.mesh: DeviceMesh | None = None
         if self.num_processes > 1:
-            self._check_settings()
+            self._check_settings(fsdp_plugin)
             self.mesh, batches = make_mesh(self.device.type, sizes)
             self.batch_group = batches.get_group()
             self.dataloader_config.dispatch_batches = False
@@ -141,13 +141,17 @@ class SequenceParallelAccelerator(Accelerator):
                 shards = {"dp_replicate_size": sizes.replicate, "dp_shard_size": sizes.shard * sizes.sequence}
                 self.state.parallelism_config = ParallelismConfig(**shards, tp_size=1, cp_size=1, sp_size=1)
 
-    def _check_settings(self) -> None:
+    def _check_settings(self, plugin: FullyShardedDataParallelPlugin | None) -> None:
         """Raise SpError for settings of accelerate that ranks of one sequence cannot have."""
         kind = str(self.distributed_type.value)
         if kind != "FSDP" and not kind.startswith("MULTI_"):
             raise SpError("SP823", f"distributed_type: expected DDP or FSDP, got {self.distributed_type}.")
         if self.dataloader_config.dispatch_batches:
             raise SpError("SP824", DISPATCH_ERROR)
+        if plugin is not None and plugin.activation_checkpointing and plugin.auto_wrap_policy is None:
+            raise SpError(
+                "SP834", "activation_checkpointing: expected an auto_wrap_policy that names layers, got none."
+            )
 
     def _check_processes(self) -> None:
         """Raise SpError if accelerate uses fewer processes than were started, as on machines without a GPU."""

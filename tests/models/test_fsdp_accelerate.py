@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.parity import error_text
 from support.ranks import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -189,6 +190,17 @@ def test_sharded_weights_in_bfloat16(accelerate: None, ranks: Ranks) -> None:
         assert found["loss"] < 2e-2  # of a loss of 4, against float64
         assert found["parts"] == (0.25, 0.25)
         assert all(ops for ops, has_weights in found["graphs"] if has_weights)
+
+
+def refused() -> str:
+    """Return the error for checkpoints without layers."""
+    plugin = {"activation_checkpointing": True, "auto_wrap_policy": "NO_WRAP"}
+    with as_torchrun():
+        return error_text(lambda: prepared(Way(plugin=plugin), "aot_eager"))
+
+
+def test_checkpoints_without_layers(accelerate: None, ranks: Ranks) -> None:
+    assert all("SP834: activation_checkpointing" in text for text in ranks.run(4, refused))
 
 
 def saved(way: Way, folder: str, loads: bool) -> dict[str, torch.Tensor]:

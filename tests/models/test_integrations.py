@@ -21,6 +21,7 @@ from tree.test_layers import FILES
 
 from sp_compile import SpError
 from sp_compile.integrations.ddp import compile_under_ddp
+from sp_compile.integrations.fsdp import compile_under_fsdp
 
 
 def test_only_integrations_import_their_libraries() -> None:
@@ -160,6 +161,11 @@ def test_a_model_that_is_compiled_already() -> None:
             compile_under_ddp(compiled)
     with pytest.raises(SpError, match=r"SP102: options: .*'atention'"):
         compile_under_ddp(nn.Linear(2, 2), atention="ring")
+
+
+def test_a_model_without_fsdp() -> None:
+    with pytest.raises(SpError, match="SP833: model: expected a result of fully_shard, got a Linear"):
+        compile_under_fsdp(nn.Linear(2, 2))
 
 
 class Sums(nn.Module):
