@@ -13,7 +13,6 @@ separately, and so is the code after the last one, with the head and the loss.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -69,18 +68,19 @@ def compile_under_fsdp(
     if not isinstance(model, FSDPModule):
         raise SpError("SP833", f"model: expected a result of fully_shard, got a {type(model).__name__} without it.")
     options = {"mesh": mesh, "param_grads": "partial", **options}
-    SPConfig.of(options)  # raises here, not at the first call
+    config = SPConfig.of(options)  # raises here, not at the first call
     if find_fsdp_submodules(model):
         options = {"outputs": "lazy", **options}
         for layer in _checkpointed_layers(model):  # Dynamo does not trace what runs inside of a checkpoint of torch
-            layer.compile(backend=sp, options=options, dynamic=dynamic)
+            layer_options = {name: value for name, value in options.items() if name != "seq_dims"}
+            layer.compile(backend=sp, options=layer_options, dynamic=dynamic)
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
-        if isinstance(embedding, torch.nn.Embedding) and not isinstance(options.get("seq_dims"), Mapping):
+        if isinstance(embedding, torch.nn.Embedding) and config.seq_dims == "auto":
             _trace_embedding(embedding)
             options = {**options, "seq_dims": {EMBEDDED: -1}}
         mute_fsdp_warning(model)
-    config = {"recompile_limit": RECOMPILES}
-    compile_in_place(model, lambda: None, config, backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
+    limit = {"recompile_limit": RECOMPILES}
+    compile_in_place(model, lambda: None, limit, backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
     return model
 
 

@@ -9,6 +9,7 @@ from accelerate.utils import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.torch_compat import flatten_mesh
 
 # Axes of the mesh, with accelerate's names. Ranks along "cp" receive the same batches from accelerate's loaders.
 REPLICA_AXIS, SHARD_AXIS, SEQUENCE_AXIS = "dp_replicate", "dp_shard", "cp"
@@ -30,12 +31,20 @@ class AxisSizes(NamedTuple):
 
     @property
     def batches(self) -> int:
-        """Return the number of different batches of a step."""
+        """Return the number of different batches of a step.
+
+        Returns:
+            The product of the sizes except that of a sequence.
+        """
         return self.replicate * self.shard
 
 
 def config_of_environment() -> ParallelismConfig | None:
-    """Return the sizes that `accelerate launch` has read from its file, or None."""
+    """Return the sizes that `accelerate launch` has read from its file.
+
+    Returns:
+        The sizes; None if the file has none.
+    """
     is_given = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
     return ParallelismConfig() if is_given else None
 
@@ -87,5 +96,5 @@ def make_mesh(device_type: str, sizes: AxisSizes) -> tuple[DeviceMesh, DeviceMes
         A mesh with axes ("dp_replicate", "dp_shard", "cp"), and one with the axis "dp".
     """
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICA_AXIS, SHARD_AXIS, SEQUENCE_AXIS))
-    mesh[SHARD_AXIS, SEQUENCE_AXIS]._flatten(WEIGHT_AXIS)
-    return mesh, mesh[REPLICA_AXIS, SHARD_AXIS]._flatten(BATCH_AXIS)
+    flatten_mesh(mesh[SHARD_AXIS, SEQUENCE_AXIS], WEIGHT_AXIS)
+    return mesh, flatten_mesh(mesh[REPLICA_AXIS, SHARD_AXIS], BATCH_AXIS)

@@ -94,7 +94,7 @@ def warn_fsdp_submodules(model: torch.nn.Module) -> None:
 
 
 def mute_fsdp_warning(model: torch.nn.Module) -> None:
-    """Do not warn about FSDP parts of models of this class, whose parts were prepared to run on shards."""
+    """Turn off warnings about FSDP parts of models of this class, which were prepared to run on shards."""
     _prepared_fsdp.add(name_of_callable(model))
 
 

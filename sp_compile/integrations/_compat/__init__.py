@@ -94,6 +94,9 @@ def use_fsdp(state: Any, plugin: FullyShardedDataParallelPlugin) -> None:
     Args:
         state: The state of an Accelerator on several ranks.
         plugin: The settings of FSDP.
+
+    Returns:
+        None.
     """
     if state.distributed_type != DistributedType.FSDP:
         if state.mixed_precision != "no":
