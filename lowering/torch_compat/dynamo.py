@@ -14,7 +14,7 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from pathlib import Path
 from types import CodeType, FrameType
@@ -312,27 +312,30 @@ def _shorten_reason(text: str) -> str:
     return ", and then: ".join(message.strip().partition("\n")[0] for message in messages)
 
 
-def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwargs: Any) -> None:
-    """Run `model.compile(**kwargs)` such that DistributedDataParallel does not split graphs.
+def compile_in_place(
+    model: torch.nn.Module, before: Callable[[], None], config: Mapping[str, Any], **kwargs: Any
+) -> None:
+    """Run `model.compile(**kwargs)` such that calls of the model run with settings of `torch._dynamo.config`.
 
-    torch reads `optimize_ddp` when a model is called, and has no other switch.
+    torch reads these settings when a model is called, and has no other switch.
 
     Args:
         model: The model.
         before: Check that is called before each call of the model, and may raise.
+        config: The settings, such as `optimize_ddp`, with which DistributedDataParallel splits graphs.
         **kwargs: Arguments of torch.compile.
     """
     model.compile(**kwargs)
     compiled_call = model._compiled_call_impl
 
     @functools.wraps(compiled_call)
-    def call_without_ddp_splits(*args: Any, **kwargs: Any) -> Any:
-        """Run the model compiled, without graph breaks at DDP's buckets."""
+    def call_with_config(*args: Any, **kwargs: Any) -> Any:
+        """Run the model compiled, with the settings."""
         before()
-        with torch._dynamo.config.patch(optimize_ddp=False):
+        with torch._dynamo.config.patch(config):
             return compiled_call(*args, **kwargs)
 
-    model._compiled_call_impl = call_without_ddp_splits
+    model._compiled_call_impl = call_with_config
 
 
 def is_under_ddp() -> bool:

@@ -4,6 +4,7 @@
 
     accelerator = SequenceParallelAccelerator()                                    # all ranks share each sequence
     accelerator = SequenceParallelAccelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, sp_size=4))
+    accelerator = SequenceParallelAccelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))  # weights too
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
 The rest of the training loop does not change. A replica is a group of ranks that share each sequence of its batches;
@@ -16,14 +17,22 @@ import os
 import time
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import ParallelismConfig, TorchDynamoPlugin, broadcast, recursively_apply
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchDynamoPlugin,
+    broadcast,
+    recursively_apply,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import ranks_of
@@ -32,17 +41,20 @@ from sp_compile.runtime.agreement import all_gather_object, format_mismatch
 from sp_compile.runtime.control.channel import channel_of
 from sp_compile.runtime.control.message import Message
 
-from ._compat import NAME, register_backend_name
+from ._compat import NAME, choose_fsdp_units, register_backend_name, use_fsdp
 from .ddp import compile_under_ddp
+from .fsdp import compile_under_fsdp
+from .parallelism import SEQUENCE_AXIS, axis_sizes, config_of_environment, make_mesh
 
 __all__ = ["SequenceParallelAccelerator", "axis_sizes", "register_backend_name"]
-
-# Axes of the mesh. Ranks along the axis "cp" receive the same batches from accelerate's loaders.
-REPLICA_AXIS, SEQUENCE_AXIS = "dp_replicate", "cp"
 
 # announcement of a gather to the ranks of a group, which names it in errors
 GATHER_METHODS = Message("gathers", "the arguments of a metric")
 OWN_OPTIONS = ("mesh", "mesh_dim", "param_grads")  # options that the Accelerator sets, so that users cannot
+FSDP1_FIX = (
+    "Pass FullyShardedDataParallelPlugin(fsdp_version=2), TrainingArguments(fsdp_config={'version': 2}), or "
+    "fsdp_version: 2 in accelerate's file."
+)
 DISPATCH_ERROR = (
     "dispatch_batches=True is not supported: it cuts a batch over all ranks, and ranks that share a sequence need "
     "the same batch."
@@ -52,15 +64,18 @@ DISPATCH_ERROR = (
 class SequenceParallelAccelerator(Accelerator):
     """Accelerator with replicas of several ranks that share every sequence.
 
-    There are `dp_replicate_size` replicas of `sp_size` ranks. Prepared loaders yield the same batches on ranks that
-    share a sequence. A prepared model is compiled in place and wrapped in DDP. A prepared scheduler is stepped once for
-    the batch of each replica. `gather_for_metrics`, `gather` and `reduce` count each sequence once. With one process,
-    the model is compiled without a mesh.
+    There are `dp_replicate_size * dp_shard_size` replicas of `sp_size` ranks. Prepared loaders yield the same batches
+    on ranks that share a sequence. A prepared model is compiled in place, and wrapped in DDP, or sharded by FSDP2 over
+    the `dp_shard_size * sp_size` ranks of a shard group. A prepared scheduler is stepped once for the batch of each
+    replica. `gather_for_metrics`, `gather` and `reduce` count each sequence once. With one process, the model is
+    compiled without a mesh.
 
     Args:
         *args: Positional arguments of `Accelerator`, the first of which is `device_placement`.
-        parallelism_config: The sizes `dp_replicate_size` and `sp_size`. A size of 1 is derived from the other and the
-            number of processes. By default all ranks share each sequence.
+        parallelism_config: The sizes `dp_replicate_size`, `dp_shard_size` (with FSDP), and `sp_size` or `cp_size`,
+            which have the same meaning here. A size of 1 is derived from the others and the number of processes. By
+            default they are those of the file of `accelerate launch`; without it all ranks share each sequence.
+        fsdp_plugin: The settings of FSDP2, which shards weights. By default those of the file of `accelerate launch`.
         sp_options: Fields of `sp_compile.SPConfig` for the compilation of the model, except `mesh`, `mesh_dim` and
             `param_grads`.
         **kwargs: Arguments of `Accelerator`, such as `mixed_precision` and `gradient_accumulation_steps`, with their
@@ -68,28 +83,37 @@ class SequenceParallelAccelerator(Accelerator):
             `dynamo_plugin` are used. `dataloader_config` must not set `dispatch_batches`.
 
     Attributes:
-        mesh: The mesh with axes ("dp_replicate", "cp"), the second of which splits the sequence; None with one process.
+        mesh: The mesh with axes ("dp_replicate", "dp_shard", "cp"), the last of which splits the sequence; None with
+            one process.
         sp_size: The number of ranks that share a sequence.
-        replicas: The number of replicas.
+        replicas: The number of replicas, which have different batches.
 
     Raises:
         SpError: The backend is another one (SP821), an option is set by the Accelerator (SP822), the processes use
-            FSDP, DeepSpeed or Megatron (SP823), `dispatch_batches` is set (SP824), accelerate uses another number of
-            processes (SP825), or the sizes are invalid (SP826, SP827).
+            FSDP1, DeepSpeed or Megatron (SP823), `dispatch_batches` is set (SP824), accelerate uses another number of
+            processes (SP825), the sizes are invalid (SP826, SP827), or no layers are named to checkpoint (SP834).
     """
 
     flag_tensor: torch.Tensor | None  # the trigger of this rank
+    batch_group: dist.ProcessGroup  # one rank of each replica
 
     def __init__(
         self,
         *args: Any,
         parallelism_config: ParallelismConfig | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         sp_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Create the Accelerator; see the class."""
-        with register_backend_name():
-            super().__init__(*args, **kwargs)
+        config = parallelism_config or config_of_environment()
+        if fsdp_plugin is None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+            fsdp_plugin = FullyShardedDataParallelPlugin()
+        if fsdp_plugin is not None and fsdp_plugin.fsdp_version != 2:
+            raise SpError("SP823", f"fsdp_version: expected 2, got {fsdp_plugin.fsdp_version}.", FSDP1_FIX)
+        # The sizes are our own: accelerate would cut batches for DeepSpeed or for its context parallelism.
+        with register_backend_name(), mock.patch.dict(os.environ, ACCELERATE_USE_PARALLELISM_CONFIG="false"):
+            super().__init__(*args, fsdp_plugin=fsdp_plugin, **kwargs)
         plugin = self.state.dynamo_plugin
         if plugin.backend not in ("NO", NAME):
             backend = str(plugin.backend.value).lower()
@@ -102,16 +126,32 @@ class SequenceParallelAccelerator(Accelerator):
         self.compiles = {"fullgraph": plugin.fullgraph, "dynamic": plugin.dynamic}
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # which would compile around DDP
         self._check_processes()
-        self.replicas, self.sp_size = axis_sizes(parallelism_config, self.num_processes)
+        sizes = axis_sizes(config, self.num_processes, fsdp_plugin is not None)
+        self.replicas, self.sp_size = sizes.batches, sizes.sequence
         self.mesh: DeviceMesh | None = None
         if self.num_processes > 1:
-            if not str(self.distributed_type.value).startswith("MULTI_"):
-                raise SpError("SP823", f"distributed_type: expected DDP, got {self.distributed_type}.")
-            sizes, names = (self.replicas, self.sp_size), (REPLICA_AXIS, SEQUENCE_AXIS)
-            self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-            if self.dataloader_config.dispatch_batches:
-                raise SpError("SP824", DISPATCH_ERROR)
+            self._check_settings(fsdp_plugin)
+            self.mesh, batches = make_mesh(self.device.type, sizes)
+            self.batch_group = batches.get_group()
             self.dataloader_config.dispatch_batches = False
+            if fsdp_plugin is not None:
+                use_fsdp(self.state, fsdp_plugin)
+                # For accelerate, the ranks of a sequence are further ranks that shard weights. All sizes are given,
+                # since others are read from the environment.
+                shards = {"dp_replicate_size": sizes.replicate, "dp_shard_size": sizes.shard * sizes.sequence}
+                self.state.parallelism_config = ParallelismConfig(**shards, tp_size=1, cp_size=1, sp_size=1)
+
+    def _check_settings(self, plugin: FullyShardedDataParallelPlugin | None) -> None:
+        """Raise SpError for settings of accelerate that ranks of one sequence cannot have."""
+        kind = str(self.distributed_type.value)
+        if kind != "FSDP" and not kind.startswith("MULTI_"):
+            raise SpError("SP823", f"distributed_type: expected DDP or FSDP, got {self.distributed_type}.")
+        if self.dataloader_config.dispatch_batches:
+            raise SpError("SP824", DISPATCH_ERROR)
+        if plugin is not None and plugin.activation_checkpointing and plugin.auto_wrap_policy is None:
+            raise SpError(
+                "SP834", "activation_checkpointing: expected an auto_wrap_policy that names layers, got none."
+            )
 
     def _check_processes(self) -> None:
         """Raise SpError if accelerate uses fewer processes than were started, as on machines without a GPU."""
@@ -147,8 +187,37 @@ class SequenceParallelAccelerator(Accelerator):
             sampler.generator = torch.Generator().manual_seed(int(seed))
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `Accelerator.prepare`; with FSDP, compile the model after its layers are sharded.
+
+        Args:
+            *args: Models, optimizers, loaders and schedulers. With FSDP, a model without an optimizer is prepared too.
+            **kwargs: `device_placement` of `Accelerator.prepare`.
+
+        Returns:
+            The prepared objects in the same order; one object if there is one.
+
+        Raises:
+            SpError: An option is invalid, or the model is already compiled (SP831).
+        """
+        models = [x for x in args if isinstance(x, torch.nn.Module)]
+        if self.mesh is None or not self.is_fsdp2 or not models:
+            return super().prepare(*args, **kwargs)
+        if any(isinstance(x, torch.optim.Optimizer) for x in args):
+            with choose_fsdp_units():
+                prepared = super().prepare(*args, **kwargs)
+        else:  # to evaluate; accelerate requires an optimizer
+            with choose_fsdp_units():
+                *prepared, optimizer = super().prepare(*args, torch.optim.SGD(models[0].parameters(), lr=0.0))
+            self._optimizers.remove(optimizer)
+            prepared = prepared[0] if len(args) == 1 else tuple(prepared)
+        for model in [prepared] if len(args) == 1 else prepared:
+            if isinstance(model, torch.nn.Module):
+                self.compile(model)
+        return prepared
+
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Compile a model with backend="sp", then run `Accelerator.prepare_model`.
+        """Compile a model with backend="sp", then run `Accelerator.prepare_model`; with FSDP, run `prepare`.
 
         Args:
             model: The model, which is compiled in place.
@@ -161,12 +230,14 @@ class SequenceParallelAccelerator(Accelerator):
         Raises:
             SpError: An option is invalid, or the model is already compiled (SP831).
         """
+        if self.mesh is not None and self.is_fsdp2:
+            return self.prepare(model)
         if not getattr(model, "_is_accelerate_prepared", False):
             self.compile(model)
         return super().prepare_model(model, *args, **kwargs)
 
     def compile(self, model: torch.nn.Module) -> None:
-        """Compile a model in place with `compile_under_ddp`; a second call has no effect.
+        """Compile a model in place, with `compile_under_fsdp` or `compile_under_ddp`; a second call has no effect.
 
         Args:
             model: The model.
@@ -180,7 +251,8 @@ class SequenceParallelAccelerator(Accelerator):
         if getattr(model, "is_sequence_parallel", False):
             return
         mesh = self.mesh[SEQUENCE_AXIS] if self.mesh is not None else None
-        compile_under_ddp(model, mesh, **self.compiles, **self.sp_options)
+        compile_model = compile_under_fsdp if isinstance(model, FSDPModule) else compile_under_ddp
+        compile_model(model, mesh, **self.compiles, **self.sp_options)
         model.is_sequence_parallel = True
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -214,7 +286,7 @@ class SequenceParallelAccelerator(Accelerator):
         """
         if self.mesh is None or _collect_tensors(tensor) is None:
             return super().gather(tensor)
-        return gather_over_replicas(tensor, self.mesh.get_group(REPLICA_AXIS))
+        return gather_over_replicas(tensor, self.batch_group)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce tensors, as `Accelerator.reduce` does, but sum over the replicas, not over the processes.
@@ -232,7 +304,7 @@ class SequenceParallelAccelerator(Accelerator):
         """
         if self.mesh is None or reduction != "sum" or _collect_tensors(tensor) is None:
             return super().reduce(tensor, reduction, scale)
-        groups = [self.mesh.get_group(name) for name in (REPLICA_AXIS, SEQUENCE_AXIS)]
+        groups = self.batch_group, self.mesh.get_group(SEQUENCE_AXIS)
         return recursively_apply(lambda x: _sum_over_replicas(x, *groups), tensor)
 
     def check_trigger(self) -> bool:
@@ -263,7 +335,7 @@ class SequenceParallelAccelerator(Accelerator):
         """
         if self.mesh is None:
             return super().gather_for_metrics(input_data, use_gather_object)
-        gathered = gather_over_replicas(input_data, self.mesh.get_group(REPLICA_AXIS), use_gather_object)
+        gathered = gather_over_replicas(input_data, self.batch_group, use_gather_object)
         # Loaders complete the last batch with samples of the first one; `remainder` is the number of others in it.
         remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
         if remainder <= 0:
@@ -385,34 +457,3 @@ class ReplicaScheduler(AcceleratedScheduler):
         for _ in range(self.replicas if self.gradient_state.sync_gradients else 1):
             if self.scheduler.last_epoch < getattr(self.scheduler, "total_steps", float("inf")):
                 super().step(*args, **kwargs)
-
-
-def axis_sizes(config: ParallelismConfig | None, processes: int) -> tuple[int, int]:
-    """Return the number of replicas, and of ranks that share a sequence.
-
-    Args:
-        config: The sizes. None: all ranks share each sequence.
-        processes: The number of processes.
-
-    Returns:
-        Two numbers whose product is the number of processes.
-
-    Raises:
-        SpError: The product of the sizes differs (SP826), or another size is set (SP827).
-    """
-    if config is None or processes == 1:
-        return 1, processes
-    for name in ("tp_size", "cp_size", "dp_shard_size"):
-        if getattr(config, name) > 1:
-            fix = "Pass sp_size, whose ranks share a sequence." if name == "cp_size" else None
-            raise SpError("SP827", f"ParallelismConfig: {name}={getattr(config, name)} is not supported.", fix)
-    replicas, sp_size = config.dp_replicate_size, config.sp_size
-    if sp_size == 1:
-        sp_size = max(processes // replicas, 1)
-    elif replicas == 1:
-        replicas = max(processes // sp_size, 1)
-    if replicas * sp_size != processes:
-        expected = f"sizes whose product is {processes}, the number of processes"
-        sizes = f"dp_replicate_size={config.dp_replicate_size} and sp_size={config.sp_size}"
-        raise SpError("SP826", f"ParallelismConfig: expected {expected}, got {sizes}.")
-    return replicas, sp_size

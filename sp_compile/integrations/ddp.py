@@ -68,5 +68,6 @@ def compile_under_ddp(
         if computes_gradients and not is_under_ddp() and resolve(mesh, None).n > 1:
             raise SpError("SP832", WITHOUT_DDP)
 
-    compile_in_place(model, check_ddp, backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
+    config = {"optimize_ddp": False}
+    compile_in_place(model, check_ddp, config, backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
     return model

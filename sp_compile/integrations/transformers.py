@@ -6,7 +6,8 @@
 
 By default all ranks share each sequence. For replicas, pass
 `TrainingArguments(parallelism_config=ParallelismConfig(dp_replicate_size=2, sp_size=4))`.
-Tested with transformers 5.23, TRL 1.16 and PEFT 0.21.
+To shard weights with FSDP2, pass `TrainingArguments(fsdp=True, fsdp_config={...})`.
+Tested with transformers 5.24, TRL 1.16 and PEFT 0.21.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from unittest import mock
 
 import transformers.trainer
 
-from ._compat import ItemCounter, register_backend_name
+from ._compat import ItemCounter, WeightSaver, register_backend_name
 from .accelerate import SequenceParallelAccelerator
 
 __all__ = ["SequenceParallel"]
 
 
-class SequenceParallel(ItemCounter):
+class SequenceParallel(ItemCounter, WeightSaver):
     """Base class, listed before a Trainer, that compiles the model with backend="sp".
 
     Training, evaluation, prediction, loaders, gradient accumulation, clipping, metrics and checkpoints remain those of
     the Trainer. A batch is counted once, regardless of the number of ranks that share it. The batch size of a step is
     per_device_train_batch_size * gradient_accumulation_steps * the number of replicas.
 
-    `parallelism_config` and `torch_compile_backend` of the arguments have the meaning that
+    `parallelism_config`, `fsdp` and `torch_compile_backend` of the arguments have the meaning that
     `SequenceParallelAccelerator` documents.
     """
 

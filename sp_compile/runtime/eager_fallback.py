@@ -54,6 +54,7 @@ FSDP_FIX = (
 
 _warned: set[tuple[str, CodeType]] = set()  # names and code that were warned about
 _warned_fsdp: set[str] = set()  # classes of models that were warned about
+_prepared_fsdp: set[str] = set()  # classes of models whose parts were prepared to run on shards
 
 
 def warn_eager_fallback(fallback: EagerFallback) -> None:
@@ -61,6 +62,8 @@ def warn_eager_fallback(fallback: EagerFallback) -> None:
     target, code, reason, text = fallback
     name = name_of_callable(target)
     if process_rank() > 0 or (name, code) in _warned:
+        return
+    if reason is EagerReason.GRAPH_BREAK and name in _prepared_fsdp:
         return
     _warned.add((name, code))
     fix = EAGER_FIXES[reason]
@@ -82,12 +85,17 @@ def find_fsdp_submodules(model: torch.nn.Module) -> list[str]:
 def warn_fsdp_submodules(model: torch.nn.Module) -> None:
     """Warn on rank 0, once for each class, that FSDP hooks split the graph of the model."""
     name = name_of_callable(model)
-    if process_rank() > 0 or name in _warned_fsdp:
+    if process_rank() > 0 or name in _warned_fsdp | _prepared_fsdp:
         return
     submodules = find_fsdp_submodules(model)
     if submodules:
         _warned_fsdp.add(name)
         log.warning(FSDP_WARNING, name, len(submodules), submodules[0], FSDP_FIX)
+
+
+def mute_fsdp_warning(model: torch.nn.Module) -> None:
+    """Turn off warnings about FSDP parts of models of this class, which were prepared to run on shards."""
+    _prepared_fsdp.add(name_of_callable(model))
 
 
 def name_of_callable(target: Any) -> str:

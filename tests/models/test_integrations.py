@@ -21,6 +21,7 @@ from tree.test_layers import FILES
 
 from sp_compile import SpError
 from sp_compile.integrations.ddp import compile_under_ddp
+from sp_compile.integrations.fsdp import compile_under_fsdp
 
 
 def test_only_integrations_import_their_libraries() -> None:
@@ -28,7 +29,8 @@ def test_only_integrations_import_their_libraries() -> None:
     wanted = "accelerate transformers lightning trl peft torchdata datasets".split()
     pattern = re.compile(rf"^\s*(?:import|from) (?:{'|'.join(wanted)})\b", re.MULTILINE)
     found = {module for module, file in FILES.items() if pattern.search(file.read_text())}
-    assert found == {f"sp_compile.integrations{name}" for name in ("._compat", ".accelerate", ".transformers")}
+    files = "_compat", "accelerate", "parallelism", "transformers"
+    assert found == {f"sp_compile.integrations.{name}" for name in files}
 
 
 @pytest.fixture
@@ -41,23 +43,50 @@ def accelerate() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "share", "processes", "expected"),
-    [(1, 1, 4, (1, 4)), (2, 1, 4, (2, 2)), (1, 2, 4, (2, 2)), (2, 2, 4, (2, 2)), (4, 1, 4, (4, 1)), (2, 2, 1, (1, 1))],
+    ("given", "processes", "expected"),
+    [
+        ({}, 4, (1, 1, 4)),
+        ({"dp_replicate_size": 2}, 4, (2, 1, 2)),
+        ({"sp_size": 2}, 4, (2, 1, 2)),
+        ({"cp_size": 2}, 4, (2, 1, 2)),
+        ({"dp_replicate_size": 2, "sp_size": 2}, 4, (2, 1, 2)),
+        ({"dp_replicate_size": 4}, 4, (4, 1, 1)),
+        ({"dp_replicate_size": 2, "sp_size": 2}, 1, (1, 1, 1)),
+    ],
 )
-def test_sizes_that_fit(accelerate: Any, replicas: int, share: int, processes: int, expected: tuple[int, int]) -> None:
-    config = accelerate.ParallelismConfig(dp_replicate_size=replicas, sp_size=share)
+def test_sizes_of_replicas(
+    accelerate: Any, given: dict[str, int], processes: int, expected: tuple[int, int, int]
+) -> None:
+    config = accelerate.ParallelismConfig(**given)
     assert accelerate.axis_sizes(config, processes) == expected
-    assert accelerate.axis_sizes(None, processes) == (1, processes)
+    assert accelerate.axis_sizes(None, processes) == (1, 1, processes)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (1, 1, 8)),
+        ({"sp_size": 2}, (1, 4, 2)),
+        ({"cp_size": 2}, (1, 4, 2)),
+        ({"dp_shard_size": 2}, (1, 2, 4)),
+        ({"dp_replicate_size": 2}, (2, 1, 4)),
+        ({"dp_replicate_size": 2, "sp_size": 2}, (2, 2, 2)),
+        ({"dp_shard_size": 2, "cp_size": 2}, (2, 2, 2)),
+        ({"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}, (2, 2, 2)),
+        ({"dp_shard_size": 8}, (1, 8, 1)),
+    ],
+)
+def test_sizes_of_shards(accelerate: Any, given: dict[str, int], expected: tuple[int, int, int]) -> None:
+    assert accelerate.axis_sizes(accelerate.ParallelismConfig(**given), 8, is_sharded=True) == expected
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"sp_size": 3}, r"SP826.*\b4\b.*sp_size=3"),
-        ({"sp_size": 2, "dp_replicate_size": 4}, "SP826"),
-        ({"cp_size": 2}, r"SP827.*cp_size=2.*\bsp_size"),
+        ({"sp_size": 2, "dp_replicate_size": 4}, "SP826.*dp_replicate_size=4 and sp_size=2"),
         ({"tp_size": 2}, "SP827.*tp_size=2"),
-        ({"dp_shard_size": 2}, "SP827.*dp_shard_size=2"),
+        ({"dp_shard_size": 2}, "SP827.*dp_shard_size=2 requires FSDP.*fsdp_version=2"),
     ],
 )
 def test_sizes_that_do_not_fit(accelerate: Any, given: dict[str, int], words: str) -> None:
@@ -107,9 +136,14 @@ def test_one_process_compiles(fresh: Any, given: dict[str, Any]) -> None:
     [
         ({"dynamo_backend": "inductor"}, "SP821.*'inductor'"),
         ({"sp_options": {"mesh": None}}, "SP822: sp_options: 'mesh'"),
+        ({"fsdp_plugin": 1}, "SP823: fsdp_version: expected 2, got 1.*fsdp_config={'version': 2}"),
     ],
 )
 def test_accelerator_errors(fresh: Any, given: dict[str, Any], words: str) -> None:
+    if "fsdp_plugin" in given:
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        given = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=given["fsdp_plugin"])}
     with pytest.raises(SpError, match=words):
         fresh.SequenceParallelAccelerator(cpu=True, **given)
 
@@ -127,6 +161,11 @@ def test_a_model_that_is_compiled_already() -> None:
             compile_under_ddp(compiled)
     with pytest.raises(SpError, match=r"SP102: options: .*'atention'"):
         compile_under_ddp(nn.Linear(2, 2), atention="ring")
+
+
+def test_a_model_without_fsdp() -> None:
+    with pytest.raises(SpError, match="SP833: model: expected a result of fully_shard, got a Linear"):
+        compile_under_fsdp(nn.Linear(2, 2))
 
 
 class Sums(nn.Module):

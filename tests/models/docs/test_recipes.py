@@ -23,6 +23,7 @@ NEEDS = {
     "trainer": ("accelerate",),
     "sft": ("trl", "peft"),
     "accelerate": ("accelerate",),
+    "sharded": ("accelerate",),
     "fabric": ("lightning",),
     "lightning": ("lightning",),
     "torchrun": (),
@@ -74,6 +75,8 @@ def run(name: str, folder: Path, processes: int, *changes: str, **launched: Any)
 
 def alone_is(name: str) -> tuple[str, ...]:
     """Return replacements of a page for one process."""
+    if name == "sharded":  # which the Trainer refuses on one process
+        return "fsdp=True", "fsdp=False"
     return ("devices=2", "devices=1") if name in OF_LIGHTNING else on_mesh(1, 1, 1) if name == "titan" else ()
 
 

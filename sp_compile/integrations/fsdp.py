@@ -1,0 +1,105 @@
+"""Compile a model to which `fully_shard` was applied, by torch or accelerate.
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "sp"))
+    for layer in model.model.layers:
+        fully_shard(layer)                          # over all ranks
+    fully_shard(model)
+    compile_under_fsdp(model, mesh["sp"])
+
+If `fully_shard` was applied to layers, FSDP's hooks end a graph before and after each of them: the layers are compiled
+separately, and so is the code after the last one, with the head and the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from sp_compile.backend import sp
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.torch_compat import compile_in_place, is_compiled
+from sp_compile.runtime.eager_fallback import find_fsdp_submodules, mute_fsdp_warning
+
+from .ddp import COMPILED
+
+__all__ = ["compile_under_fsdp"]
+
+# Graphs of one function. Between layers that are units of FSDP, each decorator of transformers is a function of its own
+# graphs: one for each function that it decorates, and for training and evaluation.
+RECOMPILES = 64
+EMBEDDED = "embedded_ids"  # the argument of the forward in _trace_embedding
+
+
+def compile_under_fsdp(
+    model: torch.nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> torch.nn.Module:
+    """Compile a model in place with backend="sp", after `fully_shard` was applied over all ranks.
+
+    Gradients stay partial, so that FSDP's mean over all ranks is the mean over the replicas. If `fully_shard` was
+    applied to layers, results between graphs stay sharded, from the embedding to the loss. The embedding is the module
+    that `model.get_input_embeddings()` returns, if the model has this method of transformers.
+
+    Args:
+        model: The model, a result of `fully_shard`, not compiled.
+        mesh: The ranks that share a sequence. None selects the default process group.
+        fullgraph: As for `torch.compile`.
+        dynamic: As for `torch.compile`.
+        **options: Fields of `sp_compile.SPConfig`, such as `attention="ring"`. `param_grads` is "partial" by default.
+
+    Returns:
+        The model.
+
+    Raises:
+        SpError: The model is already compiled (SP831), `fully_shard` was not applied to it (SP833), or an option is
+            invalid (SP101 to SP116).
+    """
+    if is_compiled(model):
+        raise SpError("SP831", COMPILED)
+    if not isinstance(model, FSDPModule):
+        raise SpError("SP833", f"model: expected a result of fully_shard, got a {type(model).__name__} without it.")
+    options = {"mesh": mesh, "param_grads": "partial", **options}
+    config = SPConfig.of(options)  # raises here, not at the first call
+    if find_fsdp_submodules(model):
+        options = {"outputs": "lazy", **options}
+        for layer in _checkpointed_layers(model):  # Dynamo does not trace what runs inside of a checkpoint of torch
+            layer_options = {name: value for name, value in options.items() if name != "seq_dims"}
+            layer.compile(backend=sp, options=layer_options, dynamic=dynamic)
+        embedding = getattr(model, "get_input_embeddings", lambda: None)()
+        if isinstance(embedding, torch.nn.Embedding) and config.seq_dims == "auto":
+            _trace_embedding(embedding)
+            options = {**options, "seq_dims": {EMBEDDED: -1}}
+        mute_fsdp_warning(model)
+    limit = {"recompile_limit": RECOMPILES}
+    compile_in_place(model, lambda: None, limit, backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
+    return model
+
+
+def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules inside of torch's `checkpoint_wrapper`."""
+    wrapped = (getattr(module, "_checkpoint_wrapped_module", None) for module in model.modules())
+    return [layer for layer in wrapped if layer is not None and not is_compiled(layer)]
+
+
+def _trace_embedding(embedding: torch.nn.Embedding) -> None:
+    """Make torch.compile trace the forward of an embedding between graphs; it would skip it, as code of `torch.nn`.
+
+    The graph has no attention, so that only the name of its input shows the sequence.
+    """
+    forward = type(embedding).forward
+
+    @functools.wraps(embedding.forward)
+    def embed(embedded_ids: torch.Tensor) -> Any:
+        """Return the embeddings of ids, whose last dim is the sequence."""
+        return forward(embedding, embedded_ids)
+
+    embedding.forward = embed  # type: ignore[method-assign]

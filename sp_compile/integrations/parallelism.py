@@ -1,0 +1,100 @@
+"""Derive the mesh of an Accelerator whose ranks share sequences from accelerate's ParallelismConfig."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from accelerate.utils import ParallelismConfig
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.torch_compat import flatten_mesh
+
+# Axes of the mesh, with accelerate's names. Ranks along "cp" receive the same batches from accelerate's loaders.
+REPLICA_AXIS, SHARD_AXIS, SEQUENCE_AXIS = "dp_replicate", "dp_shard", "cp"
+WEIGHT_AXIS = "dp_shard_cp"  # the ranks over which FSDP shards weights: of the axes "dp_shard" and "cp"
+BATCH_AXIS = "dp"  # ranks with different batches: of the axes "dp_replicate" and "dp_shard"
+
+SHARD_FIX = (
+    "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or TrainingArguments(fsdp=True), which shard "
+    "weights; or leave out dp_shard_size."
+)
+
+
+class AxisSizes(NamedTuple):
+    """The numbers of ranks along the axes of the mesh."""
+
+    replicate: int  # ranks with the same shard of the weights, and other batches
+    shard: int  # ranks with other shards of the weights, and other batches
+    sequence: int  # ranks that share sequences; with FSDP they have other shards of the weights
+
+    @property
+    def batches(self) -> int:
+        """Return the number of different batches of a step.
+
+        Returns:
+            The product of the sizes except that of a sequence.
+        """
+        return self.replicate * self.shard
+
+
+def config_of_environment() -> ParallelismConfig | None:
+    """Return the sizes that `accelerate launch` has read from its file.
+
+    Returns:
+        The sizes; None if the file has none.
+    """
+    is_given = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    return ParallelismConfig() if is_given else None
+
+
+def axis_sizes(config: ParallelismConfig | None, processes: int, is_sharded: bool = False) -> AxisSizes:
+    """Return the sizes of the axes of the mesh.
+
+    Args:
+        config: The sizes. None: all ranks share each sequence.
+        processes: The number of processes.
+        is_sharded: True if FSDP shards the weights.
+
+    Returns:
+        Numbers whose product is the number of processes.
+
+    Raises:
+        SpError: The product of the sizes differs (SP826), or a size is not supported (SP827).
+    """
+    if config is None or processes == 1:
+        return AxisSizes(1, 1, processes)
+    if config.tp_size > 1:
+        raise SpError("SP827", f"ParallelismConfig: tp_size={config.tp_size} is not supported.")
+    replicate, shard = config.dp_replicate_size, config.dp_shard_size
+    if shard > 1 and not is_sharded:
+        raise SpError("SP827", f"ParallelismConfig: dp_shard_size={shard} requires FSDP, got DDP.", SHARD_FIX)
+    sequence = max(config.sp_size, config.cp_size)
+    if sequence == 1:
+        sequence = max(processes // (replicate * shard), 1)
+    elif is_sharded and shard == 1:
+        shard = max(processes // (replicate * sequence), 1)
+    elif replicate == 1:
+        replicate = max(processes // (shard * sequence), 1)
+    if replicate * shard * sequence != processes:
+        expected = f"sizes whose product is {processes}, the number of processes"
+        names = "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"
+        given = [f"{name}={getattr(config, name)}" for name in names if getattr(config, name) > 1]
+        raise SpError("SP826", f"ParallelismConfig: expected {expected}, got {' and '.join(given)}.")
+    return AxisSizes(replicate, shard, sequence)
+
+
+def make_mesh(device_type: str, sizes: AxisSizes) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the mesh of all ranks, with a joint axis for weights, and the mesh of ranks with different batches.
+
+    Args:
+        device_type: The type of the devices, such as "cuda".
+        sizes: The sizes of the axes.
+
+    Returns:
+        A mesh with axes ("dp_replicate", "dp_shard", "cp"), and one with the axis "dp".
+    """
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICA_AXIS, SHARD_AXIS, SEQUENCE_AXIS))
+    flatten_mesh(mesh[SHARD_AXIS, SEQUENCE_AXIS], WEIGHT_AXIS)
+    return mesh, flatten_mesh(mesh[REPLICA_AXIS, SHARD_AXIS], BATCH_AXIS)
