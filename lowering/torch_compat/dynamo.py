@@ -25,6 +25,7 @@ import torch
 from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import (
+    BackendCompilerFailed,
     RestartAnalysis,
     ShortenTraceback,
     TensorifyScalarRestartAnalysis,

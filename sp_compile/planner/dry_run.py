@@ -23,6 +23,7 @@ from sp_compile.lowering.base.options import SPConfig, suggest_option
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.lowering.torch_compat import (
+    BackendCompilerFailed,
     allow_meta_constants,
     enable_losses_on_meta,
     flex_on_any_device,
@@ -42,6 +43,7 @@ from sp_compile.passes.graph.edit import copy_graph
 from sp_compile.passes.report import Report
 from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
 from sp_compile.rank_program import NO_COLLECTIVE_PASSES, RankProgram
+from sp_compile.runtime.compile_failure import shorten_failure
 from sp_compile.runtime.session import CompileSession
 from sp_compile.runtime.sharded_values import simulate_sharded_outputs
 
@@ -149,7 +151,10 @@ class DryRun:
         """Run the model once under torch.compile with `_backend`, which lowers its graphs."""
         torch.compiler.reset()
         with _restore_buffers(self.model), allow_meta_constants():
-            torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
+            try:
+                torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
+            except BackendCompilerFailed as failure:
+                raise shorten_failure(failure.inner_exception, self.entry) from None
         torch.compiler.reset()
 
     def _resume(self, gm: GraphModule, inputs: Sequence[Any], context: Any) -> None:
@@ -227,7 +232,9 @@ class DryRun:
             options.refuse(self.entry, compiler="compiles nothing of a program without exchanges")
         if walks or (self.compare is None and lowered.exchanges and options.has_joint_passes):
             self._add_step(lowered, result)
-        elif self.entry != "plan" and torch.is_grad_enabled() and not lowered.unsplit_reason:
+        elif self.entry != "plan" and not lowered.unsplit_reason:  # as the backend, so that its errors are found
+            if self.compare is None:
+                lowered.add_boundary_outputs()
             partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False)
 
     def _add_step(self, lowered: RankProgram, result: DryRunResult) -> None:
