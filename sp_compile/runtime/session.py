@@ -194,7 +194,7 @@ class CompileSession:
                 for channel in channels:
                     channel.send_heartbeat()
 
-        progress_args = (lambda: f"compiling {subject}"), done
+        progress_args = f"compiling {subject}", done
         threads = [
             threading.Thread(target=send_heartbeats, daemon=True),
             threading.Thread(target=show_in_thread, args=progress_args, daemon=True),
