@@ -305,6 +305,9 @@ def suggest_option(name: str, known: Iterable[str]) -> str:
     Args:
         name: The name that the user passed.
         known: The names of the options.
+
+    Returns:
+        A hint in parentheses that starts with a space, or "".
     """
     other = OTHER_NAMES.get(name)
     return f" (did you mean {other!r}?)" if other is not None else did_you_mean(name, known)

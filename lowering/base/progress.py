@@ -51,7 +51,7 @@ class ProgressLine:
         return self.clock() - self.started
 
     def refresh(self) -> None:
-        """Create or update the line, if the work has run for `SHOW_AFTER` seconds, or `LOG_AFTER` without a terminal."""
+        """Create or update the line, after `SHOW_AFTER` seconds, or once after `LOG_AFTER` without a terminal."""
         with self.lock:
             is_terminal = self.console.is_terminal
             if self.seconds < (SHOW_AFTER if is_terminal else LOG_AFTER) or (self.is_shown and not is_terminal):
@@ -136,7 +136,7 @@ def show_in_thread(title: str, ended: threading.Event) -> None:
 def _start_line(title: str) -> ProgressLine | None:
     """Start a line and return it, or return None inside of other work or where none is shown."""
     console = Console(stderr=True)
-    if _active_lines or not _is_allowed(console):
+    if _active_lines or not _may_show(console):
         return None
     _active_lines.append(ProgressLine(title, console))
     return _active_lines[-1]
@@ -152,7 +152,7 @@ def _update_line(line: ProgressLine, ended: threading.Event) -> None:
         line.end()
 
 
-def _is_allowed(console: Console) -> bool:
+def _may_show(console: Console) -> bool:
     """Return True if this process may show a line: rank 0, on a terminal without TORCH_LOGS, or in a log file."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
     return rank == 0 and not (console.is_terminal and os.environ.get("TORCH_LOGS"))

@@ -14,7 +14,7 @@ from .input_checks import ComparedInputs
 OTHER_VALUES = "the ranks of this group were given different batches"
 SAMPLED_FIX = (
     "The integration passes the same batches to these ranks, so they have computed other values themselves, such as "
-    "sampled tokens (generate, GRPO) or random masks. Sample on one rank and broadcast, or seed these ranks alike."
+    "sampled tokens (generate, GRPO) or random masks. Sample on one rank and broadcast, or give these ranks one seed."
 )
 LATER_CAUSE = (
     "They were equal when the program was compiled, and ranks with equal values share work. If they are meant to "
@@ -68,23 +68,35 @@ def find_input_mismatch(
         return SpError("SP641", format_mismatch(training, rows, heading))
     if not same_names or not is_same_program:
         return SpError("SP631", format_mismatch(f"{summary} different programs", rows, heading))
-    # Values.
-    if not names:
-        samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
-        cause = describe_field_mismatch(samples, OTHER_VALUES)
-        return _data_error(cause, has_shards) if cause else None
-    cause, differing = format_mismatch(f"{summary} different values", rows), set(names)
-    error = SpError("SP633", cause)
+    if names:
+        return _value_error(messages[0].number > 1, names, rows, compared, has_shards)
+    samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
+    cause = describe_field_mismatch(samples, OTHER_VALUES)
+    return _data_error(cause, has_shards) if cause else None
+
+
+def _value_error(
+    is_later: bool, names: Sequence[str], rows: Sequence[str], compared: ComparedInputs, has_shards: bool
+) -> SpError:
+    """Return the error of ranks whose inputs have different values.
+
+    Args:
+        is_later: True if this is not the first call.
+        names: The names of these inputs.
+        rows: The line of each rank.
+        compared: The inputs that the ranks compare.
+        has_shards: True if each rank passes its rows of some inputs.
+    """
+    differing, given = set(names), f"the {len(rows)} ranks of this group were given different"
     if compared.arguments >= differing:
-        cause = format_mismatch(f"{summary} different batches ({_shorten_names(names)})", rows)
-        error = _data_error(cause, has_shards)
+        error = _data_error(format_mismatch(f"{given} batches ({_shorten_names(names)})", rows), has_shards)
     elif compared.equal - compared.arguments - compared.always >= differing:  # weights and buffers
-        was_equal = messages[0].number > 1  # at an earlier call
-        text = f"weights or buffers differ between ranks ({_shorten_names(names)})"
-        error = SpError("SP635" if was_equal else "SP642", format_mismatch(text, rows))
-        cause = error.cause
+        cause = format_mismatch(f"weights or buffers differ between ranks ({_shorten_names(names)})", rows)
+        error = SpError("SP635", cause) if is_later else SpError("SP642", cause)
+    else:
+        error = SpError("SP633", format_mismatch(f"{given} values", rows))
     assumed = compared.always | compared.equal if compared.is_assumed else set()
-    return error if assumed.isdisjoint(names) else SpError(error.code, cause, f"{error.fix} {LATER_CAUSE}")
+    return error if assumed.isdisjoint(names) else SpError(error.code, error.cause, f"{error.fix} {LATER_CAUSE}")
 
 
 def describe_by_rank(texts: Sequence[str]) -> str:

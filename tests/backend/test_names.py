@@ -245,7 +245,7 @@ def test_arguments_of_a_wrapped_model_are_passed() -> None:
     ],
 )
 @pytest.mark.parametrize("model", [Wrapper, Base])
-def test_names_that_nobody_knows_are_refused(model: Callable[[], nn.Module], names: dict[str, Any], words: str) -> None:
+def test_names_that_no_one_knows_are_refused(model: Callable[[], nn.Module], names: dict[str, Any], words: str) -> None:
     with pytest.raises(SpError, match=words):
         sp_compile.explain(model(), data(), **names)
 

@@ -118,7 +118,7 @@ def test_consoles_that_show_it(
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("TORCH_LOGS", logs)
-    assert progress._is_allowed(console) is read
+    assert progress._may_show(console) is read
 
 
 @pytest.fixture

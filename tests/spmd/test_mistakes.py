@@ -156,7 +156,7 @@ def of_this_rank(act: Callable[[int], str]) -> str:
 @pytest.mark.parametrize(
     ("act", "first", "words"),
     [
-        (other_seed, "SP642: weights or buffers differ between ranks (embed.weight and 2 more). ", "Seed every rank"),
+        (other_seed, "SP642: weights or buffers differ between ranks (embed.weight and 2 more). ", "Set the same seed"),
         (other_dtype, "SP640: rank 0 is float32, rank 1 is bfloat16 (embed.weight and 2 more). ", "Convert the model"),
         (eval_at_first, "SP641: rank 0 is in eval(), rank 1 is in train(). ", "Call model.train()"),
         (
