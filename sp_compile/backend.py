@@ -24,6 +24,7 @@ from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.runtime.eager_fallback import warn_eager_fallback, warn_fsdp_submodules
 from sp_compile.runtime.fingerprint import program_subject
+from sp_compile.runtime.one_rank import warn_one_rank
 from sp_compile.runtime.session import CompileSession
 
 from .rank_program import RankProgram, compile_rank_program
@@ -52,6 +53,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     """
     program = UserProgram.from_dynamo(gm, example_inputs)
     session = CompileSession(gm, example_inputs, options, mode=mode)
+    warn_one_rank(session)
     lowered: RankProgram | None = None
     run: Callable[..., Any] | None = None
     error: Exception | None = None

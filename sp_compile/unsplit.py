@@ -13,6 +13,7 @@ from sp_compile.passes.capture.graph_inputs import local_inputs
 from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.context import Note, NoteKind
 from sp_compile.passes.report import Report
+from sp_compile.runtime.compile_failure import shorten_failure
 from sp_compile.runtime.fingerprint import program_subject
 from sp_compile.runtime.session import CompileSession
 
@@ -73,9 +74,9 @@ def must_split(program: UserProgram, options: AnyOptions) -> bool:
 
 
 def explain_failure(failure: Exception, program: UserProgram) -> Exception:
-    """Return the error of the compilation, or SP242 with a fix for torch's RecursionError on DTensors."""
+    """Return the error of the compilation, shortened, or SP242 with a fix for torch's RecursionError on DTensors."""
     if not isinstance(failure, RecursionError) or not program.has_dtensors:
-        return failure
+        return shorten_failure(failure, program_subject(program.graph))
     error = SpError("SP242", CHANGING_LENGTHS)
     error.__cause__ = failure
     return error

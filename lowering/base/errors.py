@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any, Self
 
 import torch
@@ -22,6 +23,7 @@ from sp_compile.lowering.torch_compat import ShortenTraceback
 
 from .error_codes import ERRORS
 
+MAX_ERROR_WIDTH = 300  # characters of a line of an error of a compiler
 UNKNOWN_LINE = "unknown source line"
 PARAMETERS_LINE = "the parameters"  # in place of the line of an all-reduce of parameter gradients
 RESULTS_LINE = "the results"  # in place of the line of a gather of results
@@ -115,16 +117,25 @@ def stack_trace(node: Node) -> str:
     return node.meta.get("stack_trace") or ""
 
 
-def first_frame(trace: str) -> str:
+def first_frame(trace: str, code: CodeType | None = None, name: str = "") -> str:
     """Return the outermost frame of a stack trace as "forward at FILE:12", or "" if it has none.
 
     Messages name a compiled program by this frame of its first node.
+
+    Args:
+        trace: The stack trace.
+        code: The code of the frame; None for the outermost one.
+        name: The name in place of that of the function.
     """
-    match = _FRAME.search(trace)
-    if match is None:
-        return ""
-    file, line, function, _ = match.groups()
-    return f"{function} at {_short_path(file)}:{line}"
+    for file, line, function, _ in _FRAME.findall(trace):
+        if code is None or (file == code.co_filename and _is_function(function, code.co_name)):
+            return f"{name or function} at {_short_path(file)}:{line}"
+    return ""
+
+
+def _is_function(function: str, name: str) -> bool:
+    """Return True if a frame is of the named function, or of the part of it after a graph break."""
+    return function == name or function.startswith(f"torch_dynamo_resume_in_{name}_at_")
 
 
 def source_line(trace: str) -> str:
@@ -133,6 +144,30 @@ def source_line(trace: str) -> str:
         if not any(Path(file).is_relative_to(folder) for folder in _foreign_folders()):
             return f"{_short_path(file)}:{line}: {code.strip()}".rstrip(": ")  # no colon without code
     return UNKNOWN_LINE
+
+
+def failed_node_line(error: BaseException) -> str:
+    """Return the user's line of the node that was processed when an error was raised, or "" if it is unknown.
+
+    It is that of a node in a variable of the innermost frame that has one, of the error or of its causes.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame, _ in reversed([*traceback.walk_tb(cause.__traceback__)]):
+            nodes = [value for value in frame.f_locals.values() if isinstance(value, Node)]
+            lines = [line for line in map(node_line, nodes) if line != UNKNOWN_LINE]
+            if lines:
+                return lines[0]
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def shorten_error(error: BaseException) -> str:
+    """Return the type and the first line of an error, with the first later line that contains "error:", if any."""
+    first, *others = [line for line in str(error).splitlines() if line.strip()] or [""]
+    details = next((line.strip() for line in others if "error:" in line.lower()), "")
+    text = f"{type(error).__name__}: {first.strip()[:MAX_ERROR_WIDTH]}".removesuffix(": ")
+    return f"{text}\n{details[:MAX_ERROR_WIDTH]}" if details else text
 
 
 def user_line() -> str:

@@ -284,9 +284,33 @@ class SPConfig:
             if name in ("mode", "dynamic", "fullgraph", "backend", "disable"):
                 raise SpError("SP101", f"options: {name!r} is an argument of torch.compile itself, {name}=....")
             if name not in names:
-                hint = did_you_mean(name, names)
+                hint = suggest_option(name, names)
                 raise SpError("SP102", f"options: unknown option {name!r}{hint}, expected one of {', '.join(names)}.")
         return SPConfig(**(options or {}))
+
+
+# Names that other packages give to options.
+OTHER_NAMES = {
+    **dict.fromkeys(("strategy", "sp_strategy", "attention_strategy", "attn_implementation", "method"), "attention"),
+    **dict.fromkeys(("device_mesh", "group", "process_group"), "mesh"),
+    **dict.fromkeys(("axis", "mesh_axis", "mesh_dim_name"), "mesh_dim"),
+    **dict.fromkeys(("num_tiles", "chunks", "loss_chunks"), "tiles"),
+    **dict.fromkeys(("seq_dim", "sequence_dim", "buffer_seq_dims"), "seq_dims"),
+}
+
+
+def suggest_option(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the option that a name probably means, or "".
+
+    Args:
+        name: The name that the user passed.
+        known: The names of the options.
+
+    Returns:
+        A hint in parentheses that starts with a space, or "".
+    """
+    other = OTHER_NAMES.get(name)
+    return f" (did you mean {other!r}?)" if other is not None else did_you_mean(name, known)
 
 
 # Options as passed to `torch.compile`: an SPConfig, or its fields before validation.

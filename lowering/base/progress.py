@@ -1,7 +1,8 @@
 """Show a progress line on the terminal during long compilations, `explain` and `verify`.
 
 The line appears after `SHOW_AFTER` seconds, on rank 0. At the end another line reports the duration and the number of
-graphs that torch found in its caches. There is none if stderr is not a terminal or TORCH_LOGS is set.
+graphs that torch found in its caches. There is none if TORCH_LOGS is set. If stderr is no terminal, such as a log file,
+one line is written after `LOG_AFTER` seconds, and that of the end.
 
 `with show_progress("verify"):` surrounds a piece of work, in which `set_step("single device")` sets the current step,
 the part of the work that runs now. Outside of such a block `set_step` has no effect. While AOTAutograd or Inductor
@@ -25,6 +26,7 @@ from rich.text import Text
 from sp_compile.lowering.torch_compat import count_cache_hits, current_partition
 
 SHOW_AFTER = 3.0  # seconds before anything is shown
+LOG_AFTER = 10.0  # seconds before a line is written where stderr is no terminal
 UPDATE_INTERVAL = 0.25  # seconds between updates
 
 
@@ -36,7 +38,8 @@ class ProgressLine:
     console: Console  # of stderr
     clock: Callable[[], float] = time.monotonic  # current time in seconds, from any origin
     step: str = "capture"  # current step of the work
-    live: Live | None = None  # None until the line is shown
+    live: Live | None = None  # None until the line is shown on a terminal
+    is_shown: bool = False  # True from the first line on
     lock: threading.Lock = field(default_factory=threading.Lock)  # of `live`, which two threads use
 
     def __post_init__(self) -> None:
@@ -48,11 +51,17 @@ class ProgressLine:
         return self.clock() - self.started
 
     def refresh(self) -> None:
-        """Create or update the line on the terminal, if the work has run for `SHOW_AFTER` seconds."""
+        """Create or update the line, after `SHOW_AFTER` seconds, or once after `LOG_AFTER` without a terminal."""
         with self.lock:
-            if self.seconds < SHOW_AFTER:
+            is_terminal = self.console.is_terminal
+            if self.seconds < (SHOW_AFTER if is_terminal else LOG_AFTER) or (self.is_shown and not is_terminal):
                 return
-            text = Text(f"sp: {self.title}: {current_partition() or self.step} ({self.seconds:.0f} s)")
+            self.is_shown = True
+            line = f"sp: {self.title}: {current_partition() or self.step} ({self.seconds:.0f} s)"
+            if not is_terminal:
+                self._write(f"{line}, continues")
+                return
+            text = Text(line)
             text.truncate(self.console.width, overflow="ellipsis")
             if self.live is None:
                 # Other output of the process is not redirected.
@@ -71,9 +80,13 @@ class ProgressLine:
         with self.lock:
             if self.live is not None:
                 self.live.stop()
+            if self.is_shown:
                 hits = count_cache_hits() - self.hits
-                text = f"sp: {self.title}: took {self.seconds:.0f} s, {hits} graphs were in torch's caches"
-                self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+                self._write(f"sp: {self.title}: took {self.seconds:.0f} s, {hits} graphs were in torch's caches")
+
+    def _write(self, line: str) -> None:
+        """Write a line that stays."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 # Progress line of this process, at most one: nested work counts as a step of the outer one.
@@ -88,7 +101,7 @@ def set_step(step: str) -> None:
 
 @contextmanager
 def show_progress(title: str) -> Iterator[None]:
-    """Show a progress line for the body of the block if it runs long on a terminal.
+    """Show a progress line for the body of the block if it runs long.
 
     Args:
         title: Name of the work.
@@ -106,24 +119,24 @@ def show_progress(title: str) -> Iterator[None]:
         updates.join()
 
 
-def show_in_thread(title: Callable[[], str], ended: threading.Event) -> None:
+def show_in_thread(title: str, ended: threading.Event) -> None:
     """Show a progress line in the calling thread until the work of another thread has ended.
 
     Sessions run it as the body of a thread while they compile; `show_progress` starts its own thread.
 
     Args:
-        title: Function that returns the name of the work.
+        title: Name of the work.
         ended: Event that is set at the end of the work.
     """
-    line = _start_line(title())
+    line = _start_line(title)
     if line is not None:
         _update_line(line, ended)
 
 
 def _start_line(title: str) -> ProgressLine | None:
-    """Start a line and return it, or return None inside of other work or without a terminal."""
+    """Start a line and return it, or return None inside of other work or where none is shown."""
     console = Console(stderr=True)
-    if _active_lines or not _is_terminal(console):
+    if _active_lines or not _may_show(console):
         return None
     _active_lines.append(ProgressLine(title, console))
     return _active_lines[-1]
@@ -139,7 +152,7 @@ def _update_line(line: ProgressLine, ended: threading.Event) -> None:
         line.end()
 
 
-def _is_terminal(console: Console) -> bool:
-    """Return True if this process may show a line: rank 0, on a terminal, without TORCH_LOGS."""
+def _may_show(console: Console) -> bool:
+    """Return True if this process may show a line: rank 0, on a terminal without TORCH_LOGS, or in a log file."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    return rank == 0 and console.is_terminal and not os.environ.get("TORCH_LOGS")
+    return rank == 0 and not (console.is_terminal and os.environ.get("TORCH_LOGS"))

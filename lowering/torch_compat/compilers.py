@@ -66,6 +66,14 @@ def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any
     return functorch_config.patch(is_non_builtin_to_include=True, **settings)
 
 
+def is_inductor_error(error: BaseException) -> bool:
+    """Return True for an error that Inductor has raised."""
+    from torch._inductor import exc
+
+    errors = [value for value in vars(exc).values() if isinstance(value, type) and issubclass(value, Exception)]
+    return isinstance(error, tuple(x for x in errors if x.__module__ == exc.__name__))
+
+
 def get_compiler(name: str | Callable[..., Any], patches: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Return a torch.compile backend as a function of (graph, example inputs).
 

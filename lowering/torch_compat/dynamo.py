@@ -9,12 +9,13 @@ gradients are reduced together.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from pathlib import Path
 from types import CodeType, FrameType
@@ -24,15 +25,16 @@ import torch
 from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import (
+    BackendCompilerFailed,
     RestartAnalysis,
     ShortenTraceback,
     TensorifyScalarRestartAnalysis,
-    TorchRuntimeError,
     exceptions_allowed_to_be_fallback,
 )
 from torch._dynamo.source import ConstantSource, LocalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.utils import counters
 from torch._guards import ChainedSource, CompileContext, TracingContext
+from torch._subclasses.fake_tensor import fake_tensor_tls
 from torch.fx import GraphModule, Node
 
 
@@ -359,16 +361,24 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None
 
 
-def line_of_meta_constant(error: TorchRuntimeError) -> str | None:
-    """Return the user's line, "file:12", of a `torch.tensor(...)` on the meta device that has failed.
+@contextlib.contextmanager
+def allow_meta_constants() -> Iterator[None]:
+    """Let Dynamo trace `torch.tensor(...)` on the meta device in the block, whose result there is no fake tensor."""
+    before, fake_tensor_tls.allow_non_fake_inputs_override = fake_tensor_tls.allow_non_fake_inputs_override, True
+    try:
+        yield
+    finally:
+        fake_tensor_tls.allow_non_fake_inputs_override = before
 
-    Return None for errors of other kinds.
-    """
-    text = str(error)
-    if "convert all Tensors to FakeTensors" not in text or "device='meta'" not in text:
-        return None
-    traceback_lines = re.findall(r'File ".*?([^/\\"]+)", line (\d+)', text)  # (file name, line number)
-    return ":".join(traceback_lines[-1]) if traceback_lines else "an unknown file"
+
+def replace_meta_constants(gm: GraphModule) -> None:
+    """Replace each `torch.tensor(...)` on the meta device in a Dynamo graph by zeros of its shape."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.tensor):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            node.target, node.args = torch.zeros, (tuple(value.shape),)
+            node.kwargs = {"dtype": value.dtype, "device": value.device}
+    gm.recompile()
 
 
 def trace_in_place_of(original: Callable[..., Any], traced: Callable[..., Any]) -> None:

@@ -69,16 +69,58 @@ def _positional_name(index: int) -> str:
 
     Returns "" if no model is compiled, or its forward has no parameter at this position.
     """
-    local_variables = _dynamo_locals("convert_frame", "_compile").get("locals", {})  # of the compiled function
-    if "self" in local_variables:
-        model = local_variables["self"]
-    else:  # the model is the first of *args
-        model, index = next(iter(local_variables.get("args") or ()), None), index - 1
-    if not isinstance(model, torch.nn.Module):
+    model = compiled_model()
+    if model is None:
         return ""
+    index -= "self" not in _compiled_locals()  # otherwise the model is the first of *args
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in positional]
     return names[index] if 0 <= index < len(names) else ""
+
+
+def compiled_model() -> torch.nn.Module | None:
+    """Return the model whose forward is compiled now, also of one with decorators, or None for another function."""
+    local_variables = _compiled_locals()
+    arguments = local_variables.get("args") or ()
+    model = local_variables.get("self", next(iter(arguments), None) if isinstance(arguments, tuple) else None)
+    return model if isinstance(model, torch.nn.Module) else None
+
+
+def class_name(model: torch.nn.Module) -> str:
+    """Return the name of the class of a model, without that which `fully_shard` derives from it."""
+    classes = [cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed.fsdp")]
+    return classes[0].__name__
+
+
+def describe_training() -> str:
+    """Return the modes of the models among the variables of the compiled function, such as "is in train()".
+
+    Of modules in another mode than their model the outermost are named. Returns "" without a model.
+    """
+    values = [x for value in _compiled_locals().values() for x in (value if isinstance(value, tuple) else (value,))]
+    models = {id(x): x for x in values if isinstance(x, torch.nn.Module)}
+    texts = {class_name(model): _training_text(model) for model in models.values()}
+    if len(set(texts.values())) <= 1:
+        return "".join(f"is in {text}" for text in {*texts.values()})
+    return "has " + " and ".join(f"{name} in {text}" for name, text in texts.items())
+
+
+def _training_text(model: torch.nn.Module) -> str:
+    """Return the mode of a model, with the names of at most three modules in the other mode."""
+    others: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{other}.") for other in others)
+        if module.training != model.training and not is_inside:
+            others.append(name)
+    text, other = ("train()", "eval()") if model.training else ("eval()", "train()")
+    shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    return f"{text} with {shown} in {other}" if others else text
+
+
+def _compiled_locals() -> dict[str, Any]:
+    """Return the variables of the function that Dynamo compiles now, or {}."""
+    local_variables: dict[str, Any] = _dynamo_locals("convert_frame", "_compile").get("locals", {})
+    return local_variables
 
 
 def result_names(gm: GraphModule) -> dict[str, str]:

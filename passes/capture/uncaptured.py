@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sp_compile.lowering.base.errors import CaptureError, SpError
+from sp_compile.lowering.base.errors import CaptureError, SpError, failed_node_line, shorten_error
 from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.torch_compat import RestartAnalysis, ShortenTraceback, is_fallback_error
 
@@ -40,7 +40,9 @@ def wrap_failures() -> Iterator[None]:
     except Exception as error:
         if is_fallback_error(error):
             raise
-        raise CaptureError("SP213", f"{type(error).__name__}: {str(error).rstrip('.')}.") from error
+        line = failed_node_line(error)
+        text = f"{shorten_error(error).rstrip('.')}{f', at {line}' if line else ''}"
+        raise CaptureError("SP213", f"{text}.") from error
 
 
 def unsplit_reason(error: Exception) -> str:

@@ -77,6 +77,21 @@ class Machine:
                 raise SpError("SP703", f"cost: unknown constant {name!r}{hint}, expected one of {names}.")
         return replace(CPU if device_type == "cpu" else GPU, **(override or {}))
 
+    def describe(self, device_type: str) -> str:
+        """Return the hardware that the constants stand for, as a line of a plan.
+
+        Args:
+            device_type: Type of the device, as for `of`.
+        """
+        default = CPU if device_type == "cpu" else GPU
+        replaced = [name for name, value in vars(self).items() if name != "memory" and value != getattr(default, name)]
+        name = "Gloo processes of one CPU thread each" if device_type == "cpu" else "H100 GPUs"
+        nodes = f", {self.inter_node_bandwidth / 1e9:g} GB/s between nodes of {self.ranks_per_node:g}"
+        links = f"links {self.all_gather_bandwidth / 1e9:g} GB/s" + ("" if math.isinf(self.ranks_per_node) else nodes)
+        rates = f"attention {self.flops / 1e12:g} TFLOP/s, memory {self.memory_bandwidth / 1e9:g} GB/s, {links}"
+        source = f"cost sets {', '.join(replaced)}" if replaced else "cost={...} sets other constants"
+        return f"assumes {name}: {rates}; {source}"
+
     def efficiency(self, kernel: str) -> float:
         """Return the FLOP/s of an attention kernel, divided by `flops`; 1 for "named"."""
         return 1.0 if kernel == "named" else float(getattr(self, f"{kernel}_efficiency"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sp_compile.lowering.base.errors import SpError
 
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+LEAST_BYTES = 1e9  # smallest size without a unit: a smaller number is meant to be in another unit
 MIN_BYTES = 10  # minimum printed number of a size that was passed without a unit: 9e9 is printed in MB, 10e9 in GB
 
 
@@ -27,7 +28,7 @@ def parse_bytes(memory: str | float, name: str = "memory") -> float:
     """Return the bytes of a size: 80e9 for "80GB".
 
     Args:
-        memory: A number of bytes, or a number with a unit.
+        memory: A number with a unit, or a number of bytes from `LEAST_BYTES`.
         name: The name of the argument, for errors.
 
     Raises:
@@ -49,12 +50,12 @@ def parse_unit(memory: str | float) -> SizeUnit:
 
 def _parse_size(memory: str | float, name: str) -> tuple[float, str]:
     """Return (bytes, unit) of a size that a user passed; the unit is "" if it has none."""
-    if isinstance(memory, int | float) and not isinstance(memory, bool) and 0 < memory < float("inf"):
-        return float(memory), ""
-    match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))
+    match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))
     units = {unit.upper(): unit for unit in ("", *UNITS)}
     if match is None or match[2].upper() not in units or not float(match[1]):
         expected = f"a positive number of bytes, or a size in one of ({', '.join(UNITS)})"
         raise SpError("SP722", f"{name}: expected {expected}, got {memory!r}.")
-    unit = units[match[2].upper()]
-    return float(match[1]) * UNITS[unit or "B"], unit
+    unit, number = units[match[2].upper()], float(match[1])
+    if not unit and number < LEAST_BYTES:
+        raise SpError("SP722", f"{name}: {memory!r} is {number:g} bytes (did you mean '{number:g}GB'?).")
+    return number * UNITS[unit or "B"], unit

@@ -18,17 +18,18 @@ import torch
 from torch.fx import GraphModule
 
 from sp_compile.backend import lower_or_keep
-from sp_compile.lowering.base.errors import SpError, did_you_mean, user_line
-from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.base.errors import SpError, user_line
+from sp_compile.lowering.base.options import SPConfig, suggest_option
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.lowering.torch_compat import (
-    TorchRuntimeError,
+    BackendCompilerFailed,
+    allow_meta_constants,
     enable_losses_on_meta,
     flex_on_any_device,
     is_compiling,
-    line_of_meta_constant,
     partition_joint_graph,
+    replace_meta_constants,
     resume_trace,
     skip_graph_printing,
 )
@@ -42,6 +43,7 @@ from sp_compile.passes.graph.edit import copy_graph
 from sp_compile.passes.report import Report
 from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
 from sp_compile.rank_program import NO_COLLECTIVE_PASSES, RankProgram
+from sp_compile.runtime.compile_failure import shorten_failure
 from sp_compile.runtime.session import CompileSession
 from sp_compile.runtime.sharded_values import simulate_sharded_outputs
 
@@ -135,7 +137,7 @@ class DryRun:
         weights = ModelBytes.of(self.model) if self.repeats is None else self.repeats.weights
         kwargs: dict[str, Any] = {}
         for sp, passed in self.configs:
-            fields_of_config, kwargs = split_kwargs(self.model, passed)
+            fields_of_config, kwargs = split_kwargs(self.entry, self.model, passed)
             options = SPConfig.of(fields_of_config)
             options.refuse(self.entry, **self.refused)
             if sp is not None and (type(sp) is not int or sp < 1):
@@ -148,8 +150,11 @@ class DryRun:
     def _trace(self, kwargs: Mapping[str, Any]) -> None:
         """Run the model once under torch.compile with `_backend`, which lowers its graphs."""
         torch.compiler.reset()
-        with _restore_buffers(self.model), _constants_on_meta(self.entry):
-            torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
+        with _restore_buffers(self.model), allow_meta_constants():
+            try:
+                torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
+            except BackendCompilerFailed as failure:
+                raise shorten_failure(failure.inner_exception, self.entry) from None
         torch.compiler.reset()
 
     def _resume(self, gm: GraphModule, inputs: Sequence[Any], context: Any) -> None:
@@ -162,6 +167,7 @@ class DryRun:
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Lower a graph in every configuration, and return a function that runs the graph as it is."""
         self._graphs.append(gm)
+        replace_meta_constants(gm)
         if self.captured is not None:
             self.captured.add(gm, example_inputs)
         all_lowered = self._lower_all(UserProgram.from_dynamo(gm, example_inputs))
@@ -226,7 +232,9 @@ class DryRun:
             options.refuse(self.entry, compiler="compiles nothing of a program without exchanges")
         if walks or (self.compare is None and lowered.exchanges and options.has_joint_passes):
             self._add_step(lowered, result)
-        elif self.entry != "plan" and torch.is_grad_enabled() and not lowered.unsplit_reason:
+        elif self.entry != "plan" and not lowered.unsplit_reason:  # as the backend, so that its errors are found
+            if self.compare is None:
+                lowered.add_boundary_outputs()
             partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False)
 
     def _add_step(self, lowered: RankProgram, result: DryRunResult) -> None:
@@ -243,32 +251,65 @@ class DryRun:
             result.report.step.graphs.append(step)
 
 
-def split_kwargs(model: Callable[..., Any], passed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_kwargs(
+    entry: str, model: Callable[..., Any], passed: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate options of the backend from keyword arguments of the model.
 
-    A name that is neither a field of `SPConfig` nor in the model's signature belongs to a model that takes any keyword
-    argument, unless it is close to a field.
+    A model that takes any keyword argument gets the arguments of the modules in it, and names that are close to no
+    option.
 
     Args:
+        entry: The function that the names were passed to: "explain", "verify" or "plan".
         model: The model.
         passed: Both, by name. The entry `kwargs={...}` contains arguments of the model with the name of a field.
 
     Returns:
         The fields of `SPConfig`, and the keyword arguments of the model.
+
+    Raises:
+        SpError: A name is another name of an argument of the entry (SP102), such as `ranks` of `explain`.
     """
     passed = dict(passed)
     kwargs, config = dict(passed.pop("kwargs", {})), dict[str, Any]()
     field_names = [field.name for field in fields(SPConfig)]
-    try:
-        parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
-    except (TypeError, ValueError):  # of a builtin
-        parameters = inspect.Signature().parameters.values()
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names, accepts_any = _parameter_names(model)
+    if accepts_any:
+        names = names.union(*(_parameter_names(module)[0] for module in _modules_of(model)))
+    ranks_name = RANKS_ARGUMENTS[entry]
     for name, value in passed.items():
-        is_accepted = name in names or (accepts_any and not did_you_mean(name, field_names))
+        if name in OTHER_RANKS_NAMES and name not in names:
+            raise SpError("SP102", f"{entry}: unknown option {name!r}, use {ranks_name}={value!r}.")
+        is_close = suggest_option(name, [*field_names, *ENTRY_ARGUMENTS])
+        is_accepted = name in names or (accepts_any and not is_close)
         (kwargs if name not in field_names and is_accepted else config)[name] = value
     return config, kwargs
+
+
+RANKS_ARGUMENTS = {"explain": "sp", "verify": "sp", "plan": "ranks"}  # the argument with the number of ranks
+OTHER_RANKS_NAMES = "sp ranks world_size num_ranks nproc_per_node sp_size cp_size n_ranks".split()  # used for it
+ENTRY_ARGUMENTS = ("memory", "optimizer", "passes", "host_memory")  # further arguments, which may be misspelled
+
+
+def _parameter_names(function: Callable[..., Any]) -> tuple[set[str], bool]:
+    """Return the names of the parameters of a function or module, and True if it takes any keyword argument."""
+    try:
+        parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        return set(), False
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _modules_of(model: Callable[..., Any]) -> Iterator[torch.nn.Module]:
+    """Yield the modules in a model, or in the variables that a function reads from around it."""
+    values: list[Any] = [model]
+    if inspect.isfunction(model):
+        read = inspect.getclosurevars(model)
+        values = [*read.nonlocals.values(), *read.globals.values()]
+    for value in values:
+        if isinstance(value, torch.nn.Module):
+            yield from value.modules()
 
 
 def _simulate_ranks(session: CompileSession, sp: int | None, simulate: bool) -> int:
@@ -287,19 +328,6 @@ def _simulate_ranks(session: CompileSession, sp: int | None, simulate: bool) -> 
     elif simulate:
         session.ranks = replace(ranks, group=SIMULATED_GROUP)
     return session.ranks.n
-
-
-@contextmanager
-def _constants_on_meta(entry: str) -> Iterator[None]:
-    """Raise SpError where a program calls `torch.tensor` on the meta device, which torch cannot trace."""
-    try:
-        yield
-    except TorchRuntimeError as error:
-        line = line_of_meta_constant(error)
-        if line is None:
-            raise
-        cause = f"{entry}: torch does not trace torch.tensor(...) on the meta device, which {line} reads."
-        raise SpError("SP202", cause) from error
 
 
 @contextmanager

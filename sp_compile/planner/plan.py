@@ -118,6 +118,7 @@ class StepPlan:
     notes: list[str] = field(default_factory=list)  # variants that were not tried, and the reasons
     unit: SizeUnit = SizeUnit("GB")  # of sizes in the table  # noqa: RUF009
     host_memory: float | None = None  # bytes of the host for each rank; None for no limit
+    hardware: str = ""  # the hardware that the predictions assume
 
     @property
     def best(self) -> Variant:
@@ -164,6 +165,7 @@ class StepPlan:
             shown += [row for row in self.rows if row.ranks == n][:MAX_PLAN_ROWS]
         host = f", {self.unit(self.host_memory)} of its host" if self.host_memory is not None else ""
         lines = [f"{self.unit(self.memory)} a rank{host}; parameters {self.unit(self.weights.parameters)}"]
+        lines += [self.hardware] if self.hardware else []
         headers = [*COLUMNS, "memory", "host", *MORE_COLUMNS, ""]
         lines.append(tabulate(map(self._table_row, shown), headers=headers, disable_numparse=True))
         lines += [ESTIMATED] if not all(row.is_measured for row in shown) else []
@@ -225,7 +227,7 @@ def plan(
     Args:
         model: The model.
         inputs: Its global inputs: a tensor, a sequence, or a dict of keyword arguments.
-        memory: Memory of a device, in bytes or as "80GB" or "75GiB".
+        memory: Memory of a device, as "80GB" or "75GiB", or in bytes from 1e9.
         ranks: Numbers of ranks that share the sequence and, by FSDP, parameters, gradients and optimizer state.
         host_memory: Memory of the host for each rank, for offloaded values; None for no limit.
         optimizer: The optimizer or its class, as for `explain`.
@@ -252,11 +254,12 @@ def plan(
     named: dict[str, Any] = {}
     if isinstance(inputs, Mapping):
         args, named = [], dict(inputs)
-    options, model_kwargs = split_kwargs(model, {**config, "kwargs": {**named, **(kwargs or {})}})
+    options, model_kwargs = split_kwargs("plan", model, {**config, "kwargs": {**named, **(kwargs or {})}})
     SPConfig.of(options).refuse("plan", **REFUSED_PROGRAM)
     cost = {**(cost or {}), "memory": result.memory}
     planner = _make_planner(model, args, model_kwargs, {**options, "cost": cost}, optimizer)
     planner.host = math.inf if host is None else host
+    result.hardware = planner.machine.describe(_device_type(model))
     _plan_first(planner, result, all_ranks, options.get("tiles"))
     _refine_best(planner, result, all_ranks)
     result.rows.sort(key=lambda row: (row.ranks, not row.fits, *_time_key(row)))
@@ -268,13 +271,12 @@ def _make_planner(
     model: nn.Module, args: list[Any], kwargs: dict[str, Any], options: dict[str, Any], optimizer: Any
 ) -> StepPlanner:
     """Return the planner of a model with these arguments; an option `offload` fixes the share on the host."""
-    device_type = next((x.device.type for x in model.parameters()), "cpu")
     offload = options.pop("offload", "auto")
     return StepPlanner(
         model,
         args,
         kwargs,
-        Machine.of(device_type, options["cost"]),
+        Machine.of(_device_type(model), options["cost"]),
         options,
         OFFLOAD_SHARES if offload == "auto" else (),
         state_per_weight(optimizer),
@@ -282,6 +284,11 @@ def _make_planner(
         checkpoint_blocks(model),
         0.0 if isinstance(offload, str) else float(offload),
     )
+
+
+def _device_type(model: nn.Module) -> str:
+    """Return the type of the device of a model, from its parameters."""
+    return next((x.device.type for x in model.parameters()), "cpu")
 
 
 def _is_settled(result: StepPlan, n: int) -> bool:

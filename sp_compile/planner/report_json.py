@@ -19,6 +19,7 @@
      "errors":      [{"name", "error": 1e-12 | null}]}
 
     {"format": "sp_compile.plan", "version": 1, "memory_bytes": 8e10, "host_memory_bytes": null | 1e12, "unit": "GB",
+     "hardware": "assumes H100 GPUs: ...",
      "parameters_bytes": 1, "best": 0 | null,
      "ways": [{"ranks", "attention", "layout", "checkpoint", "tiles", "most_tiles", "offload", "host_bytes", "state",
                "memory_bytes", "phase", "kept_bytes", "seconds", "tokens_per_second", "fits", "measured", "options"}],
@@ -102,6 +103,7 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
         "version": VERSION,
         "memory_bytes": plan.memory,
         "host_memory_bytes": plan.host_memory,
+        "hardware": plan.hardware,
         "unit": plan.unit.name,
         "parameters_bytes": plan.weights.parameters,
         "best": None if best is None else plan.rows.index(best),

@@ -8,6 +8,7 @@ higher-order op such as a checkpoint or a loop.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from sp_compile.lowering.collectives.checksums import checksum
 from sp_compile.lowering.torch_compat import (
     argument_name,
     checkpoint_of,
+    class_name,
+    compiled_model,
     known_process_group,
     namespace_of,
     pytree,
@@ -89,12 +92,17 @@ def _gather_programs(ranks: Ranks, mine: Any) -> list[Any]:
 
 
 def program_subject(gm: GraphModule) -> str:
-    """Return the name of a program for messages: the compiled function and its first computing line."""
-    for node in gm.graph.nodes:
-        frame = first_frame(stack_trace(node)) if node.op == "call_function" else ""
-        if frame:
-            return frame
-    return "a program"
+    """Return the name of a program for messages: the compiled function and its first computing line.
+
+    That of a model is its class; frames of decorators around its forward are skipped.
+    """
+    traces = [stack_trace(node) for node in gm.graph.nodes if node.op == "call_function"]
+    model = compiled_model()
+    code = None if model is None else getattr(inspect.unwrap(model.forward), "__code__", None)
+    name = class_name(model) if model is not None else ""
+    of_model = (first_frame(trace, code, name) for trace in traces if code is not None)
+    found = next(filter(None, of_model), "")
+    return found or next(filter(None, map(first_frame, traces)), "a program")
 
 
 class NodeText(NamedTuple):

@@ -55,7 +55,7 @@ from .agreement import (
 )
 from .fingerprint import ProgramDigest
 from .input_checks import FEW_FLOATS, ComparedInputs, is_cheap_to_compare, is_on_accelerator, local_value
-from .input_mismatch import find_input_mismatch
+from .input_mismatch import describe_by_rank, find_input_mismatch
 from .settings_digest import mode_fields
 from .sharded_values import GatheredProgram, any_sharded, any_traced, call_refusal, unwrap_arguments
 
@@ -69,8 +69,12 @@ OTHER_VALUES_EARLIER = (
 )
 SPLIT_ON_SOME = "backend='sp' could compile this program on some ranks of this group only"
 LEFT_PARTIAL = (
-    "param_grads='partial' leaves gradients to a DDP or FSDP that averages them over these ranks, too. If it averages "
-    "over other ranks, such as the mesh's axis of replicas, use param_grads='reduce'."
+    "param_grads='partial' leaves gradients to a DDP or FSDP, and none averages them over these ranks, or weights were "
+    "changed on some ranks only: "
+)
+LEFT_PARTIAL_FIX = (
+    "Apply DDP or fully_shard over a group that includes these ranks, not over the mesh's axis of replicas alone, or "
+    "use param_grads='reduce'. "
 )
 
 
@@ -80,6 +84,7 @@ class ProgramInfo:
 
     subject: str = "a program"  # name of the program in messages
     options: Mapping[str, str] = field(default_factory=dict)  # from `settings_fields`
+    training: str = ""  # the modes of the model, from `describe_training`
     unsplit_reason: str = ""  # why the program runs unsplit; "" if it is split
     leaves_partial: bool = False  # the gradients of parameters stay partial
     check_every: int = 0  # calls between two comparisons of all values; 0 for none
@@ -112,7 +117,8 @@ class GuardedProgram:
     def _record(self) -> ProgramRecord:
         """Return the description of the program, which is part of every call; without addresses of objects."""
         reason = re.sub("0x[0-9a-f]+", "", self.info.unsplit_reason)
-        return ProgramRecord(self.info.options, self.program.digest, reason, self.inputs.trained)
+        trained, dtypes = self.inputs.trained, self.inputs.dtypes
+        return ProgramRecord(self.info.options, self.program.digest, reason, trained, dtypes, self.info.training)
 
     @cached_property
     def _named_inputs(self) -> list[tuple[int, str]]:
@@ -261,7 +267,8 @@ class GuardedProgram:
         modes = [{**message.program.options, "mode": message.mode} for message in messages]
         cause = describe_field_mismatch(modes, OTHER_OPTIONS)
         if cause:
-            return SpError("SP610", cause)
+            training = describe_by_rank([message.program.training for message in messages])
+            return SpError("SP610", f"{training}: {cause}" if training else cause)
         cause = describe_field_mismatch([message.earlier for message in messages], OTHER_VALUES_EARLIER)
         if cause:
             return SpError("SP638", cause)
@@ -269,7 +276,7 @@ class GuardedProgram:
         lines = [] if is_same_program else self.program.first_difference(self.ranks)
         mismatch = find_input_mismatch(messages, lines, self.inputs, bool(self.boundary.own_rows))
         if mismatch is not None and mismatch.code == "SP635" and self.info.leaves_partial:
-            return SpError(mismatch.code, mismatch.cause, f"{mismatch.fix} {LEFT_PARTIAL}")
+            return SpError(mismatch.code, f"{LEFT_PARTIAL}{mismatch.cause}", f"{LEFT_PARTIAL_FIX}{mismatch.fix}")
         return mismatch
 
     @cached_property

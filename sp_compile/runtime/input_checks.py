@@ -8,8 +8,8 @@ the names of inputs may not be.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -153,6 +153,7 @@ class ComparedInputs:
     arguments: frozenset[str] = frozenset()  # those in `equal` that change with each call, which compares a sample
     always: frozenset[str] = frozenset()  # values that every call compares
     trained: tuple[str, ...] = ()  # inputs that require grad; Dynamo recompiles if this changes
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # of the tensors
     is_assumed: bool = False  # the values were equal at compilation, and the program relies on it
 
 
@@ -176,7 +177,9 @@ def sequence_inputs(gm: GraphModule, inputs: Sequence[Any], shards: Collection[i
             arguments.add(x.name)
     trained = tuple(x.name for x in graph_inputs if isinstance(x.value, torch.Tensor) and x.value.requires_grad)
     names = [x.name for x in graph_inputs]
-    return ComparedInputs(names, frozenset(state | arguments), frozenset(arguments), trained=trained)
+    return ComparedInputs(
+        names, frozenset(state | arguments), frozenset(arguments), trained=trained, dtypes=_dtypes(graph_inputs)
+    )
 
 
 def group_inputs(
@@ -208,5 +211,12 @@ def group_inputs(
         frozenset(x.name for x in tensors if x.label in (labels or ()) and x.name in weights),
         always=frozenset(equal - weights if labels is not None else ()),
         trained=tuple(x.name for x in tensors if x.value.requires_grad and x.name not in weights),
+        dtypes=_dtypes(graph_inputs),
         is_assumed=True,
     )
+
+
+def _dtypes(graph_inputs: Sequence[GraphInput]) -> dict[str, str]:
+    """Return the dtype of each tensor, such as "bfloat16", by name."""
+    tensors = [x for x in graph_inputs if isinstance(x.value, torch.Tensor)]
+    return {x.name: str(x.value.dtype).removeprefix("torch.") for x in tensors}

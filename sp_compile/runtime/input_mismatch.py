@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.runtime.control.message import InputRecord, Message
@@ -10,7 +11,11 @@ from sp_compile.runtime.control.message import InputRecord, Message
 from .agreement import describe_field_mismatch, format_mismatch, format_rank_rows
 from .input_checks import ComparedInputs
 
-OTHER_VALUES = "the ranks of this group were given different values"
+OTHER_VALUES = "the ranks of this group were given different batches"
+SAMPLED_FIX = (
+    "The integration passes the same batches to these ranks, so they have computed other values themselves, such as "
+    "sampled tokens (generate, GRPO) or random masks. Sample on one rank and broadcast, or give these ranks one seed."
+)
 LATER_CAUSE = (
     "They were equal when the program was compiled, and ranks with equal values share work. If they are meant to "
     "differ, compile the program with different values, or with sequence_parallel_linear='never'."
@@ -38,7 +43,9 @@ def find_input_mismatch(
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
     names.sort(key=lambda name: name in first and _is_python_scalar(first[name]))
-    mismatch = None if names else _find_gradient_mismatch([message.program.trained for message in messages])
+    mismatch = _find_dtype_mismatch([message.program.dtypes for message in messages])
+    if mismatch is None and not names:
+        mismatch = _find_gradient_mismatch([message.program.trained for message in messages])
     if mismatch is not None:
         return mismatch
     rows = format_rank_rows([{name: str(record) for name, record in records.items()} for records in inputs], names)
@@ -56,26 +63,76 @@ def find_input_mismatch(
         are_numbers = bool(names) and _is_python_scalar(first[names[0]])
         difference = "different numbers" if are_numbers else "inputs of different sizes"
         return SpError("SP632", format_mismatch(f"{summary} {difference}", rows))
+    training = describe_by_rank([message.program.training for message in messages])
+    if not is_same_program and training:
+        return SpError("SP641", format_mismatch(training, rows, heading))
     if not same_names or not is_same_program:
         return SpError("SP631", format_mismatch(f"{summary} different programs", rows, heading))
-    # Values.
-    if not names:
-        samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
-        cause = describe_field_mismatch(samples, OTHER_VALUES)
-        return _data_error(cause, has_shards) if cause else None
-    cause, differing = format_mismatch(f"{summary} different values", rows), set(names)
-    error = SpError("SP633", cause)
+    if names:
+        return _value_error(messages[0].number > 1, names, rows, compared, has_shards)
+    samples = [{f"part of {name}": x.sample for name, x in records.items() if x.sample} for records in inputs]
+    cause = describe_field_mismatch(samples, OTHER_VALUES)
+    return _data_error(cause, has_shards) if cause else None
+
+
+def _value_error(
+    is_later: bool, names: Sequence[str], rows: Sequence[str], compared: ComparedInputs, has_shards: bool
+) -> SpError:
+    """Return the error of ranks whose inputs have different values.
+
+    Args:
+        is_later: True if this is not the first call.
+        names: The names of these inputs.
+        rows: The line of each rank.
+        compared: The inputs that the ranks compare.
+        has_shards: True if each rank passes its rows of some inputs.
+    """
+    differing, given = set(names), f"the {len(rows)} ranks of this group were given different"
     if compared.arguments >= differing:
-        error = _data_error(cause, has_shards)
-    elif messages[0].number > 1 and compared.equal - compared.arguments - compared.always >= differing:
-        error = SpError("SP635", cause)  # they were equal at an earlier call
+        error = _data_error(format_mismatch(f"{given} batches ({_shorten_names(names)})", rows), has_shards)
+    elif compared.equal - compared.arguments - compared.always >= differing:  # weights and buffers
+        cause = format_mismatch(f"weights or buffers differ between ranks ({_shorten_names(names)})", rows)
+        error = SpError("SP635", cause) if is_later else SpError("SP642", cause)
+    else:
+        error = SpError("SP633", format_mismatch(f"{given} values", rows))
     assumed = compared.always | compared.equal if compared.is_assumed else set()
-    return error if assumed.isdisjoint(names) else SpError(error.code, cause, f"{error.fix} {LATER_CAUSE}")
+    return error if assumed.isdisjoint(names) else SpError(error.code, error.cause, f"{error.fix} {LATER_CAUSE}")
+
+
+def describe_by_rank(texts: Sequence[str]) -> str:
+    """Return the ranks with each text: "rank 0, 2 is in eval(), rank 1 is in train()"; "" if the texts are equal."""
+    if len(set(texts)) <= 1:
+        return ""
+    ranks = {text: [str(rank) for rank, x in enumerate(texts) if x == text] for text in texts}
+    return ", ".join(f"rank {', '.join(numbers)} {text}" for text, numbers in ranks.items())
+
+
+def _find_dtype_mismatch(dtypes: Sequence[Mapping[str, str]]) -> SpError | None:
+    """Return the error of ranks whose inputs have other dtypes, or None.
+
+    Args:
+        dtypes: The dtype of each input, for each rank.
+    """
+    names = [name for name in dtypes[0] if len({rank.get(name, dtypes[0][name]) for rank in dtypes}) > 1]
+    if not names:
+        return None
+    of_ranks = [dict.fromkeys(rank[name] for name in names if name in rank) for rank in dtypes]
+    by_rank = describe_by_rank([f"is {' and '.join(found)}" for found in of_ranks])
+    rows = format_rank_rows(dtypes, names)
+    return SpError("SP640", format_mismatch(f"{by_rank} ({_shorten_names(names)})", rows))
+
+
+def _shorten_names(names: Sequence[str]) -> str:
+    """Return the first of the names and the number of the others."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _data_error(cause: str, has_shards: bool) -> SpError:
     """Return the error of different data; a sharding sampler is correct only if each rank passes its rows."""
-    return SpError("SP636", cause) if has_shards else SpError("SP634", cause)
+    if has_shards:
+        return SpError("SP636", cause)
+    has_integration = any(f"sp_compile.integrations.{name}" in sys.modules for name in ("transformers", "accelerate"))
+    return SpError("SP634", cause, SAMPLED_FIX if has_integration else None)
 
 
 def _is_python_scalar(record: InputRecord) -> bool:

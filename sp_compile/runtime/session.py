@@ -23,7 +23,7 @@ from sp_compile.lowering.base.errors import RankMismatchError, SpError
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
 from sp_compile.lowering.base.progress import show_in_thread, show_progress
 from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks, can_split_sequence, resolve
-from sp_compile.lowering.torch_compat import argument_name, on_recompile_limit, wrap_late_backward
+from sp_compile.lowering.torch_compat import argument_name, describe_training, on_recompile_limit, wrap_late_backward
 from sp_compile.passes.boundary.graph_boundary import GraphBoundary
 from sp_compile.passes.cost import measure
 from sp_compile.passes.cost.collective_time import LatencyBandwidth
@@ -185,7 +185,7 @@ class CompileSession:
     @contextmanager
     def show_compiling(self, gm: GraphModule) -> Iterator[None]:
         """Send heartbeats to waiting ranks in the context, and show the progress to the user."""
-        done = threading.Event()
+        done, subject = threading.Event(), program_subject(gm)
         channels = [*filter(None, map(channel_of, dict.fromkeys([*self.all_groups, self.ranks])))]
 
         def send_heartbeats() -> None:
@@ -194,7 +194,7 @@ class CompileSession:
                 for channel in channels:
                     channel.send_heartbeat()
 
-        progress_args = (lambda: f"compiling {program_subject(gm)}"), done
+        progress_args = f"compiling {subject}", done
         threads = [
             threading.Thread(target=send_heartbeats, daemon=True),
             threading.Thread(target=show_in_thread, args=progress_args, daemon=True),
@@ -203,7 +203,7 @@ class CompileSession:
             thread.start()
         try:
             yield
-            title = f"compiling the backward of {program_subject(gm)}"
+            title = f"compiling the backward of {subject}"
             wrap_late_backward(lambda: show_progress(title))
         finally:
             done.set()
@@ -350,6 +350,7 @@ class CompileSession:
         return ProgramInfo(
             program_subject(gm),
             settings_fields({"mode": self.mode, **self.given}),
+            describe_training(),
             unsplit_reason,
             self.options.param_grads == "partial",
             self.options.check_every,

@@ -1,18 +1,25 @@
 """Refused programs: a readable SpError on every rank, and no rank hangs."""
 
+import re
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import ranks as worker
-from support.parity import Decoder, build, error_text, sp, text
+from support.parity import Decoder, Sums, build, error_text, sp, text
 from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
 
 import sp_compile
+from sp_compile.lowering.base.errors import CaptureError
+from sp_compile.passes.capture.uncaptured import wrap_failures
+from sp_compile.runtime import compile_failure
 
 ALL = 2
 
@@ -88,7 +95,7 @@ class Breaks(Decoder):
         (other_model, ["different programs", "blocks.1.norm1.weight"]),
         (other_code, ["different programs", "What differs first", "sin", "return x.sin() if rank() else x"]),
         (fails_on_one, ["rank 1: the model could not be compiled", "MemoryError: no memory for the code"]),
-        (local_with_a_break, ["outputs='local'", "without graph breaks"]),
+        (local_with_a_break, ["outputs='local'", "with graph breaks"]),
         (typo_on_one, ["rank 1: the model could not be compiled", "did you mean 'attention'?"]),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
@@ -208,14 +215,68 @@ def with_other_values(what: str) -> str:
 @pytest.mark.parametrize("what", ["weights", "tokens"])
 def test_ranks_with_other_values_all_raise(ranks: Ranks, what: str) -> None:
     for message in ranks.run(2, with_other_values, what):
-        assert {"weights": "SP633", "tokens": "SP634"}[what] in message
+        assert {"weights": "SP642: weights or buffers differ between ranks (", "tokens": "SP634"}[what] in message
         assert "checksum" in message
 
 
 def test_a_constant_on_the_meta_device() -> None:
     def attend(x: Tensor) -> Tensor:
-        x = torch.cat([torch.tensor([], device=x.device), x])
+        x = x + torch.tensor([1.0], device=x.device)
         return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
-    with pytest.raises(sp_compile.SpError, match=r"SP202.*test_errors\.py:\d+"):
-        sp_compile.explain(attend, torch.zeros(2, 3, 8, 4, device="meta"), sp=2)
+    report = sp_compile.explain(attend, torch.zeros(2, 3, 8, 4, device="meta"), sp=2)
+    assert report.attention
+
+
+class LongFailure(Exception):
+    """An error with the output of another compiler."""
+
+
+def fails_at_cumsum(gm: GraphModule, inputs: list[Any]) -> Any:
+    for node in gm.graph.nodes:
+        if "scan" in node.name or "cumsum" in node.name:
+            raise LongFailure("the compiler failed\n" + "command\n" * 60 + "code.cpp:3: error: no such function\n")
+    return gm.forward
+
+
+def test_a_failure_of_the_compiler_is_short_and_has_the_users_line(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(compile_failure.tempfile, "gettempdir", lambda: str(tmp_path))
+    run = sp(build(Sums), compiler=fails_at_cumsum)
+    with pytest.raises(sp_compile.SpError) as failure:
+        run(torch.ones(2, 8, 16, dtype=torch.float64))
+    first, *others = str(failure.value).splitlines()
+    assert re.match(r"SP243: Sums at support/parity.py:\d+: compiling support/parity.py:\d+: .* failed: LongFai", first)
+    assert first.endswith("LongFailure: the compiler failed")
+    assert others[0] == "code.cpp:3: error: no such function."
+    assert len(others) == 2
+    (file,) = tmp_path.rglob("rank0.txt")
+    assert str(file.parent) in others[1]
+    text = file.read_text()
+    assert text.count("command\n") == 60
+    assert "in fails_at_cumsum" in text
+    shown = "".join(traceback.format_exception(failure.value))
+    assert shown.count("command") <= 1  # of the source lines
+
+
+def test_a_short_failure_keeps_its_type_and_names_the_line() -> None:
+    def fails(gm: GraphModule, inputs: list[Any]) -> Any:
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                raise KeyError(node.name)
+
+    with pytest.raises(KeyError) as failure:
+        sp(build(Sums), compiler=fails)(torch.ones(2, 8, 16, dtype=torch.float64))
+    assert any("compiling support/parity.py:" in note for note in failure.value.__notes__)
+
+
+def test_a_failure_inside_of_a_pass_has_the_users_line() -> None:
+    gm = torch.fx.symbolic_trace(lambda x: x.cumsum(1))
+    node = next(iter(gm.graph.find_nodes(op="call_method")))
+    node.meta["stack_trace"] = '  File "model.py", line 12, in forward\n    return x.cumsum(1)\n'
+    match = r"SP213: AssertionError: broken, at model.py:12: return x.cumsum\(1\)\."
+    with pytest.raises(CaptureError, match=match), wrap_failures():
+        _fail_at(node)
+
+
+def _fail_at(node: torch.fx.Node) -> None:
+    raise AssertionError("broken\nin a pass")

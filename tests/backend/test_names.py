@@ -197,3 +197,110 @@ def test_results_have_the_models_names(how: str, name: str) -> None:
     assert sp_compile.explain(Returns(how), data(), sp=2, outputs={"hidden": "lazy"}).sharded_outputs == [name]
     with pytest.raises(SpError, match=f"SP237.*'{name}'.*'hiden'"):
         sp_compile.explain(Returns(how), data(), sp=2, outputs={"hiden": "lazy"})
+
+
+class Wrapper(nn.Module):
+    """Pass all arguments to another model, as PEFT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Base()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.base(*args, **kwargs)
+
+
+class Base(nn.Module):
+    """A model with arguments that are close to names of options, and with further ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, input_ids: Tensor, output: Tensor | None = None, world_size: int = 1, **more: Any) -> Tensor:
+        x = self.inner(input_ids).cumsum(1) * world_size
+        for value in (output, *more.values()):
+            x = x if value is None else x + value
+        return x.sum()
+
+
+def test_arguments_of_a_wrapped_model_are_passed() -> None:
+    model = Wrapper().double()
+    x = data().double()
+    for entry in (sp_compile.explain, sp_compile.verify):
+        report = entry(model, input_ids=x, output=x.clone(), world_size=2, bias_term=x.clone(), sp=4)
+        assert report.n == 4
+    assert report.worst < 1e-9
+    report = sp_compile.explain(lambda **batch: model(**batch), input_ids=x, sp=2)
+    assert "sequence" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"ranks": 8}, "SP102: explain: unknown option 'ranks', use sp=8"),
+        ({"strategy": "ring"}, r"SP102: options: unknown option 'strategy' \(did you mean 'attention'\?\)"),
+        ({"atention": "ring"}, r"SP102: .*did you mean 'attention'"),
+        ({"optimiser": "adam"}, r"SP102: .*'optimiser'"),
+    ],
+)
+@pytest.mark.parametrize("model", [Wrapper, Base])
+def test_names_that_no_one_knows_are_refused(model: Callable[[], nn.Module], names: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpError, match=words):
+        sp_compile.explain(model(), data(), **names)
+
+
+def test_plan_and_verify_name_their_argument_of_ranks() -> None:
+    with pytest.raises(SpError, match="SP102: plan: unknown option 'sp', use ranks=8"):
+        sp_compile.plan(Base(), data(), sp=8)
+    with pytest.raises(SpError, match="SP102: verify: unknown option 'ranks', use sp=8"):
+        sp_compile.verify(Base(), data(), ranks=8)
+
+
+@torch.library.custom_op("first::halves", mutates_args=())
+def halves(x: Tensor) -> Tensor:
+    return x / 2
+
+
+@halves.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _no_derivative(ctx: Any, grad: Tensor) -> Tensor:
+    raise NotImplementedError("halves has no derivative")
+
+
+halves.register_autograd(_no_derivative)
+
+
+@pytest.mark.parametrize("entry", [sp_compile.explain, sp_compile.verify])
+def test_a_program_that_cannot_run_does_not_pass(entry: Callable[..., Any]) -> None:
+    base = Base()
+
+    def program(x: Tensor) -> Tensor:
+        return halves(base(x))
+
+    def fails() -> tuple[type, str]:
+        torch.compiler.reset()
+        with pytest.raises(Exception, match="halves has no derivative") as failure:
+            entry(program, data())
+        return failure.type, str(failure.value)
+
+    run = torch.compile(program, backend="sp", options={"compiler": "aot_eager"})
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="halves has no derivative") as expected:
+        run(data())
+    assert fails()[0] is expected.type
+
+
+def test_a_plan_names_the_hardware_and_reads_sizes() -> None:
+    with torch.device("meta"):
+        model, x = Base(), data()
+    plan = sp_compile.plan(model, x, memory="1GB", ranks=2)
+    assert "assumes H100 GPUs: attention 650 TFLOP/s, " in str(plan)
+    plan = sp_compile.plan(model, x, memory=1e9, ranks=2, cost={"flops": 1e12})
+    assert "attention 1 TFLOP/s" in str(plan)
+    assert "cost sets flops" in str(plan)
+    with pytest.raises(SpError, match=r"SP722: memory: 80 is 80 bytes \(did you mean '80GB'\?\)"):
+        sp_compile.plan(model, x, memory=80)

@@ -51,6 +51,30 @@ def test_it_is_delayed_and_leaves_one_line() -> None:
     assert shown(console).splitlines()[-1] == "sp: compiling f: took 5 s, 0 graphs were in torch's caches"
 
 
+def test_a_log_file_has_a_line_after_ten_seconds_and_one_at_the_end() -> None:
+    clock, console = Clock(), Console(file=io.StringIO(), force_terminal=False, width=60)
+    line = ProgressLine("compiling " + "f" * 100, console, clock)
+    clock.time = 9.9
+    line.refresh()
+    assert shown(console) == ""
+    for clock.time in (10.1, 10.4, 50.0):
+        line.refresh()
+    clock.time = 63.0
+    line.end()
+    first, last = shown(console).splitlines()
+    assert first == f"sp: compiling {'f' * 100}: capture (10 s), continues"
+    assert last == f"sp: compiling {'f' * 100}: took 63 s, 0 graphs were in torch's caches"
+
+
+def test_a_short_compilation_leaves_no_line_in_a_log_file() -> None:
+    clock, console = Clock(), Console(file=io.StringIO(), force_terminal=False)
+    line = ProgressLine("compiling f", console, clock)
+    clock.time = 9.9
+    line.refresh()
+    line.end()
+    assert shown(console) == ""
+
+
 def test_short_work_shows_nothing() -> None:
     clock, console = Clock(), terminal()
     line = ProgressLine("explain", console, clock)
@@ -84,15 +108,17 @@ def test_it_stays_on_one_line() -> None:
         ("0", "", terminal(), True),
         ("1", "", terminal(), False),
         ("0", "+sp_compile", terminal(), False),
-        ("0", "", Console(file=io.StringIO(), force_terminal=False), False),
+        ("0", "", Console(file=io.StringIO(), force_terminal=False), True),
+        ("0", "+sp_compile", Console(file=io.StringIO(), force_terminal=False), True),
+        ("1", "", Console(file=io.StringIO(), force_terminal=False), False),
     ],
 )
-def test_terminals_that_show_it(
+def test_consoles_that_show_it(
     monkeypatch: pytest.MonkeyPatch, rank: str, logs: str, console: Console, read: bool
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("TORCH_LOGS", logs)
-    assert progress._is_terminal(console) is read
+    assert progress._may_show(console) is read
 
 
 @pytest.fixture

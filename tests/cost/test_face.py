@@ -193,7 +193,7 @@ WAY = """ranks attention layout checkpoint tiles offload host_bytes state memory
 tokens_per_second fits measured most_tiles options""".split()
 PLAN = {
     **dict.fromkeys(
-        ["format", "version", "memory_bytes", "host_memory_bytes", "unit", "parameters_bytes", "best", "notes"]
+        ["format", "version", "memory_bytes", "host_memory_bytes", "hardware", "unit", "parameters_bytes", "best", "notes"]
     ),
     "ways": dict.fromkeys(WAY),
     "changes": {"8": None},

@@ -14,6 +14,7 @@ from support.ranks import Ranks
 import sp_compile
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.passes.context import NoteKind
+from sp_compile.runtime.fingerprint import program_subject
 
 transformers = pytest.importorskip("transformers")
 
@@ -247,3 +248,28 @@ def test_gemma_2_as_transformers_trains_it(attention: str) -> None:
     assert not report.fallbacks
     assert not report.find_notes(NoteKind.DECLINED)
     assert report.worst < 1e-5
+
+
+def test_a_plan_of_a_model_from_its_config_on_the_meta_device() -> None:
+    """With its cache, as `from_config` leaves it; `torch.tensor([])` of the cache is no fake tensor there."""
+    config = llama().config
+    ids = torch.zeros(1, 64, dtype=torch.long, device="meta")
+    assert config.use_cache
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    plan = sp_compile.plan(model, {"input_ids": ids}, memory="80GB", ranks=2)
+    assert plan.best.attention == "ulysses"
+    assert "assumes H100 GPUs" in str(plan)
+
+
+def test_a_model_is_called_by_its_class_in_messages() -> None:
+    """Not by the decorators of its forward."""
+    names: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        names.append(program_subject(gm))
+        return gm.forward
+
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    torch.compile(llama(), backend=backend)(input_ids=ids, labels=ids)
+    assert names[0].startswith("LlamaForCausalLM at llama/modeling_llama.py:"), names

@@ -254,7 +254,7 @@ def test_a_drift_raises_until_it_is_repaired(threads: Threads, first: bool) -> N
             try:
                 one.model(one.x)
             except SpError as error:
-                errors.append(error.code in ("SP633", "SP635"))
+                errors.append(error.code in ("SP635", "SP642"))
             else:
                 errors.append(False)
         return errors

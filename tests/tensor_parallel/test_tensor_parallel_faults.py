@@ -91,12 +91,12 @@ def first_error(step: Step, options: dict[str, Any]) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("step", "when", "words", "options"),
     [
-        (skipped_backward, FAULT, r"rank 0 runs the backward of forward at .*number 3.*rank 1 calls forward", {}),
+        (skipped_backward, FAULT, r"rank 0 runs the backward of .* at .*number 3.*rank 1 calls ", {}),
         (weight_differs, FAULT, r"SP63[35].*after.*weight.*sequence_parallel_linear='never'", {}),
         *(
             pytest.param(*case, {}, marks=pytest.mark.slow)
             for case in [
-                (backward_twice, FAULT, r"rank 0 calls forward at .*number 4.*rank 1 runs the backward of .*number 3"),
+                (backward_twice, FAULT, r"rank 0 calls .* at .*number 4.*rank 1 runs the backward of .*number 3"),
                 (skipped_call, FAULT, r"SP63[34].*x "),
                 (no_grad, FAULT, r"SP602.*rank 1 compiles: in mode no_grad"),
                 (other_option, 0, r"option activation_memory_budget None.*option activation_memory_budget 0.5"),

@@ -6,7 +6,7 @@ cannot be matched with messages, whose size differs and would abort the process.
 
 A wait ends within the group's timeout with an SpError. It has the last operation of every rank, and the stop notice in
 the store. A rank that compiles writes heartbeats to the store, since compilation may exceed any timeout. Heartbeats and
-notices use one key each per group, independent of the number of ranks and steps.
+notices use one key each per group, and waits one per rank, independent of the number of steps.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ class ControlChannel:
     known: int = 0  # number of models so far
     exchanges: int = 0  # number of exchanges so far
     heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)  # start of the last wait, heartbeats, time of the last one
+    announced: int = -1  # number of exchanges before the last one whose wait was announced in the store
     warned: float = 0.0  # start of the read whose wait was logged
     process: int = field(default_factory=os.getpid)  # PID of the process that created the channel; see `_channels`
     # live models by the identities of their parameters
@@ -202,6 +203,10 @@ class ControlChannel:
             )
         is_late = waited > self.timeout.total_seconds() and not alive
         stopped = self._find_stop(message) if waited > HEARTBEAT_PATIENCE else NO_RANK
+        if waited > HEARTBEAT_PATIENCE and self.announced != self.exchanges and len(self.ranks) > 2:
+            self.announced = self.exchanges
+            with suppress(RuntimeError):
+                query_store(self._announce_wait, None)
         is_lost = not stopped.continues or (stopped.raised and (message.verb != CALL_VERB or waited > RETRY_HINT))
         if is_late or is_lost:
             raise self.fail_timeout(message, waited)
@@ -245,15 +250,34 @@ class ControlChannel:
         cause = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
         details = (f", in {place}" if place else "") + cause
         operation = " ".join(_read_line(message)).strip()
-        wait = f"{operation} and timed out after {waited:.0f} s, because other ranks did not arrive{details}"
+        absent = self._absent_ranks(0.0 if place else waited)
+        who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
+        wait = f"{operation} and timed out after {waited:.0f} s, because {who} did not arrive{details}"
+        first = f"{who} did not arrive: rank {dist.get_rank()} {operation} and timed out after {waited:.0f} s{details}"
         stop = [f"rank {stopped.rank} stopped: {stopped.text}"] if stopped.text else []
-        self.broken = "\n".join(
-            [f"rank {dist.get_rank()} {wait}", *last_calls, f"  {stop[0]}" if stop else LIKELY_CAUSE]
-        )
+        self.broken = "\n".join([first, *last_calls, f"  {stop[0]}" if stop else LIKELY_CAUSE])
         text = "; ".join([f"it {wait}", *stop]).replace("\n", " ")
         # It may take part in exchanges of other groups.
         publish_stop(text, of={self.name: self.exchanges}, within=self.name)
         return SpError("SP622", self.broken) if message.verb == READ_VERB else SpError("SP621", self.broken)
+
+    def _absent_ranks(self, waited: float) -> list[int]:
+        """Return the ranks that do not wait in this exchange; [] if that is not known, as after a short wait."""
+        others = [rank for rank in self.ranks if rank != dist.get_rank()]
+        if len(others) == 1 or waited < 2 * HEARTBEAT_PATIENCE:
+            return others if len(others) == 1 else []
+        with suppress(RuntimeError):  # the rank that hosts the store is lost
+            return [rank for rank in others if query_store(partial(self._waiting_at, rank), -1) != self.exchanges]
+        return []
+
+    def _waiting_at(self, rank: int) -> int:
+        """Return the number of exchanges before the last one in which a rank had to wait, or -1."""
+        key = f"waits/{rank}"
+        return int(self.store.get(key)) if self.store.check([key]) else -1
+
+    def _announce_wait(self) -> None:
+        """Write to the store that this rank waits in its next exchange, for the errors of the others."""
+        self.store.set(f"waits/{dist.get_rank()}", str(self.exchanges))
 
     def break_group(self, found: StopNotice, operation: str) -> SpError:
         """Mark the channel as broken by a rank that has raised, and return the error.

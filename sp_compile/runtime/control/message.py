@@ -37,6 +37,8 @@ class ProgramRecord:
     digest: int = 0  # of the graph
     unsplit_reason: str = ""  # why the program runs unsplit; "" if it is split
     trained: tuple[str, ...] = ()  # inputs that require grad
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # of the inputs, for messages
+    training: str = ""  # the modes of the model, for messages, as in "is in train()"
 
     @cached_property
     def hash(self) -> int:

@@ -39,7 +39,7 @@ def test_a_rank_that_raised_after_its_last_exchange_and_does_not_come_again(rank
     for x in others:
         assert x.then_seconds < SOON
         # The op of the seed has no line of its own, so the line of the call is named.
-        call = r"when it runs the backward of forward at support/parity.py:\d+"
+        call = r"when it runs the backward of \w+ at support/parity.py:\d+"
         assert re.search(rf"rank {one.odd} raised ValueError: injected, {call}", x.then), x.then
 
 

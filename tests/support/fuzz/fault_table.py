@@ -200,7 +200,7 @@ def compiles_for_long_at_first(loop: Loop) -> None:
     loop.compile_takes = 2 * TIMEOUT
 
 
-VALUES = "SP63[34568]"
+VALUES = "SP6(3[34568]|42)"
 ASTRAY = "SP60[15]"
 WAITS = "SP62[12]"
 RAISED = r"rank \d raised"
@@ -328,7 +328,7 @@ FAULTS: dict[str, Fault] = {
     "a checkpoint around the model": Fault("mode.*checkpoint", checkpoints),
     "a checkpointed part": Fault("SP631.*in checkpoint 0", begins=checkpointed_part),
     "torch.func": Fault(f"{ASTRAY}|{STOPPED}", under_func, unaware=True),
-    "a buffer of another dtype": Fault("SP631.*scale: torch.float32", buffer_as_float, late=True),
+    "a buffer of another dtype": Fault("SP640: rank .*scale float32", buffer_as_float, late=True),
     "a weight without memory": Fault(f"{VALUES}.*head.weight.*its memory was freed", without_memory, late=True),
     "lengths as symbols": Fault("SP631.*dynamic=True", begins=changing_lengths),
     "nothing, under DDP": Fault("", slow, prepares=under_ddp),

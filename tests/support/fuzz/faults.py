@@ -44,7 +44,7 @@ AFTERWARDS = {
     **dict.fromkeys(["a later memory budget", "another memory budget"], "activation_memory_budget"),
     "another setting of functorch": "recompute_views",
     "deterministic algorithms": "deterministic algorithms",
-    "another default dtype": "SP63[34568]",
+    "another default dtype": "SP6(3[34568]|4[02])",
 }
 """Faults that persist, end a group or leave ranks at different steps, with the errors that another model over the group
 may raise. After all other faults it is right."""

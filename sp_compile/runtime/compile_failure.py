@@ -1,0 +1,58 @@
+"""Shorten the errors of compilers: the user's line and the cause, and a file with the rest.
+
+Errors of Inductor contain operands, generated code or the output of a C++ compiler, often 60 lines. The complete text,
+with all tracebacks, is written to a file of this rank in a folder that is the same for equal errors of all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from pathlib import Path
+
+from sp_compile.lowering.base.errors import SpError, failed_node_line, shorten_error
+from sp_compile.lowering.base.ranks import process_rank
+from sp_compile.lowering.torch_compat import RestartAnalysis, is_inductor_error
+from sp_compile.runtime.control.message import hash_text
+
+MAX_LINES = 3  # lines of an error that is not shortened
+NO_FILE = "TORCHDYNAMO_VERBOSE=1 shows the complete error"
+
+
+def shorten_failure(error: Exception, subject: str) -> Exception:
+    """Return the error of a compilation with the user's line, in at most `MAX_LINES` lines.
+
+    Args:
+        error: The error. An SpError, a MemoryError and a short error of another compiler keep their type.
+        subject: The name of the program.
+    """
+    if isinstance(error, SpError | RestartAnalysis | MemoryError) or os.environ.get("TORCHDYNAMO_VERBOSE") == "1":
+        return error
+    line = failed_node_line(error)
+    if not is_inductor_error(error) and str(error).count("\n") < MAX_LINES:
+        if line:
+            error.add_note(f"{subject}: compiling {line}")
+        return error
+    text = shorten_error(error)
+    where = f"{subject}: compiling {line} failed" if line else f"{subject}: compiling the program failed"
+    failure = SpError("SP243", f"{where}: {text.rstrip('.')}.", f"{_write_error(error, subject)}. {COMPARE}")
+    failure.__suppress_context__ = True
+    return failure
+
+
+COMPARE = (
+    "Look for the cause there, and compare with compiler='aot_eager', and with torch.compile without this backend."
+)
+
+
+def _write_error(error: Exception, subject: str) -> str:
+    """Write the complete error to a file, and return the sentence that names its folder."""
+    owner = str(os.getuid()) if hasattr(os, "getuid") else ""
+    folder = Path(tempfile.gettempdir(), f"sp_compile_{hash_text(f'{owner} {subject} {shorten_error(error)}'):x}")
+    try:
+        folder.mkdir(exist_ok=True, mode=0o700)
+        (folder / f"rank{process_rank()}.txt").write_text("".join(traceback.format_exception(error)))
+    except OSError:
+        return NO_FILE
+    return f"The complete error is in {folder}"

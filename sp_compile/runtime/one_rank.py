@@ -1,0 +1,60 @@
+"""Warn once that a program is compiled for a single rank, although it was probably meant to be split."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch.distributed as dist
+
+from sp_compile.lowering.base.ranks import process_rank
+
+from .session import CompileSession
+
+log = logging.getLogger(__name__)
+
+NO_GROUP = (
+    "torchrun started %d processes and this program has no process group: backend='sp' splits nothing, and every "
+    "process computes alone. Call torch.distributed.init_process_group() before the first call of the compiled model."
+)
+ONE_RANK_OF_MESH = (
+    "The axis of the mesh that splits the sequence has one rank, and the program has %d: backend='sp' splits nothing. "
+    "Pass an axis of several ranks with options={'mesh': mesh, 'mesh_dim': '<axis>'}, such as that of size %d of "
+    "init_device_mesh(device, (1, %d), mesh_dim_names=('dp', 'sp'))."
+)
+ONE_RANK = (
+    "The process group has one rank: backend='sp' splits nothing. Start several ranks, such as with torchrun "
+    "--nproc-per-node=2."
+)
+
+_warned_reasons: set[str] = set()  # texts of earlier warnings
+
+
+def warn_one_rank(session: CompileSession) -> None:
+    """Warn on rank 0, once for each reason, if there is only one rank for the sequence.
+
+    A program on a single device without torchrun and without a process group is not warned of, nor is one with its own
+    collectives and without a mesh for a sequence.
+
+    Args:
+        session: The session of the compilation.
+    """
+    if not session.splits or session.problem is not None or session.ranks.n > 1 or process_rank() > 0:
+        return
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if not (dist.is_available() and dist.is_initialized()):
+        if started > 1 and os.environ.get("RANK", "0") == "0":
+            _warn_once(NO_GROUP, started)
+        return
+    world = dist.get_world_size()
+    if world > 1:
+        _warn_once(ONE_RANK_OF_MESH, world, world, world)
+    else:
+        _warn_once(ONE_RANK)
+
+
+def _warn_once(text: str, *args: int) -> None:
+    """Log a warning if it was not logged before."""
+    if text not in _warned_reasons:
+        _warned_reasons.add(text)
+        log.warning(text, *args)

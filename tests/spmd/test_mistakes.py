@@ -1,0 +1,177 @@
+"""Mistakes of first programs: the first line of the warning or the error names the cause."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ranks as worker
+from support.parity import Sums, build, error_text, sp
+from support.ranks import Ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from sp_compile.runtime import one_rank
+
+
+def warned_with(**options: Any) -> list[str]:
+    """Return the warnings of two compilations of a program."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    one_rank.log.addHandler(handler)
+    one_rank._warned_reasons.clear()
+    torch.compiler.reset()
+    try:
+        for size in (8, 9):
+            sp(build(Sums), **options)(torch.ones(2, size, 16, dtype=torch.float64))
+    finally:
+        one_rank.log.removeHandler(handler)
+    return records
+
+
+def on_mesh_of_one() -> list[str]:
+    mesh = worker.mesh2d(4, 1)["sp"]
+    return warned_with(mesh=mesh)
+
+
+def on_group_of_two() -> list[str]:
+    return warned_with(mesh=worker.mesh())
+
+
+def test_processes_without_a_group_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    (text,) = warned_with()
+    assert text.startswith("torchrun started 2 processes and this program has no process group")
+    assert "Call torch.distributed.init_process_group()" in text
+    monkeypatch.setenv("RANK", "1")
+    assert warned_with() == []
+
+
+def test_a_single_device_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert warned_with() == []
+
+
+def test_a_mesh_axis_of_one_rank_is_warned_of_once(ranks: Ranks) -> None:
+    first, *others = ranks.run(4, on_mesh_of_one)
+    assert len(first) == 1
+    assert first[0].startswith("The axis of the mesh that splits the sequence has one rank, and the program has 4")
+    assert "(1, 4)" in first[0]
+    assert others == [[]] * 3
+
+
+def test_two_ranks_are_not_warned_of(ranks: Ranks) -> None:
+    assert ranks.run(2, on_group_of_two) == [[], []]
+
+
+def test_a_group_of_one_rank_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        (text,) = warned_with()
+        (on_mesh,) = warned_with(mesh=DeviceMesh("cpu", [0], mesh_dim_names=("sp",)))
+    finally:
+        dist.destroy_process_group()
+        torch.compiler.reset()
+    assert text == on_mesh
+    assert text.startswith("The process group has one rank")
+    assert "torchrun" in text
+
+
+class Net(nn.Module):
+    """A model with dropout, which `eval()` removes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.drop, self.head = nn.Embedding(16, 8), nn.Dropout(0.5), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.drop(self.embed(ids).cumsum(1))).tanh().sum()
+
+
+def tokens(rank: int = 0) -> Tensor:
+    return torch.randint(0, 16, (1, 8), generator=torch.Generator().manual_seed(rank))
+
+
+def other_seed(rank: int) -> str:
+    torch.manual_seed(rank)
+    return error_text(lambda: sp(Net(), mesh=worker.mesh())(tokens()))
+
+
+def other_dtype(rank: int) -> str:
+    net = build(Net).to(torch.bfloat16 if rank else torch.float32)
+    return error_text(lambda: sp(net, mesh=worker.mesh())(tokens()))
+
+
+def eval_at_first(rank: int) -> str:
+    net = build(Net).train(rank > 0)
+    return error_text(lambda: sp(net, mesh=worker.mesh())(tokens()))
+
+
+def eval_of_a_module_later(rank: int) -> str:
+    net = build(Net)
+    run = sp(net, mesh=worker.mesh())
+    run(tokens())
+    net.drop.train(rank > 0)
+    return error_text(lambda: run(tokens()))
+
+
+def evaluation_without_grad(rank: int) -> str:
+    net = build(Net).train(rank > 0)
+    with torch.set_grad_enabled(rank > 0):
+        return error_text(lambda: sp(net, mesh=worker.mesh())(tokens()))
+
+
+def sampled_tokens(rank: int) -> str:
+    import sp_compile.integrations.transformers  # noqa: F401  (which the program uses)
+
+    return error_text(lambda: sp(build(Net), mesh=worker.mesh())(tokens(rank)))
+
+
+def partial_without_fsdp(rank: int) -> str:
+    net = build(Net)
+    net.drop.p = 0.0
+    run = sp(net, mesh=worker.mesh(), param_grads="partial", check_every=1)
+
+    def train() -> None:
+        for _ in range(3):
+            run(tokens()).backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p -= 0.1 * p.grad
+                    p.grad = None
+
+    return error_text(train)
+
+
+def of_this_rank(act: Callable[[int], str]) -> str:
+    return act(dist.get_rank())
+
+
+@pytest.mark.parametrize(
+    ("act", "first", "words"),
+    [
+        (other_seed, "SP642: weights or buffers differ between ranks (embed.weight and 2 more). ", "Set the same seed"),
+        (other_dtype, "SP640: rank 0 is float32, rank 1 is bfloat16 (embed.weight and 2 more). ", "Convert the model"),
+        (eval_at_first, "SP641: rank 0 is in eval(), rank 1 is in train(). ", "Call model.train()"),
+        (
+            eval_of_a_module_later,
+            "SP641: rank 0 is in train() with drop in eval(), rank 1 is in train(). ",
+            "submodule",
+        ),
+        (evaluation_without_grad, "SP610: rank 0 is in eval(), rank 1 is in train(): ", "mode no_grad"),
+        (sampled_tokens, "SP634: the 2 ranks of this group were given different batches (ids). ", "Sample on one rank"),
+        (partial_without_fsdp, "SP635: param_grads='partial' leaves gradients to a DDP or FSDP, ", "fully_shard over"),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else "",
+)
+def test_the_first_line_is_the_cause(ranks: Ranks, act: Callable[[int], str], first: str, words: str) -> None:
+    one, other = ranks.run(2, of_this_rank, act)
+    assert one == other
+    assert one.startswith(first), one
+    assert words in one, one
