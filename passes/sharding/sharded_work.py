@@ -1,27 +1,37 @@
 """Count the work of a graph, and the share of it that runs on shards.
 
-Work is the FLOPs of products, convolutions and attention, 2 for each multiply-add, of the forward in the global view.
-Activations are the results that need a gradient, in bytes; a view counts once, with the value that it views. A node
-runs on shards if one of its results is sharded or partial; otherwise every rank computes all of it.
+Work is the FLOPs of products, convolutions, attention, recurrences and triangular solves, 2 for each multiply-add, of
+the forward in the global view. Activations are the results that need a gradient, in bytes; a view counts once, with the
+value that it views. A node runs on shards if one of its results is sharded or partial; otherwise every rank computes
+all of it. A rank without a row is idle: of the work on a sequence of 3 rows on 8 ranks, 3/8 are on shards. The padding
+of other ranks is counted separately, since the next length may not have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import node_line
 from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS, chunk_tokens
 from sp_compile.passes.graph.call import OpCall, node_shape, node_tensors
 from sp_compile.passes.graph.sizes import as_sizes, assume_large, size_product
-from sp_compile.passes.sharding.attention_axes import ATTENTION, ATTENTION_OF_TORCH, op_strategy
-from sp_compile.passes.sharding.factors import BoundRule, dim_factors
-from sp_compile.passes.sharding.placement import PlacementPlan, Replicate
-from sp_compile.passes.sharding.rule import lookup_rule, transfer_of
 
+from .attention_axes import ATTENTION, ATTENTION_OF_TORCH, op_strategy
+from .axes import Atom, Axes
+from .factors import BoundRule, dim_factors
+from .placement import Frame, PlacementPlan, Replicate, Shard
+from .rule import lookup_rule, transfer_of
+
+SOLVE_OPS = (torch.ops.aten.linalg_solve_triangular.default, torch.ops.aten.linalg_solve.default)
 LARGE_SHARE = 0.05  # of the FLOPs of a graph, from which on the report names a line that every rank computes
+
+MAX_LINES = 3  # lines that the report names of the work that every rank does
 
 
 @dataclass
@@ -29,10 +39,12 @@ class ShardedWork:
     """FLOPs and bytes of activations of a graph, in total and on shards."""
 
     flops: float = 0.0  # of the forward
-    sharded_flops: float = 0.0  # of the nodes that run on shards
+    sharded_flops: float = 0.0  # of the nodes that run on shards, without those of idle ranks
+    padding_flops: float = 0.0  # that ranks compute for padding, in addition
     activations: float = 0.0  # bytes
     sharded_activations: float = 0.0  # bytes of the values that are sharded
     replicated: dict[str, float] = field(default_factory=dict)  # FLOPs that every rank computes, by the user's line
+    replicated_activations: dict[str, float] = field(default_factory=dict)  # bytes that every rank has, by line
 
     def merge(self, other: ShardedWork) -> None:
         """Add the work of another graph.
@@ -42,19 +54,42 @@ class ShardedWork:
         """
         self.flops += other.flops
         self.sharded_flops += other.sharded_flops
+        self.padding_flops += other.padding_flops
         self.activations += other.activations
         self.sharded_activations += other.sharded_activations
-        for line, flops in other.replicated.items():
-            self.replicated[line] = self.replicated.get(line, 0.0) + flops
+        for ours, theirs in (
+            (self.replicated, other.replicated),
+            (self.replicated_activations, other.replicated_activations),
+        ):
+            for line, work in theirs.items():
+                ours[line] = ours.get(line, 0.0) + work
 
     def describe(self) -> str:
         """Return text with both shares, as in "98% of the FLOPs and 95% of the activations are on shards"."""
-        return f"{self.flops_share:.0%} of the FLOPs and {self.activations_share:.0%} of the activations are on shards"
+        text = f"{self.flops_share:.0%} of the FLOPs and {self.activations_share:.0%} of the activations are on shards"
+        padding = self.padding_flops / (self.sharded_flops + self.padding_flops) if self.padding_flops else 0.0
+        return f"{text}; {padding:.0%} of the FLOPs of a rank are for padding" if padding >= LARGE_SHARE else text
 
     def large_replicated_lines(self) -> list[tuple[str, float]]:
         """Return the lines with at least `LARGE_SHARE` of all FLOPs that every rank computes, with their shares."""
         by_flops = sorted(self.replicated.items(), key=lambda item: -item[1])
         return [(line, flops / self.flops) for line, flops in by_flops if flops >= LARGE_SHARE * self.flops]
+
+    def describe_replicated(self) -> list[str]:
+        """Return for FLOPs and activations of which every rank has `LARGE_SHARE` a text with the largest lines."""
+        kinds = (
+            ("computes", "the FLOPs", self.replicated, self.flops),
+            ("has", "the activations", self.replicated_activations, self.activations),
+        )
+        texts = []
+        for verb, what, by_line, total in kinds:
+            share = sum(by_line.values()) / total if total else 0.0
+            if share >= LARGE_SHARE:
+                lines = [f"{line} ({part / total:.0%})" for line, part in Counter(by_line).most_common(MAX_LINES)]
+                others = len(by_line) - len(lines)
+                more = f", and {others} other lines" if others else ""
+                texts.append(f"every rank {verb} all of {share:.0%} of {what}: {', '.join(lines)}{more}")
+        return texts
 
     @property
     def flops_share(self) -> float:
@@ -67,7 +102,9 @@ class ShardedWork:
         return self.sharded_activations / self.activations if self.activations else 1.0
 
 
-def count_work(gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: Callable[[Node], int]) -> ShardedWork:
+def count_work(
+    gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: Callable[[Node], int], n: int
+) -> ShardedWork:
     """Return the work of a graph.
 
     Args:
@@ -75,6 +112,7 @@ def count_work(gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: 
         plan: Placements of its values.
         trained: Nodes with results that need a gradient.
         times: Returns the number of nodes that a node represents.
+        n: Number of ranks.
     """
     work = ShardedWork()
     for node in gm.graph.nodes:
@@ -85,12 +123,109 @@ def count_work(gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: 
         work.flops += flops
         work.activations += nbytes
         if is_sharded:
-            work.sharded_flops += flops
+            used = _used_rows(_frames(node, plan), n) if flops else UsedRows(1.0, 0.0)
+            work.sharded_flops += flops * used.ranks
+            work.padding_flops += flops * used.padding
             work.sharded_activations += nbytes
-        elif flops:
-            line = node_line(node)
+            continue
+        line = node_line(node)
+        if flops:
             work.replicated[line] = work.replicated.get(line, 0.0) + flops
+        if nbytes:
+            work.replicated_activations[line] = work.replicated_activations.get(line, 0.0) + nbytes
     return work
+
+
+class UsedRows(NamedTuple):
+    """Use of the rows that all ranks store of a frame."""
+
+    ranks: float  # share of the ranks that have a row of the value
+    padding: float  # padded rows for each row of the value, on those ranks
+
+
+def _frames(node: Node, plan: PlacementPlan) -> list[Frame]:
+    """Return the frames of the sharded results of a node; those of its operands if it has none."""
+    values = (node, *node.all_input_nodes)
+    frames = ([p.frame for p in plan.placements.get(x, ()) if isinstance(p, Shard)] for x in values)
+    return next((found for found in frames if found), [])
+
+
+def _used_rows(frames: list[Frame], n: int) -> UsedRows:
+    """Return the use of the rows of the first frame of a known length; all of them without one."""
+    frame = next((f for f in frames if not f.order.is_balanced), None)
+    sizes = () if frame is None else (frame.start, frame.length, frame.local_length(n))
+    if frame is None or not all(isinstance(x, int) and (x or i == 0) for i, x in enumerate(sizes)):
+        return UsedRows(1.0, 0.0)
+    start, length, rows = map(assume_large, sizes)
+    chunk = rows // frame.order.chunks
+    chunks = range(start // chunk, (start + length - 1) // chunk + 1)
+    ranks = len({min(i, 2 * n - 1 - i) for i in chunks} if frame.folds == 2 else chunks)
+    return UsedRows(ranks / n, max(ranks * rows / length - 1, 0.0))
+
+
+class Product(NamedTuple):
+    """Work of one node that has FLOPs, and the dims that it runs over."""
+
+    flops: float  # of the node
+    operands: Set[Atom]  # atoms of its operands
+    results: Set[Atom]  # atoms of its first result
+    rule: BoundRule | None  # its rule; that of a product has the dims that it sums over in its operands
+
+    @property
+    def is_contraction(self) -> bool:
+        """Return True for a product."""
+        return self.rule is not None and self.rule.is_contraction
+
+
+class RowWork:
+    """FLOPs of the products of a graph by the dims that they run over.
+
+    A dim is a product of atoms (`axes.py`); an atom is a class of equal dims and its size.
+
+    Args:
+        gm: The graph.
+        axes: Its axes.
+    """
+
+    def __init__(self, gm: GraphModule, axes: Axes) -> None:
+        self.total = 0.0  # FLOPs of the graph
+        self.by_rows: Counter[Atom] = Counter()  # FLOPs of the products whose result has an atom
+        self.products: list[Product] = []
+        for node in gm.graph.nodes:
+            flops = contraction_flops(node) if node.op == "call_function" else 0.0
+            self.total += flops
+            if flops:
+                operands, results = (
+                    {a for x in values for dim in axes.dims.get((x, 0), ()) for a in axes.canonical(dim)}
+                    for values in (node.all_input_nodes, [node])
+                )
+                _, rule = lookup_rule(node) or (None, None)
+                self.products.append(Product(flops, operands, results, rule))
+                self.by_rows.update(dict.fromkeys(results, flops))
+
+    def multiplied_classes(self) -> set[int]:
+        """Return the classes of the dims of products, and of those of images that most convolutions read."""
+        multiplied: set[int] = set()
+        convolved: Counter[int] = Counter()  # FLOPs of convolutions, by class
+        for product in self.products:
+            classes = {a.name for a in product.operands}
+            if product.is_contraction:
+                multiplied |= classes
+            elif product.rule is not None:
+                convolved.update(dict.fromkeys(classes, product.flops))
+        return multiplied | {name for name, flops in convolved.items() if flops >= LARGE_SHARE * self.total}
+
+    def flops_of_rows(self, names: Set[int]) -> float:
+        """Return the FLOPs that shards of a dim divide.
+
+        Args:
+            names: The classes of the dim, and of its factors, of which a result, or a sum, has at least one.
+        """
+        return sum(
+            x.flops
+            for x in self.products
+            if any(a.name in names for a in (*x.results, *(x.operands if x.is_contraction else ())))
+        )
 
 
 def has_frame(node: Node) -> bool:
@@ -100,7 +235,7 @@ def has_frame(node: Node) -> bool:
 
 
 def contraction_flops(node: Node) -> float:
-    """Return the FLOPs of a product, a convolution or an attention in the global view, else 0.
+    """Return the FLOPs of a product, a convolution, an attention, a recurrence or a solve in the global view, else 0.
 
     Attention counts all pairs of queries and keys, as masks are not evaluated.
     """
@@ -115,6 +250,8 @@ def contraction_flops(node: Node) -> float:
         return 0.0
     if call.node.target in LINEAR_ATTENTION_OPS:
         return _linear_attention_flops(call)
+    if call.node.target is torch.ops.sp.affine_scan.default or call.node.target in SOLVE_OPS:
+        return _matrix_flops(call)
     if call.get("weight") is not None and "stride" in call.args:
         return _convolution_flops(call)
     if rule is None or not rule.is_contraction or rule.operand_placements is not None:
@@ -127,6 +264,17 @@ def _convolution_flops(call: OpCall) -> float:
     is_transposed = "output_padding" in call.args and call.get("transposed", True)
     positions = call.shape() if is_transposed else as_sizes(call.results()[0].shape)
     return 2.0 * assume_large(size_product(positions) * size_product(call.shape("weight")[1:]))
+
+
+def _matrix_flops(call: OpCall) -> float:
+    """Return the FLOPs of a product of a square matrix with each result, as of recurrences; of solves with it.
+
+    A triangular system takes half of a product; a full one has a factorization with the same order of FLOPs.
+    """
+    size = call.results()[0]
+    matrix = call.shape(0)[-1]
+    is_triangular = call.node.target is torch.ops.aten.linalg_solve_triangular.default
+    return (1.0 if is_triangular else 2.0) * assume_large(size_product(as_sizes(size.shape)) * matrix)
 
 
 def _linear_attention_flops(call: OpCall) -> float:

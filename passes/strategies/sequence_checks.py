@@ -172,7 +172,7 @@ class PlaceOutputs(Pass):
             if why not in ("", GATHER_REASON):
                 self.note(node.all_input_nodes[0], why, node.all_input_nodes[0].name, NoteKind.UNSHARDED)
         job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
-        job.work = count_work(gm, plan, differentiable_nodes(gm), job.times)
+        job.work = count_work(gm, plan, differentiable_nodes(gm), job.times, job.ranks.n)
         if job.ranks.n > 1 and job.work.sharded_flops:
             self._note_replicated_work(job)
         return 0
