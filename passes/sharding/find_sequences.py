@@ -30,6 +30,9 @@ from .rule import lookup_rule
 from .sharded_work import LARGE_SHARE, RowWork
 
 
+ATTENTION_EVIDENCE = ("attention", "a softmax and a product")  # kinds of evidence by attention
+
+
 class SequenceCandidate(NamedTuple):
     """Dim that may be a sequence, with the evidence for it."""
 
@@ -38,6 +41,7 @@ class SequenceCandidate(NamedTuple):
     ops: int  # number of ops that are evidence
     is_input: bool  # True if an input has the dim
     is_chosen: bool  # False if another candidate has stronger evidence, or is in the same values
+    is_split: bool = True  # True if a value is sharded along the dim; known after placement
     share: float = 1.0  # of the FLOPs of the graph, that shards of the dim divide
     why: str = ""  # the reason for which it is not chosen
 
@@ -46,6 +50,11 @@ class SequenceCandidate(NamedTuple):
         chosen, why = "" if self.is_chosen else "not chosen: ", f": {self.why}" if self.why else ""
         text = f"{self.size} positions, with {self.evidence} in {self.ops} {ops}, {self.share:.0%} of the FLOPs"
         return f"{chosen}{text}{why}"
+
+    @property
+    def is_attended(self) -> bool:
+        """Return True for a dim that attention attends over."""
+        return self.evidence in ATTENTION_EVIDENCE
 
 
 CHUNK_RELATIONS = ("scan", "halo", "whole", "window", "attend")  # kinds of factors whose positions an op relates
@@ -158,9 +167,7 @@ def _has_rivals(axes: Axes, name: int) -> bool:
     return any(name in classes and not axes.sequences.isdisjoint(classes) for classes in values)
 
 
-def _find_evidence(
-    gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None, sharded: Mapping[Node, int]
-) -> None:
+def _find_evidence(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None, sharded: Mapping[Node, int]) -> None:
     """Set `axes.sequences` to the classes of the user's dims, or of dims found by evidence.
 
     Only the first kind of evidence that exists counts, except among rivals.
@@ -253,9 +260,7 @@ class _ChooseRivals:
         total = max(divided.values())
         times = {x: total - divided[x] * (1 - _share_of_rank(self.sizes[x], self.axes.n)) for x in rivals}
         least = min(times.values())
-        equal = [x for x in rivals if x in self.named] or [
-            x for x in rivals if times[x] <= (1 + LARGE_SHARE) * least
-        ]
+        equal = [x for x in rivals if x in self.named] or [x for x in rivals if times[x] <= (1 + LARGE_SHARE) * least]
         kinds = list(_evidence_by_kind())
         best = max(equal, key=lambda x: (-kinds.index(self.kinds[x]), self.counts[x], -x))
         for x in rivals - {best}:
@@ -280,8 +285,8 @@ def _share_of_rank(size: Size, n: int) -> float:
 def _evidence_by_kind() -> dict[str, Callable[[GraphModule, Axes], Evidence]]:
     """Return the functions that find evidence, the strongest first, by its text for reports."""
     return {
-        "attention": attended_dims,
-        "a softmax and a product": _softmax_attended_dims,
+        ATTENTION_EVIDENCE[0]: attended_dims,
+        ATTENTION_EVIDENCE[1]: _softmax_attended_dims,
         "scans": _scanned_dims,
         "scans with a function": _combined_dims,
     }
@@ -308,7 +313,9 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
         share = work.flops_of_rows(rows) / work.total if work.total else 1.0
         is_chosen = name in axes.sequences
         why = "" if is_chosen else axes.lost.get(name, "the others have stronger evidence, or are named by seq_dims")
-        candidates.append(SequenceCandidate(size, kind, len(nodes), name in input_names, is_chosen, share, why))
+        candidates.append(
+            SequenceCandidate(size, kind, len(nodes), name in input_names, is_chosen, is_chosen, share, why)
+        )
     return sorted(candidates, key=lambda c: (not c.is_chosen, -assume_large(c.size)))
 
 

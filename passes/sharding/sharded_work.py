@@ -3,8 +3,9 @@
 Work is the FLOPs of products, convolutions, attention, recurrences and triangular solves, 2 for each multiply-add, of
 the forward in the global view. Activations are the results that need a gradient, in bytes; a view counts once, with the
 value that it views. A node runs on shards if one of its results is sharded or partial; otherwise every rank computes
-all of it. A rank without a row is idle: of the work on a sequence of 3 rows on 8 ranks, 3/8 are on shards. The padding
-of other ranks is counted separately, since the next length may not have it.
+all of it. Shards contain padding where n ranks do not divide the rows, such as 5 of 8 rows for a sequence of 3 on 8
+ranks. It is work of a rank, too: the FLOPs of a rank are those that every rank computes, and an n-th of those on shards
+with their padding.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sp_compile.passes.graph.sizes import as_sizes, assume_large, size_product
 from .attention_axes import ATTENTION, ATTENTION_OF_TORCH, op_strategy
 from .axes import Atom, Axes
 from .factors import BoundRule, dim_factors
-from .placement import Frame, PlacementPlan, Replicate, Shard
+from .placement import PlacementPlan, Replicate, Shard
 from .rule import lookup_rule, transfer_of
 
 SOLVE_OPS = (torch.ops.aten.linalg_solve_triangular.default, torch.ops.aten.linalg_solve.default)
@@ -39,8 +40,8 @@ class ShardedWork:
     """FLOPs and bytes of activations of a graph, in total and on shards."""
 
     flops: float = 0.0  # of the forward
-    sharded_flops: float = 0.0  # of the nodes that run on shards, without those of idle ranks
-    padding_flops: float = 0.0  # that ranks compute for padding, in addition
+    sharded_flops: float = 0.0  # of the nodes that run on shards, without padding
+    rank_flops: float = 0.0  # of one rank, with padding
     activations: float = 0.0  # bytes
     sharded_activations: float = 0.0  # bytes of the values that are sharded
     replicated: dict[str, float] = field(default_factory=dict)  # FLOPs that every rank computes, by the user's line
@@ -54,7 +55,7 @@ class ShardedWork:
         """
         self.flops += other.flops
         self.sharded_flops += other.sharded_flops
-        self.padding_flops += other.padding_flops
+        self.rank_flops += other.rank_flops
         self.activations += other.activations
         self.sharded_activations += other.sharded_activations
         for ours, theirs in (
@@ -65,23 +66,28 @@ class ShardedWork:
                 ours[line] = ours.get(line, 0.0) + work
 
     def describe(self) -> str:
-        """Return text with both shares, as in "98% of the FLOPs and 95% of the activations are on shards"."""
-        text = f"{self.flops_share:.0%} of the FLOPs and {self.activations_share:.0%} of the activations are on shards"
-        padding = self.padding_flops / (self.sharded_flops + self.padding_flops) if self.padding_flops else 0.0
-        return f"{text}; {padding:.0%} of the FLOPs of a rank are for padding" if padding >= LARGE_SHARE else text
+        """Return text with the shares, as in "98% of the FLOPs and 95% of the activations are on shards"."""
+        shares = (
+            f"{self.flops_share:.0%} of the FLOPs and {self.activations_share:.0%} of the activations are on shards"
+        )
+        return f"{shares}; a rank computes {self.rank_share:.0%} of the FLOPs"
 
     def large_replicated_lines(self) -> list[tuple[str, float]]:
         """Return the lines with at least `LARGE_SHARE` of all FLOPs that every rank computes, with their shares."""
         by_flops = sorted(self.replicated.items(), key=lambda item: -item[1])
         return [(line, flops / self.flops) for line, flops in by_flops if flops >= LARGE_SHARE * self.flops]
 
-    def describe_replicated(self) -> list[str]:
-        """Return for FLOPs and activations of which every rank has `LARGE_SHARE` a text with the largest lines."""
+    def describe_excess(self, n: int) -> list[str]:
+        """Return texts on work that n ranks do not divide, of at least `LARGE_SHARE`, with the largest lines."""
         kinds = (
             ("computes", "the FLOPs", self.replicated, self.flops),
             ("has", "the activations", self.replicated_activations, self.activations),
         )
+        padding = self.rank_flops - (self.flops - self.sharded_flops) - self.sharded_flops / n
         texts = []
+        if padding >= LARGE_SHARE * self.rank_flops and padding:
+            cure = f"Use fewer ranks, or lengths that {n} ranks divide."
+            texts.append(f"{padding / self.rank_flops:.0%} of the FLOPs of a rank are for padding. {cure}")
         for verb, what, by_line, total in kinds:
             share = sum(by_line.values()) / total if total else 0.0
             if share >= LARGE_SHARE:
@@ -95,6 +101,11 @@ class ShardedWork:
     def flops_share(self) -> float:
         """Return the share of the FLOPs that runs on shards, from 0 to 1; 1 without FLOPs."""
         return self.sharded_flops / self.flops if self.flops else 1.0
+
+    @property
+    def rank_share(self) -> float:
+        """Return the FLOPs of one rank, with padding, as a share of those of the graph; 1 without FLOPs."""
+        return self.rank_flops / self.flops if self.flops else 1.0
 
     @property
     def activations_share(self) -> float:
@@ -123,11 +134,11 @@ def count_work(
         work.flops += flops
         work.activations += nbytes
         if is_sharded:
-            used = _used_rows(_frames(node, plan), n) if flops else UsedRows(1.0, 0.0)
-            work.sharded_flops += flops * used.ranks
-            work.padding_flops += flops * used.padding
+            work.sharded_flops += flops
+            work.rank_flops += flops * _share_of_rank(node, plan, n) if flops else 0.0
             work.sharded_activations += nbytes
             continue
+        work.rank_flops += flops
         line = node_line(node)
         if flops:
             work.replicated[line] = work.replicated.get(line, 0.0) + flops
@@ -136,31 +147,20 @@ def count_work(
     return work
 
 
-class UsedRows(NamedTuple):
-    """Use of the rows that all ranks store of a frame."""
-
-    ranks: float  # share of the ranks that have a row of the value
-    padding: float  # padded rows for each row of the value, on those ranks
-
-
-def _frames(node: Node, plan: PlacementPlan) -> list[Frame]:
-    """Return the frames of the sharded results of a node; those of its operands if it has none."""
-    values = (node, *node.all_input_nodes)
-    frames = ([p.frame for p in plan.placements.get(x, ()) if isinstance(p, Shard)] for x in values)
-    return next((found for found in frames if found), [])
-
-
-def _used_rows(frames: list[Frame], n: int) -> UsedRows:
-    """Return the use of the rows of the first frame of a known length; all of them without one."""
-    frame = next((f for f in frames if not f.order.is_balanced), None)
-    sizes = () if frame is None else (frame.start, frame.length, frame.local_length(n))
-    if frame is None or not all(isinstance(x, int) and (x or i == 0) for i, x in enumerate(sizes)):
-        return UsedRows(1.0, 0.0)
-    start, length, rows = map(assume_large, sizes)
-    chunk = rows // frame.order.chunks
-    chunks = range(start // chunk, (start + length - 1) // chunk + 1)
-    ranks = len({min(i, 2 * n - 1 - i) for i in chunks} if frame.folds == 2 else chunks)
-    return UsedRows(ranks / n, max(ranks * rows / length - 1, 0.0))
+def _share_of_rank(node: Node, plan: PlacementPlan, n: int) -> float:
+    """Return the share of the work of a node on shards that is one rank's: the rows that it stores of all."""
+    frame = next(
+        (
+            placement.frame
+            for value in (node, *node.all_input_nodes)  # a result may be partial
+            for placement in plan.placements.get(value, ())
+            if isinstance(placement, Shard)
+        ),
+        None,
+    )
+    if frame is None or frame.order.is_balanced or not isinstance(frame.length, int):
+        return 1 / n
+    return max(assume_large(frame.local_length(n)) / max(frame.length, 1), 1 / n)
 
 
 class Product(NamedTuple):
