@@ -22,7 +22,7 @@ from .context import FALLBACKS, Note, NoteKind, PassRun, TiledRegion, runs_by_pa
 
 NO_INPUT_DIM = "no dim of an input, so inputs are full tensors on every rank (inputs='local' is not possible)"
 NO_INPUT_WARNING = (
-    "the sequence is no dim of an input: every rank loads the full inputs, and computes all that precedes the sequence. "
+    "the sequence is no dim of an input: every rank loads the full inputs and computes all that precedes the tokens. "
     "If an input has the tokens, name its dim: options={'seq_dims': {'<input>': <dim>}}; or compute them before the "
     "compiled function."
 )

@@ -24,11 +24,10 @@ from sp_compile.passes.graph.call import OpCall, collect_nodes, node_shape
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size, size_product
 
-from .axes import Atom, Axes, Dim, Evidence, attended_dims, value_factors
+from .axes import Atom, Axes, Dim, Evidence, Split, attended_dims, value_factors
 from .factors import BoundRule
 from .rule import lookup_rule
 from .sharded_work import LARGE_SHARE, RowWork
-
 
 ATTENTION_EVIDENCE = ("attention", "a softmax and a product")  # kinds of evidence by attention
 
@@ -96,15 +95,16 @@ def _chunk_sources(gm: GraphModule, axes: Axes) -> dict[int, Atom]:
     An op that relates them scans, sums or selects along the dim of the chunks. Without one, the chunks are independent,
     such as the sequences of a batch that was flattened.
     """
-    firsts = {axes.find(split.factors[0].name): split for split in axes.all_splits()}
+    splits: dict[int, list[Split]] = {}  # by the class of the dim of chunks
+    for split in axes.all_splits():
+        splits.setdefault(axes.find(split.factors[0].name), []).append(split)
     related: dict[int, Atom] = {}
-    for call, rule in _ruled_calls(gm) if firsts else ():
+    for call, rule in _ruled_calls(gm) if splits else ():
         for dim, kind in _classify_factors(axes, call, rule):
-            names = {axes.find(a.name) for a in dim}
             if kind in CHUNK_RELATIONS or (kind == "sum" and rule.is_contraction):
-                related.update(
-                    (axes.find(a.name), firsts[n].source) for n in names & firsts.keys() for a in firsts[n].factors
-                )
+                for split in (s for a in dim for s in splits.get(axes.find(a.name), ())):
+                    for factor in split.factors:
+                        related.setdefault(axes.find(factor.name), split.source)
     return related
 
 
@@ -234,7 +234,7 @@ class _ChooseRivals:
     def apply(self) -> None:
         """Choose one class of the candidates that each value with evidence has."""
         strongest = set(self.axes.sequences)
-        values = [self._candidates(node) for node in dict.fromkeys(x.node for x in self.found)]
+        values = [self._candidates(node) for node in dict.fromkeys(y for x in self.found for y in _values_of(x))]
         values = [names for names in values if len(names) > 1]
         rivals = [names for names in values if not strongest.isdisjoint(names)]
         if not rivals:
@@ -274,6 +274,11 @@ class _ChooseRivals:
                 why = f"{ranks} would compute {shares} with the {self.sizes[best]}"
             self.axes.lost[x] = why
         return best
+
+
+def _values_of(found: FoundDim) -> list[Node]:
+    """Return the values of which only one dim can be sharded: the result of the op, and its queries and keys."""
+    return [found.node, *(OpCall(found.node).operands[:2] if found.kind == ATTENTION_EVIDENCE[0] else ())]
 
 
 def _share_of_rank(size: Size, n: int) -> float:
