@@ -248,8 +248,9 @@ class PassContext:
         if missing:
             raise SpError("SP236", f"seq_dims: expected names of inputs out of {sorted(nodes)}, got {missing}.")
         named = None if self.seq_dims is None else {nodes[name]: dim for name, dim in self.seq_dims.items()}
-        find_sequences(gm, axes, named, picks=not self.is_balanced)
         inputs = {nodes[name]: placement for name, placement in self.inputs.items()}
+        sharded = {node: placement.dim for node, placement in inputs.items() if isinstance(placement, Shard)}
+        find_sequences(gm, axes, named, picks=not self.is_balanced, sharded=sharded)
         for node, placement in inputs.items():  # also where the graph only returns it
             if isinstance(placement, Shard):
                 axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][placement.dim])

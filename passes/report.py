@@ -14,13 +14,19 @@ from sp_compile.passes.cost.attention_memory import RankMemory
 from sp_compile.passes.cost.decision import Decision, merge_decisions
 from sp_compile.passes.cost.exchange_cost import Exchange
 from sp_compile.passes.cost.step_memory import LINE_WIDTH, StepMemory, format_bytes, shorten_line
-from sp_compile.passes.graph.sizes import Size
+from sp_compile.passes.graph.sizes import Size, assume_large
 from sp_compile.passes.sharding.find_sequences import SequenceCandidate
 from sp_compile.passes.sharding.sharded_work import ShardedWork
 
 from .context import FALLBACKS, Note, NoteKind, PassRun, TiledRegion, runs_by_pass
 
 NO_INPUT_DIM = "no dim of an input, so inputs are full tensors on every rank (inputs='local' is not possible)"
+NO_INPUT_WARNING = (
+    "the sequence is no dim of an input: every rank loads the full inputs and computes all that precedes the tokens. "
+    "If an input has the tokens, name its dim: options={'seq_dims': {'<input>': <dim>}}; or compute them before the "
+    "compiled function."
+)
+NAME_ATTENDED = "To split it, name it: options={'seq_dims': {'<input>': <dim>}}."
 
 
 @dataclass
@@ -88,6 +94,22 @@ class Report:
     def fallbacks(self) -> list[Note]:
         """Return the notes on fallbacks: work that every rank does on all rows, as no pass runs it on shards."""
         return self.find_notes(*FALLBACKS)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return texts on work that the ranks do not share, with consequence and cure; [] on one rank."""
+        if self.n == 1:
+            return []
+        split = [assume_large(c.size) for c in self.candidates if c.is_split]
+        attended = [c for c in self.candidates if c.is_attended and not c.is_split]
+        longest = max(attended, key=lambda c: assume_large(c.size), default=None)
+        texts = []
+        if longest is not None and assume_large(longest.size) > max(split, default=0):
+            whole = f"the longest attended dim, of {longest.size} positions, is not split"
+            texts.append(f"{whole}: a rank attends over all of it, in time and memory. {NAME_ATTENDED}")
+        if split and not self.inputs:
+            texts.append(NO_INPUT_WARNING)
+        return texts + self.work.describe_excess(self.n)
 
     def find_notes(self, *kinds: NoteKind, subject: str | None = None) -> list[Note]:
         """Return the notes of some kinds.
@@ -162,7 +184,8 @@ class Report:
         if located and any(c.is_chosen and not c.is_input for c in self.candidates):
             located += ", and a dim of no input"
         text = f"{self.n} ranks; the sequence is {located or NO_INPUT_DIM}" + (f"; {groups}" if self.parallel else "")
-        return f"{text}\n{self.work.describe()}" if self.n > 1 and self.work.flops else text
+        lines = [self.work.describe()] if self.n > 1 and self.work.flops else []
+        return "\n".join([text, *lines, *(f"Warning: {warning}" for warning in self.warnings)])
 
 
 def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:

@@ -9,10 +9,14 @@ from __future__ import annotations
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError, node_line
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
+from sp_compile.passes.capture.capture import capture
 from sp_compile.passes.capture.graph_inputs import local_inputs
 from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.context import Note, NoteKind
+from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.report import Report
+from sp_compile.passes.sharding.placement import PlacementPlan
+from sp_compile.passes.sharding.sharded_work import ShardedWork, count_work
 from sp_compile.runtime.compile_failure import shorten_failure
 from sp_compile.runtime.fingerprint import program_subject
 from sp_compile.runtime.session import CompileSession
@@ -62,8 +66,20 @@ def keep_unsplit(program: UserProgram, options: AnyOptions, session: CompileSess
     gm, config, inputs = program.graph, SPConfig.of(options), local_inputs(program.inputs)
     where = next((node_line(node) for node in gm.graph.nodes if node.op == "call_function"), program_subject(gm))
     report = Report(session.ranks.n, [Note(NoteKind.REPLICATED, "capture", f"{CANNOT_SPLIT}: {why}", where=where)])
+    report.work = _count_unsplit_work(program)
     joint = make_joint_passes(inputs, config, CompileSession())
     return RankProgram(gm, config, report, inputs, joint, unsplit_reason=why)
+
+
+def _count_unsplit_work(program: UserProgram) -> ShardedWork:
+    """Return the work of a graph that every rank runs; none if the graph cannot be captured."""
+    try:
+        graph = capture(program.graph, program.inputs)
+        return count_work(graph, PlacementPlan(), differentiable_nodes(graph), lambda node: 1, 1)
+    except torch_compat.RestartAnalysis:
+        raise
+    except Exception:  # the reason may be that it is not possible
+        return ShardedWork()
 
 
 def must_split(program: UserProgram, options: AnyOptions) -> bool:

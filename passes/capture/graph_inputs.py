@@ -60,7 +60,7 @@ def capture_shards(
     mode, _ = fake_inputs(())
     guards = torch_compat.length_guards(mode)  # guards of Dynamo only: capture adds guards on the global length
     local = capture(gm, example_inputs)
-    dims = _sequence_dims(local, seq_dims)
+    dims = _sequence_dims(local, seq_dims, n)
     _, fakes = fake_inputs(example_inputs)
     nodes = local.graph.find_nodes(op="placeholder")
     static_dims = [
@@ -93,7 +93,7 @@ def capture_shards(
     return graph, placements
 
 
-def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> dict[str, int]:
+def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None, n: int) -> dict[str, int]:
     """Return the sequence dim of each input, by name: the user's dims, or else the detected ones.
 
     Inputs without one are omitted.
@@ -101,8 +101,10 @@ def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> di
     Args:
         graph: Captured graph of a shard.
         seq_dims: The user's dims by input name; None to detect them.
+        n: Number of ranks.
     """
     axes, inputs = name_axes(graph), graph.graph.find_nodes(op="placeholder")
+    axes.n = n
     user_dims = None if seq_dims is None else {n: seq_dims[n.name] for n in inputs if n.name in seq_dims}
     find_sequences(graph, axes, user_dims)
     if user_dims is not None:

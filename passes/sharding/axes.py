@@ -78,6 +78,7 @@ class Axes:
     sequences: set[int] = field(default_factory=set)  # names of the classes that are sequences
     # (selected, source): a dim, and the dim that it contains positions of
     selected: list[tuple[Dim, Dim]] = field(default_factory=list)
+    lost: dict[int, str] = field(default_factory=dict)  # why a class that may be a sequence is none
     folds: int = 1  # of the frames of sequences, see `RowOrder`
     products: Mapping[tuple[Node, int, int], Product] = field(default_factory=dict)  # by (node, result index, dim)
     fused: dict[Dim, Atom] = field(default_factory=dict)  # the atom of each product, by its factors

@@ -1,27 +1,38 @@
 """Count the work of a graph, and the share of it that runs on shards.
 
-Work is the FLOPs of products, convolutions and attention, 2 for each multiply-add, of the forward in the global view.
-Activations are the results that need a gradient, in bytes; a view counts once, with the value that it views. A node
-runs on shards if one of its results is sharded or partial; otherwise every rank computes all of it.
+Work is the FLOPs of products, convolutions, attention, recurrences and triangular solves, 2 for each multiply-add, of
+the forward in the global view. Activations are the results that need a gradient, in bytes; a view counts once, with the
+value that it views. A node runs on shards if one of its results is sharded or partial; otherwise every rank computes
+all of it. Shards contain padding where n ranks do not divide the rows, such as 5 of 8 rows for a sequence of 3 on 8
+ranks. It is work of a rank, too: the FLOPs of a rank are those that every rank computes, and an n-th of those on shards
+with their padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import node_line
 from sp_compile.lowering.scan.linear_attention import LINEAR_ATTENTION_OPS, chunk_tokens
 from sp_compile.passes.graph.call import OpCall, node_shape, node_tensors
 from sp_compile.passes.graph.sizes import as_sizes, assume_large, size_product
-from sp_compile.passes.sharding.attention_axes import ATTENTION, ATTENTION_OF_TORCH, op_strategy
-from sp_compile.passes.sharding.factors import BoundRule, dim_factors
-from sp_compile.passes.sharding.placement import PlacementPlan, Replicate
-from sp_compile.passes.sharding.rule import lookup_rule, transfer_of
 
+from .attention_axes import ATTENTION, ATTENTION_OF_TORCH, op_strategy
+from .axes import Atom, Axes
+from .factors import BoundRule, dim_factors
+from .placement import PlacementPlan, Replicate, Shard
+from .rule import lookup_rule, transfer_of
+
+SOLVE_OPS = (torch.ops.aten.linalg_solve_triangular.default, torch.ops.aten.linalg_solve.default)
 LARGE_SHARE = 0.05  # of the FLOPs of a graph, from which on the report names a line that every rank computes
+
+MAX_LINES = 3  # lines that the report names of the work that every rank does
 
 
 @dataclass
@@ -29,10 +40,12 @@ class ShardedWork:
     """FLOPs and bytes of activations of a graph, in total and on shards."""
 
     flops: float = 0.0  # of the forward
-    sharded_flops: float = 0.0  # of the nodes that run on shards
+    sharded_flops: float = 0.0  # of the nodes that run on shards, without padding
+    rank_flops: float = 0.0  # of one rank, with padding
     activations: float = 0.0  # bytes
     sharded_activations: float = 0.0  # bytes of the values that are sharded
     replicated: dict[str, float] = field(default_factory=dict)  # FLOPs that every rank computes, by the user's line
+    replicated_activations: dict[str, float] = field(default_factory=dict)  # bytes that every rank has, by line
 
     def merge(self, other: ShardedWork) -> None:
         """Add the work of another graph.
@@ -42,19 +55,47 @@ class ShardedWork:
         """
         self.flops += other.flops
         self.sharded_flops += other.sharded_flops
+        self.rank_flops += other.rank_flops
         self.activations += other.activations
         self.sharded_activations += other.sharded_activations
-        for line, flops in other.replicated.items():
-            self.replicated[line] = self.replicated.get(line, 0.0) + flops
+        for ours, theirs in (
+            (self.replicated, other.replicated),
+            (self.replicated_activations, other.replicated_activations),
+        ):
+            for line, work in theirs.items():
+                ours[line] = ours.get(line, 0.0) + work
 
     def describe(self) -> str:
-        """Return text with both shares, as in "98% of the FLOPs and 95% of the activations are on shards"."""
-        return f"{self.flops_share:.0%} of the FLOPs and {self.activations_share:.0%} of the activations are on shards"
+        """Return text with the shares, as in "98% of the FLOPs and 95% of the activations are on shards"."""
+        shares = (
+            f"{self.flops_share:.0%} of the FLOPs and {self.activations_share:.0%} of the activations are on shards"
+        )
+        return f"{shares}; a rank computes {self.rank_share:.0%} of the FLOPs"
 
     def large_replicated_lines(self) -> list[tuple[str, float]]:
         """Return the lines with at least `LARGE_SHARE` of all FLOPs that every rank computes, with their shares."""
         by_flops = sorted(self.replicated.items(), key=lambda item: -item[1])
         return [(line, flops / self.flops) for line, flops in by_flops if flops >= LARGE_SHARE * self.flops]
+
+    def describe_excess(self, n: int) -> list[str]:
+        """Return texts on work that n ranks do not divide, of at least `LARGE_SHARE`, with the largest lines."""
+        kinds = (
+            ("computes", "the FLOPs", self.replicated, self.flops),
+            ("has", "the activations", self.replicated_activations, self.activations),
+        )
+        padding = self.rank_flops - (self.flops - self.sharded_flops) - self.sharded_flops / n
+        texts = []
+        if padding >= LARGE_SHARE * self.rank_flops and padding:
+            cure = f"Use fewer ranks, or lengths that {n} ranks divide."
+            texts.append(f"{padding / self.rank_flops:.0%} of the FLOPs of a rank are for padding. {cure}")
+        for verb, what, by_line, total in kinds:
+            share = sum(by_line.values()) / total if total else 0.0
+            if share >= LARGE_SHARE:
+                lines = [f"{line} ({part / total:.0%})" for line, part in Counter(by_line).most_common(MAX_LINES)]
+                others = len(by_line) - len(lines)
+                more = f", and {others} other lines" if others else ""
+                texts.append(f"every rank {verb} all of {share:.0%} of {what}: {', '.join(lines)}{more}")
+        return texts
 
     @property
     def flops_share(self) -> float:
@@ -62,12 +103,19 @@ class ShardedWork:
         return self.sharded_flops / self.flops if self.flops else 1.0
 
     @property
+    def rank_share(self) -> float:
+        """Return the FLOPs of one rank, with padding, as a share of those of the graph; 1 without FLOPs."""
+        return self.rank_flops / self.flops if self.flops else 1.0
+
+    @property
     def activations_share(self) -> float:
         """Return the share of the bytes of activations on shards, from 0 to 1; 1 without activations."""
         return self.sharded_activations / self.activations if self.activations else 1.0
 
 
-def count_work(gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: Callable[[Node], int]) -> ShardedWork:
+def count_work(
+    gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: Callable[[Node], int], n: int
+) -> ShardedWork:
     """Return the work of a graph.
 
     Args:
@@ -75,6 +123,7 @@ def count_work(gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: 
         plan: Placements of its values.
         trained: Nodes with results that need a gradient.
         times: Returns the number of nodes that a node represents.
+        n: Number of ranks.
     """
     work = ShardedWork()
     for node in gm.graph.nodes:
@@ -86,11 +135,97 @@ def count_work(gm: GraphModule, plan: PlacementPlan, trained: set[Node], times: 
         work.activations += nbytes
         if is_sharded:
             work.sharded_flops += flops
+            work.rank_flops += flops * _share_of_rank(node, plan, n) if flops else 0.0
             work.sharded_activations += nbytes
-        elif flops:
-            line = node_line(node)
+            continue
+        work.rank_flops += flops
+        line = node_line(node)
+        if flops:
             work.replicated[line] = work.replicated.get(line, 0.0) + flops
+        if nbytes:
+            work.replicated_activations[line] = work.replicated_activations.get(line, 0.0) + nbytes
     return work
+
+
+def _share_of_rank(node: Node, plan: PlacementPlan, n: int) -> float:
+    """Return the share of the work of a node on shards that is one rank's: the rows that it stores of all."""
+    frame = next(
+        (
+            placement.frame
+            for value in (node, *node.all_input_nodes)  # a result may be partial
+            for placement in plan.placements.get(value, ())
+            if isinstance(placement, Shard)
+        ),
+        None,
+    )
+    if frame is None or frame.order.is_balanced or not isinstance(frame.length, int):
+        return 1 / n
+    return max(assume_large(frame.local_length(n)) / max(frame.length, 1), 1 / n)
+
+
+class Product(NamedTuple):
+    """Work of one node that has FLOPs, and the dims that it runs over."""
+
+    flops: float  # of the node
+    operands: Set[Atom]  # atoms of its operands
+    results: Set[Atom]  # atoms of its first result
+    rule: BoundRule | None  # its rule; that of a product has the dims that it sums over in its operands
+
+    @property
+    def is_contraction(self) -> bool:
+        """Return True for a product."""
+        return self.rule is not None and self.rule.is_contraction
+
+
+class RowWork:
+    """FLOPs of the products of a graph by the dims that they run over.
+
+    A dim is a product of atoms (`axes.py`); an atom is a class of equal dims and its size.
+
+    Args:
+        gm: The graph.
+        axes: Its axes.
+    """
+
+    def __init__(self, gm: GraphModule, axes: Axes) -> None:
+        self.total = 0.0  # FLOPs of the graph
+        self.by_rows: Counter[Atom] = Counter()  # FLOPs of the products whose result has an atom
+        self.products: list[Product] = []
+        for node in gm.graph.nodes:
+            flops = contraction_flops(node) if node.op == "call_function" else 0.0
+            self.total += flops
+            if flops:
+                operands, results = (
+                    {a for x in values for dim in axes.dims.get((x, 0), ()) for a in axes.canonical(dim)}
+                    for values in (node.all_input_nodes, [node])
+                )
+                _, rule = lookup_rule(node) or (None, None)
+                self.products.append(Product(flops, operands, results, rule))
+                self.by_rows.update(dict.fromkeys(results, flops))
+
+    def multiplied_classes(self) -> set[int]:
+        """Return the classes of the dims of products, and of those of images that most convolutions read."""
+        multiplied: set[int] = set()
+        convolved: Counter[int] = Counter()  # FLOPs of convolutions, by class
+        for product in self.products:
+            classes = {a.name for a in product.operands}
+            if product.is_contraction:
+                multiplied |= classes
+            elif product.rule is not None:
+                convolved.update(dict.fromkeys(classes, product.flops))
+        return multiplied | {name for name, flops in convolved.items() if flops >= LARGE_SHARE * self.total}
+
+    def flops_of_rows(self, names: Set[int]) -> float:
+        """Return the FLOPs that shards of a dim divide.
+
+        Args:
+            names: The classes of the dim, and of its factors, of which a result, or a sum, has at least one.
+        """
+        return sum(
+            x.flops
+            for x in self.products
+            if any(a.name in names for a in (*x.results, *(x.operands if x.is_contraction else ())))
+        )
 
 
 def has_frame(node: Node) -> bool:
@@ -100,7 +235,7 @@ def has_frame(node: Node) -> bool:
 
 
 def contraction_flops(node: Node) -> float:
-    """Return the FLOPs of a product, a convolution or an attention in the global view, else 0.
+    """Return the FLOPs of a product, a convolution, an attention, a recurrence or a solve in the global view, else 0.
 
     Attention counts all pairs of queries and keys, as masks are not evaluated.
     """
@@ -115,6 +250,8 @@ def contraction_flops(node: Node) -> float:
         return 0.0
     if call.node.target in LINEAR_ATTENTION_OPS:
         return _linear_attention_flops(call)
+    if call.node.target is torch.ops.sp.affine_scan.default or call.node.target in SOLVE_OPS:
+        return _matrix_flops(call)
     if call.get("weight") is not None and "stride" in call.args:
         return _convolution_flops(call)
     if rule is None or not rule.is_contraction or rule.operand_placements is not None:
@@ -127,6 +264,17 @@ def _convolution_flops(call: OpCall) -> float:
     is_transposed = "output_padding" in call.args and call.get("transposed", True)
     positions = call.shape() if is_transposed else as_sizes(call.results()[0].shape)
     return 2.0 * assume_large(size_product(positions) * size_product(call.shape("weight")[1:]))
+
+
+def _matrix_flops(call: OpCall) -> float:
+    """Return the FLOPs of a product of a square matrix with each result, as of recurrences; of solves with it.
+
+    A triangular system takes half of a product; a full one has a factorization with the same order of FLOPs.
+    """
+    size = call.results()[0]
+    matrix = call.shape(0)[-1]
+    is_triangular = call.node.target is torch.ops.aten.linalg_solve_triangular.default
+    return (1.0 if is_triangular else 2.0) * assume_large(size_product(as_sizes(size.shape)) * matrix)
 
 
 def _linear_attention_flops(call: OpCall) -> float:

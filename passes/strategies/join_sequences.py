@@ -19,7 +19,6 @@ part is computed.
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,10 +31,10 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape, read_results
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size, normalize_position
-from sp_compile.passes.sharding.axes import Atom, Axes
+from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.matchers import match_piece
 from sp_compile.passes.sharding.rule import lookup_rule
-from sp_compile.passes.sharding.sharded_work import LARGE_SHARE, contraction_flops
+from sp_compile.passes.sharding.sharded_work import LARGE_SHARE, RowWork
 from sp_compile.passes.sharding.window_rules import simplify_size
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -76,7 +75,7 @@ class JoinSequences(Pass):
             if not joins:
                 break
             work = RowWork(gm, axes)
-            apart = [work.find_apart(parts, OpCall(n).dim(), job.ranks.n) for n, parts in joins.items()]
+            apart = [_find_apart(parts, OpCall(n).dim(), job.ranks.n, work, axes) for n, parts in joins.items()]
             for node, indices in zip(joins, apart):
                 self._join(node, _find_parts(node), indices)  # an earlier join may have replaced a value of a part
             changes += len(joins)
@@ -174,52 +173,32 @@ class JoinSequences(Pass):
         return changes
 
 
-class RowWork:
-    """FLOPs of the products of a graph whose result has the rows of each sequence.
+def _find_apart(parts: Sequence[JoinedPart], dim: int, n: int, work: RowWork, axes: Axes) -> list[int]:
+    """Return the indices of the parts of a concatenation of which each rank should have equally many rows.
 
-    A dim is a product of atoms (`axes.py`); an atom is a class of equal dims and its size.
+    Otherwise, at least `LARGE_SHARE` of the FLOPs of a rank would be those of the part, for more rows. The longest
+    is one of them only if it has no more rows than a rank has of the result.
 
     Args:
-        gm: The graph.
+        parts: The parts.
+        dim: The dim of their rows.
+        n: The number of ranks.
+        work: The work of the graph.
         axes: Its axes.
     """
-
-    def __init__(self, gm: GraphModule, axes: Axes) -> None:
-        self.axes = axes
-        self.total = 0.0  # FLOPs of the graph
-        self.by_rows: Counter[Atom] = Counter()  # FLOPs of the products whose result has an atom
-        for node in gm.graph.nodes:
-            flops = contraction_flops(node) if node.op == "call_function" else 0.0
-            self.total += flops
-            if flops:
-                self.by_rows.update(
-                    dict.fromkeys({a for dim in axes.dims[node, 0] for a in axes.canonical(dim)}, flops)
-                )
-
-    def find_apart(self, parts: Sequence[JoinedPart], dim: int, n: int) -> list[int]:
-        """Return the indices of the parts of a concatenation of which each rank should have equally many rows.
-
-        Otherwise, at least `LARGE_SHARE` of the FLOPs of a rank would be those of the part, for more rows. The longest
-        is one of them only if it has no more rows than a rank has of the result.
-
-        Args:
-            parts: The parts.
-            dim: The dim of their rows.
-            n: The number of ranks.
-        """
-        lengths = [assume_large(part.length) for part in parts]
-        longest, joined_rows = lengths.index(max(lengths)), ceil_div(sum(lengths), n)
-        apart = []
-        for i, (part, length) in enumerate(zip(parts, lengths)):
-            if part.is_placed or (i == longest and n * length > sum(lengths)):
-                continue
-            rows = min(length, joined_rows)  # that a rank computes without a frame of its own
-            atoms = self.axes.canonical(self.axes.dims[part.value, 0][dim])
-            flops = min((self.by_rows[a] for a in atoms), default=0.0)  # those with all factors of the rows, or fewer
-            of_part, of_rest = flops * rows / length, (self.total - flops) / n
-            if ceil_div(length, n) < rows and of_part > 0 and of_part >= LARGE_SHARE * (of_part + of_rest):
-                apart.append(i)
-        return apart
+    lengths = [assume_large(part.length) for part in parts]
+    longest, joined_rows = lengths.index(max(lengths)), ceil_div(sum(lengths), n)
+    apart = []
+    for i, (part, length) in enumerate(zip(parts, lengths)):
+        if part.is_placed or (i == longest and n * length > sum(lengths)):
+            continue
+        rows = min(length, joined_rows)  # that a rank computes without a frame of its own
+        atoms = axes.canonical(axes.dims[part.value, 0][dim])
+        flops = min((work.by_rows[a] for a in atoms), default=0.0)  # those with all factors of the rows, or fewer
+        of_part, of_rest = flops * rows / length, (work.total - flops) / n
+        if ceil_div(length, n) < rows and of_part > 0 and of_part >= LARGE_SHARE * (of_part + of_rest):
+            apart.append(i)
+    return apart
 
 
 def _find_parts(node: Node) -> list[JoinedPart]:

@@ -25,7 +25,7 @@ from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import divides, is_same_size
 from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
 from sp_compile.passes.sharding.axes import Axes
-from sp_compile.passes.sharding.find_sequences import sequence_candidates
+from sp_compile.passes.sharding.find_sequences import SequenceCandidate, sequence_candidates
 from sp_compile.passes.sharding.output_rules import GATHER_REASON, gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Shard
 from sp_compile.passes.sharding.sharded_work import count_work
@@ -164,7 +164,7 @@ class PlaceOutputs(Pass):
     provides = frozenset({"checked"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Add notes on gathered results and large replicated work, set `job.constraints` and `job.work`; return 0."""
+        """Add notes on gathered results and replicated work, set `constraints` and `work` of the job; return 0."""
         plan = job.plan(gm)
         _check_local_outputs(gm, plan, job)
         for node, options in output_options(gm.graph.output_node(), job.outputs).items():
@@ -172,7 +172,8 @@ class PlaceOutputs(Pass):
             if why not in ("", GATHER_REASON):
                 self.note(node.all_input_nodes[0], why, node.all_input_nodes[0].name, NoteKind.UNSHARDED)
         job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
-        job.work = count_work(gm, plan, differentiable_nodes(gm), job.times)
+        job.candidates = _mark_split(job.candidates, gm, plan)
+        job.work = count_work(gm, plan, differentiable_nodes(gm), job.times, job.ranks.n)
         if job.ranks.n > 1 and job.work.sharded_flops:
             self._note_replicated_work(job)
         return 0
@@ -227,6 +228,13 @@ def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
     is_full_sequence = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
     is_full_dim = is_same_size(have.outer, 1) and is_same_size(have.inner, 1)
     return isinstance(length, torch.SymInt) and is_full_sequence and is_full_dim and bool(length % n == 0)
+
+
+def _mark_split(candidates: list[SequenceCandidate], gm: GraphModule, plan: PlacementPlan) -> list[SequenceCandidate]:
+    """Return the candidates, of which those that are chosen, but of which no value has shards, are marked."""
+    frames = [p.frame for node in gm.graph.nodes for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
+    sizes = {size * frame.block for frame in frames for size in (frame.size, frame.length)}
+    return [c._replace(is_split=c.is_chosen and c.size in sizes) for c in candidates]
 
 
 def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) -> list[str]:

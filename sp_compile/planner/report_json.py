@@ -1,8 +1,9 @@
 """Convert reports and plans to JSON; names and units are stable for "version" 1, fields may be added.
 
     {"format": "sp_compile.report", "version": 1, "ranks": 8, "inputs": {"ids": [1]}, "constraints": ["..."],
-     "sequences":   [{"size", "evidence": "attention", "ops": 2, "is_input": true, "is_chosen": true}],
-     "work":        {"flops", "sharded_flops", "activation_bytes", "sharded_activation_bytes"},
+     "sequences":   [{"size", "evidence": "attention", "ops": 2, "is_input": true, "is_chosen": true,
+                      "is_split": true, "share": 1.0, "why": ""}],
+     "work":        {"flops", "sharded_flops", "rank_flops", "activation_bytes", "sharded_activation_bytes"},
      "rewrites":    [{"kind": "rewritten", "subject": "ulysses", "done": "ulysses", "node": "...",
                       "where": "FILE:12: y = f(x)", "why": "..."}],
      "collectives": [{"op": "all_to_all", "node", "where", "shape", "forward_bytes", "backward_bytes"}],
@@ -61,11 +62,12 @@ def report_json(report: Report) -> dict[str, Any]:
         "inputs": {name: list(dims) for name, dims in report.inputs.items()},
         "constraints": list(report.constraints),
         "sequences": [
-            {"size": assume_large(c.size)} | _select_fields(c, "evidence ops is_input is_chosen")
+            {"size": assume_large(c.size)} | _select_fields(c, "evidence ops is_input is_chosen is_split share why")
             for c in report.candidates
         ],
         "work": _select_fields(
-            report.work, "flops sharded_flops activation_bytes=activations sharded_activation_bytes=sharded_activations"
+            report.work,
+            "flops sharded_flops rank_flops activation_bytes=activations sharded_activation_bytes=sharded_activations",
         ),
         "rewrites": [
             {"kind": note.kind.name.lower(), **_select_fields(note, "subject done=label node where why=text")}

@@ -37,10 +37,10 @@ class Goldens(expecttest.TestCase):
             str(sp_compile.explain(Decoder(), *text(64), sp=4)),
             """\
 4 ranks; the sequence is ids dim 1, labels dim 1
-100% of the FLOPs and 100% of the activations are on shards
+100% of the FLOPs and 100% of the activations are on shards; a rank computes 25% of the FLOPs
 
 Sequences
-  64 positions, with attention in 2 ops
+  64 positions, with attention in 2 ops, 100% of the FLOPs
 
 Constraints
   sequence of 64: 16 positions a rank
@@ -84,10 +84,11 @@ Collectives, bytes that one rank sends
             str(report),
             """\
 4 ranks; the sequence is ids dim 1, labels dim 1
-100% of the FLOPs and 100% of the activations are on shards
+100% of the FLOPs and 100% of the activations are on shards; a rank computes 30% of the FLOPs
+Warning: 17% of the FLOPs of a rank are for padding. Use fewer ranks, or lengths that 4 ranks divide.
 
 Sequences
-  10 positions, with attention in 2 ops
+  10 positions, with attention in 2 ops, 100% of the FLOPs
 
 Constraints
   sequence of 10: 3 positions a rank, padded to 4 * 3

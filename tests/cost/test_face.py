@@ -170,8 +170,8 @@ REPORT = {
     **dict.fromkeys(["format", "version", "ranks"]),
     "inputs": {"x": None},
     "constraints": None,
-    "sequences": dict.fromkeys(["size", "evidence", "ops", "is_input", "is_chosen"]),
-    "work": dict.fromkeys(["flops", "sharded_flops", "activation_bytes", "sharded_activation_bytes"]),
+    "sequences": dict.fromkeys(["size", "evidence", "ops", "is_input", "is_chosen", "is_split", "share", "why"]),
+    "work": dict.fromkeys(["flops", "sharded_flops", "rank_flops", "activation_bytes", "sharded_activation_bytes"]),
     "rewrites": dict.fromkeys(["kind", "subject", "done", "node", "where", "why"]),
     "collectives": dict.fromkeys(["op", "node", "where", "shape", "forward_bytes", "backward_bytes"]),
     "attention": dict.fromkeys(["attention", "nodes", "chosen", "layout", "seconds", "memory_bytes"]),
@@ -193,7 +193,17 @@ WAY = """ranks attention layout checkpoint tiles offload host_bytes state memory
 tokens_per_second fits measured most_tiles options""".split()
 PLAN = {
     **dict.fromkeys(
-        ["format", "version", "memory_bytes", "host_memory_bytes", "hardware", "unit", "parameters_bytes", "best", "notes"]
+        [
+            "format",
+            "version",
+            "memory_bytes",
+            "host_memory_bytes",
+            "hardware",
+            "unit",
+            "parameters_bytes",
+            "best",
+            "notes",
+        ]
     ),
     "ways": dict.fromkeys(WAY),
     "changes": {"8": None},

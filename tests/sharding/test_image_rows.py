@@ -79,7 +79,9 @@ def test_fewer_rows_than_ranks(rows: int) -> None:
 
 def test_a_stride_is_gathered() -> None:
     middle = nn.Sequential(conv(3, padding=1, stride=2), nn.Upsample(scale_factor=2))
-    check(ConvFeedForward(4, middle).double(), image_tokens(6, 4), sp=2)
+    report = check(ConvFeedForward(4, middle).double(), image_tokens(6, 4), sp=2)
+    assert len([note for note in report.fallbacks if "self.ff(image)" in note.where]) == 2, report
+    assert report.count("conv_along") == 0
 
 
 @pytest.mark.parametrize("n", [2, 3])

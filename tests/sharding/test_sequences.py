@@ -164,7 +164,8 @@ def test_patches_before_a_class_token_are_computed_on_shards(n: int) -> None:
 
 @pytest.mark.parametrize("size", [(28, 21), (29, 20)], ids=["columns", "rows"])
 def test_a_patch_that_does_not_fill_the_image_is_dropped(size: tuple[int, int]) -> None:
-    check(Image(35).double(), torch.randn(2, 3, *size, dtype=torch.float64), sp=2)
+    report = check(Image(35).double(), torch.randn(2, 3, *size, dtype=torch.float64), sp=2)
+    assert report.work.flops_share > 0.99, report
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -216,8 +217,9 @@ class NeighborChunks(nn.Module):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_chunks_read_their_neighbors(n: int) -> None:
-    x = torch.randn(2, 27, WIDTH, dtype=torch.float64)
-    report = check(NeighborChunks().double(), x, sp=n, seq_dims={"x": 1})
+    """The sequence is the dim that is split into chunks, not the keys or the queries of a chunk."""
+    report = check(NeighborChunks().double(), torch.randn(2, 27, WIDTH, dtype=torch.float64), sp=n)
+    assert [(c.size, c.is_chosen) for c in report.candidates] == [(28, True), (12, False)]
     assert report.work.flops_share == 1.0
     assert not report.fallbacks
 
@@ -252,6 +254,105 @@ def test_an_axis_that_is_not_split_is_second() -> None:
     report = sp_compile.explain(axial, torch.randn(2, 6, 10, 8), sp=2)
     assert [c.is_chosen for c in report.candidates] == [True, False]
     assert {c.size for c in report.candidates} == {6, 10}
+
+
+class Axial(nn.Module):
+    """One attention over the tokens of dim 2, and two over the few channels of dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.scaled_dot_product_attention(x, x, x)
+        for _ in range(2):
+            y = self.linear(x).transpose(1, 2).sin()
+            x = x + F.scaled_dot_product_attention(y, y, y).cos().transpose(1, 2)
+        return x
+
+
+class Variates(nn.Module):
+    """A scan over the time of dim 1, and attention over the few variates of dim 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.linear(self.linear(x).cumsum(1).tanh())
+        return self.linear(F.scaled_dot_product_attention(q, q, q))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(("model", "shape", "few"), [(Axial, (2, 3, 29), 3), (Variates, (2, 29, 5), 5)])
+def test_the_sequence_has_the_least_work_of_a_rank(
+    model: type[nn.Module], shape: tuple[int, ...], few: int, n: int
+) -> None:
+    report = check(model().double(), torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True), sp=n)
+    chosen, other = report.candidates
+    ceil = -(-29 // n)
+    if (few == 3 and n == 3) or (few == 5 and abs(-(-5 // n) / 5 - ceil / 29) < 0.05 * ceil / 29):
+        return  # both are equal
+    assert (chosen.size, chosen.is_chosen, other.size, other.is_chosen) == (29, True, few, False)
+    assert "ranks would compute" in other.why
+    assert other.why in str(report)
+    assert not report.fallbacks
+
+
+def test_a_rank_computes_padding() -> None:
+    """The sequence of 3 that is named has one row on 3 of 8 ranks, so that the ranks save 2/3 of the work."""
+    report = sp_compile.explain(Axial(), torch.randn(2, 3, 29, WIDTH), sp=8, seq_dims={"x": 1})
+    assert report.work.flops_share == 1.0
+    assert report.work.rank_share == pytest.approx(1 / 3)
+    assert "a rank computes 33% of the FLOPs" in str(report)
+    (warning,) = (text for text in report.warnings if "padding" in text)
+    assert warning.startswith("62% of the FLOPs of a rank are for padding")
+
+
+def test_a_warning_names_the_attended_dim_that_is_not_split() -> None:
+    report = sp_compile.explain(Axial(), torch.randn(2, 3, 29, WIDTH), sp=2, seq_dims={"x": 1})
+    assert any("the longest attended dim, of 29 positions, is not split" in text for text in report.warnings)
+    assert report.warnings[0] in str(report).split("\n\n")[0]
+    assert sp_compile.explain(Axial(), torch.randn(2, 3, 30, WIDTH), sp=2).warnings == []
+
+
+def test_a_warning_says_that_the_sequence_is_no_input() -> None:
+    report = sp_compile.explain(Image(35), torch.randn(2, 3, 28, 20), sp=2)
+    assert any("the sequence is no dim of an input" in text and "seq_dims" in text for text in report.warnings)
+
+
+def test_a_warning_names_embeddings_of_every_rank() -> None:
+    class Merged(nn.Module):
+        """Rows of an embedding that a mask replaces, as of images in a text."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, WIDTH)
+
+        def forward(self, ids: Tensor, image: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            x = x.masked_scatter((ids == 9)[..., None].expand_as(x), image)[:, None]
+            return F.scaled_dot_product_attention(x, x, x)
+
+    report = sp_compile.explain(Merged(), torch.tensor([[1, 9, 2, 9, 3, 4]]), torch.randn(2, WIDTH), sp=2)
+    (warning,) = (text for text in report.warnings if "activations" in text)
+    assert "self.embedding(ids)" in warning
+
+
+def test_recurrences_and_solves_have_flops() -> None:
+    def recurrence(m: Tensor, b: Tensor) -> Tensor:
+        return sp_compile.affine_scan(m, b, dim=1)
+
+    def solve(x: Tensor) -> Tensor:
+        q = torch.linalg.solve_triangular(torch.eye(8).expand(2, 6, 8, 8), x, upper=False)
+        return q.cumsum(1)
+
+    report = sp_compile.explain(recurrence, torch.randn(2, 6, 4, 4), torch.randn(2, 6, 4, 5), sp=2)
+    assert (report.work.flops, report.work.flops_share) == (2 * 2 * 6 * 4 * 4 * 5, 1.0)
+    report = sp_compile.explain(solve, torch.randn(2, 6, 8, 3), sp=2)
+    assert (report.work.flops, report.work.flops_share) == (2 * 6 * 8 * 8 * 3, 1.0)
 
 
 def test_the_report_names_work_of_every_rank() -> None:
