@@ -181,16 +181,16 @@ def _find_evidence(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
         return
     sources, found = _chunk_sources(gm, axes), list[FoundDim]()
     for kind, find_evidence in _evidence_by_kind().items():
-        for node, dim in find_evidence(gm, axes):
-            found += [FoundDim(node, sources.get(axes.find(a.name), a), kind) for a in dim]
+        for node, atoms in find_evidence(gm, axes):
+            found += [FoundDim(node, sources.get(axes.find(a.name), a), kind) for a in atoms]
     long = [x for x in found if not is_same_size(x.atom.size, 1)]
     if not found:
         return
     # a sequence of one token (decoding) is a sequence, too, but cannot be sharded
     strongest = [x for x in long if x.kind == found[0].kind] or [x for x in found if x.kind == found[0].kind]
     axes.sequences = {axes.find(x.atom.name) for x in strongest}
-    named = {axes.find(a.name) for node, dim in sharded.items() for a in axes.dims[node, 0][dim]}
-    _ChooseRivals(gm, axes, long, sources, named).apply()
+    named = {axes.find(a.name) for node, index in sharded.items() for a in axes.dims[node, 0][index]}
+    _RivalChoice(gm, axes, long, sources, named).apply()
 
 
 class FoundDim(NamedTuple):
@@ -201,8 +201,8 @@ class FoundDim(NamedTuple):
     kind: str  # the kind of evidence, a key of `_evidence_by_kind`
 
 
-class _ChooseRivals:
-    """Reduction of `axes.sequences` to one class per value, with the reasons in `axes.lost`.
+class _RivalChoice:
+    """Choice of one class of `axes.sequences` per value, with the reasons in `axes.lost`.
 
     A value has several if attention or scans run along several of its dims (axial attention).
 
