@@ -5,11 +5,20 @@
 
 The patches of an image or a video, (N, H * W, C * p * p), are placed like tokens: each rank computes those of its rows.
 A convolution over rows and columns has no single dim that could be sharded. Also conv1d and conv3d, with any size of
-the kernel in each dim. Unchanged: overlapping or padded windows, groups, dilation, images that the patches do not
-fill, and convolutions of which another shape than (N, D, patches) is read. Bytes moved: none between ranks.
+the kernel in each dim. Windows that overlap, that padding extends, or that do not fill an image of the inputs are
+copied, at most `MAX_COPIES` times the image:
+
+    conv2d(x, w, b, stride=s, padding=q)  ->  as above, of unfold(unfold(pad(x, q), 2, p, s), 3, p, s)
+
+Unchanged: such windows of computed values, groups, dilation, and convolutions of which another shape than (N, D,
+patches) is read. Bytes moved: none between ranks.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -17,10 +26,12 @@ from torch.fx import GraphModule, Node
 from sp_compile.passes.base import CanonicalPass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, node_shape, parse_overloads
+from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, exact_quotient, is_same_shape, size_product
 from sp_compile.passes.sharding.rule import rule_of
 
 aten = torch.ops.aten
+MAX_COPIES = 4  # size of the windows by the size of their image
 CONVOLUTIONS = parse_overloads("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding")
 
 
@@ -35,21 +46,26 @@ class RewritePatchConvolutions(CanonicalPass):
         calls = [OpCall(n) for op in CONVOLUTIONS for n in gm.graph.find_nodes(op="call_function", target=op)]
         changes = 0
         for call in calls:
-            grid = _patch_grid(call)
-            if grid is not None and call.node.users and all(_is_flat(user, call.node) for user in call.node.users):
-                self._rewrite(call, grid)
+            windows = _find_windows(call)
+            if windows is not None and call.node.users and all(_is_flat(user, call.node) for user in call.node.users):
+                self._rewrite(call, windows)
                 changes += 1
         return changes
 
-    def _rewrite(self, call: OpCall, grid: list[Size]) -> None:
+    def _rewrite(self, call: OpCall, windows: PatchWindows) -> None:
         """Replace the flattened results of a convolution by a linear layer over the patches of the grid."""
         node, (batch, channels, *_), weight = call.node, call.shape(), call.shape("weight")
-        kernel, dims = weight[2:], len(grid)
+        grid, kernel, dims = node_shape(node)[2:], weight[2:], len(weight) - 2
         with self.graph.inserting_before(node):
-            split = [size for pair in zip(grid, kernel) for size in pair]  # rows of patches, rows of a patch, ...
-            x = self.reshape(call.operands[0], (batch, channels, *split), node)
-            patches = [2 + 2 * d for d in range(dims)]
-            x = self.compute(aten.permute.default, (x, [0, *patches, 1, *(d + 1 for d in patches)]), node)
+            x = call.operands[0]
+            if windows.is_split:
+                split = [size for pair in zip(grid, kernel) for size in pair]  # rows of patches, rows of a patch, ...
+                x = self.reshape(x, (batch, channels, *split), node)
+                order = [*range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
+            else:
+                x = self._unfold(x, kernel, windows, node)
+                order = [*range(2, 2 + dims), 1, *range(2 + dims, 2 + 2 * dims)]
+            x = self.compute(aten.permute.default, (x, [0, *order]), node)
             x = self.reshape(x, (batch, size_product(grid), channels * size_product(kernel)), node)
             w = self.reshape(call["weight"], (weight[0], size_product(weight[1:])), node)
             y = self.compute(aten.linear.default, (x, w, call["bias"]), node)
@@ -57,19 +73,55 @@ class RewritePatchConvolutions(CanonicalPass):
         for user in list(node.users):
             self.replace(user, flat)
 
+    def _unfold(self, x: Node, kernel: Sequence[Size], windows: PatchWindows, like: Node) -> Node:
+        """Emit the windows of an image, (N, C, H, W, p, p)."""
+        if any(windows.padding):
+            widths = [width for padding in reversed(windows.padding) for width in (padding, padding)]
+            x = self.compute(aten.constant_pad_nd.default, (x, widths), like)
+        for dim, (size, stride) in enumerate(zip(kernel, windows.strides), start=2):
+            x = self.compute(aten.unfold.default, (x, dim, size, stride), like)
+        return x
 
-def _patch_grid(call: OpCall) -> list[Size] | None:
-    """Return the number of patches in each dim of the image, or None if windows overlap or do not fill it."""
+
+class PatchWindows(NamedTuple):
+    """Windows of a convolution that become patches."""
+
+    strides: list[int]  # by dim of the image
+    padding: list[int]  # zeros on both sides, by dim
+    is_split: bool  # True if the windows are disjoint and fill the image, so that they are a split of it
+
+
+def _find_windows(call: OpCall) -> PatchWindows | None:
+    """Return the windows of a convolution, or None if they are no patches, or too many rows would be copied."""
     kernel, image = call.shape("weight")[2:], call.shape()[2:]
     padding, stride = call["padding"], call["stride"]
-    is_padded = padding != "valid" if isinstance(padding, str) else any(p != 0 for p in padding)
-    if call.ndim() != call.ndim("weight") or is_padded or call["groups"] != 1 or any(d != 1 for d in call["dilation"]):
+    if call.ndim() != call.ndim("weight") or call["groups"] != 1 or any(d != 1 for d in call["dilation"]):
         return None
-    strides = list(stride) * (len(kernel) if len(stride) == 1 else 1)
-    grid = [exact_quotient(size, patch) for size, patch in zip(image, kernel)]
-    if not is_same_shape(strides, kernel) or size_product(kernel) == 1:
+    if isinstance(padding, str) and padding != "valid":
         return None
-    return None if None in grid else [size for size in grid if size is not None]
+    strides, widths = (
+        list(x) * (len(kernel) if len(x) == 1 else 1) for x in (stride, [0] if padding == "valid" else padding)
+    )
+    if size_product(kernel) == 1:
+        return None
+    if is_same_shape(strides, kernel) and not any(widths):
+        if None not in [exact_quotient(size, patch) for size, patch in zip(image, kernel)]:
+            return PatchWindows(strides, widths, True)
+    sizes = (*kernel, *image, *strides, *widths)
+    if not all(isinstance(x, int) for x in sizes) or len(kernel) == 1 or not _is_image(call.operands[0]):
+        return None
+    copies = math.prod(kernel) / math.prod(strides)
+    return PatchWindows(strides, widths, False) if copies <= MAX_COPIES else None
+
+
+def _is_image(x: Node) -> bool:
+    """Return True for an input, and for pointwise results and views of one."""
+    while x.op == "call_function" and len(x.all_input_nodes) == 1:
+        rule = rule_of(x)
+        if torch.Tag.pointwise not in getattr(x.target, "tags", ()) and (rule is None or not rule.lazy):
+            return False
+        x = x.all_input_nodes[0]
+    return x.op == "placeholder" and not node_info(x).parameter
 
 
 def _is_flat(user: Node, node: Node) -> bool:
