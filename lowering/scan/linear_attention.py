@@ -36,9 +36,7 @@ from .scan_ops import SHARD_ARGUMENTS, ScanShards, to_chunks
 
 sp = torch.ops.sp
 CHUNK = 64  # tokens of a chunk with one decay a head
-SMALL_CHUNK = (
-    16  # with K decays a head, one for each row of the state, where products within a chunk are K times larger
-)
+SMALL_CHUNK = 16  # with K decays a head, one a row of the state: products within a chunk are K times larger
 ATTENTION_OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? a, Tensor? b, Tensor? starts, Tensor? opened, "
     f"Tensor? closed, Tensor? initial, float scale, str kernel, {SHARD_ARGUMENTS}"

@@ -104,9 +104,9 @@ def _find_windows(call: OpCall) -> PatchWindows | None:
     )
     if size_product(kernel) == 1:
         return None
-    if is_same_shape(strides, kernel) and not any(widths):
-        if None not in [exact_quotient(size, patch) for size, patch in zip(image, kernel)]:
-            return PatchWindows(strides, widths, True)
+    is_filled = None not in [exact_quotient(size, patch) for size, patch in zip(image, kernel)]
+    if is_filled and is_same_shape(strides, kernel) and not any(widths):
+        return PatchWindows(strides, widths, True)
     sizes = (*kernel, *image, *strides, *widths)
     if not all(isinstance(x, int) for x in sizes) or len(kernel) == 1 or not _is_image(call.operands[0]):
         return None

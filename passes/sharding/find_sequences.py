@@ -258,7 +258,7 @@ class _RivalChoice:
         """Return the class with which a rank has the least work, and set the reasons against the others."""
         divided = {name: self.work.flops_of_rows(self.rows[name]) for name in rivals}
         total = max(divided.values())
-        times = {x: total - divided[x] * (1 - _share_of_rank(self.sizes[x], self.axes.n)) for x in rivals}
+        times = {x: total - divided[x] * (1 - _largest_share(self.sizes[x], self.axes.n)) for x in rivals}
         least = min(times.values())
         equal = [x for x in rivals if x in self.named] or [x for x in rivals if times[x] <= (1 + LARGE_SHARE) * least]
         kinds = list(_evidence_by_kind())
@@ -281,7 +281,7 @@ def _values_of(found: FoundDim) -> list[Node]:
     return [found.node, *(OpCall(found.node).operands[:2] if found.kind == ATTENTION_EVIDENCE[0] else ())]
 
 
-def _share_of_rank(size: Size, n: int) -> float:
+def _largest_share(size: Size, n: int) -> float:
     """Return the largest share of the rows of a dim that one of n ranks has."""
     rows = assume_large(size)
     return ceil_div(rows, n) / rows

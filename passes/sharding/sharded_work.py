@@ -163,7 +163,7 @@ def _share_of_rank(node: Node, plan: PlacementPlan, n: int) -> float:
     return max(assume_large(frame.local_length(n)) / max(frame.length, 1), 1 / n)
 
 
-class Product(NamedTuple):
+class NodeWork(NamedTuple):
     """Work of one node that has FLOPs, and the dims that it runs over."""
 
     flops: float  # of the node
@@ -190,7 +190,7 @@ class RowWork:
     def __init__(self, gm: GraphModule, axes: Axes) -> None:
         self.total = 0.0  # FLOPs of the graph
         self.by_rows: Counter[Atom] = Counter()  # FLOPs of the products whose result has an atom
-        self.products: list[Product] = []
+        self.products: list[NodeWork] = []
         for node in gm.graph.nodes:
             flops = contraction_flops(node) if node.op == "call_function" else 0.0
             self.total += flops
@@ -200,7 +200,7 @@ class RowWork:
                     for values in (node.all_input_nodes, [node])
                 )
                 _, rule = lookup_rule(node) or (None, None)
-                self.products.append(Product(flops, operands, results, rule))
+                self.products.append(NodeWork(flops, operands, results, rule))
                 self.by_rows.update(dict.fromkeys(results, flops))
 
     def multiplied_classes(self) -> set[int]:
