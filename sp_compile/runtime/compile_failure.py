@@ -16,12 +16,12 @@ from sp_compile.lowering.base.ranks import process_rank
 from sp_compile.lowering.torch_compat import RestartAnalysis, is_inductor_error
 from sp_compile.runtime.control.message import hash_text
 
-MAX_LINES = 3  # lines of an error that is not shortened
+MAX_SHORT_ERROR_LINES = 3  # lines of an error that is not shortened
 NO_FILE = "TORCHDYNAMO_VERBOSE=1 shows the complete error"
 
 
 def shorten_failure(error: Exception, subject: str) -> Exception:
-    """Return the error of a compilation with the user's line, in at most `MAX_LINES` lines.
+    """Return the error of a compilation with the user's line, in at most `MAX_SHORT_ERROR_LINES` lines.
 
     Args:
         error: The error. An SpError, a MemoryError and a short error of another compiler keep their type.
@@ -30,7 +30,7 @@ def shorten_failure(error: Exception, subject: str) -> Exception:
     if isinstance(error, SpError | RestartAnalysis | MemoryError) or os.environ.get("TORCHDYNAMO_VERBOSE") == "1":
         return error
     line = failed_node_line(error)
-    if not is_inductor_error(error) and str(error).count("\n") < MAX_LINES:
+    if not is_inductor_error(error) and str(error).count("\n") < MAX_SHORT_ERROR_LINES:
         if line:
             error.add_note(f"{subject}: compiling {line}")
         return error
