@@ -94,9 +94,7 @@ def capture_shards(
 
 
 def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None, n: int) -> dict[str, int]:
-    """Return the sequence dim of each input, by name: the user's dims, or else the detected ones.
-
-    Inputs without one are omitted.
+    """Return the sequence dims of inputs that have one, by name: the user's dims, or else the detected ones.
 
     Args:
         graph: Captured graph of a shard.
@@ -105,7 +103,7 @@ def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None, n: in
     """
     axes, inputs = name_axes(graph), graph.graph.find_nodes(op="placeholder")
     axes.n = n
-    user_dims = None if seq_dims is None else {n: seq_dims[n.name] for n in inputs if n.name in seq_dims}
+    user_dims = None if seq_dims is None else {x: seq_dims[x.name] for x in inputs if x.name in seq_dims}
     find_sequences(graph, axes, user_dims)
     if user_dims is not None:
         return {node.name: dim % node.meta["val"].ndim for node, dim in user_dims.items()}

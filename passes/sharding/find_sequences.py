@@ -278,7 +278,7 @@ class _RivalChoice:
 
 def _values_of(found: FoundDim) -> list[Node]:
     """Return the values of which only one dim can be sharded: the result of the op, and its queries and keys."""
-    return [found.node, *(OpCall(found.node).operands[:2] if found.kind == ATTENTION_EVIDENCE[0] else ())]
+    return [found.node, *(found.node.all_input_nodes[:2] if found.kind == ATTENTION_EVIDENCE[0] else ())]
 
 
 def _largest_share(size: Size, n: int) -> float:

@@ -233,8 +233,6 @@ class DryRun:
         if walks or (self.compare is None and lowered.exchanges and options.has_joint_passes):
             self._add_step(lowered, result)
         elif self.entry != "plan" and not lowered.unsplit_reason:  # as the backend, so that its errors are found
-            if self.compare is None:
-                lowered.add_boundary_outputs()
             partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False)
 
     def _add_step(self, lowered: RankProgram, result: DryRunResult) -> None:

@@ -63,7 +63,7 @@ def test_label_shift_stays_free() -> None:
 @pytest.mark.parametrize("n", [3, 2])
 def test_one_of_two_attended_axes_is_sharded(n: int) -> None:
     report = sp_compile.verify(
-        Axial().double(), torch.randn(2, 5, 6, 8, dtype=torch.float64), sp=n, attention="ulysses"
+        Axial().double(), torch.randn(2, 6, 12, 8, dtype=torch.float64), sp=n, attention="ulysses"
     )
     assert report.worst < 1e-12
     assert report.count("all_to_all") == 2
