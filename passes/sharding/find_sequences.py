@@ -234,7 +234,7 @@ class _RivalChoice:
     def apply(self) -> None:
         """Choose one class of the candidates that each value with evidence has."""
         strongest = set(self.axes.sequences)
-        values = [self._candidates(node) for node in dict.fromkeys(y for x in self.found for y in _values_of(x))]
+        values = [self._candidates(node) for node in dict.fromkeys(y for x in self.found for y in _rival_values(x))]
         values = [names for names in values if len(names) > 1]
         rivals = [names for names in values if not strongest.isdisjoint(names)]
         if not rivals:
@@ -276,7 +276,7 @@ class _RivalChoice:
         return best
 
 
-def _values_of(found: FoundDim) -> list[Node]:
+def _rival_values(found: FoundDim) -> list[Node]:
     """Return the values of which only one dim can be sharded: the result of the op, and its queries and keys."""
     return [found.node, *(found.node.all_input_nodes[:2] if found.kind == ATTENTION_EVIDENCE[0] else ())]
 

@@ -294,8 +294,8 @@ def one_reads(then: str) -> str:
 @pytest.mark.parametrize(
     ("then", "words"),
     [
-        ("calls", r"rank 1 calls forward"),
-        ("goes back", r"rank 1 runs the backward of forward"),
+        ("calls", r"rank 1 calls Two"),
+        ("goes back", r"rank 1 runs the backward of Two"),
         ("reads another", r"rank 1 reads a cast of result 'logits' of call 1"),
     ],
 )
@@ -304,7 +304,7 @@ def test_a_rank_that_reads_alone(ranks: Ranks, then: str, words: str) -> None:
     messages = ranks.run(2, one_reads, then, timeout=60)
     assert len(set(messages)) == 1
     for each in (
-        r"rank 0 reads result 'logits' of call 1 of forward.* made at .*test_between.py:\d+: logits = self.head",
+        r"rank 0 reads result 'logits' of call 1 of Two.* made at .*test_between.py:\d+: logits = self.head",
         words,
         r"test_between.py:\d+: return error_text\(lambda: logits.sum",
         "SP604",
@@ -328,7 +328,7 @@ def test_ranks_that_read_and_wait(ranks: Ranks) -> None:
     assert re.search(r"rank 0 reads result 'logits' .* at .*test_between.py:\d+.* and timed out after \d s", message), (
         message
     )
-    assert re.search(r"last operation of rank 0, 1, 2: calls forward", message), message
+    assert re.search(r"last operation of rank 0, 1, 2: calls Two", message), message
     assert "SP622" in message
 
 
