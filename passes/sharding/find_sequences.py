@@ -218,7 +218,7 @@ class _RivalChoice:
         self, gm: GraphModule, axes: Axes, found: list[FoundDim], sources: dict[int, Atom], named: set[int]
     ) -> None:
         self.gm, self.axes, self.found, self.named = gm, axes, found, named
-        self.rows: dict[int, set[int]] = {}  # the classes of a candidate and of its factors
+        self.rows: dict[int, set[int]] = {}  # the classes of a candidate and of its chunks
         self.sizes: dict[int, Size] = {}  # positions of a candidate
         self.kinds: dict[int, str] = {}  # its strongest evidence
         for x in found:
@@ -226,9 +226,8 @@ class _RivalChoice:
             self.rows.setdefault(name, {name})
             self.sizes.setdefault(name, x.atom.size)
             self.kinds.setdefault(name, x.kind)
-        for factor, source in sources.items():
-            if (name := axes.find(source.name)) in self.rows:
-                self.rows[name].add(factor)
+        for name, rows in self.rows.items():
+            rows |= _chunk_classes(axes, sources, name)
         self.counts: Counter[int] = Counter()  # dims of values by class
 
     def apply(self) -> None:
@@ -276,6 +275,12 @@ class _RivalChoice:
         return best
 
 
+def _chunk_classes(axes: Axes, sources: Mapping[int, Atom], name: int) -> set[int]:
+    """Return the classes of the dims of the chunks of a class: ranks can split these, but no chunk."""
+    chunks = {axes.find(split.factors[0].name) for split in axes.all_splits()}
+    return {chunk for chunk in chunks & sources.keys() if axes.find(sources[chunk].name) == name}
+
+
 def _rival_values(found: FoundDim) -> list[Node]:
     """Return the values of which only one dim can be sharded: the result of the op, and its queries and keys."""
     return [found.node, *(found.node.all_input_nodes[:2] if found.kind == ATTENTION_EVIDENCE[0] else ())]
@@ -314,7 +319,7 @@ def sequence_candidates(gm: GraphModule, axes: Axes) -> list[SequenceCandidate]:
     work = RowWork(gm, axes)
     candidates = []
     for name, (size, kind, nodes) in evidence.items():
-        rows = {name, *(factor for factor, source in sources.items() if axes.find(source.name) == name)}
+        rows = {name, *_chunk_classes(axes, sources, name)}
         share = work.flops_of_rows(rows) / work.total if work.total else 1.0
         is_chosen = name in axes.sequences
         why = "" if is_chosen else axes.lost.get(name, "the others have stronger evidence, or are named by seq_dims")

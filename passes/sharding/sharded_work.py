@@ -219,7 +219,7 @@ class RowWork:
         """Return the FLOPs that shards of a dim divide.
 
         Args:
-            names: The classes of the dim, and of its factors, of which a result, or a sum, has at least one.
+            names: The classes of the dim, and of its chunks, of which a result, or a sum, has at least one.
         """
         return sum(
             x.flops
