@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.torch_compat import argument_name
-from sp_compile.passes.graph.call import OpCall, collect_nodes, node_shape
+from sp_compile.passes.graph.call import OpCall, collect_nodes, is_tensor, node_shape
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, assume_large, ceil_div, is_same_size, size_product
 
@@ -283,7 +283,8 @@ def _chunk_classes(axes: Axes, sources: Mapping[int, Atom], name: int) -> set[in
 
 def _rival_values(found: FoundDim) -> list[Node]:
     """Return the values of which only one dim can be sharded: the result of the op, and its queries and keys."""
-    return [found.node, *(found.node.all_input_nodes[:2] if found.kind == ATTENTION_EVIDENCE[0] else ())]
+    operands = [x for x in found.node.all_input_nodes if is_tensor(x)]
+    return [found.node, *(operands[:2] if found.kind == ATTENTION_EVIDENCE[0] else ())]
 
 
 def _largest_share(size: Size, n: int) -> float:
