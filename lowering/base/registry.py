@@ -24,22 +24,23 @@ class Override(Generic[T]):
     """Value that is forced on all threads inside `with forced.force(value)`, for tests and benchmarks."""
 
     def __init__(self) -> None:
-        self._entries: list[list[T]] = []  # one list of one value for each block, the innermost last
+        self._values: dict[object, T] = {}  # by block, the innermost last; blocks of threads may end in any order
 
     @property
     def value(self) -> T | None:
         """Return the value of the innermost block, or None outside."""
-        return self._entries[-1][0] if self._entries else None
+        values = [*self._values.values()]  # a copy, since other threads may change the blocks
+        return values[-1] if values else None
 
     @contextmanager
     def force(self, value: T) -> Iterator[None]:
         """Force the value inside the block; of nested blocks, the innermost counts."""
-        entry = [value]  # blocks of several threads may end in any order, and values may be equal
-        self._entries.append(entry)
+        block = object()
+        self._values[block] = value
         try:
             yield
         finally:
-            self._entries = [other for other in self._entries if other is not entry]
+            del self._values[block]
 
 
 class Table(dict[Any, TableRow]):

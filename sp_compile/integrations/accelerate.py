@@ -203,14 +203,13 @@ class SequenceParallelAccelerator(Accelerator):
         models = [x for x in args if isinstance(x, torch.nn.Module)]
         if self.mesh is None or not self.is_fsdp2 or not models:
             return super().prepare(*args, **kwargs)
-        if any(isinstance(x, torch.optim.Optimizer) for x in args):
-            with choose_fsdp_units():
+        with choose_fsdp_units():
+            if any(isinstance(x, torch.optim.Optimizer) for x in args):
                 prepared = super().prepare(*args, **kwargs)
-        else:  # to evaluate; accelerate requires an optimizer
-            with choose_fsdp_units():
+            else:  # to evaluate; accelerate requires an optimizer
                 *prepared, optimizer = super().prepare(*args, torch.optim.SGD(models[0].parameters(), lr=0.0))
-            self._optimizers.remove(optimizer)
-            prepared = prepared[0] if len(args) == 1 else tuple(prepared)
+                self._optimizers.remove(optimizer)
+                prepared = prepared[0] if len(args) == 1 else tuple(prepared)
         for model in [prepared] if len(args) == 1 else prepared:
             if isinstance(model, torch.nn.Module):
                 self.compile(model)

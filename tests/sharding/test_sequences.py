@@ -116,9 +116,13 @@ class Chunks(nn.Module):
         torch.manual_seed(0)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
+    def split_chunks(self, x: Tensor) -> list[Tensor]:
+        """Return q, k and v, (B, chunks, 4, WIDTH), padded to complete chunks."""
+        return [F.pad(y, (0, 0, 0, -x.shape[1] % 4)).unflatten(1, (-1, 4)) for y in self.qkv(x).chunk(3, -1)]
+
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
-        q, k, v = (F.pad(y, (0, 0, 0, -length % 4)).unflatten(1, (-1, 4)) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = self.split_chunks(x)
         inside = (q @ k.transpose(-1, -2)).tril() @ v
         state = (k.transpose(-1, -2) @ v).cumsum(1)
         y = inside + q @ (state - k.transpose(-1, -2) @ v)
@@ -216,17 +220,12 @@ def test_each_rank_has_complete_chunks(length: int, n: int) -> None:
         assert report.work.flops_share == 1.0
 
 
-class NeighborChunks(nn.Module):
+class NeighborChunks(Chunks):
     """Attention of each chunk of 4 tokens over the chunk before it, itself, and the chunk after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
-        q, k, v = (F.pad(y, (0, 0, 0, -length % 4)).unflatten(1, (-1, 4)) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = self.split_chunks(x)
         positions = torch.arange(q.shape[1] * 4).view(-1, 4)
         positions = torch.cat([positions - 4, positions, positions + 4], 1)
         is_token = ((positions >= 0) & (positions < length))[None, :, None]
