@@ -8,6 +8,8 @@ export OMP_NUM_THREADS ?= 1
 # Number of parallel test processes, and the tests to run: make test FILES="tests/scan tests/cost"
 WORKERS ?= 2
 FILES ?=
+# Seed of `make fuzz` and `make test-slow`
+SEED ?= 0
 # Versions of torch and Python for `make test-versions`, such as VERSIONS=2.11.0/3.11; default: all supported ones
 VERSIONS ?=
 # The first variable disables torch's garbage collection after each compilation, a tenth of the time of small tests. The
@@ -25,8 +27,10 @@ test: $(VENV)/.test
 quick: $(VENV)/.test
 	$(PYTEST) -m "quick and not slow" $(FILES)
 
+# The long sweeps: CASES random cases of each table, which SEED selects. All 17,000 (CASES=9999) take 7 hours of a core.
+CASES ?= 30
 test-slow: $(VENV)/.test $(VENV)/.recipes $(VENV)/.docs
-	$(PYTEST) -m slow $(FILES)
+	$(PYTEST) -m slow --slow-cases $(CASES) --slow-seed $(SEED) $(FILES)
 
 # Other versions of torch and Python: downloads gigabytes the first time, and takes half an hour.
 test-versions: $(VENV)/.versions
@@ -34,7 +38,6 @@ test-versions: $(VENV)/.versions
 
 # Random programs of every kind, every op of torch's op_db and faults on real ranks, for MINUTES. SEED selects the programs.
 MINUTES ?= 10
-SEED ?= 0
 fuzz: $(VENV)/.test
 	TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 PYTHONPATH=tests:benchmarks $(BIN)/python -m support.fuzz --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
 

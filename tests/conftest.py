@@ -2,8 +2,9 @@
 
 import gc
 import logging
+import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,12 @@ scan/test_scan_graphs.py scan/kernels/test_scan_table.py scan/kernels/test_scan_
 tensor_parallel/test_tensor_parallel_graphs.py
 """.split()
 """Tests of `make quick`, if they need no processes: each kind of pass and op once."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of `make test-slow`."""
+    parser.addoption("--slow-cases", type=int, help="run at most this many slow cases of each test (default: all)")
+    parser.addoption("--slow-seed", type=int, default=0, help="seed of the choice of `--slow-cases`")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -82,6 +89,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if seen[name] % mark.kwargs["every"]:
                 item.add_marker(pytest.mark.slow)
             seen[name] += 1
+    drop_slow_cases(config, items)
+
+
+def drop_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep at most `--slow-cases` random slow cases of each test, the same ones for the same `--slow-seed`."""
+    limit = config.getoption("--slow-cases")
+    if limit is None:
+        return
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    dropped: list[pytest.Item] = []
+    for name, of_test in cases.items():
+        rng = random.Random(f"{config.getoption('--slow-seed')} {name}")
+        dropped += rng.sample(of_test, max(len(of_test) - limit, 0))
+    ids = {item.nodeid for item in dropped}
+    items[:] = [item for item in items if item.nodeid not in ids]
+    config.hook.pytest_deselected(items=dropped)
 
 
 def pytest_collection_finish() -> None:
