@@ -131,7 +131,7 @@ class Chunks(nn.Module):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("attention", ["auto", "ulysses", "ring", "gather"])
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 def test_video_tokens_are_one_sequence(attention: str, n: int) -> None:
     """T, H and W share a class because they read one table; their product is the sequence."""
     if attention == "ulysses" and n == 3:
@@ -178,6 +178,7 @@ def test_a_patch_that_does_not_fill_the_image_is_dropped(size: tuple[int, int]) 
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding"), [(3, 2, 1), (7, 4, 3), (4, 4, 2), ((5, 4), (4, 2), (1, 0))], ids=str
 )
+@pytest.mark.sampled(every=3)
 def test_overlapping_and_padded_patches_are_computed_on_shards(kernel: Any, stride: Any, padding: Any, n: int) -> None:
     patch = nn.Conv2d(3, WIDTH, kernel, stride, padding)
     model = Image(patch(torch.zeros(1, 3, 28, 21)).shape[2:].numel())
@@ -199,7 +200,7 @@ def test_patches_with_many_copies_of_an_image_remain_a_convolution() -> None:
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("lengths", [(35, 5), (40, 8), (33, 20)])
 @pytest.mark.parametrize("text_first", [False, True])
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=7)
 def test_joint_streams_need_no_gather(text_first: bool, lengths: tuple[int, int], n: int) -> None:
     image = torch.randn(2, lengths[0], 6, dtype=torch.float64, requires_grad=True)
     text = torch.randn(2, lengths[1], 5, dtype=torch.float64, requires_grad=True)
@@ -431,6 +432,7 @@ def _train_lengths(name: str) -> list[object]:
 
 
 @pytest.mark.parametrize("name", ["joint", "chunks"])
+@pytest.mark.slow
 def test_other_lengths(ranks: Ranks, name: str) -> None:
     """A symbolic length is gathered where a number of rows must be known, and never an error."""
     for outcomes in zip(*ranks.run(2, _train_lengths, name), strict=True):

@@ -150,7 +150,7 @@ def _train(kernel: str, documents: str, with_kernel: bool) -> tuple[Any, list[st
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("kernel", PROGRAMS)
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=13)
 def test_kernels_are_on_shards(ranks: Ranks, kernel: str, documents: str, n: int) -> None:
     answers = ranks.run(n, _train, kernel, documents, False)
     check_ranks([answer for answer, _ in answers])
@@ -160,7 +160,7 @@ def test_kernels_are_on_shards(ranks: Ranks, kernel: str, documents: str, n: int
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("kernel", sorted(KERNELS))
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=9)
 def test_installed_kernels_run_on_the_rows_of_ranks(ranks: Ranks, kernel: str, documents: str, n: int) -> None:
     answers = ranks.run(n, _train, kernel, documents, True)
     check_ranks([answer for answer, _ in answers])
