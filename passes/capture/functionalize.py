@@ -324,8 +324,8 @@ class _Functionalizer:
         if new_base is None:
             raise WriteError(
                 "SP225",
-                f"{node.name}: {node_line(node)} changes a view in place, and {view.target} at {node_line(view)}, which "
-                "created the view, cannot be inverted.",
+                f"{node.name}: {node_line(node)} changes a view in place, and {view.target} at {node_line(view)}, "
+                "which created the view, cannot be inverted.",
             )
         return new_base
 

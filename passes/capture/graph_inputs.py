@@ -135,11 +135,8 @@ def _check_equal_rows(dims: Mapping[Node, int], axes: Axes) -> None:
 def _sequence_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
     """Return the symbols that are the lengths of sequence dims, which are multiplied for the global view.
 
-    Raises if a sequence dim is a constant, or if another dim has the same symbol.
-
-    Args:
-        nodes: Placeholders of the captured graph of a shard.
-        dims: Sequence dim by name.
+    Raises if a sequence dim is a constant, or if another dim has the same symbol. `nodes` are the placeholders of the
+    captured graph of a shard; `dims` has the sequence dims by name.
     """
     symbols: set[sympy.Expr] = set()
     for node in nodes:
@@ -459,7 +456,7 @@ def _output_options(
         if not matches:
             matches = [i for i, name in enumerate(node_names) if key in (i, name, _without_number(name))]
         if not matches and not fragment:
-            raise SpError("SP237", f"outputs: expected a result of {names} or its index, got {key!r}.")
+            raise SpError("SP237", f"outputs: expected one of the results {names} or its index, got {key!r}.")
         for i in matches:
             options[i] = option
     return options
@@ -494,6 +491,8 @@ def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int], fragment
         if not matches and fragment:
             continue
         if len(matches) != 1:
-            raise SpError("SP236", f"seq_dims: expected a tensor input of {arguments} or its index, got {key!r}.")
+            raise SpError(
+                "SP236", f"seq_dims: expected one of the tensor inputs {arguments} or its index, got {key!r}."
+            )
         dims[matches[0].name] = dim
     return dims or None
