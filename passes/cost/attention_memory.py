@@ -39,7 +39,7 @@ class RankMemory:
 
     @property
     def available(self) -> float:
-        """Return the bytes that one attention may use in addition to its shards.
+        """Return the bytes of the device that one attention may use in addition to its shards.
 
         This is the full device if the other memory does not fit: then code outside of the program shards, offloads or
         recomputes values, and the choice of attention would not help.

@@ -54,7 +54,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if expected := _expected_range(name, value):
+            expected = _expected_range(name, value)
+            if expected:
                 raise SpError("SP702", f"cost: {name}: expected {expected}, got {value!r}.")
 
     @staticmethod
@@ -97,7 +98,10 @@ class Machine:
         return 1.0 if kernel == "named" else float(getattr(self, f"{kernel}_efficiency"))
 
     def attention(self, flops: float, keys: float) -> float:
-        """Return the seconds of attention kernels with `flops` FLOPs in calls over `keys` keys."""
+        """Return the seconds of attention kernels with `flops` FLOPs in total, in calls over `keys` keys each.
+
+        Calls over few keys are slower: a call over `block_keys` keys runs at half of the rate.
+        """
         return flops / self.flops * (1 + self.block_keys / max(keys, 1))
 
     def copy(self, nbytes: float) -> float:
@@ -113,7 +117,7 @@ class Machine:
             stride: Difference of the global ranks of neighbors in the group.
             inside: True if all ranks are on one node; by default derived from `ranks_per_node`.
         """
-        group_ranks_per_node = max(1.0, self.ranks_per_node / stride)
+        group_ranks_per_node = max(1.0, self.ranks_per_node / stride)  # ranks of this group
         inside = ranks <= group_ranks_per_node if inside is None else inside
         kind = _CONSTANTS_OF.get(collective, collective)
         latency, bandwidth = getattr(self, f"{kind}_latency"), getattr(self, f"{kind}_bandwidth")
@@ -121,7 +125,7 @@ class Machine:
             latency += 2 * (ranks - 1) * (self.step_latency if inside else self.inter_node_step_latency)
         if inside:
             return LatencyBandwidth(latency, bandwidth)
-        # Shares of the sent bytes on links within a node and between nodes; the slower of both links counts.
+        # Shares of the bytes that a rank sends within the node and between nodes; the slower of both links counts.
         share_of_others = (ranks - group_ranks_per_node) / (ranks - 1)  # of the other ranks, those on other nodes
         within, across = {
             "all_to_all": (1 - share_of_others, share_of_others),

@@ -37,14 +37,12 @@ from sp_compile.lowering.torch_compat import (
 from sp_compile.passes.graph.call import WAIT_OPS, is_tangent, node_tensors
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.sizes import current_bytes
-from sp_compile.passes.sharding.matchers import move_source
 
-from .fused_kernels import KernelSchedule, StorageKey, is_on_gpu, products_in_additions
+from .fused_kernels import KernelSchedule, StorageKey, is_on_gpu, joined_results, products_in_additions
 from .kinds import (
     ARRIVALS,
     ATTENTIONS,
     CAT,
-    CONCAT_CALLS,
     FROM_HOST,
     IN_PLACE_COLLECTIVES,
     INLINED_OFTEN,
@@ -108,10 +106,10 @@ class LivenessWalk:
         return sum(moment.flops for moment in self.moments)
 
     def by_last_layer(self, saved: Iterable[Node]) -> list[tuple[str, LiveValue]]:
-        """Return (layer that reads it last, value) for each of these inputs; "" before the first layer."""
+        """Return (path of the layer that reads it last, value) for each of these inputs; "" before the first layer."""
         assert self._storages is not None
         keys = dict.fromkeys(self._storages.key(x) for node in saved for x in node_tensors(node))
-        # layers[i + 1] is the layer of moment i, or the last one before it.
+        # layers[i + 1] is the layer of moment i, or the last layer before it.
         layers = list(accumulate(self.moments, lambda layer, moment: moment.layer or layer, initial=""))
         return [(layers[self._storages.last_read.get(key, -1) + 1], self._inputs[key]) for key in keys]
 
@@ -135,7 +133,7 @@ def storage_bytes(nodes: Iterable[Node]) -> dict[StorageKey, int]:
 
 
 def is_on_host(node: Node) -> bool:
-    """Return True for an input that is in host memory, since it is only copied from there."""
+    """Return True for an input that is in host memory: its only users copy it to the device."""
     return bool(node.users) and all(user.target is FROM_HOST for user in node.users)
 
 
@@ -161,10 +159,10 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
             nbytes[value.origin] += value.nbytes
         product, attends = is_product(computed), node.target in ATTENTIONS
         traffic = 0 if product else storages.traffic(node)
-        if node.target in TILE_LOOPS:
+        if node.target in TILE_LOOPS:  # each tile also reads and writes the accumulators
             loop = _TileLoop.of(node)
             traffic += loop.tiles * (loop.tile(fused).traffic + 2 * loop.accumulator_bytes)
-        memory = nbytes.total(), nbytes["result"], nbytes["reuse"], product
+        memory = nbytes.total(), nbytes["result"], nbytes["reuse"], product  # fields of WalkMoment from `nbytes` on
         flops = 0 if attends else node_flops(computed)
         moment = WalkMoment(node.name, _node_line(node), *memory, node_layer(node), traffic, flops, attends)
         result.moments.append(moment)
@@ -210,7 +208,7 @@ class _TileLoop:
         sizes = program.sizes([x.meta["val"] for x in (*tiled, *untiled)])
         accumulators = wide = narrow = 0  # bytes
         for value in chain(*(getattr(program, kind) for kind in result_kinds)):
-            if value.dim is not None:  # its rows are those of the tiles
+            if value.dim is not None:  # each tile computes other rows of it, which are not summed
                 continue
             elements, dtype = math.prod(map(size_hint, value.sizes(sizes))), accumulation_dtype(value.dtype)
             accumulators += elements * dtype.itemsize
@@ -228,7 +226,10 @@ class _TileLoop:
         return _walk_tile(self.part, fused)
 
     def peak_bytes(self, fused: bool) -> int:
-        """Return the workspace of the loop at its peak; accumulators replace results of a narrower dtype."""
+        """Return the workspace of the loop at its peak, besides its results.
+
+        Accumulators that have the dtype of their results are these results.
+        """
         tile = max((moment.nbytes for moment in self.tile(fused).moments), default=0)
         return max(tile + self.copied_bytes + self.wide_bytes - self.narrow_bytes, self.wide_bytes)
 
@@ -259,24 +260,8 @@ def _workspace_bytes(node: Node, fused: bool) -> int:
     return INTERNAL_OPS[node.target](workspace, *values) if node.target in INTERNAL_OPS else workspace
 
 
-def _joined_results(graph: Graph) -> set[Node]:
-    """Return values that become parts of results, such as weight gradients, and so count as results."""
-    joined: set[Node] = set()
-    for node in reversed(graph.nodes):
-        if node.users and all(user.op == "output" or (user in joined and _joins_operands(user)) for user in node.users):
-            joined.add(node)
-    return joined
-
-
-def _joins_operands(node: Node) -> bool:
-    """Return True if the result contains the operands' elements, or their sums over ranks."""
-    if node.target in CONCAT_CALLS or move_source(node) is not None:
-        return True
-    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
-
-
 def _copies_operands(node: Node) -> bool:
-    """Return True if the op reads stored copies of operands that other kernels inline, for their strides."""
+    """Return True if the op needs operands in memory with certain strides, although other kernels recompute them."""
     return node.target in ATTENTIONS or getattr(node.target, "namespace", "") == "sp"
 
 
@@ -306,7 +291,7 @@ class StorageTable(KernelSchedule):
             self.fuse()
         # storage -> index of the last kernel that reads it
         self.last_read = {key: i for i, node in enumerate(self.kernel_writes) for key in self.kernel_reads[node]}
-        self.joined = {self.key(x) for node in _joined_results(graph) for x in node_tensors(node)}
+        self.joined = {self.key(x) for node in joined_results(graph) for x in node_tensors(node)}
 
     def key(self, value: torch.Tensor) -> StorageKey:
         """Return the key of a tensor's storage, or of the storage that it reuses."""
@@ -337,7 +322,7 @@ class StorageTable(KernelSchedule):
         self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in node_tensors(node)}
         for i, (node, written) in enumerate(self.kernel_writes.items()):
             reads = self.kernel_reads[node]
-            # Operands that are freed after this kernel, the latest definition first.
+            # Operands that this kernel reads last, so that they are freed after it; the latest definition first.
             ending = [k for k in reversed(live) if k in reads and k not in self.results and self.last_read[k] == i]
             is_extern_of_unaligned = self._is_extern_kernel(node) and not reads.isdisjoint(self.unaligned)
             for key in written:
@@ -357,11 +342,11 @@ class StorageTable(KernelSchedule):
         self.remaining = live
 
     def _idle_buffers(self, lives: Sequence[dict[StorageKey, LiveValue]]) -> list[list[LiveValue]]:
-        """Return the idle buffers at each kernel: Inductor retains them for reuse if the peak does not rise.
+        """Return the idle buffers at each kernel: freed ones that Inductor retains until a later kernel writes to them.
 
-        The peak is that of Inductor, which identifies freeable inputs by name. It queries buffer sizes only when it
-        sorts for the peak; here it runs graphs in order (`torch_compat.joint_compiler`), so they have none. Unaligned
-        buffers are not reused for aligned ones.
+        It does so if the peak does not rise. Inductor computes the peak from the inputs that it can free, identified by
+        name, and from retained buffers; it knows the sizes of other buffers only if it sorts the graph, which is
+        disabled here (`torch_compat.joint_compiler`). Unaligned buffers are not reused for aligned ones.
         """
         totals = self._freeable_input_bytes(len(lives))
         peak = max(totals, default=0)
@@ -373,7 +358,7 @@ class StorageTable(KernelSchedule):
             for key in [key for key in live if key not in previous]:
                 kind = live[key].nbytes, self.dtypes[key]
                 if not free[kind] or not (self.is_fused(node) or self._is_matrix_product(node)):
-                    continue
+                    continue  # no buffer of this size, or torch allocates the result
                 start, buffer = free[kind][-1]
                 if start == i or max(totals[start:i]) + buffer.nbytes <= peak:
                     free[kind].pop()
@@ -388,7 +373,7 @@ class StorageTable(KernelSchedule):
         return idle
 
     def _freeable_input_bytes(self, num_kernels: int) -> list[int]:
-        """Return the bytes at each kernel of the inputs that Inductor can free and has not yet freed."""
+        """Return for each kernel the bytes of the inputs that Inductor can free and has not yet freed."""
         totals = [0] * num_kernels
         for node in self.inputs:
             for x in node_tensors(node) if not node.name.startswith(UNFREEABLE_INPUTS) else ():
@@ -415,7 +400,7 @@ class StorageTable(KernelSchedule):
         return tangents | self.read_often.get(node, frozenset())
 
     def _written_value(self, key: StorageKey) -> LiveValue:
-        """Return the value that is live once its kernel writes it to a storage."""
+        """Return the live value of a storage that a kernel writes."""
         node = self.producer[key]
         returned = key in self.results or key in self.joined
         return LiveValue(node.name, _node_line(node), self.sizes[key], "result" if returned else "value")
@@ -426,14 +411,17 @@ class StorageTable(KernelSchedule):
         return sum(self.sizes[key] for key in keys)
 
     def _place(self, node: Node) -> None:
-        """Add a node to the tables: its storages, those that its readers read, and its kernel, if any."""
+        """Add a node to the tables: its storages, those that its readers read, and its kernel, if any.
+
+        A value that its readers recompute is inlined: it has no storage, and they read what it is computed from.
+        """
         self._reuse_operands(node)
-        keys = {self.key(x): nbytes_of(x) for x in node_tensors(node)}
+        keys = {self.key(x): nbytes_of(x) for x in node_tensors(node)}  # storage -> bytes
         new = [key for key in keys if key not in self.producer]
         self.producer.update(dict.fromkeys(new, node))
         self.sizes.update((key, 0 if node.target is TO_HOST else keys[key]) for key in new)
         self.dtypes.update((self.key(x), x.dtype) for x in node_tensors(node))
-        # Storages to read for the operands. A generated kernel recomputes a value that is stored for library calls.
+        # Storages to read for the operands. A generated kernel recomputes one that is stored for library calls only.
         recomputed = self.uncopied_reads if self.is_fused(node) else {}
         operand_reads = frozenset(key for x in node.all_input_nodes for key in recomputed.get(x, self.value_reads[x]))
         if node.op in ("placeholder", "get_attr"):
@@ -460,7 +448,10 @@ class StorageTable(KernelSchedule):
             self.kernel_writes[self._first_writer(node)] += new
 
     def _first_writer(self, node: Node) -> Node:
-        """Return the kernel that first writes a node's storage: for a cat, the first reduction that it reads."""
+        """Return the kernel that first writes a node's storage: for a cat, the first reduction that it reads.
+
+        Inductor writes the operands of a cat directly to its result.
+        """
         if not self.fused or node.target is not CAT:
             return node
         operands = {self.producer[key] for x in node.all_input_nodes for key in self.value_reads[x]}
@@ -482,7 +473,13 @@ class StorageTable(KernelSchedule):
     def _is_inlined(
         self, node: Node, reads: frozenset[StorageKey], is_ignored: Callable[[Node], bool] = lambda user: False
     ) -> bool:
-        """Return True if a value has no storage, since all users but ignored ones recompute it from `reads`."""
+        """Return True if a value has no storage, because all its users recompute it.
+
+        Args:
+            node: Node of the value.
+            reads: Storages from which the users recompute it.
+            is_ignored: Users that do not count.
+        """
         if not self.is_fused(node) or node.target in REDUCTIONS:
             return False
         if len(reads) > INLINED_ONCE or (len(node.users) > 1 and len(reads) > INLINED_OFTEN):
@@ -490,7 +487,7 @@ class StorageTable(KernelSchedule):
         keys = {storage_of(x) for x in node_tensors(node)}
 
         def is_view(n: Node) -> bool:
-            """Return True if a node returns the same memory as one of its operands."""
+            """Return True if a user is a view of the value."""
             shares = n.target is operator.getitem or bool(keys & {storage_of(x) for x in node_tensors(n)})
             return n.op != "output" and shares
 
