@@ -111,9 +111,8 @@ class KernelSchedule:
             is_near = position[merged[-1]] - position[merged[0]] <= MAX_FUSION_DISTANCE
             if group_of[a] is group_of[b] or not is_near:
                 continue
-            if len(merged) == 2 or not _can_join_row_kernel(
-                a
-            ):  # one for a row-wise kernel is fused with one other only
+            # A reduction that a row-wise kernel can compute is fused with one other only.
+            if len(merged) == 2 or not _can_join_row_kernel(a):
                 group_of.update(dict.fromkeys(merged, merged))
         self._merge_kernels(list({id(group): group for group in group_of.values()}.values()))
 
@@ -147,6 +146,7 @@ class KernelSchedule:
                 continue
             kernels = by_size[num_elements]
             kernel = RowKernel([node], {*self.kernel_reads[node]}, {*self.kernel_writes[node]})
+            # Fuse it with earlier kernels until none fits.
             while (partner := self._find_partner(kernel, kernels, num_elements, position, last_write)) is not None:
                 kernels.remove(partner)
                 kernel = partner.join(kernel)
@@ -190,7 +190,8 @@ class KernelSchedule:
             return 0
         if node.target not in REDUCTIONS:
             return size_hint(node.meta["val"].numel()) if isinstance(node.meta["val"], torch.Tensor) else 0
-        x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None  # sum(x, dims)
+        x = node.args[0]  # of a reduction such as sum(x, dims)
+        dims = node.args[1] if len(node.args) > 1 else None
         if not isinstance(x, Node) or not isinstance(dims, list | tuple):
             return 0
         shape = x.meta["val"].shape
@@ -217,7 +218,7 @@ class KernelSchedule:
         for kernel in fused:
             first, *others = kernel
             reads = Counter(key for node in kernel for key in self.kernel_reads[node])
-            if self.on_gpu:
+            if self.on_gpu:  # the kernel does not overwrite these storages, see `__init__`
                 self.read_often[first] = frozenset(key for key, count in reads.items() if count > 1)
             self.kernel_writes[first] = [key for node in kernel for key in self.kernel_writes[node]]
             self.kernel_reads[first] = frozenset(reads)

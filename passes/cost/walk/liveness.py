@@ -24,7 +24,7 @@ from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.errors import PARAMETERS_LINE, TANGENTS_LINE, node_line, stack_trace
 from sp_compile.lowering.base.layers import node_layer
 from sp_compile.lowering.base.library import INTERNAL_OPS
-from sp_compile.lowering.tiles.tile_flops import is_grouped_product, node_flops
+from sp_compile.lowering.tiles.tile_flops import node_flops
 from sp_compile.lowering.tiles.tile_program import PROGRAMS, TilePart, TileProgram
 from sp_compile.lowering.torch_compat import (
     FakeTensorMode,
@@ -53,6 +53,8 @@ from .kinds import (
     TILE_LOOPS,
     TO_HOST,
     UNFREEABLE_INPUTS,
+    copies_operands,
+    is_product,
 )
 from .workspace import conversion_bytes, op_workspace
 
@@ -158,13 +160,23 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
         for value in live:
             nbytes[value.origin] += value.nbytes
         product, attends = is_product(computed), node.target in ATTENTIONS
+        # Products are limited by FLOPs, other kernels by the bytes that they read and write.
         traffic = 0 if product else storages.traffic(node)
         if node.target in TILE_LOOPS:  # each tile also reads and writes the accumulators
             loop = _TileLoop.of(node)
             traffic += loop.tiles * (loop.tile(fused).traffic + 2 * loop.accumulator_bytes)
-        memory = nbytes.total(), nbytes["result"], nbytes["reuse"], product  # fields of WalkMoment from `nbytes` on
-        flops = 0 if attends else node_flops(computed)
-        moment = WalkMoment(node.name, _node_line(node), *memory, node_layer(node), traffic, flops, attends)
+        moment = WalkMoment(
+            name=node.name,
+            where=_node_line(node),
+            nbytes=nbytes.total(),
+            results=nbytes["result"],
+            idle=nbytes["reuse"],
+            product=product,
+            layer=node_layer(node),
+            traffic=traffic,
+            flops=0 if attends else node_flops(computed),
+            attends=attends,
+        )
         result.moments.append(moment)
     result.end = sum(value.nbytes for value in storages.remaining.values())
     return result
@@ -181,11 +193,6 @@ def _node_line(node: Node) -> str:
             return PARAMETERS_LINE  # gradients that are added over the ranks together
         node = node.all_input_nodes[0]
     return node_line(node)
-
-
-def is_product(node: Node) -> bool:
-    """Return True for a matrix product or an attention."""
-    return node.target in MATRIX_PRODUCTS or node.target in ATTENTIONS or is_grouped_product(node)
 
 
 @dataclass(frozen=True)
@@ -228,7 +235,8 @@ class _TileLoop:
     def peak_bytes(self, fused: bool) -> int:
         """Return the workspace of the loop at its peak, besides its results.
 
-        Accumulators that have the dtype of their results are these results.
+        While tiles run, wide accumulators exist, and the narrow results, which count as results, do not exist yet. At
+        the end both exist, without a tile.
         """
         tile = max((moment.nbytes for moment in self.tile(fused).moments), default=0)
         return max(tile + self.copied_bytes + self.wide_bytes - self.narrow_bytes, self.wide_bytes)
@@ -256,13 +264,8 @@ def _workspace_bytes(node: Node, fused: bool) -> int:
     if node.target not in ATTENTIONS:
         tensors = [] if fused else node_tensors(node)
         return conversion_bytes(node.target, operands, tensors[0]) if tensors else 0
-    workspace = op_workspace(node.target, operands)
+    workspace = op_workspace(node.target, operands)  # of its kernels, to which an sp:: op may add temporary values
     return INTERNAL_OPS[node.target](workspace, *values) if node.target in INTERNAL_OPS else workspace
-
-
-def _copies_operands(node: Node) -> bool:
-    """Return True if the op needs operands in memory with certain strides, although other kernels recompute them."""
-    return node.target in ATTENTIONS or getattr(node.target, "namespace", "") == "sp"
 
 
 class StorageTable(KernelSchedule):
@@ -316,7 +319,7 @@ class StorageTable(KernelSchedule):
     def _iterate_live(self, inputs: dict[StorageKey, LiveValue]) -> Iterator[tuple[Node, dict[StorageKey, LiveValue]]]:
         """Yield each kernel with the live values by storage, without idle buffers and workspace.
 
-        The same dict is yielded each time. Sets `unaligned`, and at the end `remaining`.
+        The same dict is yielded each time. Sets `unaligned`, and at the end `remaining`: see `__init__`.
         """
         live = {key: value for key, value in inputs.items() if key in self.last_read or key in self.results}
         self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in node_tensors(node)}
@@ -432,8 +435,9 @@ class StorageTable(KernelSchedule):
             self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
         elif node.target in ARRIVALS:
             self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = frozenset(), [], operand_reads
-        elif not new:  # a view
-            self.value_reads[node] = operand_reads if not keys or self.inlined & keys.keys() else frozenset(keys)
+        elif not new:  # a view; one of an inlined value is recomputed with this value
+            is_recomputed = not keys or not self.inlined.isdisjoint(keys)
+            self.value_reads[node] = operand_reads if is_recomputed else frozenset(keys)
             for x in node.all_input_nodes:
                 if x in self.uncopied_reads:
                     self.uncopied_reads[node] = self.uncopied_reads[x]
@@ -443,7 +447,8 @@ class StorageTable(KernelSchedule):
         else:
             self.value_reads[node] = frozenset(keys)
             self.kernel_reads[node], self.kernel_writes[node] = operand_reads, []
-            if is_on_gpu(node) and self._is_inlined(node, operand_reads, _copies_operands):
+            # Without the ops that need it in memory, the value would be inlined.
+            if is_on_gpu(node) and self._is_inlined(node, operand_reads, copies_operands):
                 self.uncopied_reads[node] = operand_reads
             self.kernel_writes[self._first_writer(node)] += new
 
