@@ -453,12 +453,10 @@ class StorageTable(KernelSchedule):
             self.kernel_writes[self._first_writer(node)] += new
 
     def _first_writer(self, node: Node) -> Node:
-        """Return the kernel that first writes a node's storage: for a cat, the first reduction that it reads.
-
-        Inductor writes the operands of a cat directly to its result.
-        """
+        """Return the kernel that first writes a node's storage: for a cat, the first reduction that it reads."""
         if not self.fused or node.target is not CAT:
             return node
+        # Inductor writes the operands of a cat directly to its result.
         operands = {self.producer[key] for x in node.all_input_nodes for key in self.value_reads[x]}
         return next((x for x in self.kernel_writes if x in operands and x.target in REDUCTIONS), node)
 
