@@ -71,14 +71,14 @@ class Aliases:
         The value of a view is in the storage of an argument, its base. A view is detached if it is created without
         gradients: then no gradient passes between it and its base.
         """
-        inputs = collect_nodes(self.calls[node])
+        inputs = collect_nodes(self.calls[node])  # its arguments
         if self._has_gradient_path(node, inputs):
             self._differentiable.add(node)
         storages = node_storages(node)
         if len(storages) != 1:  # no strided tensor, or several tensors, whose getitem nodes are recorded instead
             return False
         (storage,) = storages
-        if node.target in LITERAL_OPS:  # shares its storage in the trace, but is a new tensor in each run
+        if node.target in LITERAL_OPS:  # torch.tensor(...): one constant in the trace, but a new tensor in each run
             self._owners[storage] = node
             return False
         base = next((x for x in inputs if node_storages(x) == storages), None)

@@ -227,7 +227,7 @@ def _replace_single_values(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
         return isinstance(x, torch.SymInt) and bool(sympy.sympify(as_size(x)).free_symbols & values.keys())
 
     def specialize(x: Any) -> Any:
-        """Return a size or a tensor with its single-value symbols replaced by constants."""
+        """Return a size or a tensor in which symbols with a single value are replaced by it; others remain symbols."""
         if isinstance(x, torch.SymInt):
             return torch_compat.evaluate_expr(sympy.sympify(as_size(x)), symbols | values)
         if not isinstance(x, torch.Tensor) or not any(map(has_single_value, x.shape)):

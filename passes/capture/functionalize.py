@@ -199,13 +199,12 @@ class _Functionalizer:
         mutation = find_mutation(node, *self.aliases.calls[node])
         for target in mutation.targets:
             self.check_mutation(node, target)
-        if mutation.value is not None:
+        if mutation.value is not None:  # a functional form of the op computes it
             (target,) = mutation.targets
             self.assign(node, target, self.new_value(node, mutation))
             self.aliases.replace(node, target)
             self.replaced.append(node)
             return
-        # No functional form.
         emit = self.emitter(node)
         clones = {t: emit(aten.clone.default, self.current_value(t)) for t in mutation.targets}
         node.args, node.kwargs = map_arg(self.aliases.calls[node], lambda x: clones.get(x) or self.current_value(x))

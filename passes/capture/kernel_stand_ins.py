@@ -424,7 +424,7 @@ def _causal_conv(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Any:
-    """Compute causal_conv1d's causal_conv1d_fn, x (B, D, S): each channel is convolved with its own weights.
+    """Compute causal_conv1d's causal_conv1d_fn: each channel of x (B, D, S) is convolved with its row of weight (D, W).
 
     With `seq_idx`, the number of the document of each token (B, S), a token reads only tokens of its document.
     """

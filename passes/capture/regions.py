@@ -45,15 +45,16 @@ _REGION_CHECKPOINTS = (torch_compat.tag_activation_checkpoint, torch_compat.wrap
 
 
 def inline_regions(gm: GraphModule) -> GraphModule:
-    """Return a copy of `gm` in which the ops of `_BODY_INDEX` are replaced by the nodes of their bodies.
+    """Return a copy of `gm` in which region ops are replaced by the nodes of their sub-graphs.
 
-    It shares the parameters and submodules of `gm`.
+    These are the ops of checkpoints, nested compilation, no_grad and autocast, see `_BODY_INDEX`. The copy shares the
+    parameters and submodules of `gm`.
     """
     inliner = _RegionInliner(gm, Graph())
     output = inliner.graph.output(inliner.inline_graph(gm, "", {}, {}))
     output.meta = dict(gm.graph.output_node().meta)
     torch_compat.keep_calling_convention(inliner.graph, gm.graph)
-    erase_dead(inliner.graph, ("get_attr",))
+    erase_dead(inliner.graph, ("get_attr",))  # those of the sub-graphs
     flat = GraphModule(gm, inliner.graph)
     flat.meta.update(gm.meta)
     return flat

@@ -40,6 +40,7 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
     """
     flat = inline_regions(gm)  # without sub-graphs for checkpoints and grad modes
     with torch_compat.preserve_thread_state(), fake_mode, torch_compat.enable_python_dispatcher(), preserve_node_meta():
+        # tracing_mode="real" uses the inputs as they are, which are fake already.
         traced = make_fx(_TracingInterpreter(flat, fake_mode).run, pre_dispatch=True, tracing_mode="real")(*fakes)
     for new, old in zip(traced.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True):
         torch_compat.rename_node(new, old.name)
@@ -138,7 +139,7 @@ class _TracingInterpreter(Interpreter):
             out = target(*args, **kwargs)
             leaves = _make_leaves(operands)
             lowered_forward = trace(forward, leaves, self.fake_mode)
-            with torch.no_grad():
+            with torch.no_grad():  # run the forward for the shapes of the backward's inputs
                 result, saved = Interpreter(forward).run(*leaves)
                 results = result if isinstance(result, tuple | list) else (result,)
                 grads = [torch.empty_like(t) if isinstance(t, torch.Tensor) else None for t in results]
@@ -262,7 +263,7 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
     if not all(isinstance(proxy, torch.fx.Proxy) for proxy in proxies):  # a constant of the trace
         return
     source, hook = (proxy.node for proxy in proxies)
-    if len(source.users) == 1 and torch.is_grad_enabled():
+    if len(source.users) == 1 and torch.is_grad_enabled():  # the hook is the first use
         return
     inputs = hook.all_input_nodes
     late = [node for node in inputs if node.op not in ("get_attr", "placeholder") and source < node]
@@ -272,7 +273,7 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
             f"The hook registered at {node_line(hook)} reads {late[0].name}, which is computed after the first use of "
             f"the tensor whose gradient the hook changes.",
         )
-    # Move the hook and its body before the first use of the tensor; a placeholder must follow the other ones.
+    # Move the hook and its body directly after the tensor, or after all placeholders if the tensor is one.
     place = source if source.op != "placeholder" else [*source.graph.find_nodes(op="placeholder")][-1]
     place.append(hook)
     for body in (node for node in inputs if node.op == "get_attr"):

@@ -123,11 +123,11 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
         results_of_root.setdefault(aliases.root(node), []).append(i)
     views, n_results = list[ResultView](), len(results)
     for root, indices in results_of_root.items():
-        if root.op == "placeholder":
+        if root.op == "placeholder":  # views of an argument
             base_index = inputs.index(root)
             candidates = [_result_view(aliases, i, nodes[i], root, True, base_index, known) for i in indices]
             views += [view for view in candidates if view is not None]
-        elif root.op != "get_attr":
+        elif root.op != "get_attr":  # views of an intermediate value; those of a buffer are not recreated
             for group in _overlapping_groups(aliases, {i: nodes[i] for i in indices}):
                 base = _common_base(aliases, [nodes[i] for i in group]) or root
                 if aliases.resolve(base) is not base:  # its shape was changed in place

@@ -93,7 +93,8 @@ def _winning_reason(c: Candidate, candidates: Sequence[Candidate], requested: bo
     """
     if not c.fits:
         return f"chosen: needs the least memory, {c.legal}"
-    if requested or not any(other.legal is None for other in candidates) or c != choose_attention(candidates):
+    has_legal = any(other.legal is None for other in candidates)
+    if requested or not has_legal or c != choose_attention(candidates):  # not the choice of the cost model
         return "chosen: requested"
     best = fastest_candidate(candidates)
     if c == best:

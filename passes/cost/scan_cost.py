@@ -128,7 +128,8 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
         return (dtype.itemsize + INDEX_BYTES) * rows, recurrence
     forward = dtype.itemsize * rows
     id_bytes, flag_bytes = _segment_bytes(call, dim, folds, extent)
-    return forward + id_bytes + flag_bytes, forward + flag_bytes if op == "sum" else recurrence
+    backward = forward + flag_bytes if op == "sum" else recurrence  # that of a cumulative sum is one, too
+    return forward + id_bytes + flag_bytes, backward
 
 
 def _affine_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size]) -> Size:

@@ -194,7 +194,9 @@ def check_reductions(graph: Graph) -> None:
 
 
 def match_link(node: Node) -> ChainLink | None:
-    """Return a collective as a link of a chain, or None for another op or a group without a name.
+    """Return a collective with its kind, reduction, group and move of chunks, as a link of a chain.
+
+    Returns None for another op or a group without a name.
 
     Raises:
         SpError: torch does not know the reduction.

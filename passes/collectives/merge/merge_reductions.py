@@ -186,7 +186,8 @@ class MergeReductions(CollectivePass):
     def _erase_link(self, chain: CollectiveChain, index: int) -> None:
         """Erase a collective of a chain, whose readers then read its operand, with its waits and its move of chunks.
 
-        The waits are removed from `chain.steps`, too.
+        The move is cat(split(x)), which makes it a collective along another dim than 0. The waits are removed from
+        `chain.steps`, too.
         """
         steps, link = chain.steps[index], chain.links[index]
         waits = [node for node in steps if node.target is c10d.wait_tensor.default]

@@ -56,12 +56,12 @@ class FactorTable:
     _splits: dict[int, FactorIds] = field(default_factory=dict)  # factors of a split factor, outermost first
 
     def new_factor(self, size: Size) -> int:
-        """Create a factor of the given size, and return its number."""
+        """Create a factor (a dim of a tensor, or a part of one) of the given size, and return its number."""
         self._sizes.append(size)
         return len(self._sizes) - 1
 
     def new_tensor(self, shape: Sequence[Size]) -> Arrangement:
-        """Return the arrangement of a new tensor, with one new factor per dim."""
+        """Return the arrangement (the factors of each dim) of a new tensor, with one new factor per dim."""
         return Arrangement(tuple((self.new_factor(size),) for size in shape))
 
     def resolve(self, factors: Sequence[int]) -> list[int]:

@@ -233,7 +233,7 @@ class _TileLoop:
         return _walk_tile(self.part, fused)
 
     def peak_bytes(self, fused: bool) -> int:
-        """Return the workspace of the loop at its peak, besides its results.
+        """Return the bytes that a loop over tiles of rows allocates at its peak, besides its results.
 
         While tiles run, wide accumulators exist, and the narrow results, which count as results, do not exist yet. At
         the end both exist, without a tile.
