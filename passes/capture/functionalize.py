@@ -161,6 +161,7 @@ class _Functionalizer:
 
     def emit_view(self, node: Node) -> Node:
         """Emit the op of an outdated view again, on the current value of its base, and return the new view."""
+        # Only ops can be emitted again.
         if not isinstance(node.target, torch_compat.OpOverload) and node.target is not operator.getitem:
             raise WriteError(
                 "SP222",
@@ -169,6 +170,7 @@ class _Functionalizer:
         args, kwargs = self.current_arguments(node)
         value = self.graph.call_function(node.target, args, kwargs)
         value.meta = dict(node.meta)
+        # A view without gradients (of detach or no_grad) has none if it is emitted again where gradients are enabled.
         needs_detach = self.aliases.grad_enabled and self.aliases.is_detached_view(node)
         if needs_detach and self.aliases.is_differentiable(self.aliases.root(node)):
             return self.emitter(node)(aten.detach.default, value)
@@ -289,7 +291,7 @@ class _Functionalizer:
         if self.aliases.has_differentiable_input(node):
             if self.aliases.grad_enabled:
                 self.aliases.mark_differentiable(target)
-            else:
+            else:  # what an op writes under no_grad has no gradient
                 value = emit(aten.detach.default, value)
         # Compute the new value of each base, from the target to the root.
         root, view, view_value = self.aliases.root(target), target, value

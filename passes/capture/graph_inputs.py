@@ -68,7 +68,7 @@ def capture_shards(
         for node, x in zip(nodes, example_inputs)
         if node.name in dims and isinstance(as_size(node.meta["val"].shape[dims[node.name]]), int)
     ]
-    torch_compat.retrace_with_symbols(static_dims)
+    torch_compat.retrace_with_symbols(static_dims)  # raises if there are any, so that Dynamo traces again
     symbols = _sequence_symbols(nodes, dims)
     unified = (torch_compat.unify_symbols(mode, guard) for guard in guards)
     # Guards on strides are not checked: they hold for this rank's memory only, and values do not depend on them.

@@ -305,6 +305,7 @@ def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candida
     if shape.order.is_balanced:
         return all_candidates(replace(shape, window=None), machine)
     candidates = all_candidates(shape, machine)
+    # Only causal attention of equal lengths has candidates in zigzag order.
     if shape.order.is_in_order or not shape.causal or shape.q_len != shape.kv_len:
         return candidates
     without_rings = [c for c in candidates if c.ring == 1]

@@ -88,14 +88,14 @@ class _SentBytes(NamedTuple):
 
 
 def find_exchanges(local: GraphModule, n: int) -> list[Exchange]:
-    """Return every collective of a validated local graph in order, for its report."""
+    """Return every collective of a local graph (the program of one rank) in order, for its report."""
     calls = [OpCall(c) for c in local.graph.nodes if c.op == "call_function" and namespace_of(c.target) == "sp"]
     exchanges = []
     for call in calls:
         sent = _sent_bytes(call, n)
         if sent is not None:
             exchanges.append(_make_exchange(call, sent))
-        edge_bytes = _edge_bytes(call, n)
+        edge_bytes = _edge_bytes(call, n)  # rows for the padding of the result
         if edge_bytes:
             edge_exchange = _make_exchange(call, _SentBytes([call.operands[0]], edge_bytes, 0))
             exchanges.append(replace(edge_exchange, op="window"))
@@ -116,7 +116,8 @@ def _edge_bytes(call: OpCall, n: int) -> Size:
         return 0
     rows, (start, length) = local_row_count(values, n), values[2:4]
     num_padded_ends = (not is_same_size(start, 0)) + (not is_same_size(start + length, n * rows))
-    return collective_bytes("all_gather", _tensor_bytes(node_tensors(call.node)) * num_padded_ends // rows, n)
+    result_bytes = _tensor_bytes(node_tensors(call.node))  # of `rows` rows
+    return collective_bytes("all_gather", result_bytes * num_padded_ends // rows, n)
 
 
 def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
@@ -140,7 +141,8 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
     # The bytes of these two follow from the shard, which is their result (see `collective_bytes`).
     operands = [call.node] if op in (sp.shard.default, sp.reduce_scatter.default) else call.operands
     nbytes = _operand_bytes(operands)
-    return _SentBytes(operands, *(collective_bytes(kind, nbytes, n) if kind else 0 for kind in MOVE_OPS[op]))
+    collectives = MOVE_OPS[op]  # of forward and backward
+    return _SentBytes(operands, *(collective_bytes(kind, nbytes, n) if kind else 0 for kind in collectives))
 
 
 def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:

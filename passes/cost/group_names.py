@@ -204,7 +204,7 @@ class GroupGrid:
 
 
 def group_grids(groups: Sequence[Ranks], all_gather: GatherRanks) -> dict[str, GroupGrid]:
-    """Return the `GroupGrid` of every group. All ranks must call it, each with its own groups.
+    """Return the relations of every group to the others. All ranks must call it, each with its own groups.
 
     Args:
         groups: Groups of this rank.

@@ -153,7 +153,7 @@ _CONSTANTS_OF = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop", 
 def _expected_range(name: str, value: Any) -> str:
     """Return the range of a constant as a text for an error if the value is outside of it, else ""."""
     is_share = name == "overlap" or name.endswith("efficiency")
-    low, high = float(name == "ranks_per_node"), 1.0 if is_share else math.inf
+    low, high = 1.0 if name == "ranks_per_node" else 0.0, 1.0 if is_share else math.inf
     includes_low = name.endswith("latency") or name in ("block_keys", "overlap", "call", "ranks_per_node")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and low <= value <= high and (includes_low or value > low):

@@ -101,9 +101,10 @@ def fit_constants(
     if n <= ranks_per_node:
         constants |= {"all_to_all_bandwidth": exchange.bandwidth, "hop_bandwidth": exchange.bandwidth}
         constants |= {"all_gather_bandwidth": gather.bandwidth}
-    else:
+    else:  # the share of the bytes that leave the node
         constants |= {"inter_node_bandwidth": exchange.bandwidth * (n - ranks_per_node) / (n - 1)}
-    if seconds_per_flop := attention.latency:  # 0 is noise
+    seconds_per_flop = attention.latency  # with infinitely many keys; 0 is noise
+    if seconds_per_flop:
         constants |= {"flops": 1 / seconds_per_flop / base.efficiency(kernel)}
         constants |= {"block_keys": 1 / seconds_per_flop / attention.bandwidth}
     return replace(base, **constants)
@@ -236,8 +237,8 @@ def measure_lines(
 def _measure_and_fit(jobs: Sequence[Measurement], repeats: int, meet: MeetFunction) -> list[LatencyBandwidth]:
     """Time all sizes of the measurements and fit their lines; the slowest rank of a round counts.
 
-    The first round warms up. Jobs alternate, so that disturbances affect all of them. Sizes do not, because a small
-    message after a large one would find other cache contents than in a program with small messages.
+    The first round warms up. Jobs alternate, so that disturbances affect all of them. Sizes do not alternate, because a
+    small message after a large one would find other cache contents than in a program with small messages.
     """
     points: dict[Hashable, list[tuple[float, float]]] = {job.key: [] for job in jobs}  # (x, y) on the line of a job
     for k in range(max(len(job.sizes) for job in jobs)):

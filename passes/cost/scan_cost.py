@@ -75,6 +75,7 @@ def choose_exchange(
     # One latency for both, so that noise in measured latencies does not decide.
     alpha, rounds = max(line.latency for line in lines.values()), num_rounds(n)
     transfer = {exchange: bytes_to_send(exchange, nbytes, n) / line.bandwidth for exchange, line in lines.items()}
+    # Gathered carries are written and read; in each step two are read, and their combination is written.
     gather = alpha + transfer["gather"] + machine.copy(2 * n * nbytes)
     steps = transfer["steps"] + rounds * (alpha + machine.copy(3 * nbytes))
     can_step = supports_steps and folds == 1 and rounds < n - 1
@@ -163,7 +164,7 @@ def _segment_bytes(call: OpCall, dim: int, folds: int, extent: Callable[[Any], S
     if node is None:
         return 0, 0
     ids = node.meta["val"]
-    ids_dim = 0 if ids.ndim == 1 else dim - call.ndim() + ids.ndim
+    ids_dim = 0 if ids.ndim == 1 else dim - call.ndim() + ids.ndim  # their last dims are those of the operand
     count = _row_elements(ids, ids_dim, extent) * folds
     return 2 * ids.element_size() * count, count
 

@@ -92,14 +92,15 @@ def compare_runs(
         if _relative_error(x, expected) or _relative_error(x, actual):
             yield _error_row(f"mutated input {name}", expected, actual)
     # The error of gradients that are zero up to rounding, such as that of a key's bias, is relative to the largest one.
-    magnitudes = [
+    rounding_errors = [
         g.abs().max().item() * max(ROUNDING_ERROR, torch.finfo(g.dtype).eps ** 0.5)
         for g in single_device.gradients
         if g.numel()
     ]
+    min_scale = max(rounding_errors, default=0.0)
     trained = [name for name, x in zip(names, before) if isinstance(x, Tensor) and x.requires_grad]
     for name, expected, actual in zip(trained, single_device.gradients, rank.gradients):
-        yield _error_row(f"gradient of {name}", expected, actual, max(magnitudes, default=0.0))
+        yield _error_row(f"gradient of {name}", expected, actual, min_scale)
 
 
 def _error_row(name: str, expected: Any, actual: Any, min_scale: float = 0.0) -> tuple[str, float]:

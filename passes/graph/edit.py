@@ -75,7 +75,7 @@ class GraphEditor:
         (.., h, ..) -> (.., h, 1, ..) -> (.., h, times, ..) -> (.., h * times, ..)
         """
         shape = node_shape(x)
-        before, after = shape[:dim], shape[dim:][1:]
+        before, after = shape[:dim], shape[dim:][1:]  # shape[dim + 1 :] would be wrong for dim = -1
         next_dim = dim + 1 if dim >= 0 else dim  # of the new dim after `dim`
         column = self.compute(aten.unsqueeze.default, (x, next_dim), like)
         expanded_shape = self.sizes.list((*before, shape[dim], times, *after))

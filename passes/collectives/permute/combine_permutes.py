@@ -183,6 +183,7 @@ def _merged_dims(node: Node, result: Node) -> list[list[int]] | None:
         return None
     resolved = [table.resolve(dim) for dim in before.dims]
     dim_of = {factors[0]: dim for dim, factors in enumerate(resolved) if len(factors) == 1}  # dims that are not split
+    # The dims that each dim of the result merges; -1 for a part of a dim.
     groups = [[dim_of.get(factor, -1) for factor in table.resolve(dim)] for dim in after.dims]
     is_complete = all(groups) and sorted(dim for dims in groups for dim in dims) == list(range(len(resolved)))
     scatter, gather = (dim % len(resolved) for dim in node.args[1:3])

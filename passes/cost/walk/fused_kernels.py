@@ -114,7 +114,7 @@ class KernelSchedule:
             # A reduction that a row-wise kernel can compute is fused with one other only.
             if len(merged) == 2 or not _can_join_row_kernel(a):
                 group_of.update(dict.fromkeys(merged, merged))
-        self._merge_kernels(list({id(group): group for group in group_of.values()}.values()))
+        self._merge_kernels(list({id(group): group for group in group_of.values()}.values()))  # each group once
 
     def _common_reads(self, a: Node, b: Node) -> frozenset[StorageKey]:
         """Return the storages that both kernels read."""

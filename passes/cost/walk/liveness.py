@@ -225,7 +225,7 @@ class _TileLoop:
         # Slices of rows are not contiguous if the dims before them have more than one element.
         operands = zip((n.meta["val"] for n in tiled), program.rows)
         copied = sum(current_bytes(x) for x, dim in operands if size_hint(x.shape[:dim].numel()) > 1) // tiles
-        _, body = max(program.bodies.items())
+        _, body = max(program.bodies.items())  # of the longest tile
         return _TileLoop(tiles, getattr(body, part), accumulators, wide, narrow, copied)
 
     def tile(self, fused: bool) -> LivenessWalk:
@@ -358,18 +358,18 @@ class StorageTable(KernelSchedule):
         free: dict[tuple[int, torch.dtype], list[tuple[int, LiveValue]]] = defaultdict(list)
         previous: dict[StorageKey, LiveValue] = {}
         for i, (node, live) in enumerate(zip(self.kernel_writes, lives)):
-            for key in [key for key in live if key not in previous]:
+            for key in [key for key in live if key not in previous]:  # values that this kernel writes
                 kind = live[key].nbytes, self.dtypes[key]
                 if not free[kind] or not (self.is_fused(node) or self._is_matrix_product(node)):
                     continue  # no buffer of this size, or torch allocates the result
                 start, buffer = free[kind][-1]
-                if start == i or max(totals[start:i]) + buffer.nbytes <= peak:
+                if start == i or max(totals[start:i]) + buffer.nbytes <= peak:  # it may be retained since `start`
                     free[kind].pop()
                     for k in range(start, i):
                         totals[k] += buffer.nbytes
                         idle[k].append(buffer)
             following = lives[i + 1] if i + 1 < len(lives) else live
-            for key in [key for key in live if key not in following]:
+            for key in [key for key in live if key not in following]:  # values that are freed after this kernel
                 if live[key].origin != "saved" and key not in self.unaligned:
                     free[live[key].nbytes, self.dtypes[key]].append((i + 1, replace(live[key], origin="reuse")))
             previous = live
@@ -397,7 +397,7 @@ class StorageTable(KernelSchedule):
     def _retained_by(self, node: Node) -> set[StorageKey]:
         """Return the storages that a kernel does not overwrite although it reads them last.
 
-        Inductor overwrites only inputs that AOTAutograd donates, which were saved for this graph alone.
+        These are tangents, which AOTAutograd does not donate, and what several nodes of a fused kernel read.
         """
         tangents = {key for key in self.kernel_reads[node] if is_tangent(self.producer[key])}
         return tangents | self.read_often.get(node, frozenset())
@@ -433,7 +433,7 @@ class StorageTable(KernelSchedule):
             self.value_reads[node] = frozenset(keys)
             self.kernel_writes[node] = []
             self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
-        elif node.target in ARRIVALS:
+        elif node.target in ARRIVALS:  # a wait for a copy to or from the host
             self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = frozenset(), [], operand_reads
         elif not new:  # a view; one of an inlined value is recomputed with this value
             is_recomputed = not keys or not self.inlined.isdisjoint(keys)
@@ -468,7 +468,7 @@ class StorageTable(KernelSchedule):
             bases = [node.args[0]]
         elif self.fused and node.target in MUTATIONS:
             bases = node.kwargs.get("_all_bases", [])
-        for base, value in zip(bases, node_tensors(node)[-len(bases) :]):
+        for base, value in zip(bases, node_tensors(node)[-len(bases) :]):  # a mutation returns its bases last
             base_key, key = self.key(node_tensors(base)[0]), storage_of(value)
             if key not in self.producer and key != base_key:
                 self.reused[key] = base_key
