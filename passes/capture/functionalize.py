@@ -239,7 +239,7 @@ class _Functionalizer:
         if is_wrong_for_complex and self.aliases.has_differentiable_input(node):
             raise SpError(
                 "SP227",
-                f"{node.name}: {node.target} at {node_line(node)} works in place on complex numbers, of which torch "
+                f"{node.name}: {node.target} at {node_line(node)} works in place on complex numbers, for which torch "
                 "computes a wrong gradient.",
                 f"Write {COMPLEX_ERROR[node.target]} instead.",
             )
@@ -325,8 +325,8 @@ class _Functionalizer:
         if new_base is None:
             raise WriteError(
                 "SP225",
-                f"{node.name}: {node_line(node)} changes a view in place, and {view.target} at {node_line(view)}, "
-                "which created the view, cannot be inverted.",
+                f"{node.name}: {node_line(node)} changes a view in place that {view.target} created at "
+                f"{node_line(view)}, so that the tensor behind the view cannot be updated.",
             )
         return new_base
 

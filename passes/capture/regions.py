@@ -144,8 +144,8 @@ class _RegionInliner:
         if len(placeholders) != len(operands):
             raise CaptureError(
                 "SP217",
-                f"{node.name}: {node.target} at {node_line(node)}: expected {len(placeholders)} positional arguments, "
-                f"as its body has inputs, got {len(operands)}.",
+                f"{node.name}: {node.target} at {node_line(node)}: expected {len(placeholders)} positional arguments "
+                f"(the inputs of its body), got {len(operands)}.",
             )
         # Without gradients nothing is saved, and torch does not support random ops in a checkpoint of an inference.
         if node.target in _REGION_CHECKPOINTS and self.grad_modes[-1]:

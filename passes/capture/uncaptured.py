@@ -42,7 +42,7 @@ def wrap_failures() -> Iterator[None]:
             raise
         line = failed_node_line(error)
         place = f", at {line}" if line else ""
-        raise CaptureError("SP213", f"{shorten_error(error).rstrip('.')}{place}.") from error
+        raise CaptureError("SP213", f"internal error: {shorten_error(error).rstrip('.')}{place}.") from error
 
 
 def unsplit_reason(error: Exception) -> str:

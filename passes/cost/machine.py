@@ -75,7 +75,7 @@ class Machine:
         for name in override or {}:
             if name not in _DEFAULTS:
                 hint, names = did_you_mean(name, _DEFAULTS), ", ".join(_DEFAULTS)
-                raise SpError("SP703", f"cost: unknown constant {name!r}{hint}, expected one of {names}.")
+                raise SpError("SP703", f"cost: expected one of {names}, got {name!r}{hint}.")
         return replace(CPU if device_type == "cpu" else GPU, **(override or {}))
 
     def describe(self, device_type: str) -> str:
