@@ -56,7 +56,7 @@ class Aliases:
         return node
 
     def replace(self, node: Node, replacement: Node) -> None:
-        """Make later nodes read `replacement` as `node`."""
+        """Make later nodes read `replacement` in place of `node`."""
         self._replacements[node] = replacement
 
     def root(self, node: Node) -> Node:
@@ -115,7 +115,7 @@ class Aliases:
         return node in self._detached_views
 
     def is_differentiable(self, node: Node) -> bool:
-        """Return True if the node is differentiable, by its op or as a view of a differentiable root."""
+        """Return True if autograd records a gradient for the node, by its op or as a view of a differentiable root."""
         is_view_of_differentiable = self.root(node) in self._differentiable and node not in self._detached_views
         return node in self._differentiable or is_view_of_differentiable
 

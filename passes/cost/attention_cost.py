@@ -96,7 +96,7 @@ class AttentionShape:
 
     @property
     def widening(self) -> int:
-        """Return the bytes per element of an accumulator, divided by those of an operand."""
+        """Return the bytes per element of a float32 (float64) accumulator, divided by those of an operand."""
         return self.head_bytes.widening
 
     @property

@@ -29,12 +29,12 @@ class RankMemory:
 
     @property
     def used(self) -> int:
-        """Return the bytes in use besides attention, if losses are not tiled."""
+        """Return the bytes in use besides attention, if no loss is computed in tiles of rows."""
         return self.weights + self.gradients + self.saved
 
     @property
     def used_with_tiles(self) -> int:
-        """Return the bytes in use besides attention, with tiled losses if the device is too small otherwise."""
+        """Return the bytes in use besides attention; losses are tiled if the device is too small otherwise."""
         return self.used if self.used < self.device else self.used - self.tiled
 
     @property

@@ -137,6 +137,7 @@ def _affine_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size]) -> Si
     """Return the bytes of a carry in a recurrence of matrices, h = A h + b: the product of A, and the state."""
     result = call.results()[0]
     dtype = call["accumulate"] or torch.promote_types(result.dtype, torch.float32)
+    # The scanned dim is the one before those of the matrices.
     elements = sum(_row_elements(x, x.ndim - 3, extent) for x in (call.operands[0].meta["val"], result))
     return elements * folds * dtype.itemsize
 

@@ -103,7 +103,7 @@ class GraphStep:
 
 
 def _is_row_major(x: torch.Tensor) -> bool:
-    """Return True if the strides are row-major, also those of dims of size 1: then AOTAutograd copies no tangent."""
+    """Return True if the strides are row-major, also those of dims of size 1: such a tangent is not copied."""
     shape = as_sizes(x.shape)
     return all(is_same_size(stride, size_product(shape[d + 1 :])) for d, stride in enumerate(as_sizes(x.stride())))
 
@@ -148,7 +148,7 @@ class StepMemory:
 
     @property
     def inputs(self) -> int:
-        """Return the bytes of the unsharded inputs."""
+        """Return the bytes of the program's inputs, which are not sharded: those of the graph with the most."""
         return max((graph.inputs for graph in self.graphs), default=0)
 
     @property

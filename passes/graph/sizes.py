@@ -187,7 +187,7 @@ class SizeBuilder:
         return self.known[value]
 
     def list(self, values: Any) -> list[int | Node]:
-        """Convert each value as `__call__` does."""
+        """Convert each value to an int or a node, as `__call__` does."""
         return [self(v) for v in values]
 
     def _build(self, expr: sympy.Expr) -> Node:

@@ -175,7 +175,7 @@ def is_move(node: Node) -> bool:
 
 
 def moved_operands(node: Node) -> list[Node]:
-    """Return the operands that a move (`is_move`) moves: the pieces of a cat or stack, else the first one."""
+    """Return the operands whose data a node (see `is_move`) moves: the pieces of a cat or stack, else the first one."""
     if node.target in PASSTHROUGH_MOVES:
         return [node.args[0]]
     operands = OpCall(node).operands

@@ -38,7 +38,7 @@ class PackExchanges(Pass):
     """Pass that packs independent exchanges of the same two dims into one sp::all_to_all."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Pack all groups of such exchanges, and return the number of groups."""
+        """Pack all groups of independent exchanges of the same dims, and return the number of groups."""
         groups = _combinable_exchanges(gm.graph)
         for exchanges in groups:
             _move_users_after(exchanges)
@@ -108,7 +108,7 @@ def _can_join(exchanges: list[Node], node: Node) -> bool:
 
 
 def _move_users_after(exchanges: list[Node]) -> None:
-    """Move the nodes that depend on the first exchanges after the last one, where all are packed."""
+    """Move the nodes that depend on the first exchanges after the last one, at whose place all are packed."""
     position = exchanges[-1]
     for node in _dependents_before(exchanges[:-1], position) or ():
         position.append(node)
@@ -119,7 +119,7 @@ class MergeDimsBeforeExchange(Pass):
     """Pass that merges dims before an exchange in place of after it, where a merge would copy."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Move such merges, and return the number of changed exchanges."""
+        """Move merges of dims after an exchange before it, and return the number of changed exchanges."""
         return sum(self._rewrite(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE))
 
     def _rewrite(self, node: Node) -> bool:

@@ -46,7 +46,7 @@ class FusePermutes(Pass):
     """Pass that fuses permute + all-to-all + permute, and DTensor's own op, into sp.all_to_all_permute."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Fuse all matches, note the reasons for other exchanges, and return the number of fused ones."""
+        """Fuse all exchanges of two dims, note why others are not fused, and return the number of fused ones."""
         return sum(self._match_and_rewrite(node) for node in list(gm.graph.nodes))
 
     def _match_and_rewrite(self, node: Node) -> bool:
@@ -101,7 +101,7 @@ class CancelExchanges(Pass):
     """Pass that removes an exchange and its inverse."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Remove all such pairs, and return their number."""
+        """Remove all pairs of an exchange and a later one that undoes it, and return their number."""
         return sum(self._cancel(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE))
 
     def _cancel(self, node: Node) -> bool:
@@ -133,7 +133,7 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
 
     @classmethod
     def of(cls, context: CollectiveContext) -> Pass | None:
-        """Create the pass for a program that connects ranks, else return None."""
+        """Create the pass for a program with process groups of its own; else return None."""
         return cls(decomposed=True) if context.session.groups else None
 
     def __init__(self, decomposed: bool = False) -> None:

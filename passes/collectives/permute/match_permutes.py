@@ -147,7 +147,7 @@ def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
 
 
 def exclusive_chain(wait: Node, y: Node) -> set[Node] | None:
-    """Return all nodes from the wait to y, or None if a node before y has other users, which need it."""
+    """Return all nodes from an exchange or its wait to y, or None if a node before y has other users, which need it."""
     chain = reachable_set([y], lambda n: moved_operands(n) if n is not wait else ())
     users = {user for node in chain - {y} for user in node.users if not is_unused(user)}
     return chain if users <= chain else None

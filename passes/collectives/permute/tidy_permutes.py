@@ -32,7 +32,7 @@ class DropBuffers(Pass):
     """Pass that replaces a buffer by the result of an exchange that fills it, if both have equal strides."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Replace such copies by the copied results, and return their number."""
+        """Replace copies of an exchange's result to a buffer by this result, and return their number."""
         copies = gm.graph.find_nodes(op="call_function", target=aten.copy.default)
         changes = 0
         for node in copies:
@@ -53,7 +53,7 @@ class ConcatPadded(Pass):
     """Pass that replaces a sum of padded pieces by a cat or stack of the pieces."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Replace the largest sums of that form, and return their number."""
+        """Replace sums of padded pieces, not also their terms, and return their number."""
         changes = 0
         for node in reversed(list(gm.graph.nodes)):  # the largest sum before its terms
             pieces = _sum_terms(node) if node.users else None  # terms of a replaced sum have no users

@@ -44,7 +44,7 @@ def conversion_bytes(target: Any, operands: Sequence[torch.Tensor], result: torc
 
 
 def op_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of the workspace of an attention op with these operands; 0 if it has none."""
+    """Return the bytes that an attention op allocates for its run, besides operands and results."""
     if operands[0].device.type == "cpu":
         return _cpu_workspace(target, operands) if target in CPU_FLASH_OPS else 0
     return _gpu_workspace(target, operands) if target in GPU_BACKWARDS and operands[0].dtype in HALF else 0
