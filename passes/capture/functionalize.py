@@ -326,7 +326,7 @@ class _Functionalizer:
             raise WriteError(
                 "SP225",
                 f"{node.name}: {node_line(node)} changes a view in place that {view.target} created at "
-                f"{node_line(view)}, so that the tensor behind the view cannot be updated.",
+                f"{node_line(view)}, so that the viewed tensor cannot be updated.",
             )
         return new_base
 

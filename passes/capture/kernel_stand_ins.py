@@ -127,25 +127,13 @@ def _attend(
     b: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> Any:
-    """Call the operator of linear attention.
+    """Compute linear attention; return the result (B, S, H, V) and the final state or None.
 
-    Args:
-        kernel: Name of the kernel that computes it on a GPU; "" for none.
-        q: Queries (B, S, H, K); H may divide the heads of v.
-        k: Keys (B, S, H, K).
-        v: Values (B, S, H, V).
-        decay: Logarithm of the decay of the state, (B, S, H) or (B, S, H, K); None for no decay.
-        scale: Factor of the queries; None for K ** -0.5.
-        initial_state: State before the first token, (B, H, K, V), or one for each document.
-        output_final_state: Return the state after the last token, or after each document.
-        cu_seqlens: Bounds of the documents in one row of tokens (B = 1); None for one document.
-        beta: Factor of the delta rule, (B, S, H); None without the delta rule.
-        a: First vectors of a transition of rank one, as in RWKV-7.
-        b: Second vectors of this transition.
-        starts: True for the first token of each document, (B, S); derived from cu_seqlens if it is given.
-
-    Returns:
-        The result (B, S, H, V), and the final state or None. NotImplemented for unsupported shapes.
+    q and k are (B, S, H, K), v is (B, S, H, V) with as many heads or a multiple. decay, the logarithm of the decay of
+    the state, is (B, S, H), (B, S, H, K) or None. scale, a factor of q, is K ** -0.5 by default. beta (B, S, H) is the
+    factor of the delta rule; a and b (B, S, H, K) are the vectors of a transition of rank one, as in RWKV-7. starts is
+    True for the first token of each document, and derived from cu_seqlens, the bounds of documents in one row of
+    tokens, if these are given. Then there is a state for each document. Returns NotImplemented for unsupported shapes.
     """
     opened = closed = None  # numbers of the documents that start and end at each token
     if cu_seqlens is not None:

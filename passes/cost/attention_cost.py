@@ -160,7 +160,7 @@ class AttentionShape:
             """Return the number of pairs whose key is at least `distance` positions before the query."""
             return _integrate_clamped(stop - distance, self.kv_len) - _integrate_clamped(start - distance, self.kv_len)
 
-        # Pairs whose key is not too far ahead of the query, less those whose key is too far behind it.
+        # Pairs whose key is not too far ahead of the query, less those whose key is too far before it.
         if self.causal:
             not_ahead = pairs_from(0)
         elif self.window is not None:

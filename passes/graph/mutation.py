@@ -117,7 +117,7 @@ def find_mutation(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Return the arguments that `node` mutates if called with `args` and `kwargs`, to functionalize it.
 
     Raises:
-        WriteError: If the op mutates several tensors and returns some of them: the schema does not tell which.
+        WriteError: If the op mutates several tensors and returns some of them: the schema does not declare which.
     """
     schema = schema_of(node.target)
     targets = _mutated_arguments(node.target, args, kwargs)
