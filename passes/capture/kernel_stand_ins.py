@@ -129,8 +129,8 @@ def _attend(
 ) -> Any:
     """Compute linear attention; return the result (B, S, H, V) and the final state or None.
 
-    q and k are (B, S, H, K), v is (B, S, H, V), also with a multiple of these heads. decay, the logarithm of the decay of
-    the state, is (B, S, H), (B, S, H, K) or None. scale, a factor of q, is K ** -0.5 by default. beta (B, S, H) is the
+    q and k are (B, S, H, K), v is (B, S, H, V) with H heads or a multiple. decay, the logarithm of the decay of the
+    state, is (B, S, H), (B, S, H, K) or None. scale, a factor of q, is K ** -0.5 by default. beta (B, S, H) is the
     factor of the delta rule; a and b (B, S, H, K) are the vectors of a transition of rank one, as in RWKV-7. starts is
     True for the first token of each document, and derived from cu_seqlens, the bounds of documents in one row of
     tokens, if these are given. Then there is a state for each document. Returns NotImplemented for unsupported shapes.
