@@ -49,14 +49,14 @@ class Aliases:
     def resolve(self, node: Node) -> Node:
         """Return the node that later nodes read in place of `node`, after the replacements so far.
 
-        An in-place op that returns its argument is read as this argument; one that reshapes it is read in its place.
+        The result of `x.add_(1)` is read as x, and after `x.unsqueeze_(0)` x is read as the result.
         """
         while node in self._replacements:
             node = self._replacements[node]
         return node
 
     def replace(self, node: Node, replacement: Node) -> None:
-        """Make later nodes read `replacement` as `node`."""
+        """Make later nodes read `replacement` in place of `node`."""
         self._replacements[node] = replacement
 
     def root(self, node: Node) -> Node:
@@ -66,21 +66,25 @@ class Aliases:
         return node
 
     def record(self, node: Node) -> bool:
-        """Record the storage, base and gradient of the visited node; return True if it is a view."""
-        inputs = collect_nodes(self.calls[node])
+        """Record the storage, base and gradient of the visited node; return True if it is a view.
+
+        The value of a view is in the storage of an argument, its base. A view is detached if it is created without
+        gradients: then no gradient passes between it and its base.
+        """
+        inputs = collect_nodes(self.calls[node])  # its arguments
         if self._has_gradient_path(node, inputs):
             self._differentiable.add(node)
         storages = node_storages(node)
-        if len(storages) != 1:  # no strided tensor, or a tuple of several
+        if len(storages) != 1:  # no strided tensor, or several tensors, whose getitem nodes are recorded instead
             return False
         (storage,) = storages
-        if node.target in LITERAL_OPS:  # shares its storage in the trace, but is a new tensor in each run
+        if node.target in LITERAL_OPS:  # torch.tensor(...): one constant in the trace, but a new tensor in each run
             self._owners[storage] = node
             return False
-        base = next((i for i in inputs if node_storages(i) == storages), None)
-        # An element of an op's results is a view only if these are views, as those of split are.
-        is_own_result = node.target is operator.getitem and base not in self.parent
-        if base is None or is_own_result:
+        base = next((x for x in inputs if node_storages(x) == storages), None)
+        # The results of split are views of its operand, and so are their getitem nodes. Other ops return new tensors.
+        is_new_result = node.target is operator.getitem and base not in self.parent
+        if base is None or is_new_result:
             self._owners.setdefault(storage, node)
             return False
         self.parent[node] = base
@@ -98,9 +102,10 @@ class Aliases:
         return has_float_result and any(map(self.is_differentiable, inputs))
 
     def other_owner(self, root: Node) -> Node | None:
-        """Return another node that owns the memory of a root, and that a mutation would miss, or None.
+        """Return another node that owns the memory of a root, or None.
 
-        An example is an input that overlaps with another one, or the result of an op that hides a view.
+        In eager mode a mutation of the root changes its value, too; after functionalization it would not. An example is
+        an input that overlaps with another one, or the result of an op that returns a view without declaring it.
         """
         owners = {self._owners.get(storage, root) for storage in node_storages(root)}
         return next(iter(owners - {root}), None)
@@ -110,7 +115,7 @@ class Aliases:
         return node in self._detached_views
 
     def is_differentiable(self, node: Node) -> bool:
-        """Return True if the node is differentiable, by its op or as a view of a differentiable root."""
+        """Return True if autograd records a gradient for the node, by its op or as a view of a differentiable root."""
         is_view_of_differentiable = self.root(node) in self._differentiable and node not in self._detached_views
         return node in self._differentiable or is_view_of_differentiable
 
@@ -119,14 +124,21 @@ class Aliases:
 
         The value that an in-place op writes is then differentiable, too.
         """
-        inputs = [] if node.target in SILENT_WRITERS else collect_nodes(self.calls[node])
+        if node.target in SILENT_WRITERS:  # they write running statistics, which have no gradient
+            return False
+        inputs = collect_nodes(self.calls[node])
         return any(self.is_differentiable(x) or self.is_differentiable(self.root(x)) for x in inputs)
 
     def mark_differentiable(self, target: Node) -> None:
-        """Record that a mutation made `target` differentiable, and its root unless that is detached."""
-        self._differentiable |= {target} if target in self._detached_views else {target, self.root(target)}
+        """Record that a mutation made `target` differentiable, and its root unless `target` is a detached view."""
+        self._differentiable.add(target)
+        if target not in self._detached_views:
+            self._differentiable.add(self.root(target))
 
 
 def node_storages(node: Node) -> set[int]:
-    """Return the identities of the storages of all strided tensors in the value of a node."""
+    """Return the identities of the storages of all tensors in the value of a node that have one.
+
+    Tensors with a sparse layout and the wrappers of functorch have none.
+    """
     return {storage_of(t) for t in node_tensors(node) if t.layout is torch.strided and not is_functorch_tensor(t)}

@@ -45,8 +45,8 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
 
     Placeholders correspond to Dynamo's, with the same order, names and sources, so the result can replace `gm` in
     compile_fx. An input that the program mutates is written back by one aten.copy_ at the end. The results are followed
-    by hidden bases of results that are views, see `view_writes.py`. Inside `cache_captures` each graph is captured
-    once.
+    by hidden results: tensors of which results are views and that the program does not return (`view_writes.py`).
+    Inside `cache_captures` each graph is captured once.
 
     Args:
         gm: Dynamo graph.
@@ -64,7 +64,8 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
         return _capture(gm, example_inputs, fakes)
     if gm not in cache:
         cache[gm] = _capture(gm, example_inputs, fakes)
-    if any(isinstance(child, GraphModule) for child in cache[gm].children()):  # passes mutate these, too
+    has_subgraphs = any(isinstance(child, GraphModule) for child in cache[gm].children())
+    if has_subgraphs:  # a copy would share them with the cached graph, and passes modify them
         return cache.pop(gm)
     captured = copy_graph(cache[gm])
     captured.meta.update(cache[gm].meta)
@@ -98,7 +99,7 @@ def _capture(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any
     _copy_dynamo_meta(captured, gm)
     for node, value in zip(captured.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         set_node_info(node, requires_grad=getattr(value, "requires_grad", None))
-    captured.meta[VIEW_OPS] = find_shared_results(captured)
+    captured.meta[VIEW_OPS] = find_shared_results(captured)  # functionalization removes this information
     functionalize(captured)
     _check_written_inputs(captured, example_inputs)
     return _finish_capture(captured)
@@ -114,30 +115,34 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
 
 
 def specialize_inputs(example_inputs: Sequence[Any]) -> list[Any]:
-    """Return the inputs, with fakes for those with a dynamic dim that can have one length only."""
+    """Return the inputs; those with a dynamic dim that the guards restrict to one length become fakes of this length.
+
+    Tensor subclasses that wrap other tensors, such as `Sharded`, are not replaced.
+    """
     mode, fakes = _fake_inputs(example_inputs)
     results = list(example_inputs)
     for i, specialized in enumerate(_replace_single_values(fakes, mode)):
-        if specialized is not fakes[i] and not torch_compat.is_wrapper(results[i]):  # a `Sharded` is a wrapper, too
+        if specialized is not fakes[i] and not torch_compat.is_wrapper(results[i]):
             results[i] = specialized
     return results
 
 
 def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Specialize the symbolic sizes that the program depends on, before passes run on it once more.
+    """Specialize the symbolic sizes that the program depends on, so that its passes can run again.
 
-    A pass has refused the program with symbols: with constant sizes, code that is unrolled along the sequence may show
-    it. Sizes that the user marked as dynamic stay symbols, as Dynamo would raise.
+    The caller does so after a pass has refused the program: with constant sizes, passes recognize code that Dynamo has
+    unrolled along the sequence. Sizes that the user marked as dynamic remain symbols, because Dynamo would raise.
 
     Returns:
         True if any size was specialized.
     """
-    context, (_, fakes) = torch_compat.TracingContext.get(), _fake_inputs(example_inputs)
-    marked_sizes = set[Any]()  # sizes that the user marked as dynamic: their constraints are errors, not warnings
+    context = torch_compat.TracingContext.get()
+    _, fakes = _fake_inputs(example_inputs)
+    marked_sizes = set[Any]()  # a constraint by the user is strict, one by Dynamo results in a warning only
     for x, fake in zip(example_inputs, fakes):
-        symbolic = context.tensor_to_context.get(x) if isinstance(x, torch.Tensor) else None
-        constraints = getattr(symbolic, "constraint_sizes", None) or ()
-        for constraint, size in zip(constraints, fake.shape if constraints else ()):
+        symbolic_context = context.tensor_to_context.get(x) if isinstance(x, torch.Tensor) else None
+        constraints = getattr(symbolic_context, "constraint_sizes", None)
+        for constraint, size in zip(constraints, fake.shape) if constraints else ():
             if constraint is not None and not constraint.warn_only:
                 marked_sizes.add(as_size(size))
     sizes = [
@@ -147,7 +152,9 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
     ]
     for size in sizes:
         int(size)  # adds a guard: another length recompiles
-    (_capture_cache.get() or {}).pop(gm, None)
+    cache = _capture_cache.get()
+    if cache is not None:
+        cache.pop(gm, None)  # this capture has the symbols
     return bool(sizes)
 
 
@@ -164,14 +171,14 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
     """
     context = torch_compat.TracingContext.try_get()
     if context is None or context.fake_mode is None:
-        raise SpError("SP203", "capture is supported inside a backend of torch.compile only.")
+        raise SpError("SP203", "capture: expected a call inside a backend of torch.compile, got one outside of it.")
     mode = context.fake_mode
 
     def make_fake(x: Any) -> Any:
         """Return the fake tensor of an input; return other values, such as SymInts, unchanged."""
         if not isinstance(x, torch.Tensor):
             return x
-        if torch_compat.is_wrapper(x):  # the full tensor, for any storage
+        if torch_compat.is_wrapper(x):  # its fake is a plain tensor of its full shape
             has_fake_shard = isinstance(x, Sharded) and isinstance(x.local, FakeTensor)
             full = x if has_fake_shard else convert_to_mode(x)
             return _new_fake(x, full.shape, full.stride(), mode)
@@ -192,7 +199,7 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
 def _new_fake(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
     """Return a fake tensor of another shape, with the dtype, device and autograd state of x.
 
-    This is requires_grad, and being a leaf or not: a program may write in place to non-leaves only.
+    The autograd state is requires_grad and is_leaf: a program may write in place only to tensors that are no leaves.
     """
     with mode, torch.enable_grad():
         leaf = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
@@ -201,7 +208,7 @@ def _new_fake(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode
         non_leaf = leaf.clone()
         if is_same_shape(as_sizes(non_leaf.stride()), as_sizes(stride)):
             return non_leaf
-        # clone does not preserve these strides.
+        # clone does not preserve all strides, for example those of a slice: clone the complete memory, and view it.
         n_elements = leaf.untyped_storage().nbytes() // leaf.element_size()
         memory = torch.empty(n_elements, dtype=x.dtype, device=x.device)
         return memory.requires_grad_().clone().as_strided(shape, stride)
@@ -217,10 +224,10 @@ def _replace_single_values(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
 
     def has_single_value(x: Any) -> bool:
         """Return True if a size contains a symbol with a single value."""
-        return isinstance(x, torch.SymInt) and not sympy.sympify(as_size(x)).free_symbols.isdisjoint(values)
+        return isinstance(x, torch.SymInt) and bool(sympy.sympify(as_size(x)).free_symbols & values.keys())
 
     def specialize(x: Any) -> Any:
-        """Return a size or a tensor with its single-value symbols replaced by constants."""
+        """Return a size or a tensor in which symbols with a single value are replaced by it; others remain symbols."""
         if isinstance(x, torch.SymInt):
             return torch_compat.evaluate_expr(sympy.sympify(as_size(x)), symbols | values)
         if not isinstance(x, torch.Tensor) or not any(map(has_single_value, x.shape)):
@@ -248,8 +255,11 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
     source = program.module() if isinstance(program, ExportedProgram) else program
     gm = inline_regions(source)
     for node in gm.graph.find_nodes(op="call_module"):
-        if node.target != "_guards_fn":
-            raise SpError("SP204", f"capture_export: {node.name} is a call of the module {node.target}.")
+        if node.target != "_guards_fn":  # torch.export's check of the inputs
+            raise SpError(
+                "SP204",
+                f"capture_export: expected a graph of ops, got a call of the module {node.target} ({node.name}).",
+            )
         gm.graph.erase_node(node)
     gm.delete_submodule("_guards_fn")
     require_ops(gm, "capture_export")
@@ -289,7 +299,10 @@ def _copy_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
 
 
 def _copy_sources(new_gm: GraphModule, old_gm: GraphModule) -> None:
-    """Copy Dynamo's sources (origins) of inputs and module state to a graph with equal placeholders."""
+    """Copy Dynamo's sources of inputs and module state to a graph with equal placeholders.
+
+    A source is the expression, such as L['x'], from which Dynamo reads a value.
+    """
     for new, old in zip(*(gm.graph.find_nodes(op="placeholder") for gm in (new_gm, old_gm)), strict=True):
         torch_compat.keep_source(new, old)
     torch_compat.keep_state_sources(new_gm, old_gm)
@@ -319,8 +332,9 @@ def _check_written_inputs(captured: GraphModule, example_inputs: Sequence[Any]) 
 def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
     """Register the tensor attributes of a graph as buffers, except the model's parameters and buffers.
 
-    Sets the fake values and the facts about gradients of their get_attr nodes. Raises for a fake or functorch tensor:
-    it has escaped the trace of a torch.func transform, so that the graph would be wrong.
+    Such an attribute is a constant that the trace has recorded. Sets the fake value and `requires_grad` of all get_attr
+    nodes. Raises for a fake or functorch tensor: it has escaped the trace of a torch.func transform, so that the graph
+    would be wrong.
     """
     state_names = {*dict(gm.named_parameters(remove_duplicate=False)), *dict(gm.named_buffers(remove_duplicate=False))}
     for node in gm.graph.find_nodes(op="get_attr"):
@@ -329,14 +343,17 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
             continue
         if isinstance(value, FakeTensor) or is_functorch_tensor(value):
             readers = ", ".join(node_line(user) for user in node.users)
-            raise CaptureError("SP215", f"{node.name}: a value of torch.func is read outside its region, at {readers}.")
+            raise CaptureError(
+                "SP215", f"{node.name}: a tensor of a torch.func transform is read outside of it, at {readers}."
+            )
         if node.target not in state_names:
             delattr(gm, node.target)
             gm.register_buffer(node.target, value, persistent=False)
             set_node_info(node, constant=True, requires_grad=value.requires_grad)
         else:
-            requires_grad = value.requires_grad or (None if isinstance(value, torch.nn.Parameter) else False)
-            set_node_info(node, requires_grad=requires_grad)  # None: the user may still unfreeze a parameter
+            is_frozen_parameter = isinstance(value, torch.nn.Parameter) and not value.requires_grad
+            # None (not determined), because the user may still unfreeze the parameter.
+            set_node_info(node, requires_grad=None if is_frozen_parameter else value.requires_grad)
         if "val" not in node.meta:
             node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True) if fake_mode else value
 

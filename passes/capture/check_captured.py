@@ -30,7 +30,7 @@ def require_ops(gm: GraphModule, name: str) -> None:
     for node in gm.graph.nodes:
         reason = _non_op_reason(node)
         if reason:
-            raise SpError("SP204", f"{name}: {node.name} is {reason}.")
+            raise SpError("SP204", f"{name}: expected a graph of ops, got {reason} ({node.name}).")
 
 
 def require_functional(gm: GraphModule, name: str) -> None:
@@ -46,21 +46,24 @@ def require_functional(gm: GraphModule, name: str) -> None:
     for node in gm.graph.nodes:
         if _mutates_other_reads(node):
             fix = STRICT_EXPORT if namespace_of(node.target) == "c10d" else None
-            raise SpError("SP206", f"{name}: {node.name}: {node.target} works in place.", fix)
+            cause = f"{name}: expected a graph without in-place ops, got {node.target} ({node.name})."
+            raise SpError("SP206", cause, fix)
 
 
 def _non_op_reason(node: Node) -> str:
     """Return the reason why a node is not an op, such as "a call of the method view", or "" for an op.
 
-    Graphs of Dynamo and of torch.fx.symbolic_trace have such nodes. Python functions of numbers are permitted.
+    Graphs of Dynamo and of torch.fx.symbolic_trace have such nodes. Python functions of numbers, as arithmetic on
+    sizes, are permitted.
     """
     if node.op in ("call_method", "call_module"):
         return f"a call of the {node.op.removeprefix('call_')} {node.target}"
     if node.op != "call_function" or isinstance(node.target, OpOverload | HigherOrderOperator):
         return ""
     computes_tensor = is_tensor(node) and node.target is not operator.getitem
-    is_of_dynamo = "example_value" in node.meta or not all("val" in i.meta for i in node.all_input_nodes)
-    if computes_tensor or is_of_dynamo:
+    # Nodes of such graphs, and their operands, have no fake values under the key "val".
+    is_untraced = "example_value" in node.meta or not all("val" in x.meta for x in node.all_input_nodes)
+    if computes_tensor or is_untraced:
         return f"a call of the Python function {getattr(node.target, '__name__', node.target)}"
     return ""
 
@@ -68,11 +71,11 @@ def _non_op_reason(node: Node) -> str:
 def _mutates_other_reads(node: Node) -> bool:
     """Return True if the node may mutate a value that other nodes read.
 
-    A write-back, the copy of a new value to an input at the end of the program, does not count.
+    Two mutations of captured graphs do not count: a write-back, the copy of a new value to an input at the end of the
+    program, and an op without functional form, which mutates a clone that only it reads.
     """
     target: Any = node.target
-    if namespace_of(target) == "c10d":
+    if namespace_of(target) == "c10d" or str(target) == "triton_kernel_wrapper_mutation":
         return True
     is_write_back = target is aten.copy_.default and node.args[0].op in ("placeholder", "get_attr")
-    is_in_place = is_mutation(node) and functional_form(target) is not None and not is_write_back
-    return is_in_place or str(target) == "triton_kernel_wrapper_mutation"
+    return is_mutation(node) and functional_form(target) is not None and not is_write_back

@@ -49,8 +49,8 @@ def functionalize(gm: GraphModule) -> None:
             unmarked as static inputs.
 
     Raises:
-        SpError: If a mutation has no functional form, or mutates a differentiable value outside autograd (no_grad,
-            detach, .data), whose gradient renaming would lose.
+        SpError: If a mutation cannot be expressed by new values, or mutates a differentiable value outside autograd
+            (no_grad, detach, .data), because the new value would not have its gradient.
     """
     for _, child in gm.named_children():
         if isinstance(child, GraphModule):
@@ -79,8 +79,8 @@ class _Functionalizer:
         self.gm, self.graph = gm, gm.graph
         self.editor = GraphEditor().edit(gm.graph)
         self.aliases = Aliases(gm.graph)
-        self.version: dict[Node, int] = {}  # of mutated roots
-        self.root_values: dict[Node, Node] = {}  # current values of mutated roots
+        self.version: dict[Node, int] = {}  # mutated root -> number of its mutations so far
+        self.root_values: dict[Node, Node] = {}  # mutated root -> node with its current value
         self.values: dict[Node, _ViewValue] = {}  # last computed value by view or mutated node
         self.replaced: list[Node] = []  # in-place nodes, erased at the end
         # Number of entered autocast regions.
@@ -89,7 +89,7 @@ class _Functionalizer:
     def run(self) -> None:
         """Rewrite all nodes in order and erase the in-place ones."""
         for node in list(self.graph.nodes):
-            self.aliases.calls[node] = map_arg((node.args, node.kwargs), self.aliases.resolve)
+            self.aliases.calls[node] = map_arg((node.args, node.kwargs), self.aliases.resolve)  # original operands
             with self.graph.inserting_before(node):
                 self.visit(node)
         for node in reversed(self.replaced):
@@ -125,7 +125,10 @@ class _Functionalizer:
             self.autocast_depth -= 1
 
     def record(self, node: Node) -> None:
-        """Record the aliases of a node that stays in the graph; a view gets the current version of its root."""
+        """Record the aliases of a node that stays in the graph.
+
+        For a view, also record the version of its root (the number of mutations so far), to detect later mutations.
+        """
         if self.aliases.record(node):
             version = self.version.get(self.aliases.root(node), 0)
             self.values[node] = _ViewValue(node, version, self.aliases.grad_enabled)
@@ -137,13 +140,17 @@ class _Functionalizer:
         return map_arg(self.aliases.calls[node], self.current_value)
 
     def current_value(self, node: Node) -> Node:
-        """Return the node to read for `node` at this point of the program; emit it if it is outdated.
+        """Return the node to read for `node` at this point of the program.
+
+        The value of a view is outdated if its root (the tensor that owns the memory) was mutated after it was computed.
+        Then its op is emitted again.
 
         Args:
             node: Node of the original program, a result of `Aliases.resolve`.
         """
         aliases, root = self.aliases, self.aliases.root(node)
-        version, last = self.version.get(root, 0), self.values.get(node, _ViewValue(node, 0, True))
+        version = self.version.get(root, 0)
+        last = self.values.get(node, _ViewValue(node, 0, True))  # before any mutation, the node itself
         # A view that was computed without gradients is computed again for a reader with gradients.
         lacks_grad = aliases.grad_enabled and not last.with_grad and not aliases.is_detached_view(node)
         if last.version == version and not lacks_grad:
@@ -154,13 +161,16 @@ class _Functionalizer:
 
     def emit_view(self, node: Node) -> Node:
         """Emit the op of an outdated view again, on the current value of its base, and return the new view."""
+        # Only ops can be emitted again.
         if not isinstance(node.target, torch_compat.OpOverload) and node.target is not operator.getitem:
             raise WriteError(
-                "SP222", f"{node.name}: {node_line(node)} is read after memory that it shares was changed."
+                "SP222",
+                f"{node.name}: the view created at {node_line(node)} is read after its memory was changed in place.",
             )
         args, kwargs = self.current_arguments(node)
         value = self.graph.call_function(node.target, args, kwargs)
         value.meta = dict(node.meta)
+        # A view without gradients (of detach or no_grad) has none if it is emitted again where gradients are enabled.
         needs_detach = self.aliases.grad_enabled and self.aliases.is_detached_view(node)
         if needs_detach and self.aliases.is_differentiable(self.aliases.root(node)):
             return self.emitter(node)(aten.detach.default, value)
@@ -173,7 +183,7 @@ class _Functionalizer:
     # ---- mutations
 
     def replace_view_change(self, node: Node) -> None:
-        """Convert `x.unsqueeze_(0)`, which writes no memory, to `x.unsqueeze(0)`, read as x from then on."""
+        """Convert `x.unsqueeze_(0)`, which writes no memory, to `x.unsqueeze(0)`, which later nodes read as x."""
         target = self.aliases.calls[node][0][0]
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
@@ -184,11 +194,14 @@ class _Functionalizer:
         self.aliases.replace(target, node)
 
     def replace_mutation(self, node: Node) -> None:
-        """Replace an in-place op by its functional form, or else let it mutate clones of its targets."""
+        """Replace an in-place op by its functional form; without one, let it mutate clones of its targets.
+
+        A target is an argument that the op writes to.
+        """
         mutation = find_mutation(node, *self.aliases.calls[node])
         for target in mutation.targets:
             self.check_mutation(node, target)
-        if mutation.value is not None:
+        if mutation.value is not None:  # a functional form of the op computes it
             (target,) = mutation.targets
             self.assign(node, target, self.new_value(node, mutation))
             self.aliases.replace(node, target)
@@ -207,7 +220,7 @@ class _Functionalizer:
 
     def check_mutation(self, node: Node, target: Node) -> None:
         """Raise if functionalization would lose the mutation of `target` by `node`, or its gradient."""
-        root = self.aliases.root(target)
+        root = self.aliases.root(target)  # owner of the memory of `target`
         other_owner = self.aliases.other_owner(root)
         if other_owner is not None:
             raise WriteError(
@@ -226,13 +239,13 @@ class _Functionalizer:
         if is_wrong_for_complex and self.aliases.has_differentiable_input(node):
             raise SpError(
                 "SP227",
-                f"{node.name}: {node.target} at {node_line(node)} works in place on complex numbers, of which torch "
+                f"{node.name}: {node.target} at {node_line(node)} works in place on complex numbers, for which torch "
                 "computes a wrong gradient.",
                 f"Write {COMPLEX_ERROR[node.target]} instead.",
             )
 
     def new_value(self, node: Node, mutation: Mutation) -> Node:
-        """Emit the value that an in-place op writes, converted to the dtype and shape of its target.
+        """Emit the value that an in-place op writes, converted to the dtype and shape of its target, and return it.
 
         It is contiguous if the target is.
         """
@@ -253,9 +266,10 @@ class _Functionalizer:
 
     @contextmanager
     def disable_autocast_of_in_place(self, node: Node, device: torch.device) -> Iterator[None]:
-        """Emit the nodes of the block without autocast if it changes the op's functional form.
+        """Emit the nodes of the block in a region without autocast, if autocast would change their dtypes.
 
-        Autocast does not change in-place ops: they compute in the dtype of their target.
+        Autocast does not apply to an in-place op, which computes in the dtype of its target, but may apply to its
+        functional form, which replaces it.
         """
         op = functional_form(node.target)
         if not self.autocast_depth or op is None or not torch_compat.has_autocast_kernel(op, device.type):
@@ -268,15 +282,16 @@ class _Functionalizer:
         token.meta["val"] = exit_node.meta["val"] = None
 
     def assign(self, node: Node, target: Node, value: Node) -> None:
-        """Set `value` as the current value of `target` after the mutation `node`; update its root.
+        """Set `value` as the current value of `target` after the mutation `node`.
 
-        Increments the version of the root, so that other views of it are outdated.
+        If `target` is a view, the new values of its bases up to the root are emitted. The version of the root is
+        incremented, so that other views of it are outdated.
         """
         emit = self.emitter(node)
         if self.aliases.has_differentiable_input(node):
             if self.aliases.grad_enabled:
                 self.aliases.mark_differentiable(target)
-            else:
+            else:  # what an op writes under no_grad has no gradient
                 value = emit(aten.detach.default, value)
         # Compute the new value of each base, from the target to the root.
         root, view, view_value = self.aliases.root(target), target, value
@@ -284,7 +299,8 @@ class _Functionalizer:
         while view in parent:
             view_value = self.emit_new_base(node, view, view_value, emit)
             base = parent[view]
-            view = parent[base] if view.target is operator.getitem else base  # the base of an element is the split
+            # For an element of a split, `emit_new_base` has returned the new operand of the split.
+            view = parent[base] if view.target is operator.getitem else base
         version = self.version[root] = self.version.get(root, 0) + 1
         self.root_values[root] = view_value
         self.values[root] = _ViewValue(view_value, version, True)
@@ -293,11 +309,13 @@ class _Functionalizer:
     def emit_new_base(self, node: Node, view: Node, new: Node, emit: view_inverses.Emit) -> Node:
         """Emit the new value of the base of `view`, and return it.
 
+        For an element of a split, this is the new value of the operand of the split.
+
         Args:
             node: The mutation.
             view: The view that it has changed, directly or through a view of it.
             new: The new value of the view.
-            emit: Emits a node.
+            emit: Emits a node, see `emitter`.
         """
         if view.target is operator.getitem:
             split = self.aliases.calls[view][0][0]
@@ -306,7 +324,9 @@ class _Functionalizer:
             new_base = view_inverses.invert_view(self.current_view_call(view), new, emit)
         if new_base is None:
             raise WriteError(
-                "SP225", f"{node.name}: {node_line(node)} changes a view created by {view.target} at {node_line(view)}."
+                "SP225",
+                f"{node.name}: {node_line(node)} changes a view in place that {view.target} created at "
+                f"{node_line(view)}, so that the viewed tensor cannot be updated.",
             )
         return new_base
 
@@ -318,7 +338,8 @@ class _Functionalizer:
     def write_back(self) -> None:
         """Emit a copy_ of the current value to each mutated input and buffer, before the graph's output."""
         for root, value in self.root_values.items():
-            if root.op == "placeholder" or (root.op == "get_attr" and not node_info(root).constant):
+            is_buffer = root.op == "get_attr" and not node_info(root).constant
+            if root.op == "placeholder" or is_buffer:
                 torch_compat.unmark_static(root)
                 copy = self.graph.call_function(aten.copy_.default, (root, value))
                 copy.meta["val"] = root.meta["val"]

@@ -20,7 +20,10 @@ aten = torch.ops.aten
 
 
 def detach_no_grad_regions(graph: Graph) -> None:
-    """Insert a detach after each value that leaves a no-grad region, and remove hooks that never run."""
+    """Insert a detach after each value that leaves a no-grad region, and remove hooks that never run.
+
+    A no-grad region is the nodes between `set_grad_enabled(False)` and the next `set_grad_enabled(True)`.
+    """
     no_grad, editor = no_grad_nodes(graph), GraphEditor().edit(graph)
     for node in [n for n in graph.nodes if n in no_grad and n.op == "call_function" and is_tensor(n)]:
         users_with_grad = [user for user in node.users if user not in no_grad or user.op == "output"]
@@ -29,7 +32,8 @@ def detach_no_grad_regions(graph: Graph) -> None:
                 detached = editor.emit(aten.detach.default, (node,), node.meta["val"], node)
             for user in users_with_grad:
                 user.replace_input_with(node, detached)
-    for hook in graph.find_nodes(op="call_function", target=register_hook_op) if register_hook_op else ():
+    hooks = graph.find_nodes(op="call_function", target=register_hook_op) if register_hook_op else ()
+    for hook in hooks:  # the node hook(tensor, ...) returns its tensor
         if hook in no_grad or not carries_gradient(hook.args[0]):
             hook.replace_all_uses_with(hook.args[0])
             graph.erase_node(hook)

@@ -58,9 +58,9 @@ def capture_shards(
             hold for the full sequence.
     """
     mode, _ = fake_inputs(())
-    guards = torch_compat.length_guards(mode)  # guards of Dynamo only: capture adds guards on the global length
+    guards = torch_compat.length_guards(mode)  # read before capture, which adds guards on the global length
     local = capture(gm, example_inputs)
-    dims = _sequence_dims(local, seq_dims, n)
+    dims = _sequence_dims(local, seq_dims, n)  # sequence dim by name of the input
     _, fakes = fake_inputs(example_inputs)
     nodes = local.graph.find_nodes(op="placeholder")
     static_dims = [
@@ -68,18 +68,18 @@ def capture_shards(
         for node, x in zip(nodes, example_inputs)
         if node.name in dims and isinstance(as_size(node.meta["val"].shape[dims[node.name]]), int)
     ]
-    torch_compat.retrace_with_symbols(static_dims)
+    torch_compat.retrace_with_symbols(static_dims)  # raises if there are any, so that Dynamo traces again
     symbols = _sequence_symbols(nodes, dims)
     unified = (torch_compat.unify_symbols(mode, guard) for guard in guards)
-    # Values do not depend on strides, whose guards hold for this rank's memory only.
-    known = {
+    # Guards on strides are not checked: they hold for this rank's memory only, and values do not depend on them.
+    size_symbols = {
         symbol
-        for source, node in zip(gm.graph.find_nodes(op="placeholder"), nodes)
-        if not torch_compat.is_memory_layout(source)
+        for dynamo_node, node in zip(gm.graph.find_nodes(op="placeholder"), nodes)
+        if not torch_compat.is_memory_layout(dynamo_node)
         for size in symbolic_sizes(node)
         for symbol in size.free_symbols
     }
-    _check_guards_of_sequence([guard for guard in unified if guard.free_symbols <= known], symbols, n, mode)
+    _check_guards_of_sequence([guard for guard in unified if guard.free_symbols <= size_symbols], symbols, n, mode)
     global_fakes = [_global_fake(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
     graph = capture(gm, example_inputs, fakes=global_fakes)
     placements: dict[str, Placement] = {}
@@ -94,7 +94,7 @@ def capture_shards(
 
 
 def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None, n: int) -> dict[str, int]:
-    """Return the sequence dims of inputs that have one, by name: the user's dims, or else the detected ones.
+    """Return the sequence dim of each input that has one, by name: the user's dims, or else the detected ones.
 
     Args:
         graph: Captured graph of a shard.
@@ -114,16 +114,13 @@ def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None, n: in
 
 
 def _check_equal_rows(dims: Mapping[Node, int], axes: Axes) -> None:
-    """Raise if a rank's inputs of one sequence differ in their number of rows.
+    """Raise if a rank's inputs of one sequence differ in their number of rows along the detected dims.
 
     One of them may then be a complete table of positions, which is not a shard.
-
-    Args:
-        dims: Detected sequence dim of each input.
-        axes: Axes of the graph, which name the sequence of a dim.
     """
     first_inputs: dict[Any, Node] = {}  # first input of each sequence
     for node, dim in dims.items():
+        # An atom is a factor of a dim, such as B and S of a dim B * S; one of them is a sequence.
         (sequence,) = {axes.find(atom.name) for atom in axes.dims[node, 0][dim] if axes.is_sequence(atom)}
         first = first_inputs.setdefault(sequence, node)
         first_rows, rows = (torch_compat.size_hint(x.meta["val"].shape[dims[x]]) for x in (first, node))
@@ -138,11 +135,8 @@ def _check_equal_rows(dims: Mapping[Node, int], axes: Axes) -> None:
 def _sequence_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
     """Return the symbols that are the lengths of sequence dims, which are multiplied for the global view.
 
-    Raises if a sequence dim is a constant, or if another dim has the same symbol.
-
-    Args:
-        nodes: Placeholders of the captured graph of a shard.
-        dims: Sequence dim by name.
+    Raises if a sequence dim is a constant, or if another dim has the same symbol. `nodes` are the placeholders of the
+    captured graph of a shard; `dims` has the sequence dims by name.
     """
     symbols: set[sympy.Expr] = set()
     for node in nodes:
@@ -161,7 +155,7 @@ def _sequence_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sym
             if dims.get(node.name) != d and as_size(extent) in symbols:
                 raise SpError(
                     "SP233",
-                    f"inputs='local': dim {d} of {argument_name(node)} is as long as the sequence dim on this rank "
+                    f"inputs='local': dim {d} of {argument_name(node)} has the length of the sequence dim on this rank "
                     f"({extent}), so the sequence dim is ambiguous.",
                 )
     return symbols
@@ -170,9 +164,9 @@ def _sequence_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sym
 def _check_guards_of_sequence(
     guards: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: torch_compat.FakeTensorMode
 ) -> None:
-    """Raise unless each guard on the length of a shard also holds for the full sequence.
+    """Raise if a guard on the length of a shard does not hold for the full sequence, which is n times as long.
 
-    Otherwise Dynamo has traced a branch that the global view does not take. The global conditions become guards.
+    Then Dynamo has traced a branch that the global view does not take. The conditions on the full length become guards.
 
     Args:
         guards: Guards of Dynamo's trace.
@@ -182,7 +176,9 @@ def _check_guards_of_sequence(
     """
     global_lengths = {symbol: n * symbol for symbol in symbols}
     for condition in guards:
-        if condition.free_symbols & symbols and not torch_compat.assume_fact(mode, condition.xreplace(global_lengths)):
+        if condition.free_symbols.isdisjoint(symbols):
+            continue
+        if not torch_compat.assume_fact(mode, condition.xreplace(global_lengths)):
             readable = condition.xreplace({symbol: sympy.Symbol("length") for symbol in symbols})
             raise SpError(
                 "SP235",
@@ -229,7 +225,7 @@ class GlobalView:
 
     @property
     def folds(self) -> int:
-        """Return the number of sequence chunks of a rank in the sharded inputs (see `RowOrder`); else 1."""
+        """Return the row order of the sharded inputs: 1 contiguous (also without any), 2 zigzag, 0 load-balanced."""
         return min((layout.folds for layout in self.layouts.values()), default=1)
 
 
@@ -269,7 +265,7 @@ def global_view(
     results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
     names = _result_names(gm, results)
     outputs = _output_options(names, results, options.outputs, fragment)
-    # The results of the captured graph: those of the program, hidden bases of views, and new values of inputs.
+    # Names and options of the captured graph's results: those of the program, hidden results, new values of inputs.
     write_backs = _write_backs(graph)
     written = [*write_backs]
     views, hidden = _omit_views(graph, example_inputs, options.inputs, outputs)
@@ -287,9 +283,9 @@ def _sharded_inputs(
 ) -> tuple[dict[str, Placement], dict[int, Layout]]:
     """Return the placements, by name, and layouts, by index, of inputs that stay sharded on these ranks.
 
-    These are `Sharded` inputs of the same ranks; all others are gathered before the program. An input that is sharded
-    along a part of a dim is gathered, too. If load-balanced rows are accepted, only load-balanced inputs stay sharded;
-    otherwise only the others do. Records the fake shard of each as `local` of its node.
+    These are `Sharded` inputs of the same ranks that are sharded along a complete dim; all others are gathered before
+    the program. With `accept_balanced` only inputs with load-balanced rows stay sharded, otherwise only those without.
+    Records the fake shard of each as `local` of its node.
     """
     mode, _ = fake_inputs(())
     placements: dict[str, Placement] = {}
@@ -299,7 +295,7 @@ def _sharded_inputs(
             continue
         if not x.sharding.is_plain or x.sharding.is_balanced != accept_balanced:
             continue
-        layout, value = replace(x.sharding, balanced=None), node.meta["val"]
+        layout, value = replace(x.sharding, balanced=None), node.meta["val"]  # without the row order of this call
         with mode, torch.no_grad():
             local = layout.local_rows(value).detach()
         set_node_info(node, local=local.requires_grad_(x.requires_grad))
@@ -320,8 +316,8 @@ def _omit_views(
 ) -> tuple[tuple[ResultView, ...], list[ResultView]]:
     """Remove results from the graph that the runtime recreates as views of other results or of arguments.
 
-    They remain results with inputs='local' (views of arguments) or outputs='local' (views of results), because the
-    sizes in the view ops are global. A hidden result is one that the graph returns only as the base of views.
+    Views of arguments remain results with inputs='local', and views of results with outputs='local', because the sizes
+    in the view ops are global. A hidden result is one that the graph returns only as the base of views.
 
     Args:
         graph: Captured graph.
@@ -354,12 +350,9 @@ def _omit_views(
 def _return_writes(
     graph: GraphModule, example_inputs: Sequence[Any], write_backs: Mapping[int, Node]
 ) -> dict[int, int]:
-    """Replace the write-backs to `Sharded` inputs by results, which the runtime writes to the shards.
+    """Replace the copies of new values to `Sharded` inputs by results, which the runtime writes to the shards.
 
-    Args:
-        graph: Captured graph. Modified.
-        example_inputs: Inputs of the graph.
-        write_backs: Result of `_write_backs`.
+    Modifies the graph. `write_backs` is a result of `_write_backs`.
 
     Returns:
         Index of the result by index of the input.
@@ -378,9 +371,10 @@ def _return_writes(
 def local_inputs(
     example_inputs: Sequence[Any], layouts: Mapping[int, Layout] | None = None, graph: GraphModule | None = None
 ) -> list[Any]:
-    """Return example inputs to compile a rank's program with: local rows of `Sharded`, or full tensors.
+    """Return example inputs to compile a rank's program with.
 
-    `Sharded` inputs and results of pending collectives are replaced by fakes.
+    A `Sharded` input with a layout becomes a fake of this rank's rows; other `Sharded` inputs, and results of pending
+    collectives, become fakes of the full tensors.
 
     Args:
         example_inputs: Inputs of the graph.
@@ -427,7 +421,7 @@ def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
 def _name_on_line(node: Node | None) -> str:
     """Return a node's name on the user's line that computes it, else its own; "" for an input or None.
 
-    The name on the line is that of the node without Dynamo's number, if the line does not contain the number, too.
+    For the node `h_2` with the line `h = f(h)` this is `h`, since the line contains no `h_2`.
     """
     if node is None or node.op == "placeholder":
         return ""
@@ -457,11 +451,12 @@ def _output_options(
     node_names = ["" if node is None else node.name for node in results]
     options = ["auto"] * len(names)
     for key, option in outputs.items():
+        # Names of the user take precedence over indices and names of nodes.
         matches = [i for i, name in enumerate(names) if key == name != node_names[i]]
         if not matches:
             matches = [i for i, name in enumerate(node_names) if key in (i, name, _without_number(name))]
         if not matches and not fragment:
-            raise SpError("SP237", f"outputs: expected a result of {names}, got {key!r}.")
+            raise SpError("SP237", f"outputs: expected one of the results {names} or its index, got {key!r}.")
         for i in matches:
             options[i] = option
     return options
@@ -478,7 +473,8 @@ def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
 def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int], fragment: bool) -> dict[str, int] | None:
     """Convert the argument names or indices in the user's `seq_dims` to names of placeholders.
 
-    A fragment of the model may lack some of them; if it has none, None is returned, and the sequence is detected.
+    A fragment (a part of a model between graph breaks) may lack some of them. Returns None if it has none: then the
+    sequence is detected.
 
     Args:
         graph: Dynamo graph, marked by `_mark_inputs`.
@@ -495,6 +491,8 @@ def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int], fragment
         if not matches and fragment:
             continue
         if len(matches) != 1:
-            raise SpError("SP236", f"seq_dims: expected a tensor input of {arguments}, got {key!r}.")
+            raise SpError(
+                "SP236", f"seq_dims: expected one of the tensor inputs {arguments} or its index, got {key!r}."
+            )
         dims[matches[0].name] = dim
     return dims or None

@@ -45,11 +45,11 @@ STAND_INS: Table[KernelStandIn] = Table("stand-ins of kernel functions")
 class ArgumentNames(NamedTuple):
     """The parameters of a kernel's function, under the names of its stand-in."""
 
-    positions: tuple[str, ...]  # of arguments by position
-    renamed: dict[str, str]  # the stand-in's name of a parameter
-    defaults: dict[str, Any]  # of the function
-    required: tuple[str, ...]  # of the stand-in
-    known: frozenset[str]  # all names of the stand-in
+    positions: tuple[str, ...]  # names of arguments by position
+    renamed: dict[str, str]  # the function's name of a parameter -> that of the stand-in, if it differs
+    defaults: dict[str, Any]  # default values of the function
+    required: tuple[str, ...]  # parameters that the stand-in requires
+    known: frozenset[str]  # all parameters of the stand-in
 
     @classmethod
     def of(cls, stand_in: KernelStandIn, signature: inspect.Signature) -> ArgumentNames:
@@ -57,11 +57,12 @@ class ArgumentNames(NamedTuple):
 
         Parameters that the stand-in requires are matched by position, because packages name them differently.
         """
+        # Parameters of the stand-in, without *args and **options.
         own = [x for x in inspect.signature(stand_in.compute).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
         required = tuple(x.name for x in own if x.default is x.empty)
         parameters = signature.parameters.values()
         in_order = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
-        names = in_order or [x.name for x in own]  # a function of (*args, **kwargs)
+        names = in_order or [x.name for x in own]  # the latter for a function of (*args, **kwargs)
         renamed = dict(zip(names, required))
         positions = tuple(renamed.get(name, name) for name in names)
         defaults = {renamed.get(x.name, x.name): x.default for x in parameters if x.default is not x.empty}
@@ -76,7 +77,7 @@ def make_stand_in(
     Args:
         kernel: The name of the kernel.
         signature: The signature of the original function, by which arguments are matched.
-        run_original: Runs the original function, from a reason, its arguments and its keyword arguments.
+        run_original: run_original(reason, args, kwargs) runs the original function.
         drops_unknown: True if the original function ignores arguments that it does not have.
     """
     compute = STAND_INS[kernel].compute
@@ -84,9 +85,10 @@ def make_stand_in(
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         """Compute the results of the kernel, or run the original function."""
-        named = {**defaults, **dict(zip(positions, args))}
+        named = {**defaults, **dict(zip(positions, args))}  # arguments by their name in the stand-in
         named.update({renamed.get(name, name): value for name, value in kwargs.items()})
         for name, value in named.items():
+            # Hints do not change the results; a function that ignores unknown arguments does so here, too.
             is_dropped = name in HINTS or (drops_unknown and name not in positions and name not in defaults)
             if name not in known and not is_dropped and not _is_default(value, defaults.get(name)):
                 return run_original(f"its argument {name} has no equivalent", args, kwargs)
@@ -101,9 +103,11 @@ def make_stand_in(
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Return True if an argument has its default value, or switches nothing on."""
-    if value is None or isinstance(value, Tensor) or default is None:
-        return value is None or value is False
+    """Return True if an argument has its default value, is None, or is False where the default is None or unknown."""
+    if value is None or (value is False and default is None):
+        return True
+    if isinstance(value, Tensor) or default is None:
+        return False
     return bool(value == default)
 
 
@@ -123,11 +127,18 @@ def _attend(
     b: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> Any:
-    """Emit linear attention; decay is (B, S, H), (B, S, H, K) or None, for no decay."""
-    opened = closed = None
+    """Compute linear attention; return the result (B, S, H, V) and the final state or None.
+
+    q and k are (B, S, H, K), v is (B, S, H, V) with H heads or a multiple. decay, the logarithm of the decay of the
+    state, is (B, S, H), (B, S, H, K) or None. scale, a factor of q, is K ** -0.5 by default. beta (B, S, H) is the
+    factor of the delta rule; a and b (B, S, H, K) are the vectors of a transition of rank one, as in RWKV-7. starts is
+    True for the first token of each document, and derived from cu_seqlens, the bounds of documents in one row of
+    tokens, if these are given. Then there is a state for each document. Returns NotImplemented for unsupported shapes.
+    """
+    opened = closed = None  # numbers of the documents that start and end at each token
     if cu_seqlens is not None:
         starts = _document_starts(cu_seqlens, v)
-    if cu_seqlens is not None and (initial_state is not None or output_final_state):  # one for each document
+    if cu_seqlens is not None and (initial_state is not None or output_final_state):  # one state for each document
         count = cu_seqlens.shape[0] - 1
         if v.shape[0] != 1 or (initial_state is not None and initial_state.shape[0] != count):
             return NotImplemented
@@ -142,30 +153,36 @@ def _attend(
     if decay.ndim == 3:
         decay = decay.unsqueeze(-1)
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    rows, rest = (q, k, v, decay, beta, a, b, starts, opened), (initial_state, scale, kernel)
-    out = torch.ops.sp.linear_attention(*rows, None, *rest)
-    state = torch.ops.sp.linear_attention_state(*rows, closed, *rest) if output_final_state else None
-    if state is not None and cu_seqlens is not None:
+    by_token, others = (q, k, v, decay, beta, a, b, starts, opened), (initial_state, scale, kernel)
+    out = torch.ops.sp.linear_attention(*by_token, None, *others)
+    state = torch.ops.sp.linear_attention_state(*by_token, closed, *others) if output_final_state else None
+    if state is not None and cu_seqlens is not None:  # no token ends an empty document, whose state does not change
         is_empty = cu_seqlens[1:] == cu_seqlens[:-1]
         state = torch.where(is_empty.view(-1, 1, 1, 1), initial_state, state)
     return out, state
 
 
 def _document_starts(cu_seqlens: Tensor, x: Tensor) -> Tensor:
-    """Return True for the first token of each document, bool (B, S), from the bounds of the documents in x."""
+    """Return True for the first token of each document, bool (B, S), from the bounds of the documents in x.
+
+    For cu_seqlens = [0, 2, 5] and S = 5 this is [True, False, True, False, False].
+    """
     marks = torch.zeros(x.shape[1] + 1, dtype=torch.bool, device=x.device)
     marks = marks.scatter(0, cu_seqlens.to(torch.int64), True)
     return marks[:-1].expand(x.shape[0], -1)
 
 
 def _number_documents(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the documents that start and end at each token, as `opened` and `closed`, int64 (1, S).
+    """Return the numbers, from 1, of the documents that start and end at each token, as `opened` and `closed`.
 
-    A document without tokens has none.
+    Both are int64 (1, S), and 0 for other tokens. Empty documents do not occur. For cu_seqlens = [0, 2, 5] and S = 5
+    they are [1, 0, 2, 0, 0] and [0, 1, 0, 0, 2].
     """
     bounds, slots = cu_seqlens.to(torch.int64), torch.zeros(x.shape[1] + 1, dtype=torch.int64, device=x.device)
     count = bounds.shape[0] - 1
     numbers = torch.arange(1, count + 1, device=x.device)
+    # Empty documents have the bounds of others: of several that start here the last one has tokens, of several that end
+    # here the first one.
     opened = slots.scatter_reduce(0, bounds[:-1], numbers, "amax")[:-1]
     last = slots.scatter_reduce(0, bounds[1:], count + 1 - numbers, "amax")[1:]
     return opened[None], torch.where(last > 0, count + 1 - last, 0)[None]
@@ -177,7 +194,7 @@ def _changes(ids: Tensor) -> Tensor:
 
 
 def _normalize(x: Tensor) -> Tensor:
-    """Return rows of norm 1."""
+    """Return x with rows of norm 1, as the kernels normalize queries and keys."""
     y = x.to(state_dtype(x))
     return (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + NORM_EPSILON)).to(x.dtype)
 
@@ -195,7 +212,7 @@ def _attend_delta(
     allow_neg_eigval: bool = False,
     **options: Any,
 ) -> Any:
-    """Emit attention with the delta rule."""
+    """Call linear attention with the delta rule; arguments as in `_attend`, and those of the kernels by name."""
     if use_qk_l2norm_in_kernel:
         q, k = _normalize(q), _normalize(k)
     if use_beta_sigmoid_in_kernel:
@@ -204,12 +221,12 @@ def _attend_delta(
 
 
 def _gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
-    """Emit fla's chunk_gated_delta_rule: one decay a head and token."""
+    """Compute fla's chunk_gated_delta_rule: one decay per head and token."""
     return _attend_delta("chunk_gated_delta_rule", q, k, v, g, beta, **options)
 
 
 def _delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Any) -> Any:
-    """Emit fla's chunk_delta_rule: no decay."""
+    """Compute fla's chunk_delta_rule: no decay."""
     return _attend_delta("chunk_delta_rule", q, k, v, None, beta, **options)
 
 
@@ -225,7 +242,10 @@ def _kda(
     lower_bound: float | None = None,
     **options: Any,
 ) -> Any:
-    """Emit fla's chunk_kda: a decay for each row of the state."""
+    """Compute fla's chunk_kda: a decay for each row of the state.
+
+    With `use_gate_in_kernel`, g is the input of the gate that computes the decay.
+    """
     if use_gate_in_kernel:
         g = g.to(state_dtype(g))
         g = g if dt_bias is None else g + dt_bias.view(g.shape[-2:])
@@ -242,14 +262,14 @@ def _kda(
 def _simple_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, **options: Any
 ) -> Any:
-    """Emit fla's chunk_simple_gla: a decay a head and token, a constant decay a head, or both."""
+    """Compute fla's chunk_simple_gla: a decay per head and token (g), a constant one per head (g_gamma), or both."""
     if g_gamma is not None:
         g = g_gamma.expand(v.shape[:3]) if g is None else g + g_gamma
     return _attend("chunk_simple_gla", q, k, v, g, **options)
 
 
 def _lightning_attention(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, **options: Any) -> Any:
-    """Emit fla's chunk_lightning_attn: constant decays, which depend on the layer."""
+    """Compute fla's chunk_lightning_attn: a constant decay per head, which depends on the layer."""
     heads = v.shape[2]
     slope = -(8 / heads * (1 - layer_idx / num_layers))
     gamma = slope * torch.arange(heads, dtype=torch.float32, device=q.device)
@@ -257,7 +277,7 @@ def _lightning_attention(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_la
 
 
 def _gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
-    """Emit fla's chunk_gla: a decay for each row of the state."""
+    """Compute fla's chunk_gla: a decay for each row of the state."""
     return _attend("chunk_gla", q, k, v, g, **options)
 
 
@@ -272,7 +292,10 @@ def _rwkv7(
     lower_bound: float | None = None,
     **options: Any,
 ) -> Any:
-    """Emit fla's chunk_rwkv7: decays w and a transition of rank one."""
+    """Compute fla's chunk_rwkv7: decays w, and a transition of rank one by a and b.
+
+    `lower_bound`, a bound on w for the kernel, does not change the results.
+    """
     return _attend("chunk_rwkv7", r, k, v, w, scale, a=a, b=b, **options)
 
 
@@ -293,24 +316,27 @@ def _mamba_chunk_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
 ) -> Any:
-    """Emit mamba_ssm's mamba_chunk_scan_combined, by arithmetic; its states are (B, H, V, K)."""
+    """Compute mamba_ssm's mamba_chunk_scan_combined as linear attention: C, B and x are queries, keys and values.
+
+    The states of the kernel are (B, H, V, K), those of `_attend` (B, H, K, V).
+    """
     if cu_seqlens is not None:
         return NotImplemented
     dt = dt.to(state_dtype(dt))
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(dt_limit[0], dt_limit[1])
     initial = None if initial_states is None else initial_states.mT
-    if initial is not None and seq_idx is not None:  # the kernel has them for documents of number 0
+    if initial is not None and seq_idx is not None:  # the kernel applies them to documents of number 0 only
         initial = initial * (seq_idx[:, 0] == 0).view(-1, 1, 1, 1)
     attended = _attend(
-        "",
-        C,
-        B,
-        x * dt.unsqueeze(-1),
-        dt * A,
-        1.0,
-        initial,
-        return_final_states,
+        kernel="",
+        q=C,
+        k=B,
+        v=x * dt.unsqueeze(-1),
+        decay=dt * A,
+        scale=1.0,
+        initial_state=initial,
+        output_final_state=return_final_states,
         starts=None if seq_idx is None else _changes(seq_idx),
     )
     if attended is NotImplemented:
@@ -343,11 +369,14 @@ def _mamba_split_conv_scan(
     ngroups: int = 1,
     norm_before_gate: bool = True,
 ) -> Any:
-    """Emit mamba_ssm's mamba_split_conv1d_scan_combined: convolution, scan, gated norm and projection."""
+    """Compute mamba_ssm's mamba_split_conv1d_scan_combined: convolution, scan, gated norm and projection.
+
+    The last dim of zxbcdt has the gate z, the convolved x, B and C, and one dt per head.
+    """
     heads, size = A.shape[0], D.shape[1] if D.ndim == 2 else headdim
     if initial_states is not None or size is None:
         return NotImplemented
-    width, channels = heads * size, conv1d_weight.shape[0]
+    width, channels = heads * size, conv1d_weight.shape[0]  # of x and z; of x, B and C together
     z, convolved, dt = zxbcdt[..., -(width + channels + heads) :].split([width, channels, heads], -1)
     if zxbcdt.shape[-1] != width + channels + heads:  # an MLP in the same projection
         return NotImplemented
@@ -383,7 +412,10 @@ def _causal_conv(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Any:
-    """Emit causal_conv1d's causal_conv1d_fn, x (B, D, S): each channel convolved with its own weights."""
+    """Compute causal_conv1d's causal_conv1d_fn: each channel of x (B, D, S) is convolved with its row of weight (D, W).
+
+    With `seq_idx`, the number of the document of each token (B, S), a token reads only tokens of its document.
+    """
     has_states = initial_states is not None or return_final_states or final_states_out is not None
     if has_states or activation not in (None, *SILU):
         return NotImplemented
@@ -391,7 +423,7 @@ def _causal_conv(
     rows = x.to(weight.dtype)
     if seq_idx is None:
         out = F.conv1d(rows, weight.unsqueeze(1), bias, padding=width - 1, groups=weight.shape[0])[..., :length]
-    else:  # earlier tokens of the same document
+    else:  # a sum of shifted products over earlier tokens of the same document
         out = rows * weight[:, -1:]
         for distance in range(1, width):
             is_same = F.pad(seq_idx, (distance, 0), value=-1)[:, :length] == seq_idx

@@ -43,12 +43,15 @@ def replace_package_kernels() -> None:
         _searched.add(name)
         module = sys.modules.get(name)
         if isinstance(module, ModuleType) and (name.startswith(MODELS) or _is_kernel_package(name)):
-            for found in _kernel_functions(module):
-                _replace(*found)
+            for kernel, function, is_wrapper in _kernel_functions(module):
+                _replace(kernel, function, is_wrapper)
 
 
 def _is_kernel_package(module: str) -> bool:
-    """Return True for modules of kernel packages; the name of a build on a hub has a prefix or a suffix."""
+    """Return True for modules of kernel packages, such as "fla.ops.kda".
+
+    The name of a package that is built on a hub has a prefix or a suffix, such as "causal_conv1d_3f2a".
+    """
     return IN_PACKAGE.search(module) is not None
 
 
@@ -77,11 +80,19 @@ def wrapped_kernel(function: FunctionType) -> str | None:
 
 
 def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
-    """Make Dynamo trace the stand-in for a function, and use the function as a kernel if it is one."""
+    """Make Dynamo trace the stand-in in place of a function; does nothing if it does so already.
+
+    A function of a package is also registered as a kernel, which the operators of scans run on GPUs.
+
+    Args:
+        kernel: Name of the kernel.
+        function: The function that models call.
+        is_wrapper: True for a wrapper of transformers, which calls the package or a function in plain torch.
+    """
     if function in _replaced:
         return
     _replaced.add(function)
-    called: Callable[..., Any] = function
+    called: Callable[..., Any] = function  # the function whose signature callers use
     if is_wrapper:
         called = inspect.getclosurevars(function).nonlocals.get("implementation") or function
     elif kernel in KERNELS:
@@ -92,12 +103,12 @@ def _replace(kernel: str, function: FunctionType, is_wrapper: bool) -> None:
 
 
 def _run_original(kernel: str, function: FunctionType, traced: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a function that runs the original one, from a reason, its arguments and its keyword arguments.
+    """Return run(reason, args, kwargs), which runs the original function for calls without an equivalent.
 
     Args:
         kernel: The name of the kernel.
         function: The original function.
-        traced: The function in plain torch that it wraps, which does not separate documents.
+        traced: The function in plain torch that it wraps, which does not separate documents; None without one.
     """
     run_between_graphs = torch_compat.run_eagerly(function)
 

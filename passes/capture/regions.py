@@ -45,15 +45,16 @@ _REGION_CHECKPOINTS = (torch_compat.tag_activation_checkpoint, torch_compat.wrap
 
 
 def inline_regions(gm: GraphModule) -> GraphModule:
-    """Return a copy of `gm` in which the ops of `_BODY_INDEX` are replaced by the nodes of their bodies.
+    """Return a copy of `gm` in which region ops are replaced by the nodes of their sub-graphs.
 
-    It shares the parameters and submodules of `gm`.
+    These are the ops of checkpoints, nested compilation, no_grad and autocast, see `_BODY_INDEX`. The copy shares the
+    parameters and submodules of `gm`.
     """
     inliner = _RegionInliner(gm, Graph())
     output = inliner.graph.output(inliner.inline_graph(gm, "", {}, {}))
     output.meta = dict(gm.graph.output_node().meta)
     torch_compat.keep_calling_convention(inliner.graph, gm.graph)
-    erase_dead(inliner.graph, ("get_attr",))
+    erase_dead(inliner.graph, ("get_attr",))  # those of the sub-graphs
     flat = GraphModule(gm, inliner.graph)
     flat.meta.update(gm.meta)
     return flat
@@ -63,9 +64,8 @@ def inline_regions(gm: GraphModule) -> GraphModule:
 class _RegionInliner:
     """Copy of a graph and of the bodies of its region ops into one new graph.
 
-    In all methods `gm` is the body that is copied, or the root; `path` is the attribute path from the root to it, ""
-    for the root. `copies` maps each node of it to the new node, or to the results of a region op; it is extended.
-    `tags` is metadata for the new nodes: that of the outermost checkpoint around them, else empty.
+    A region op is a node that runs a sub-graph, its body, on its operands. The arguments of the methods are those of
+    `inline_graph`.
     """
 
     root: GraphModule  # graph whose regions are inlined
@@ -74,7 +74,14 @@ class _RegionInliner:
     grad_modes: list[bool] = field(default_factory=lambda: [torch.is_grad_enabled()])
 
     def inline_graph(self, gm: GraphModule, path: str, copies: dict[Node, Any], tags: dict[str, Any]) -> Any:
-        """Copy the nodes of `gm` except the placeholders in `copies`, and return its output."""
+        """Copy the nodes of `gm` except the placeholders in `copies`, and return its results as new nodes.
+
+        Args:
+            gm: The root, or the body of a region op.
+            path: Attribute path from the root to `gm`; "" for the root.
+            copies: New node of each node of `gm`, or the results of a region op. Extended.
+            tags: Metadata for the new nodes: that of the outermost checkpoint around them, else empty.
+        """
         for node in gm.graph.nodes:
             if node.op == "output":
                 return map_arg(node.args[0], copies.__getitem__)
@@ -91,7 +98,10 @@ class _RegionInliner:
         raise AssertionError("a graph without an output node")
 
     def copy(self, node: Node, path: str, copies: dict[Node, Any], tags: dict[str, Any]) -> Node:
-        """Return a copy of a node that is not inlined, with its attribute path in the root and the tags."""
+        """Return a copy of a node that is not inlined; its attribute is looked up from the root, and it gets the tags.
+
+        Arguments as in `inline_graph`.
+        """
         new = self.graph.node_copy(node, copies.__getitem__)
         if node.op in ("get_attr", "call_module") and path:
             new.target = f"{path}.{node.target}"
@@ -115,22 +125,27 @@ class _RegionInliner:
     def inline_region(
         self, gm: GraphModule, path: str, node: Node, copies: dict[Node, Any], tags: dict[str, Any]
     ) -> Any:
-        """Copy the body of the region op `node` between its enter and exit nodes, and return its results."""
+        """Copy the body of the region op `node` between its enter and exit nodes, and return its results.
+
+        Other arguments as in `inline_graph`.
+        """
         index = _BODY_INDEX[node.target]
         attribute = node.args[index]
         if not isinstance(attribute, Node) or attribute.op != "get_attr":
             raise CaptureError(
-                "SP216", f"{node.name}: the body of {node.target} at {node_line(node)} is not a sub-graph."
+                "SP216",
+                f"{node.name}: expected a sub-graph as the body of {node.target} at {node_line(node)}, got "
+                f"{attribute}.",
             )
         body = gm.get_submodule(attribute.target)
-        first_operand = index + (2 if node.target is torch_compat.invoke_subgraph else 1)
+        first_operand = index + (2 if node.target is torch_compat.invoke_subgraph else 1)  # it passes a name, too
         operands = map_arg(node.args[first_operand:], copies.__getitem__)
         placeholders = body.graph.find_nodes(op="placeholder")
         if len(placeholders) != len(operands):
             raise CaptureError(
                 "SP217",
-                f"{node.name}: {node.target} at {node_line(node)} passes {len(operands)} values to a body of "
-                f"{len(placeholders)} inputs.",
+                f"{node.name}: {node.target} at {node_line(node)}: expected {len(placeholders)} positional arguments "
+                f"(the inputs of its body), got {len(operands)}.",
             )
         # Without gradients nothing is saved, and torch does not support random ops in a checkpoint of an inference.
         if node.target in _REGION_CHECKPOINTS and self.grad_modes[-1]:
@@ -166,7 +181,10 @@ class _RegionInliner:
 
 
 def _recompute_tags(node: Node, body: GraphModule) -> dict[str, Any]:
-    """Return the tags of a new checkpointed region; warn if its `context_fn` has no policy."""
+    """Return the metadata by which AOTAutograd's partitioner recomputes the nodes of a new checkpointed region.
+
+    Warn if the `context_fn` of the checkpoint is not one of selective checkpointing, which has a policy by op.
+    """
     context_fn = body.meta.get("_checkpoint_context_fn")
     policy = None if context_fn is None else torch_compat.policy_of(context_fn)
     if context_fn is not None and policy is None:

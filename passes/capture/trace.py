@@ -38,8 +38,9 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
     Raises:
         SpError: If the program cannot be recorded, with the node and the user's source line.
     """
-    flat = inline_regions(gm)
+    flat = inline_regions(gm)  # without sub-graphs for checkpoints and grad modes
     with torch_compat.preserve_thread_state(), fake_mode, torch_compat.enable_python_dispatcher(), preserve_node_meta():
+        # tracing_mode="real" uses the inputs as they are, which are fake already.
         traced = make_fx(_TracingInterpreter(flat, fake_mode).run, pre_dispatch=True, tracing_mode="real")(*fakes)
     for new, old in zip(traced.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True):
         torch_compat.rename_node(new, old.name)
@@ -59,7 +60,10 @@ class _TracingInterpreter(Interpreter):
         self.state_nodes: dict[Any, Node] = {}  # result of a call that changes Python state -> its node in the trace
 
     def run_node(self, n: Node) -> Any:
-        """Run a node, or the functorch region that starts with it; errors become CaptureError with its line."""
+        """Run a node, or the functorch region that starts with it; errors become CaptureError with its line.
+
+        A functorch region is the nodes of a torch.func transform (vmap, grad, jvp).
+        """
         if n in self.done:
             return self.env.get(n)
         try:
@@ -78,8 +82,9 @@ class _TracingInterpreter(Interpreter):
     def run_without_grad(self, n: Node) -> Any:
         """Run a node under no_grad, such that it does not detach its operands.
 
-        If an op returns its operand unchanged (`h.to(h.dtype)`), the trace would replace the operand by the node's
-        result, without gradient, in later nodes, too. Therefore restore the proxies of unmodified operands.
+        If an op returns its operand unchanged (`h.to(h.dtype)`), the trace associates the operand with this node, so
+        that later nodes would read the node's result, which has no gradient. Therefore restore the proxies (the nodes
+        in the trace) of unmodified operands.
         """
         operands = [x for x in pytree.tree_leaves(self.fetch_args_kwargs_from_env(n)) if isinstance(x, torch.Tensor)]
         versions, proxies = torch_compat.tensor_versions(operands), [torch_compat.proxy_of(x) for x in operands]
@@ -92,11 +97,11 @@ class _TracingInterpreter(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call, for the trace to record its ops.
 
-        State changes, autograd functions and hooks, which the trace does not see, are recorded as nodes here.
+        State changes, autograd functions and hooks are not ATen ops, so they are recorded as nodes here.
         """
         if target in torch_compat.PYTHON_STATE_CALLS:
             return self.python_state(target, args, kwargs)
-        if target is torch_compat.get_data:
+        if target is torch_compat.get_data:  # x.data
             return args[0].detach()
         if target is torch_compat.autograd_function_apply:
             return self.autograd_function(target, args, kwargs)
@@ -112,7 +117,7 @@ class _TracingInterpreter(Interpreter):
         result = target(*args, **kwargs)
 
         def to_node(x: Any) -> Any:
-            """Return the node of a state object; other values unchanged."""
+            """Return the node that has returned a state object; other values unchanged."""
             return self.state_nodes.get(x, x) if getattr(x, "__hash__", None) else x
 
         node_args = pytree.tree_map(to_node, tuple(args))
@@ -123,17 +128,18 @@ class _TracingInterpreter(Interpreter):
         return result
 
     def autograd_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace the forward and the backward of an autograd function, and record the call as one node.
+        """Trace forward and backward of an autograd function, record the call as one node, and return its value.
 
         The backward has the gradients of all results as inputs, followed by the values that the forward saves.
         """
         forward, backward, *operands = args
+        # Tags of a checkpoint around the call, which also apply to the ops of the forward.
         tags = {k: v for k, v in get_current_meta().items() if k in ("recompute", "ac_graph_id", "custom")}
-        with torch_compat.suspend_trace(self.fake_mode):
+        with torch_compat.suspend_trace(self.fake_mode):  # the ops inside are no nodes of the outer trace
             out = target(*args, **kwargs)
             leaves = _make_leaves(operands)
             lowered_forward = trace(forward, leaves, self.fake_mode)
-            with torch.no_grad():
+            with torch.no_grad():  # run the forward for the shapes of the backward's inputs
                 result, saved = Interpreter(forward).run(*leaves)
                 results = result if isinstance(result, tuple | list) else (result,)
                 grads = [torch.empty_like(t) if isinstance(t, torch.Tensor) else None for t in results]
@@ -174,9 +180,9 @@ class _TracingInterpreter(Interpreter):
         """
         inside = set(nodes)
         inputs = dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in inside)
-        outputs = [n for n in nodes if not inside.issuperset(n.users)]
+        outputs = [n for n in nodes if not inside.issuperset(n.users)]  # those that later nodes read
         values = {x: self.env[x] for x in inputs}
-        # The inputs that the recorded graph has as arguments; it contains the other ones as constants.
+        # Inputs that become arguments of the recorded graph; it contains the others as constants.
         variables = [x for x, v in values.items() if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat)]
 
         def region(*args: Any) -> tuple[Any, ...]:
@@ -214,7 +220,7 @@ class _TracingInterpreter(Interpreter):
 def _record_node(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bodies: dict[GraphModule, GraphModule], out: Any
 ) -> Any:
-    """Record one node target(*args) with the value `out`, and return `out` with the node as its proxy.
+    """Record one node target(*args) in the running trace, and return `out`, which later nodes then read from it.
 
     Args:
         target: The region op.
@@ -240,12 +246,11 @@ def _record_node(
 
 
 def _hook_every_use(tensor: Any, hooked: Any) -> None:
-    """Make all users of a tensor in the trace read its hooked value.
+    """Make all users of a tensor in the trace read its hooked value, the result of the hook's node.
 
-    A hook receives the full gradient of its tensor, including uses before its registration, and under no_grad, too.
-
-    The hook is moved after the tensor, before its first use. Does nothing if the hook is that use, unless under
-    no_grad.
+    A hook receives the full gradient of its tensor, including that of uses before its registration. Therefore the
+    hook's node is moved directly after the tensor; this also moves it out of a no-grad region, in which it would not
+    run. Otherwise nothing is done if the hook is the first use of the tensor.
 
     Args:
         tensor: The tensor with the hook.
@@ -255,10 +260,10 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
         CaptureError: If the hook reads values that are computed after the tensor, which earlier uses cannot wait for.
     """
     proxies = [active_tracer().unwrap_proxy(x) for x in (tensor, hooked)]
-    if not all(isinstance(proxy, torch.fx.Proxy) for proxy in proxies):
+    if not all(isinstance(proxy, torch.fx.Proxy) for proxy in proxies):  # a constant of the trace
         return
     source, hook = (proxy.node for proxy in proxies)
-    if len(source.users) == 1 and torch.is_grad_enabled():
+    if len(source.users) == 1 and torch.is_grad_enabled():  # the hook is the first use
         return
     inputs = hook.all_input_nodes
     late = [node for node in inputs if node.op not in ("get_attr", "placeholder") and source < node]
@@ -268,7 +273,7 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
             f"The hook registered at {node_line(hook)} reads {late[0].name}, which is computed after the first use of "
             f"the tensor whose gradient the hook changes.",
         )
-    # Move the hook and its body before the first use of the tensor.
+    # Move the hook and its body directly after the tensor, or after all placeholders if the tensor is one.
     place = source if source.op != "placeholder" else [*source.graph.find_nodes(op="placeholder")][-1]
     place.append(hook)
     for body in (node for node in inputs if node.op == "get_attr"):

@@ -41,22 +41,24 @@ def wrap_failures() -> Iterator[None]:
         if is_fallback_error(error):
             raise
         line = failed_node_line(error)
-        text = f"{shorten_error(error).rstrip('.')}{f', at {line}' if line else ''}"
-        raise CaptureError("SP213", f"{text}.") from error
+        place = f", at {line}" if line else ""
+        raise CaptureError("SP213", f"internal error: {shorten_error(error).rstrip('.')}{place}.") from error
 
 
 def unsplit_reason(error: Exception) -> str:
     """Return the reason to run a program unsplit after this error, or "" if the error must be raised."""
     if isinstance(error, CaptureError):
         return str(error)
-    return f"{NOT_TRACED_CAUSE} ({type(error).__name__}: {error})." if is_fallback_error(error) else ""
+    if is_fallback_error(error):  # torch.compile itself falls back to eager
+        return f"{NOT_TRACED_CAUSE} ({type(error).__name__}: {error})."
+    return ""
 
 
 def warn_unsplit(subject: str, reason: str) -> None:
     """Warn on rank 0 that a program runs unsplit, once for each program and reason.
 
     Args:
-        subject: The program, as the subject of a sentence.
+        subject: The program, as the subject of a sentence, such as "this graph".
         reason: Result of `unsplit_reason`.
     """
     if process_rank() == 0 and (subject, reason) not in _warned_unsplit:

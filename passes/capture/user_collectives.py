@@ -24,14 +24,14 @@ aten = torch.ops.aten
 def functionalize_collectives(gm: GraphModule) -> None:
     """Convert the in-place all-to-alls of an exported graph in place.
 
-    Those with an output tensor of another shape than the input, or with unknown split sizes, are not changed; a later
-    check reports them.
+    Those with an output tensor of another shape than the input, or with unknown split sizes, are not changed;
+    `require_functional` reports them later.
     """
     if not dist.is_available():
         return
     editor = GraphEditor().edit(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.c10d.alltoall_base_.default):
-        group_node = node.args[2]
+        group_node = node.args[2]  # get_attr of a process group
         group = dist.ProcessGroup.unbox(getattr(gm, group_node.target))
         split_sizes = _split_sizes(editor, node, group.size())
         if split_sizes is not None and not node.users:
@@ -41,9 +41,10 @@ def functionalize_collectives(gm: GraphModule) -> None:
 
 
 def _split_sizes(editor: GraphEditor, node: Node, n: int) -> list[list[Any]] | None:
-    """Return the received and the sent split sizes of an all-to-all among n ranks; None if not known.
+    """Return the split sizes of an all-to-all among n ranks: [rows received from each, rows sent to each rank].
 
-    Empty ones are replaced by equal numbers; symbolic numbers are computed by nodes that are inserted before the node.
+    Empty lists mean equal numbers, which are returned explicitly; nodes before the all-to-all compute symbolic ones.
+    Returns None if they are unknown: the rows do not divide, or output and input have other shapes.
     """
     out, x, _, *split_sizes = node.args[:5]
     shape = node_shape(x)

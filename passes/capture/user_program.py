@@ -46,7 +46,7 @@ class UserProgram:
 
     @property
     def has_balanced_inputs(self) -> bool:
-        """True if an input is sharded in a load-balanced order."""
+        """True if an input is a `Sharded` whose rows are in a load-balanced order, computed at run time."""
         return any(isinstance(x, Sharded) and x.sharding.is_balanced for x in self.inputs)
 
     def has_only_user_exchanges(self) -> bool:
@@ -64,7 +64,7 @@ class UserProgram:
             find_sequences(graph, axes)
         except torch_compat.RestartAnalysis:
             raise
-        except Exception:  # raised again by the caller that lowers the program
+        except Exception:  # the caller lowers the program next, which raises it again
             return False
         return not axes.sequences
 
@@ -73,13 +73,16 @@ class UserProgram:
 class CapturedGraphs:
     """Graphs that Dynamo traced for a model, so that later dry runs need not trace it again."""
 
-    # the graph of the complete model, its inputs and context; None for several graphs or symbolic lengths
+    # (Dynamo graph, inputs, tracing context) of the complete model; None for several graphs or symbolic lengths
     graph: tuple[GraphModule, Sequence[Any], torch_compat.TracingContext] | None = None
-    graphs: int = 0  # number of graphs
+    graphs: int = 0  # number of graphs added so far
     captured: dict[GraphModule, GraphModule] = field(default_factory=dict)  # captured graph by Dynamo graph
 
     def add(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
-        """Add a graph that is being compiled: set `graph` if it is the first one and complete, else clear it."""
+        """Add a graph that Dynamo compiles now: set `graph` if it is the complete model, else set it to None.
+
+        Dynamo passes inputs that are no tensors, such as SymInts, for symbolic lengths.
+        """
         self.graphs += 1
         context = torch_compat.TracingContext.try_get()
         has_static_sizes = all(isinstance(x, torch.Tensor) for x in inputs)

@@ -34,13 +34,17 @@ class ViewCall:
 
 
 def invert_view(view: ViewCall, new: Node, emit: Emit) -> Node | None:
-    """Append nodes that compute the new base of `view`, and return it; None if the op has no inverse."""
+    """Append nodes that compute the new base of `view` from its new value, and return it.
+
+    Returns None if the op has no known inverse. `emit(target, *args, **kwargs)` appends a node.
+    """
     if view.node.target in _INVERSES:
         return _INVERSES[view.node.target](view, new, emit)
     order = permutation_of(view.node)
     if order is not None:
         return _invert_permute(view, new, order, emit)
-    return _invert_reshape(view, new, emit) if keeps_order(view.node) else None
+    is_reshape = keeps_order(view.node)
+    return _invert_reshape(view, new, emit) if is_reshape else None
 
 
 def shape_in_graph(node: Node, emit: Emit) -> list[Any]:
@@ -57,7 +61,7 @@ def _invert_reshape(view: ViewCall, new: Node, emit: Emit) -> Node:
 
 
 def _invert_by_scatter(op: Any) -> Callable[[ViewCall, Node, Emit], Node]:
-    """Return the inverse of a view of some elements: `op` writes the new value to them in the base."""
+    """Return the inverse of a view of some elements, such as slice: `op` writes its new value to them in the base."""
     return lambda view, new, emit: emit(op, view.base, new, *view.args)
 
 
@@ -77,13 +81,13 @@ def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emi
     Args:
         view: The view.
         new: Its new value.
-        order: The dim of the base that each dim of the view is.
+        order: Dim of the base for each dim of the view, as for permute.
         emit: Appends a node.
     """
-    if is_identity(order):  # of an op that copies only if necessary, such as contiguous: it did not copy
+    if is_identity(order):  # an op such as contiguous, which returned its operand without a copy
         return new
     inverse = inverse_permutation(order)
-    is_einsum = not isinstance(view.base, Node)  # its equation is its first argument
+    is_einsum = not isinstance(view.base, Node)  # its first argument is the equation
     if inverse == [*order] and not is_einsum:
         return emit(view.node.target, new, *view.args)
     return emit(aten.permute.default, new, inverse)
@@ -95,13 +99,17 @@ def _invert_expand(view: ViewCall, new: Node, emit: Emit) -> Node | None:
 
 
 def rejoin_split(split: ViewCall, piece: Node, new: Node, emit: Emit) -> Node | None:
-    """Emit the base of a split (or chunk, unbind) after `piece`, one of its pieces, is replaced by `new`."""
+    """Emit the base of a split (or chunk, unbind) after `piece`, one of its pieces, is replaced by `new`.
+
+    Returns None if the position of the piece is not known.
+    """
     match = match_piece(piece)
     if match is None:
         return None
     split_node = emit(split.node.target, split.base, *split.args)
     n = len(split_node.meta["val"])
-    pieces = [new if i == piece.args[1] % n else emit(operator.getitem, split_node, i) for i in range(n)]
+    replaced = piece.args[1] % n
+    pieces = [new if i == replaced else emit(operator.getitem, split_node, i) for i in range(n)]
     return emit(aten.cat.default if match.keeps_dim else aten.stack.default, pieces, match.dim)
 
 

@@ -89,9 +89,9 @@ class ResultView:
 
         Args:
             base: Base tensor of this call.
-            known: Values of the symbols of the inputs in this call. Symbols of the base's shape are added.
+            known: Values of the symbols of the inputs in this call; those of the base's shape may be missing.
         """
-        base_sizes = {size: extent for size, extent in zip(self.shape, base.shape) if isinstance(size, sympy.Symbol)}
+        base_sizes = {size: length for size, length in zip(self.shape, base.shape) if isinstance(size, sympy.Symbol)}
         return [step.bind({**base_sizes, **known}) for step in self.steps]
 
 
@@ -106,36 +106,37 @@ class SharedResults:
 def find_shared_results(gm: GraphModule) -> SharedResults:
     """Find the results of a graph that are views of other results or of inputs, before functionalization.
 
-    A common base of several results that is not a result itself is added to the graph as a hidden result.
+    Results of one memory that are views of an intermediate value get this value as base: it is added to the results of
+    the graph, as a hidden result.
     """
     output, inputs = gm.graph.output_node(), list(gm.graph.find_nodes(op="placeholder"))
     results = list(output.args[0])  # type: ignore[arg-type]
     tensors = {i: x for i, x in enumerate(results) if is_tensor(x)}
     storage_uses = Counter(s for x in (*inputs, *tensors.values()) if is_tensor(x) for s in node_storages(x))
     if not any(storage_uses[storage] > 1 for x in tensors.values() for storage in node_storages(x)):
-        return SharedResults()
+        return SharedResults()  # no two results, and no result and input, have the same memory
     aliases = _read_aliases(gm.graph)
     nodes = {i: aliases.resolve(x) for i, x in tensors.items()}  # result index -> its node at the end of the program
     known = {size for node in inputs for size in symbolic_sizes(node) if isinstance(size, sympy.Symbol)}
-    results_of_root: dict[Node, list[int]] = {}
+    results_of_root: dict[Node, list[int]] = {}  # node that owns the memory -> indices of results
     for i, node in nodes.items():
         results_of_root.setdefault(aliases.root(node), []).append(i)
     views, n_results = list[ResultView](), len(results)
     for root, indices in results_of_root.items():
-        if root.op == "placeholder":
+        if root.op == "placeholder":  # views of an argument
             base_index = inputs.index(root)
             candidates = [_result_view(aliases, i, nodes[i], root, True, base_index, known) for i in indices]
             views += [view for view in candidates if view is not None]
-        elif root.op != "get_attr":
+        elif root.op != "get_attr":  # views of an intermediate value; those of a buffer are not recreated
             for group in _overlapping_groups(aliases, {i: nodes[i] for i in indices}):
                 base = _common_base(aliases, [nodes[i] for i in group]) or root
                 if aliases.resolve(base) is not base:  # its shape was changed in place
                     continue
-                base_index = next((i for i in group if nodes[i] is base), len(results))
+                base_index = next((i for i in group if nodes[i] is base), len(results))  # a hidden result is the last
                 members = [i for i in group if i != base_index]
                 candidates = [_result_view(aliases, i, nodes[i], base, False, base_index, known) for i in members]
                 group_views = [view for view in candidates if view is not None]
-                if len(group_views) == len(members):
+                if len(group_views) == len(members):  # view ops express all of them
                     views += group_views
                     results += [base] if base_index == len(results) else []
     output.args = (type(output.args[0])(results),)
@@ -148,7 +149,7 @@ def omit_views(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> Non
     Args:
         gm: Captured and functionalized graph.
         views: The views, a part of those that `find_shared_results` has found.
-        hidden: Number of hidden results that they need; later ones are removed.
+        hidden: Number of hidden results (additional results that are bases of views) to keep; later ones are removed.
     """
     output, shared = gm.graph.output_node(), gm.meta[VIEW_OPS]
     results = list(output.args[0])  # type: ignore[arg-type]
@@ -160,7 +161,11 @@ def omit_views(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> Non
 
 
 def _read_aliases(graph: Graph) -> Aliases:
-    """Return the aliases at the end of a program with in-place ops, by visiting all its nodes."""
+    """Return the aliases at the end of a program with in-place ops, by visiting all its nodes in order.
+
+    As in functionalization, an in-place op is read as the argument that it writes, if it has a functional form or
+    returns the argument.
+    """
     aliases = Aliases(graph)
     for node in graph.nodes:
         args, kwargs = aliases.calls[node] = map_arg((node.args, node.kwargs), aliases.resolve)
@@ -189,7 +194,7 @@ def _view_chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[
 
 
 def _common_base(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
-    """Return the one of these nodes of which all others are views, or None."""
+    """Return the node among these of which all others are views, or None."""
     for base in nodes:
         if all(node is base or base in _view_chain(aliases, node) for node in nodes):
             return base
@@ -207,6 +212,7 @@ def _overlapping_groups(aliases: Aliases, nodes: Mapping[int, Node]) -> Iterator
     """
     groups: list[list[int]] = []
     for i, node in nodes.items():
+        # Merge the groups that this result may overlap with.
         touched = [group for group in groups if not all(_are_disjoint(aliases, node, nodes[k]) for k in group)]
         groups = [group for group in groups if group not in touched]
         groups.append([*chain.from_iterable(touched), i])
@@ -216,7 +222,7 @@ def _overlapping_groups(aliases: Aliases, nodes: Mapping[int, Node]) -> Iterator
 def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
     """Return True if two views of one tensor provably have no element in common.
 
-    The first views in which their chains differ are compared: elements of one split, or slices along one dim.
+    The first views in which their chains of views differ are compared: elements of one split, or slices along one dim.
     """
     pairs = zip(_view_chain(aliases, a), _view_chain(aliases, b))
     view_a, view_b = next(((x, y) for x, y in pairs if x is not y), (None, None))
@@ -239,11 +245,11 @@ class _PositionRange(NamedTuple):
 
 
 def _selected_rows(aliases: Aliases, node: Node) -> _PositionRange | None:
-    """Return the positions that a select, narrow or slice selects; None if unknown or with a step."""
+    """Return the positions that a select, narrow or slice selects; None for other ops, unknown positions, and steps."""
     if node.target not in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
         return None
     base, *args = to_positional(node.target, *aliases.calls[node])
-    dim, *positions = args or [0]
+    dim, *positions = args or [0]  # slice(x) selects all of dim 0
     length = as_sizes(base.meta["val"].shape)[dim]
     if node.target is aten.slice.Tensor:
         defaults: list[Any] = [None, None, 1]
@@ -254,10 +260,10 @@ def _selected_rows(aliases: Aliases, node: Node) -> _PositionRange | None:
         n_rows = positions[1] if node.target is aten.narrow.default else 1
         if isinstance(start, Node) or isinstance(n_rows, Node):
             return None
-        end = (start + n_rows) or length  # 0 after a negative start
+        end = (start + n_rows) or length  # the sum is 0 for the last rows, if start is negative
     if not all(isinstance(x, int) for x in (start, end, step)) or step != 1:
         return None
-    if isinstance(length, int):
+    if isinstance(length, int):  # negative positions count from the end
         start, end = (x + length if x < 0 else min(x, length) for x in (start, end))
     return _PositionRange(dim % base.meta["val"].ndim, start, end) if min(start, end) >= 0 else None
 
@@ -265,7 +271,7 @@ def _selected_rows(aliases: Aliases, node: Node) -> _PositionRange | None:
 def _result_view(
     aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, base_index: int, known: Set[sympy.Symbol]
 ) -> ResultView | None:
-    """Return the description of a result as a view of a base, or None if view ops cannot express it.
+    """Return the description of a result as a view of a base, or None if known view ops cannot express it.
 
     Args:
         aliases: Aliases at the end of the program.
@@ -278,9 +284,10 @@ def _result_view(
     """
     view_nodes = _view_chain(aliases, node, base)
     steps = [_view_step(aliases, view) for view in view_nodes]
+    # Views that were created under no_grad, and not by a detach, receive no gradient either.
     is_detached = aliases.is_detached_view(node) and not aliases.is_detached_view(base)
     if view_nodes and is_detached and not any(view.target is aten.detach.default for view in view_nodes):
-        steps.insert(0, ViewStep(aten.detach.default))  # the views were created under no_grad
+        steps.insert(0, ViewStep(aten.detach.default))
     shape = as_sizes(base.meta["val"].shape)
     known_steps = [step for step in steps if step is not None and step.symbols <= {*known, *shape}]
     if len(known_steps) < len(steps):
@@ -292,10 +299,10 @@ def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
     """Return a view op that computes the value of a view node from its base, or None if there is none.
 
     This is the op of the node, unless it copies depending on strides or reads other tensors: then `view` or
-    `as_strided` to the node's shape and strides.
+    `as_strided` to the node's shape and strides, or `alias` if these are the base's. None for a view in another dtype.
     """
     source, value = aliases.parent[node], node.meta["val"]
-    base = source.meta["val"]
+    base = source.meta["val"]  # the tensor in whose memory the view is
     op = functional_form(node.target) if is_view_change(node) else node.target
     if op is operator.getitem:
         return ViewStep(operator.getitem, (node.args[1],))

@@ -25,7 +25,7 @@ class RankQueries(Protocol):
 
     @property
     def facts(self) -> Mapping[str, InputFacts]:
-        """Return the facts about the inputs on each group, by the group's name."""
+        """Return the facts about the inputs over the ranks of each group, such as equal values, by the group's name."""
 
     def has_same_programs(self, gm: GraphModule) -> bool:
         """Return True if all ranks have the same joint graph and facts, so that they rewrite it equally.

@@ -96,12 +96,15 @@ class AttentionShape:
 
     @property
     def widening(self) -> int:
-        """Return the bytes per element of an accumulator, divided by those of an operand."""
+        """Return the bytes per element of a float32 (float64) accumulator, divided by those of an operand."""
         return self.head_bytes.widening
 
     @property
     def merge_bytes(self) -> float:
-        """Return the bytes read and written to add the result of one key block to the accumulator of a rank."""
+        """Return the bytes read and written to add the result of one key block to the accumulator of a rank.
+
+        The block's result is read, and the accumulator, whose elements are `widening` times as large, read and written.
+        """
         return self.heads * self.out_bytes * (1 + 2 * self.widening)
 
     @property
@@ -111,7 +114,10 @@ class AttentionShape:
 
     @property
     def accumulate_bytes(self) -> float:
-        """Return the bytes read and written to add the gradient of q of one key block to its accumulator."""
+        """Return the bytes read and written to add the gradient of q of one key block to its accumulator.
+
+        Both have the dtype of the accumulator; the gradient is read, and the accumulator read and written.
+        """
         return self.heads * self.q_bytes * 3 * self.widening
 
     def workspace(self, ulysses: int, keys: int) -> int:
@@ -120,7 +126,7 @@ class AttentionShape:
         Strategies add them to the memory of their candidates.
 
         Args:
-            ulysses: Ranks that share heads; a rank has their rows for its part of the heads.
+            ulysses: Ranks that exchange heads for rows: a rank has the rows of all of them for its part of the heads.
             keys: Keys of one call.
         """
         if not self.training or self.kernel not in WORKSPACE_KERNELS:
@@ -137,14 +143,15 @@ class AttentionShape:
         return 2 * self.batch * self.heads * dims * self.pairs(0, self.q_len) / self.n
 
     def pairs(self, start: float, stop: float) -> float:
-        """Return the (query, key) pairs of the queries [start, stop), in the limit of long sequences.
+        """Return the number of (query, key) pairs of the queries [start, stop), to which the FLOPs are proportional.
 
-        The FLOPs are proportional to their number.
+        Positions are treated as real numbers, an approximation for long sequences.
         """
         if self.documents and self.q_len == self.kv_len:
             total = 0.0
             for first, length in halving_documents(self.q_len):
                 document = replace(self, q_len=length, kv_len=length, documents=False)
+                # The queries in [start, stop) as positions in the document.
                 begin, end = (min(max(position - first, 0), length) for position in (start, stop))
                 total += document.pairs(begin, end)
             return total
@@ -153,6 +160,7 @@ class AttentionShape:
             """Return the number of pairs whose key is at least `distance` positions before the query."""
             return _integrate_clamped(stop - distance, self.kv_len) - _integrate_clamped(start - distance, self.kv_len)
 
+        # Pairs whose key is not too far ahead of the query, less those whose key is too far before it.
         if self.causal:
             not_ahead = pairs_from(0)
         elif self.window is not None:
@@ -171,13 +179,13 @@ class AttentionShape:
             return 1.0
         rows = self.q_len / parts / chunks
         work = [self.pairs(i * rows, (i + 1) * rows) for i in range(chunks * parts)]
-        if chunks == 2:
+        if chunks == 2:  # zigzag: rank i has chunk i, and chunk i from the end
             work = [work[i] + work[-1 - i] for i in range(parts)]
         return max(work) * parts / self.pairs(0, self.q_len)
 
 
 def halving_documents(length: int) -> list[tuple[int, int]]:
-    """Return documents as (start, length), each half of the remaining positions.
+    """Return documents as (start, length), each half of the remaining positions: (0, 4), (4, 2), (6, 1), (7, 1) for 8.
 
     They model documents of unknown lengths in `AttentionShape.pairs`. No split balances them, which is true for
     log-normal lengths as well (`benchmarks/plans.py`), and there are long and short documents for any sequence length.
@@ -193,7 +201,8 @@ def halving_documents(length: int) -> list[tuple[int, int]]:
 def _integrate_clamped(end: float, keys: int) -> float:
     """Return the integral of clamp(t, 0, keys) for t up to `end`.
 
-    It counts the pairs of the queries before position `end` if query t attends to all of the `keys` keys before t.
+    This is the number of pairs of the queries before position `end` if query t attends to the keys before t, of which
+    there are `keys` in total.
     """
     if end <= 0:
         return 0.0
@@ -275,7 +284,8 @@ def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
     if shape.order.is_balanced:
         layouts = [shape.order.name]
     else:
-        layouts = [o.name for o in LAYOUTS.values() if not o.is_balanced and (o.is_in_order or can_zigzag)]
+        layouts = [x.name for x in LAYOUTS.values() if not x.is_balanced and (x.is_in_order or can_zigzag)]
+    # On one rank only strategies that keep the original attention.
     strategies = [s for s in attention_strategies() if shape.n > 1 or s.op is None]
     machine = replace(machine, flops=machine.flops * machine.efficiency(shape.kernel))
     return [
@@ -287,13 +297,15 @@ def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
 
 
 def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candidate]:
-    """Return the candidates for a program whose rows are in `shape.order`, from which a pass chooses.
+    """Return the candidates for a program whose rows are already in `shape.order`, from which a pass chooses.
 
-    In a permuted order a window reaches all ranks, so rings cost the same as without a window.
+    In a permuted order (zigzag, balanced) a window reaches all ranks, so rings cost the same as without a window. They
+    are then limited to this order.
     """
     if shape.order.is_balanced:
         return all_candidates(replace(shape, window=None), machine)
     candidates = all_candidates(shape, machine)
+    # Only causal attention of equal lengths has candidates in zigzag order.
     if shape.order.is_in_order or not shape.causal or shape.q_len != shape.kv_len:
         return candidates
     without_rings = [c for c in candidates if c.ring == 1]
@@ -331,7 +343,7 @@ def choose_attention(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _preference_key(c: Candidate) -> tuple[int, int, bool, int, str]:
-    """Return the key by which `choose_attention` sorts equally fast candidates, the simplest first."""
+    """Return the key that is smallest for the simplest of equally fast candidates."""
     return c.collectives, STRATEGIES[c.kind].preference, c.relayout, c.ring, c.layout
 
 
@@ -358,7 +370,10 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
 
 
 def _relayout_seconds(shape: AttentionShape, machine: Machine, moves_keys: bool) -> float:
-    """Return the seconds of a relayout in one direction of the step; k and v move if `moves_keys`."""
+    """Return the seconds to move q (with `moves_keys` also k and v) to zigzag order, and the result back.
+
+    This is the cost in the forward, and the same again in the backward.
+    """
     sizes = shape.head_bytes
     moved = (sizes.queries + (sizes.keys if moves_keys else 0), sizes.results)
     return sum(machine.seconds("fold", nbytes, shape.n) + machine.copy(2 * nbytes) for nbytes in moved)

@@ -29,17 +29,17 @@ class RankMemory:
 
     @property
     def used(self) -> int:
-        """Return the bytes in use besides attention, if losses are not tiled."""
+        """Return the bytes in use besides attention, if no loss is computed in tiles of rows."""
         return self.weights + self.gradients + self.saved
 
     @property
     def used_with_tiles(self) -> int:
-        """Return the bytes in use besides attention, with tiled losses if the device is too small otherwise."""
+        """Return the bytes in use besides attention; losses are tiled if the device is too small otherwise."""
         return self.used if self.used < self.device else self.used - self.tiled
 
     @property
     def available(self) -> float:
-        """Return the bytes that one attention may use in addition to its shards.
+        """Return the bytes of the device that one attention may use in addition to its shards.
 
         This is the full device if the other memory does not fit: then code outside of the program shards, offloads or
         recomputes values, and the choice of attention would not help.

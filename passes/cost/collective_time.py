@@ -93,7 +93,8 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> LatencyBandwidth
     """
     if min(times) <= 0:
         return LatencyBandwidth(0.0, math.inf)
-    # Minimize sum(((latency + slope * size) / time - 1) ** 2) by the normal equations of weighted sums.
+    # Minimize sum(((latency + slope * size) / time - 1) ** 2) by the normal equations. Each name below is a sum:
+    # w2_size is that of weight ** 2 * size.
     weights = [1 / seconds for seconds in times]
     w2, w2_size, w2_size2 = (sum(w * w * size**power for w, size in zip(weights, sizes)) for power in (0, 1, 2))
     w, w_size = sum(weights), sum(w * size for w, size in zip(weights, sizes))

@@ -74,9 +74,10 @@ def candidate_table(candidates: Sequence[Candidate], chosen: Candidate, requeste
 
 
 def _candidate_row(c: Candidate, chosen: Candidate, reason: str) -> tuple[object, ...]:
-    """Return the columns of `HEADERS` for a candidate.
+    """Return the columns of `HEADERS` for a candidate; None for numbers that are not shown.
 
-    The last one is `reason` for the chosen candidate, else the reason why it is not legal, or the additional time.
+    The last column is `reason` for the chosen candidate, else the reason why it is not legal, or the additional time
+    relative to the chosen one.
     """
     layout = c.layout + (", moved" if c.relayout else "") + (f", {c.chunks} groups" if c.chunks > 1 else "")
     numbers = [x * 1e3 for x in (c.forward, c.backward, c.seconds)] + [c.memory / 2**20]
@@ -86,10 +87,14 @@ def _candidate_row(c: Candidate, chosen: Candidate, reason: str) -> tuple[object
 
 
 def _winning_reason(c: Candidate, candidates: Sequence[Candidate], requested: bool) -> str:
-    """Return the reason why the chosen candidate `c` was chosen, as shown in the last column."""
+    """Return the reason why the candidate `c` was chosen, as shown in the last column.
+
+    `requested` is True if an option or the mesh names the strategy.
+    """
     if not c.fits:
         return f"chosen: needs the least memory, {c.legal}"
-    if requested or not any(other.legal is None for other in candidates) or c != choose_attention(candidates):
+    has_legal = any(other.legal is None for other in candidates)
+    if requested or not has_legal or c != choose_attention(candidates):  # not the choice of the cost model
         return "chosen: requested"
     best = fastest_candidate(candidates)
     if c == best:

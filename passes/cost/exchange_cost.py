@@ -57,9 +57,13 @@ class Exchange:
     of_attention: bool = False  # True for attention
 
     def repeat(self, times: Mapping[str, int]) -> list[Exchange]:
-        """Return the exchanges of the full model, in which the layer of each path occurs `times`.
+        """Return the exchanges of the full model, of which this graph contains only some layers.
 
-        An exchange of one layer is repeated; for a bucket of gradients of several layers, the bytes increase.
+        An exchange of one layer is repeated. A bucket, one reduction of the gradients of several layers, gets more
+        bytes instead.
+
+        Args:
+            times: Number of layers that the layer of each path represents; 1 for paths without entry.
         """
         if len(self.shares) < 2:
             return [self] * times.get(self.layer, 1)
@@ -84,23 +88,25 @@ class _SentBytes(NamedTuple):
 
 
 def find_exchanges(local: GraphModule, n: int) -> list[Exchange]:
-    """Return every collective of a validated local graph in order, for its report."""
+    """Return every collective of a local graph (the program of one rank) in order, for its report."""
     calls = [OpCall(c) for c in local.graph.nodes if c.op == "call_function" and namespace_of(c.target) == "sp"]
     exchanges = []
     for call in calls:
         sent = _sent_bytes(call, n)
         if sent is not None:
             exchanges.append(_make_exchange(call, sent))
-        if nbytes := _edge_bytes(call, n):
-            exchanges.append(replace(_make_exchange(call, _SentBytes([call.operands[0]], nbytes, 0)), op="window"))
+        edge_bytes = _edge_bytes(call, n)  # rows for the padding of the result
+        if edge_bytes:
+            edge_exchange = _make_exchange(call, _SentBytes([call.operands[0]], edge_bytes, 0))
+            exchanges.append(replace(edge_exchange, op="window"))
     return exchanges
 
 
 def _edge_bytes(call: OpCall, n: int) -> Size:
     """Return the bytes sent to fill the padding of a result with the nearest valid row of another rank.
 
-    That is one row for each end with padding. In the frame of the result, (outer, size, start, length, ...), the rows
-    [start, start + length) are valid.
+    That is one row for each end with padding, and 0 if no rank needs one. In the frame of the result, (outer, size,
+    start, length, ...), the rows [start, start + length) are valid.
     """
     frame = call.get("result") or call.get("frame") if call.node.target in ENDS_IN_WINDOW else None
     if frame is None:
@@ -109,8 +115,9 @@ def _edge_bytes(call: OpCall, n: int) -> Size:
     if not any(has_remote_edges(values, n)):
         return 0
     rows, (start, length) = local_row_count(values, n), values[2:4]
-    edges = (not is_same_size(start, 0)) + (not is_same_size(start + length, n * rows))
-    return collective_bytes("all_gather", _tensor_bytes(node_tensors(call.node)) * edges // rows, n)
+    num_padded_ends = (not is_same_size(start, 0)) + (not is_same_size(start + length, n * rows))
+    result_bytes = _tensor_bytes(node_tensors(call.node))  # of `rows` rows
+    return collective_bytes("all_gather", result_bytes * num_padded_ends // rows, n)
 
 
 def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
@@ -119,10 +126,11 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
     strategy = op_strategy(op)
     if strategy is not None and strategy.sends is not None:
         return _SentBytes(call.operands[:3], *strategy.sends(call, n))
-    if op in COSTED_SCAN_OPS and call["frame"] is not None:
+    if op in COSTED_SCAN_OPS and call["frame"] is not None:  # without a frame a rank scans all rows
         messages = message_bytes(call, frame_folds(call["frame"]))
         return _SentBytes(call.operands[:1], *(bytes_to_send(call["exchange"], nbytes, n) for nbytes in messages))
-    if shifts := window_shift_sizes(call, n):
+    shifts = window_shift_sizes(call, n)  # (rank offset, rows) of the rows that windows read from other ranks
+    if shifts:
         row_dim = call.dim() if "dim" in call.args else call.ndim() - 1
         row_elements = size_product(size for dim, size in enumerate(call.shape()) if dim != row_dim)
         row_bytes = row_elements * call.operands[0].meta["val"].element_size()
@@ -130,16 +138,18 @@ def _sent_bytes(call: OpCall, n: int) -> _SentBytes | None:
         return _SentBytes(call.operands[:1], nbytes, nbytes)
     if op not in MOVE_OPS or op is sp.window.default:
         return None
+    # The bytes of these two follow from the shard, which is their result (see `collective_bytes`).
     operands = [call.node] if op in (sp.shard.default, sp.reduce_scatter.default) else call.operands
     nbytes = _operand_bytes(operands)
-    return _SentBytes(operands, *(collective_bytes(kind, nbytes, n) if kind else 0 for kind in MOVE_OPS[op]))
+    collectives = MOVE_OPS[op]  # of forward and backward
+    return _SentBytes(operands, *(collective_bytes(kind, nbytes, n) if kind else 0 for kind in collectives))
 
 
 def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
-    """Return the line of a report for a call; its backward has no bytes if no gradient is sent."""
+    """Return the entry of the report for a call; its backward has no bytes if no gradient is sent."""
     node, values, backward = call.node, [operand.meta["val"] for operand in sent.operands], sent.backward
-    partial = "partial" in node.args  # sp::reduce_grad: the averaging of gradients sends them
-    if partial or not all(v.is_floating_point() for v in values) or node_info(node).requires_grad is False:
+    is_averaged_later = "partial" in node.args  # sp::reduce_grad: the averaging of gradients over all ranks sends them
+    if is_averaged_later or not all(v.is_floating_point() for v in values) or node_info(node).requires_grad is False:
         backward = 0
     shapes = [" x ".join(map(str, as_sizes(v.shape))) for v in values]
     shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")
@@ -151,9 +161,10 @@ def _make_exchange(call: OpCall, sent: _SentBytes) -> Exchange:
 
 
 def _layer_shares(bucket: Node, sent: Size, values: Sequence[Tensor]) -> tuple[tuple[str, Size], ...]:
-    """Return the `sent` bytes of a gradient bucket by layer, so that `Exchange.repeat` can extend it.
+    """Return the `sent` bytes of a bucket (one reduction of several gradients) as (path of a layer, bytes).
 
-    A gradient belongs to the layer that first reads its parameter.
+    `Exchange.repeat` needs them. A gradient belongs to the layer that first reads its parameter; the parameters are the
+    results of the node, whose values are `values`.
     """
     nbytes: dict[str, Size] = {}
     for index, value in enumerate(values):
@@ -165,7 +176,10 @@ def _layer_shares(bucket: Node, sent: Size, values: Sequence[Tensor]) -> tuple[t
 
 
 def _exchange_line(node: Node) -> str:
-    """Return the user's line; for moves that the compiler adds, a text for parameters, inputs or results."""
+    """Return the user's line of an exchange.
+
+    For those that the compiler adds without a line, return a text for parameters, inputs or results.
+    """
     if node.meta.get("stack_trace") or node.target not in MOVE_OPS:
         return node_line(node)
     if node.target in GRADIENT_MOVES:
@@ -184,7 +198,7 @@ def _tensor_bytes(tensors: Iterable[Tensor]) -> Size:
 
 
 def head_bytes(call: OpCall) -> HeadBytes:
-    """Return the bytes of the operands and the result of an attention, for `Strategy.sends`."""
+    """Return the bytes of the operands and the result of an attention op on one rank, for `Strategy.sends`."""
     q, k, v = call.operands[:3]
     sizes = _operand_bytes([q]), _operand_bytes([call.node]), _operand_bytes([k, v])
     return HeadBytes(*sizes, call.shape(1)[HEADS], k.meta["val"].element_size())
@@ -196,9 +210,13 @@ def relayout_bytes(call: OpCall, nbytes: Size, n: int) -> Size:
 
 
 def declare_routes(local: GraphModule, ranks: Ranks) -> None:
-    """Declare the routes of all ops that communicate with some of the ranks only, before the graph runs."""
+    """Declare the routes of all ops that communicate with some of the ranks only, before the graph runs.
+
+    A route is the communicator of an exchange between some of the ranks.
+    """
     for node in local.graph.nodes:
-        if strategy := op_strategy(node.target):
+        strategy = op_strategy(node.target)
+        if strategy:
             strategy.declare(OpCall(node), ranks)
         elif node.target in COSTED_SCAN_OPS:
             call = OpCall(node)

@@ -40,7 +40,7 @@ class FewLayers:
         return Counter(self.order)
 
     def of(self, node: Node) -> int:
-        """Return the number of nodes of the full model that a node represents: one in each represented layer."""
+        """Return the number of nodes of the full model that a node of the reduced one represents: one per layer."""
         return self.times.get(node_layer(node), 1)
 
 
@@ -56,15 +56,15 @@ class LayerList:
 
     @staticmethod
     def of(model: nn.Module) -> LayerList | None:
-        """Return the list with most of the weights, or None if there are few layers or few are equal."""
+        """Return the list with most of the weights, or None if a reduced model would not have fewer layers."""
         lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) >= MIN_LAYERS}
         if not lists:
             return None
         name = max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()))
         layers = lists[name]
-        numbers: dict[Any, int] = {}  # kind -> its number
+        numbers: dict[Any, int] = {}  # key of a kind -> its number
         kinds = tuple(numbers.setdefault(_layer_kind(layer), len(numbers)) for layer in layers)
-        if len(kinds) < len(numbers) + 2:
+        if len(kinds) < len(numbers) + 2:  # the reduced model has one layer more than kinds
             return None
         return LayerList(layers, kinds, list(_layer_settings(model, len(layers))), name)
 
@@ -79,9 +79,9 @@ class LayerList:
 
     @property
     def order(self) -> list[str]:
-        """Return for each layer the path of its representative in the reduced model.
+        """Return for each layer the path of the layer of its kind that represents it in the reduced model.
 
-        That of the most common kind is its second layer, except for the first layer itself.
+        Of the most common kind, which has two, the second one represents all layers except the first itself.
         """
         first_index, *later_indices = self.reduced_positions
         representatives = {self.kinds[i]: position for position, i in enumerate(later_indices, 1)}
@@ -135,7 +135,7 @@ def _layer_kind(layer: nn.Module) -> Any:
 
 
 def checkpoint_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a plan checkpoints: outermost entries of module lists that have parameters."""
+    """Return the blocks that a plan checkpoints: entries of the outermost module lists that have parameters."""
     outermost: list[nn.Module] = []
     covered: set[nn.Module] = set()  # the blocks and all modules inside of them
     for module in model.modules():  # outer modules are first

@@ -50,14 +50,15 @@ GatherRanks = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None
 def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
     """Return the groups of the program's collectives and DTensors that have more than one rank, in order.
 
-    A session compares the inputs over each of them. Groups that only reduce scalars and vectors count if another group
-    occurs, too, because these reductions may be merged.
+    A session compares the inputs over each of them. Groups that only reduce scalars and vectors, as for the average of
+    a loss, count if another group occurs, too, because these reductions may be merged.
     """
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
     of_tensors = [name for x in (*inputs, *values) if isinstance(x, DTensor) for name in group_names(x.device_mesh)]
     groups = _multi_rank_groups([*_collective_groups(gm, _is_mergeable), *of_tensors])
-    of_rows = {*_collective_groups(gm, _is_row_exchange), *of_tensors}
-    return groups if len(groups) > 1 or any(ranks.group in of_rows for ranks in groups) else []
+    row_groups = {*_collective_groups(gm, _is_row_exchange), *of_tensors}
+    has_row_group = any(ranks.group in row_groups for ranks in groups)
+    return groups if len(groups) > 1 or has_row_group else []
 
 
 def has_user_exchanges(gm: GraphModule) -> bool:
@@ -107,7 +108,7 @@ def iterate_nodes(gm: GraphModule) -> Iterator[Node]:
 
 
 def _is_mergeable(node: Node) -> bool:
-    """Return True for a row exchange, and for an all_reduce over a declared group, which a pass may merge."""
+    """Return True for a collective that may move rows, or an all_reduce over a declared group, which may be merged."""
     is_declared = not named_groups(node).isdisjoint(declared_groups().members)
     return _is_row_exchange(node) or (node_packet(node) in ALL_REDUCES and is_declared)
 
@@ -144,7 +145,8 @@ def named_groups(node: Node) -> set[str]:
     has_strings = any(isinstance(leaf, str) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
     positions = _group_arguments(node.target) if has_strings and is_collective(node) else ()
     values = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in positions]
-    return {leaf.rpartition(" ")[2] for leaf in pytree.tree_leaves(values) if isinstance(leaf, str) and leaf}
+    texts = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, str) and leaf]
+    return {text.rpartition(" ")[2] for text in texts}  # "3", or "sum 3" with a reduction
 
 
 def exchange_group(node: Node) -> str | None:
@@ -155,7 +157,7 @@ def exchange_group(node: Node) -> str | None:
 
 @cache
 def _group_arguments(target: Any) -> tuple[tuple[int, str], ...]:
-    """Return the positions and names of the arguments of a collective that name groups."""
+    """Return (position, name) of each parameter of a collective that names groups."""
     op = getattr(target, "default", target)  # Dynamo writes an op without its overload
     if isinstance(op, OpOverload):
         names = [argument.name for argument in schema_of(op).arguments]
@@ -190,11 +192,11 @@ class GroupGrid:
 
         Args:
             over: Group of the collective.
-            is_full: True if the results are equal on all ranks that take part.
+            is_full: True if the results are equal on all ranks of `over`, as those of an all_gather.
 
         Returns:
-            REPLICATE or VARYING; None if the result has the placement of the operand, since corresponding ranks of this
-            group exchange corresponding rows.
+            REPLICATE or VARYING; None if the result has the placement of the operand, because both groups are axes of
+            one grid: then the ranks of this group exchange corresponding rows.
         """
         if over in self.level and over in self.parallel:
             return None
@@ -202,14 +204,14 @@ class GroupGrid:
 
 
 def group_grids(groups: Sequence[Ranks], all_gather: GatherRanks) -> dict[str, GroupGrid]:
-    """Return the `GroupGrid` of every group. All ranks must call it, each with its own groups.
+    """Return the relations of every group to the others. All ranks must call it, each with its own groups.
 
     Args:
         groups: Groups of this rank.
         all_gather: Exchanges a tuple with all ranks of a group.
     """
     members: dict[str, set[int]] = {}  # group -> global ranks
-    positions: list[int] = []  # of this rank in each group
+    positions: list[int] = []  # rank of this process in each group
     for ranks in groups:
         group = ranks.process_group
         members[ranks.group] = set() if group is None else set(dist.get_process_group_ranks(group))
@@ -217,6 +219,7 @@ def group_grids(groups: Sequence[Ranks], all_gather: GatherRanks) -> dict[str, G
     level: dict[str, frozenset[str]] = {}
     for ranks in groups:
         gathered = all_gather(ranks, tuple(positions))
+        # The positions of each rank of this group in the groups.
         rows = [row for row in gathered if row is not None and len(row) == len(positions)]
         level[ranks.group] = frozenset(g.group for i, g in enumerate(groups) if len({row[i] for row in rows}) == 1)
     return {

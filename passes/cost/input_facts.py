@@ -27,7 +27,7 @@ class InputFacts:
     gradients: Mapping[str, Node] = field(default_factory=dict)  # joint graph: input -> node of its gradient
 
     def for_graph(self, replaced: Mapping[Node, Node]) -> InputFacts:
-        """Return the facts with nodes of a new graph, after a pass has replaced the nodes in `replaced`."""
+        """Return the facts with the nodes of a new graph; `replaced` maps nodes of the old graph to them."""
         gradients = {name: replaced.get(node, node) for name, node in self.gradients.items()}
         tangents = {name: [replaced.get(node, node) for node in nodes] for name, nodes in self.tangents.items()}
         return replace(self, gradients=gradients, tangents=tangents)

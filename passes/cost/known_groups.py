@@ -35,7 +35,7 @@ class KnownGroups:
     lines: Mapping[str, LatencyBandwidth] = field(default_factory=dict)  # group name -> measured all_reduce time
 
     def __getitem__(self, name: str) -> Partition:
-        """Return the partition to which the group called `name` belongs.
+        """Return the partition to which the group called `name` belongs: all groups of its mesh axis.
 
         Raises:
             SpError: If the group was not declared.
@@ -50,10 +50,10 @@ class KnownGroups:
         return len(self[name][0])
 
     def communicator(self, partition: Partition, ordered: bool = False) -> str | None:
-        """Return the name of a declared group of this partition for a merged collective, or None.
+        """Return the name of a declared group of this partition, over which a merged collective can run, or None.
 
         Args:
-            partition: The groups of the merged collective.
+            partition: The groups of the merged collective, on all ranks.
             ordered: True if the order of ranks in a group matters.
         """
         key = _canonical_groups(partition, ordered)
@@ -69,7 +69,7 @@ class KnownGroups:
 
 
 def label_subsets(labels: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all subsets of two or more axis labels, each of which is joined to one communicator."""
+    """Return all subsets of two or more axis labels; a communicator over the ranks of each is created."""
     sizes = range(2, len(labels) + 1)
     return [subset for size in sizes for subset in itertools.combinations(labels, size)]
 
@@ -80,9 +80,9 @@ def label_subsets(labels: Sequence[str]) -> list[tuple[str, ...]]:
 def reduce_partitions(partitions: Sequence[Partition]) -> Partition | None:
     """Return the groups of one reduction equal to consecutive reductions over `partitions`, or None.
 
-    A pass merges collectives by this. It requires that every rank's value counts exactly once, equally on all ranks of
-    a group, so the partitions are axes of a full grid. None for overlapping groups, groups of different sizes and
-    missing ranks.
+    A partition is the groups of one mesh axis, on all ranks. For the axes ((0, 2), (1, 3)) and ((0, 1), (2, 3)) of a
+    2 x 2 mesh the result is ((0, 1, 2, 3),). Every rank's value must count exactly once, equally on all ranks of a
+    group. Returns None for overlapping groups, groups of different sizes and missing ranks.
     """
     members = _joined_ranks(partitions)
     return None if members is None else _as_disjoint({tuple(sorted(ranks)) for ranks in members})
@@ -91,7 +91,8 @@ def reduce_partitions(partitions: Sequence[Partition]) -> Partition | None:
 def gather_partitions(partitions: Sequence[Partition]) -> Partition | None:
     """Return the groups of one all_gather equal to consecutive all_gathers over `partitions`, or None.
 
-    The order of the ranks matters: the last partition is the major one.
+    The order of the ranks matters: the last partition is the major one. After ((0, 2), (1, 3)) and ((0, 1), (2, 3)),
+    each rank has the values in the order 0, 2, 1, 3.
     """
     members = _joined_ranks(partitions)
     return None if members is None else _as_disjoint(set(members))
@@ -106,17 +107,18 @@ def scatter_partitions(partitions: Sequence[Partition]) -> Partition | None:
 
 
 def _joined_ranks(partitions: Sequence[Partition]) -> list[tuple[int, ...]] | None:
-    """Return the distinct sequences of ranks after an all_gather over each partition in order.
+    """Return the distinct sequences of ranks whose values a rank has after an all_gather over each partition in order.
 
     None if a partition has groups of different sizes or other ranks than the first one.
     """
+    # rank -> ranks whose values it has
     sequences: dict[int, tuple[int, ...]] = {rank: (rank,) for group in partitions[0] for rank in group}
     for partition in partitions:
         if set(itertools.chain(*partition)) != sequences.keys() or len(set(map(len, partition))) != 1:
             return None
         gathered = {group: tuple(itertools.chain(*(sequences[rank] for rank in group))) for group in partition}
         sequences = {rank: gathered[group] for group in partition for rank in group}
-    # One entry for each group, not for each of its ranks: equal sequences of two groups remain, and are an overlap.
+    # One entry for each group: its ranks have the same tuple object. Equal tuples of two groups, an overlap, remain.
     return list({id(ranks): ranks for ranks in sequences.values()}.values())
 
 

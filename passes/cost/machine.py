@@ -54,7 +54,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if expected := _expected_range(name, value):
+            expected = _expected_range(name, value)
+            if expected:
                 raise SpError("SP702", f"cost: {name}: expected {expected}, got {value!r}.")
 
     @staticmethod
@@ -74,7 +75,7 @@ class Machine:
         for name in override or {}:
             if name not in _DEFAULTS:
                 hint, names = did_you_mean(name, _DEFAULTS), ", ".join(_DEFAULTS)
-                raise SpError("SP703", f"cost: unknown constant {name!r}{hint}, expected one of {names}.")
+                raise SpError("SP703", f"cost: expected one of {names}, got {name!r}{hint}.")
         return replace(CPU if device_type == "cpu" else GPU, **(override or {}))
 
     def describe(self, device_type: str) -> str:
@@ -97,7 +98,10 @@ class Machine:
         return 1.0 if kernel == "named" else float(getattr(self, f"{kernel}_efficiency"))
 
     def attention(self, flops: float, keys: float) -> float:
-        """Return the seconds of attention kernels with `flops` FLOPs in calls over `keys` keys."""
+        """Return the seconds of attention kernels with `flops` FLOPs in total, in calls over `keys` keys each.
+
+        Calls over few keys are slower: a call over `block_keys` keys runs at half of the rate.
+        """
         return flops / self.flops * (1 + self.block_keys / max(keys, 1))
 
     def copy(self, nbytes: float) -> float:
@@ -113,7 +117,7 @@ class Machine:
             stride: Difference of the global ranks of neighbors in the group.
             inside: True if all ranks are on one node; by default derived from `ranks_per_node`.
         """
-        group_ranks_per_node = max(1.0, self.ranks_per_node / stride)
+        group_ranks_per_node = max(1.0, self.ranks_per_node / stride)  # ranks of this group
         inside = ranks <= group_ranks_per_node if inside is None else inside
         kind = _CONSTANTS_OF.get(collective, collective)
         latency, bandwidth = getattr(self, f"{kind}_latency"), getattr(self, f"{kind}_bandwidth")
@@ -121,7 +125,7 @@ class Machine:
             latency += 2 * (ranks - 1) * (self.step_latency if inside else self.inter_node_step_latency)
         if inside:
             return LatencyBandwidth(latency, bandwidth)
-        # Shares of the sent bytes on links within a node and between nodes; the slower of both links counts.
+        # Shares of the bytes that a rank sends within the node and between nodes; the slower of both links counts.
         share_of_others = (ranks - group_ranks_per_node) / (ranks - 1)  # of the other ranks, those on other nodes
         within, across = {
             "all_to_all": (1 - share_of_others, share_of_others),
@@ -149,7 +153,7 @@ _CONSTANTS_OF = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop", 
 def _expected_range(name: str, value: Any) -> str:
     """Return the range of a constant as a text for an error if the value is outside of it, else ""."""
     is_share = name == "overlap" or name.endswith("efficiency")
-    low, high = float(name == "ranks_per_node"), 1.0 if is_share else math.inf
+    low, high = 1.0 if name == "ranks_per_node" else 0.0, 1.0 if is_share else math.inf
     includes_low = name.endswith("latency") or name in ("block_keys", "overlap", "call", "ranks_per_node")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and low <= value <= high and (includes_low or value > low):

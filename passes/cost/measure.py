@@ -101,9 +101,10 @@ def fit_constants(
     if n <= ranks_per_node:
         constants |= {"all_to_all_bandwidth": exchange.bandwidth, "hop_bandwidth": exchange.bandwidth}
         constants |= {"all_gather_bandwidth": gather.bandwidth}
-    else:
+    else:  # the share of the bytes that leave the node
         constants |= {"inter_node_bandwidth": exchange.bandwidth * (n - ranks_per_node) / (n - 1)}
-    if seconds_per_flop := attention.latency:  # 0 is noise
+    seconds_per_flop = attention.latency  # with infinitely many keys; 0 is noise
+    if seconds_per_flop:
         constants |= {"flops": 1 / seconds_per_flop / base.efficiency(kernel)}
         constants |= {"block_keys": 1 / seconds_per_flop / attention.bandwidth}
     return replace(base, **constants)
@@ -154,7 +155,7 @@ def _time_collective(kind: str, name: str | None, partition: Partition, device: 
     n = max(map(len, partition))
 
     def shape(size: int) -> tuple[int, int]:
-        """Return the shape of a float32 operand for a size in bytes."""
+        """Return the shape of a float32 operand for a size in bytes; an all_gather has one row, the others n."""
         return 1 if kind == "all_gather" else n, max(1, size // n // 4)
 
     def call(size: int) -> Callable[[], object] | None:
@@ -189,13 +190,13 @@ def _measure_attention(device: torch.device) -> Measurement:
     is_cpu, (heads, dim, dtype) = device.type == "cpu", _attention_sizes(device)
 
     def call(length: int) -> Callable[[], object]:
-        """Return a call of attention over a sequence of this length."""
+        """Return a call of attention over a sequence of this length, without a mask."""
         q, rows = torch.ones(1, heads, length, dim, device=device, dtype=dtype), full_span(length)
         args = LocalArgs(None, [], [], [], [], "", None, 0.0, dim**-0.5, "", [], [], rows, rows, 1, "")
         return lambda: args.attend(q, q, q, rows)
 
     def point(length: int, seconds: float) -> tuple[float, float]:
-        """Return 1 / length, and the seconds per floating-point operation."""
+        """Return 1 / length, and the seconds per FLOP of the products q @ k.T and p @ v."""
         return 1 / length, seconds / (4 * heads * dim * length**2)
 
     key = ("attention", device.type, *([] if is_cpu else [_measured_kernel(device).name]))
@@ -220,7 +221,7 @@ def measure_lines(
     unknown = list({job.key: job for job in jobs if job.key not in lines}.values())
     if unknown:
         is_first, cached = dist.get_rank(group) == 0, {}
-        with _raised_on_all(meet):
+        with _raised_on_all(meet):  # a failure on one rank must not leave the others waiting
             path = _cache_path(group, device)
             cached = _read_cache(path) if is_first else {}
         lines_of_first = meet(None, [cached.get(repr(job.key)) for job in unknown])[0]
@@ -236,10 +237,10 @@ def measure_lines(
 def _measure_and_fit(jobs: Sequence[Measurement], repeats: int, meet: MeetFunction) -> list[LatencyBandwidth]:
     """Time all sizes of the measurements and fit their lines; the slowest rank of a round counts.
 
-    The first round warms up. Jobs alternate, so that disturbances affect all of them. Sizes do not, because a small
-    message after a large one would find other cache contents than in a program with small messages.
+    The first round warms up. Jobs alternate, so that disturbances affect all of them. Sizes do not alternate, because a
+    small message after a large one would find other cache contents than in a program with small messages.
     """
-    points: dict[Hashable, list[tuple[float, float]]] = {job.key: [] for job in jobs}
+    points: dict[Hashable, list[tuple[float, float]]] = {job.key: [] for job in jobs}  # (x, y) on the line of a job
     for k in range(max(len(job.sizes) for job in jobs)):
         timed_jobs = [job for job in jobs if k < len(job.sizes)]
         with torch.no_grad():
@@ -270,7 +271,7 @@ def _time_call(call: Callable[[], object] | None, device: torch.device, meet: Me
 
 @contextmanager
 def _raised_on_all(meet: MeetFunction) -> Iterator[None]:
-    """Run the body of the context, then exchange its exception, which `meet` raises on every rank."""
+    """Run the body of the context, then exchange its exception or None; `meet` raises an exception on every rank."""
     problem: Exception | None = None
     try:
         yield
@@ -312,7 +313,8 @@ def _cache_path(group: Any, device: torch.device) -> Path:
     folder = os.path.expanduser(os.environ.get("SP_COMPILE_CACHE_DIR") or "~/.cache/sp_compile")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     members = dist.get_process_group_ranks(group)
-    key: tuple[Any, ...] = (FILE_VERSION, platform.node(), f"{device.type} {gpu}", [r - members[0] for r in members])
+    offsets = [rank - members[0] for rank in members]
+    key: tuple[Any, ...] = (FILE_VERSION, platform.node(), f"{device.type} {gpu}", offsets)
     key += (os.environ.get("LOCAL_WORLD_SIZE", ""), dist.get_backend(group), torch.__version__, torch.get_num_threads())
     return Path(folder) / f"measured-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
 

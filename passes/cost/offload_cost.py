@@ -26,7 +26,7 @@ class HostValues:
 
 
 def hiding_seconds(node: Node, machine: Machine) -> float:
-    """Return the seconds of a product or attention, during which copies run; 0 for other ops."""
+    """Return the seconds of a matrix product or attention, which hide copies to the host; 0 for other ops."""
     return node_flops(node) / machine.flops
 
 

@@ -62,13 +62,24 @@ class CarryExchangeCost:
 def choose_exchange(
     nbytes: int, n: int, machine: Machine, folds: int = 1, supports_steps: bool = True
 ) -> CarryExchangeCost:
-    """Choose the faster exchange of carries of `nbytes`; steps require one fold per rank, and an op that has them."""
+    """Choose the faster exchange of carries: one all-gather, or steps in which ranks send to the rank 2^k after them.
+
+    Args:
+        nbytes: Bytes of a rank's carry, what it adds to the rows of later ranks.
+        n: Number of ranks.
+        machine: Constants of the ranks.
+        folds: Chunks of rows per rank: 1, or 2 in a zigzag layout, for which there are no steps.
+        supports_steps: True if the op can exchange in steps.
+    """
     lines = {"gather": machine.line("all_gather", n), "steps": machine.line("shift", n)}
+    # One latency for both, so that noise in measured latencies does not decide.
     alpha, rounds = max(line.latency for line in lines.values()), num_rounds(n)
     transfer = {exchange: bytes_to_send(exchange, nbytes, n) / line.bandwidth for exchange, line in lines.items()}
+    # Gathered carries are written and read; in each step two are read, and their combination is written.
     gather = alpha + transfer["gather"] + machine.copy(2 * n * nbytes)
     steps = transfer["steps"] + rounds * (alpha + machine.copy(3 * nbytes))
-    exchange = "steps" if supports_steps and folds == 1 and rounds < n - 1 and steps < gather else "gather"
+    can_step = supports_steps and folds == 1 and rounds < n - 1
+    exchange = "steps" if can_step and steps < gather else "gather"
     return CarryExchangeCost(nbytes, gather, steps, rounds, exchange)
 
 
@@ -92,6 +103,9 @@ def step_offsets(n: int) -> list[int]:
 def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_size) -> tuple[Size, Size]:
     """Return the bytes of a rank's carry in forward and backward; see lowering/scan/scan_ops.py.
 
+    A carry is what a rank adds to the rows of later ranks: the total of its rows for a cumulative sum, a pair (factor,
+    state) for a linear recurrence.
+
     Args:
         call: Call of one of `COSTED_SCAN_OPS`.
         folds: Chunks of rows per rank: 1, or 2 in a zigzag layout.
@@ -103,8 +117,8 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
     if call.node.target in LINEAR_ATTENTION_OPS:
         return (_linear_attention_bytes(call, folds, extent),) * 2
     linear = call.node.target is sp.linear_scan.default
-    op, dim = call.get("op", "sum"), call.dim(operand=int(linear))
-    rows = _row_elements(result, dim, extent) * folds
+    op, dim = call.get("op", "sum"), call.dim(operand=int(linear))  # operand 0 of a linear scan is the factor
+    rows = _row_elements(result, dim, extent) * folds  # elements of a carry: one row for each chunk
     dtype = call.get("accumulate") or accumulate_dtype(op, result.dtype, result.device)
     # The backward of most scans is a recurrence, which sends factor and state in the accumulation dtype.
     backward_dtype = accumulate_dtype("sum", torch.promote_types(result.dtype, dtype), result.device)
@@ -115,19 +129,21 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
         return (dtype.itemsize + INDEX_BYTES) * rows, recurrence
     forward = dtype.itemsize * rows
     id_bytes, flag_bytes = _segment_bytes(call, dim, folds, extent)
-    return forward + id_bytes + flag_bytes, forward + flag_bytes if op == "sum" else recurrence
+    backward = forward + flag_bytes if op == "sum" else recurrence  # that of a cumulative sum is one, too
+    return forward + id_bytes + flag_bytes, backward
 
 
 def _affine_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size]) -> Size:
-    """Return the bytes of the map of a rank's rows in a recurrence of matrices, factor and state."""
+    """Return the bytes of a carry in a recurrence of matrices, h = A h + b: the product of A, and the state."""
     result = call.results()[0]
     dtype = call["accumulate"] or torch.promote_types(result.dtype, torch.float32)
+    # The scanned dim is the one before those of the matrices.
     elements = sum(_row_elements(x, x.ndim - 3, extent) for x in (call.operands[0].meta["val"], result))
     return elements * folds * dtype.itemsize
 
 
 def _linear_attention_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size]) -> Size:
-    """Return the bytes of the map of a rank's rows in linear attention: a factor (K, K) and a state (K, V) a head.
+    """Return the bytes of a carry in linear attention: a factor (K, K) and a state (K, V) per head.
 
     The state after the last token is gathered, too, for ``sp::linear_attention_state``.
     """
@@ -141,14 +157,15 @@ def _linear_attention_bytes(call: OpCall, folds: int, extent: Callable[[Any], Si
 def _segment_bytes(call: OpCall, dim: int, folds: int, extent: Callable[[Any], Size]) -> tuple[Size, Size]:
     """Return the bytes that a segmented scan sends in addition to carries: (ids, flags).
 
-    They are the ids of the first and last row of each fold, and one flag: True if a new segment starts in it. (0, 0)
-    for a scan without segments. `dim` is the scanned dim of the operand; ids may have fewer dims.
+    A segment is a run of equal ids, at the start of which the scan restarts. Sent are the ids of the first and last row
+    of each fold (chunk of rows of a rank), and a flag: True if a segment starts in it. (0, 0) for a scan without
+    segments. `dim` is the scanned dim of the operand; ids may have fewer dims.
     """
     node: Node | None = call.get("segments")
     if node is None:
         return 0, 0
     ids = node.meta["val"]
-    ids_dim = 0 if ids.ndim == 1 else dim - call.ndim() + ids.ndim
+    ids_dim = 0 if ids.ndim == 1 else dim - call.ndim() + ids.ndim  # their last dims are those of the operand
     count = _row_elements(ids, ids_dim, extent) * folds
     return 2 * ids.element_size() * count, count
 

@@ -60,7 +60,7 @@ class GraphStep:
 
     @staticmethod
     def of(forward: Graph, backward: Graph | None, fused: bool, inputs: int) -> GraphStep:
-        """Return the memory of a graph's step, from the liveness walk of its forward and backward.
+        """Return the memory of a graph's forward and backward, from a walk over the live values of both.
 
         Args:
             forward: Forward graph.
@@ -76,25 +76,34 @@ class GraphStep:
         saved_inputs = [n for n in backward.find_nodes(op="placeholder") if n not in tangents]
         outputs = forward.output_node().args[0]
         results = [n for n in outputs[: len(outputs) - len(saved_inputs)] if isinstance(n, Node)]
-        # Values that the caller also references remain after the backward reads them. An unread input is offloaded.
+        # Not counted as saved: values that the caller has, too, so that they remain, and offloaded ones. These have no
+        # users, or are copied from the host.
         callers = storage_bytes([*forward.find_nodes(op="placeholder"), *results]).keys()
         saved = [n for n in saved_inputs if n.users and not is_on_host(n) and callers.isdisjoint(storage_bytes([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         backward_walk = walk(backward, fused, [*saved, *tangents])
         saved_sum, tangents_sum, copied_sum = (sum(storage_bytes(x).values()) for x in (saved, tangents, copied))
-        # A value without a layer in the forward belongs to the layer that reads it only if this is the first layer.
+        # A value that no layer has computed belongs to the layer that reads it last only if this is the first layer.
         layers = {n.name: node_layer(n) for n in forward.nodes}
         first_layer = next(filter(None, layers.values()), "")
         saved_bytes = [
             (layer if layers.get(value.name) or layer == first_layer else "", value)
             for layer, value in backward_walk.by_last_layer(saved)
         ]
-        nbytes = inputs, max(0, forward_walk.end - saved_sum), saved_sum, tangents_sum, copied_sum
-        return GraphStep(forward_walk, backward_walk, *nbytes, saved_bytes=saved_bytes)
+        return GraphStep(
+            forward_walk,
+            backward_walk,
+            inputs,
+            results=max(0, forward_walk.end - saved_sum),
+            saved=saved_sum,
+            tangents=tangents_sum,
+            copied=copied_sum,
+            saved_bytes=saved_bytes,
+        )
 
 
 def _is_row_major(x: torch.Tensor) -> bool:
-    """Return True if the strides are row-major, including dims of size 1: then a tangent is not copied."""
+    """Return True if the strides are row-major, also those of dims of size 1: such a tangent is not copied."""
     shape = as_sizes(x.shape)
     return all(is_same_size(stride, size_product(shape[d + 1 :])) for d, stride in enumerate(as_sizes(x.stride())))
 
@@ -139,7 +148,7 @@ class StepMemory:
 
     @property
     def inputs(self) -> int:
-        """Return the bytes of the unsharded inputs."""
+        """Return the bytes of the program's inputs, which are not sharded: those of the graph with the most."""
         return max((graph.inputs for graph in self.graphs), default=0)
 
     @property
@@ -164,7 +173,7 @@ class StepMemory:
         return self.state if self.shards == 1 else self.sharded_state(self.shards)
 
     def bytes_at(self, point: StepMoment) -> int:
-        """Return the bytes of a rank at a moment in addition to `constant`, for the ranks in `shards`."""
+        """Return the bytes of a rank at a moment in addition to `constant`, with state sharded over `shards` ranks."""
         return point.nbytes if self.shards == 1 else self.sharded_bytes(point, self.shards)
 
     def sharded_bytes(self, point: StepMoment, n: int) -> int:
@@ -176,7 +185,10 @@ class StepMemory:
         return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n, point.unsharded)
 
     def points(self) -> Iterator[StepMoment]:
-        """Yield the moments of the forward of each graph, then of the backwards in reverse order."""
+        """Yield the moments (runs of one kernel) of the forward of each graph, then of the backwards in reverse order.
+
+        The phase "loss" is from the last matrix product of the last forward to the first one of its backward.
+        """
         other_bytes = 0  # bytes that other graphs have left
         last = len(self.graphs) - 1
         for g, graph in enumerate(self.graphs):
@@ -192,11 +204,11 @@ class StepMemory:
             if graph.backward is None:
                 continue
             moments = graph.backward.moments
-            # The walk of this backward counts its saved values and tangents, so they are no bytes of other graphs.
+            # The walk of this backward counts its saved values and tangents, so they are not counted as other bytes.
             other_bytes -= graph.saved + min(later_gradients, graph.tangents)
             loss_end = next((i for i, moment in enumerate(moments) if moment.product), 0) if g == last else 0
-            # FSDP gathers the next layer until the last layer of the step begins.
-            if not self.weights.unit:
+            # FSDP gathers the weights of the next layer until the last layer of the step begins.
+            if not self.weights.unit:  # no layers
                 gather_end = 0
             else:
                 gather_end = _last_layer_start(moments) if g == 0 else len(moments)
@@ -204,9 +216,17 @@ class StepMemory:
             for i, moment in enumerate(moments):
                 phase = "loss" if i < loss_end else "backward"
                 copied = graph.copied if i == 0 else 0  # tangents are copied to row-major strides before it starts
-                nbytes, arriving = other_bytes + copied + moment.nbytes, i < gather_end
-                gradients = moment.results
-                yield StepMoment(phase, moment, nbytes, g, i, True, gradients, arriving, unsharded[i])
+                yield StepMoment(
+                    phase,
+                    moment,
+                    other_bytes + copied + moment.nbytes,
+                    g,
+                    i,
+                    in_backward=True,
+                    gradients=moment.results,
+                    arriving=i < gather_end,
+                    unsharded=unsharded[i],
+                )
             later_gradients = graph.backward.end
             other_bytes += later_gradients
 
@@ -221,7 +241,7 @@ class StepMemory:
         graph = self.graphs[point.graph]
         graph_walk = graph.backward if point.in_backward and graph.backward is not None else graph.forward
         values = graph_walk.alive(point.index)
-        if point.in_backward:
+        if point.in_backward:  # the results of a backward are gradients
             values = [replace(live, origin="gradient") if live.origin == "result" else live for live in values]
         other_bytes = point.nbytes - point.moment.nbytes
         if other_bytes > 0:
@@ -273,7 +293,8 @@ class StepMemory:
         state = {"parameters": weights.parameters, "gradients": weights.trainable, "optimizer": self.optimizer}
         state |= {"buffers": weights.buffers, "inputs": self.inputs, "saved for the backward": self.saved}
         lines = [", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in state.items() if nbytes)]
-        if (offloaded := self.offloaded) is not None:
+        offloaded = self.offloaded
+        if offloaded is not None:
             saved = format_bytes(offloaded.nbytes + offloaded.kept)
             amount = f"of {saved} saved, {format_bytes(offloaded.nbytes)} are copied to the host"
             timing = f"copies of {offloaded.seconds:.3g} s each way, {offloaded.waits:.3g} s of them not overlapped"
@@ -298,13 +319,13 @@ class StepMemory:
     def summary(self, point: StepMoment, limit: int = ALIVE_LINES) -> list[LiveSummary]:
         """Return the live values at a moment, merged by origin and line, largest first.
 
-        Lines after the first `limit` are one entry.
+        Entries after the first `limit` are merged to one.
         """
         total: Counter[tuple[str, str]] = Counter()
         count: Counter[tuple[str, str]] = Counter()
         for live in self.alive(point):
             total[live.origin, live.where] += live.nbytes
-            count[live.origin, live.where] += live.nbytes > 0
+            count[live.origin, live.where] += live.nbytes > 0  # values that are not empty
         texts = {key: f"{n} values" if n > 1 else "" for key, n in count.items()}
         lines = [LiveSummary(*key, nbytes, texts[key]) for key, nbytes in total.most_common()]
         other_bytes = sum(line.nbytes for line in lines[limit:])
@@ -314,13 +335,13 @@ class StepMemory:
 
 
 def _last_layer_start(moments: Sequence[WalkMoment]) -> int:
-    """Return the index of the first moment of the last layer to run; 0 without layers."""
+    """Return the index of the moment at which the last layer to run starts; 0 without layers."""
     layers = [moment.layer for moment in moments]
     last = next(filter(None, reversed(layers)), "")
     if not last:
         return 0
-    other_indices = [i for i, layer in enumerate(layers) if layer not in ("", last)]
-    return layers.index(last, other_indices[-1] if other_indices else 0)
+    other_layers = [i for i, layer in enumerate(layers) if layer not in ("", last)]  # moments of other layers
+    return layers.index(last, other_layers[-1] if other_layers else 0)
 
 
 def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
@@ -328,8 +349,8 @@ def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
 
     FSDP reduces the gradients of a layer after the backward of the next one, so these are the gradients outside of
     layers, of the current layer, and of the previous one. `moment.results` are the bytes of all gradients computed so
-    far. The moments of one traced layer are repeated for equal layers: a layer starts where the path changes, or where
-    the first node of the path occurs again.
+    far. If a traced layer represents several equal ones, its moments are repeated: a layer starts where the path
+    changes, or where the first node of the path occurs again.
 
     Args:
         moments: The moments of the backward, in order.

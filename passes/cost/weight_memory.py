@@ -53,7 +53,10 @@ class ModelBytes:
         return -(-(self.parameters + round(per_weight * self.trainable)) // n)
 
     def sharded_bytes(self, n: int, per_weight: float = ADAMW_STATE) -> tuple[int, int]:
-        """Return the maximum bytes of (parameters with optimizer state, gradients) with FSDP over n ranks."""
+        """Return the maximum bytes of (parameters with optimizer state, gradients) on a rank with FSDP over n ranks.
+
+        The weights of two layers are then gathered: of the one that runs, and of the next one.
+        """
         return self.shard_bytes(n, per_weight) + self.unsharded_bytes(True, True), self.gradients(self.trainable, n)
 
     def unsharded_bytes(self, in_layer: bool, arriving: bool) -> int:
@@ -76,8 +79,9 @@ class ModelBytes:
             unsharded: Bytes of those that are not yet reduced; by default the maximum, which is two layers and the
                 gradients outside of layers.
         """
-        unreduced = computed if unsharded is None else unsharded
-        return min(unreduced, self.outside_layers + 2 * self.unit) + -(-computed // n)
+        not_reduced = computed if unsharded is None else unsharded
+        shards = -(-computed // n)
+        return min(not_reduced, self.outside_layers + 2 * self.unit) + shards
 
 
 def _local_bytes(x: torch.Tensor) -> int:
@@ -90,7 +94,8 @@ def state_per_weight(optimizer: Any = None) -> float:
     """Return the bytes of optimizer state per byte of a parameter; 2 (AdamW) for None.
 
     Args:
-        optimizer: Optimizer, or a function of parameters (class, partial). A copy takes a step on a small matrix.
+        optimizer: Optimizer, or a function of parameters (class, partial). It, or a new one like it, takes a trial step
+            on a small matrix, whose state is measured.
 
     Raises:
         SpError: If this step fails.
@@ -107,7 +112,7 @@ def state_per_weight(optimizer: Any = None) -> float:
     except Exception as error:
         text = f"{' '.join(repr(optimizer).split()):.80}"
         raise SpError("SP704", f"optimizer: {text} failed in a trial step on a small matrix ({error}).") from error
-    return sum(_local_bytes(x) for x in state if x.numel() > 1) / _local_bytes(small)
+    return sum(_local_bytes(x) for x in state if x.numel() > 1) / _local_bytes(small)  # without counters of steps
 
 
 def _recreate_optimizer(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.optim.Optimizer:

@@ -23,9 +23,10 @@ ELEMENTWISE_COLLECTIVES = (c10d.all_reduce.default, c10d.wait_tensor.default)
 
 
 def bucket_source(node: Node) -> Node | None:
-    """Return the vector of which this piece of a bucket has the values, or None if the node is no piece.
+    """Return the vector of which this piece of a bucket has the reduced values, or None if the node is no piece.
 
-    A piece has the placement that a collective on the vector alone would return.
+    A bucket is the cat of several vectors, which one collective reduces and a split separates again. Propagation gives
+    the piece the placement that a collective on the vector alone would return.
     """
     if node.target is not operator.getitem or not isinstance(node.args[0], Node):
         return None
@@ -33,6 +34,7 @@ def bucket_source(node: Node) -> Node | None:
     if split.target not in SPLITS_WITH_SIZES or len(split.args) > 2 or split.kwargs:
         return None
     cat = split.args[0]
+    # Follow the collectives, except those whose result has a known placement.
     while cat.target in ELEMENTWISE_COLLECTIVES and node_info(cat).result is None:
         cat = cat.args[0]
     if cat.target is not aten.cat.default or len(cat.args) > 1 or cat.kwargs:
@@ -41,4 +43,5 @@ def bucket_source(node: Node) -> Node | None:
     if len(vectors) != len(lengths) or not all(is_tensor(x) and x.meta["val"].ndim == 1 for x in vectors):
         return None
     pairs = zip(vectors, split.meta["val"])
-    return vectors[index] if all(is_same_shape(node_shape(x), as_sizes(piece.shape)) for x, piece in pairs) else None
+    has_equal_pieces = all(is_same_shape(node_shape(x), as_sizes(piece.shape)) for x, piece in pairs)
+    return vectors[index] if has_equal_pieces else None

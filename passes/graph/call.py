@@ -44,7 +44,7 @@ def node_shape(node: Node) -> tuple[Size, ...]:
 
 
 def node_packet(node: Node) -> Any:
-    """Return the overload packet that the node calls, another target unchanged, or None for other nodes."""
+    """Return the target of a call without its overload, such as aten.add for aten.add.Tensor; None for other nodes."""
     return getattr(node.target, "overloadpacket", node.target) if node.op == "call_function" else None
 
 
@@ -66,8 +66,8 @@ def read_results(node: Node) -> dict[int, Node]:
 def result_number(getitem: Node) -> int:
     """Return the index of a getitem's result among the tensor results of its operand.
 
-    Rules and plans have one entry for each tensor result. Ops return None for results that are not requested; these are
-    not counted. A negative index is unchanged.
+    Rules and plans have one entry for each tensor result. An op returns None for results that are not requested; these
+    are not counted. A negative index is unchanged.
     """
     source, index = getitem.args
     values_before = list(source.meta["val"] if isinstance(source, Node) else ())[:index]
@@ -130,7 +130,7 @@ class OpCall:
         return len(self.shape(operand))
 
     def dim(self, name: str = "dim", operand: int = 0) -> int:
-        """Return the argument `name` as a non-negative dim of the operand."""
+        """Return the argument `name`, a dim of the operand, as a non-negative number."""
         return int(self.args[name]) % max(self.ndim(operand), 1)
 
     def results(self) -> tuple[torch.Tensor, ...]:
@@ -140,9 +140,12 @@ class OpCall:
     def with_operands(self, operands: Sequence[Any], **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) of the call with its tensor operands and the arguments in `changed` replaced.
 
-        A pass assigns them to the node, or passes them to a copy of it.
+        They contain the arguments that the node passes and those in `changed`, but no further defaults. A pass assigns
+        them to the node, or passes them to a copy of it.
 
-        The results contain the arguments that the node passes and those in `changed`, but no further defaults.
+        Args:
+            operands: New tensor operands, in the order of `operands`.
+            changed: New values of other arguments, by name.
         """
         new_operands = iter(operands)
         values = pytree.tree_map(lambda leaf: next(new_operands) if is_tensor(leaf) else leaf, self.args) | changed

@@ -33,21 +33,23 @@ def run_with_grads(
     inputs: Sequence[Any],
     finish: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] | None = None,
 ) -> RunResult:
-    """Run a graph forward and backward with fixed cotangents, so that runs can be compared.
+    """Run a graph forward and backward with fixed gradients of its outputs, so that runs can be compared.
 
     Inputs are copied to new leaves. Inputs that are not leaves are cloned, because the graph may mutate them.
 
     Args:
         gm: Graph to run.
         inputs: Inputs of the graph.
-        finish: Computes the results to compare from the outputs and the inputs of the graph, such as gathered ones.
+        finish: finish(outputs, inputs) computes the results to compare, such as gathered ones; None for the outputs.
 
     Returns:
         Results, gradients and inputs after the run.
     """
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     with torch.enable_grad():
-        arguments = [a.clone() if isinstance(x, Tensor) and not x.is_leaf else a for x, a in zip(inputs, leaves)]
+        arguments = [
+            leaf.clone() if isinstance(x, Tensor) and not x.is_leaf else leaf for x, leaf in zip(inputs, leaves)
+        ]
         results = run_once(gm, arguments)
         results = results if finish is None else finish(results, arguments)
     trained = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
@@ -89,15 +91,16 @@ def compare_runs(
     for name, x, expected, actual in zip(names, before, single_device.inputs, rank.inputs):
         if _relative_error(x, expected) or _relative_error(x, actual):
             yield _error_row(f"mutated input {name}", expected, actual)
-    # Gradients that are zero up to rounding (a key's bias) are compared relative to the largest gradient.
-    magnitudes = [
+    # The error of gradients that are zero up to rounding, such as that of a key's bias, is relative to the largest one.
+    rounding_errors = [
         g.abs().max().item() * max(ROUNDING_ERROR, torch.finfo(g.dtype).eps ** 0.5)
         for g in single_device.gradients
         if g.numel()
     ]
+    min_scale = max(rounding_errors, default=0.0)
     trained = [name for name, x in zip(names, before) if isinstance(x, Tensor) and x.requires_grad]
     for name, expected, actual in zip(trained, single_device.gradients, rank.gradients):
-        yield _error_row(f"gradient of {name}", expected, actual, max(magnitudes, default=0.0))
+        yield _error_row(f"gradient of {name}", expected, actual, min_scale)
 
 
 def _error_row(name: str, expected: Any, actual: Any, min_scale: float = 0.0) -> tuple[str, float]:

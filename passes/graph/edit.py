@@ -70,13 +70,13 @@ class GraphEditor:
         return x if x.meta["val"].dtype == dtype else self.compute(aten.to.dtype, (x, dtype), like)
 
     def repeat_each(self, x: Node, dim: int, times: Size, like: Node) -> Node:
-        """Append repeat_interleave(x, times, dim) as views, which move no data until the last one.
+        """Append repeat_interleave(x, times, dim), as unsqueeze, expand and reshape: only the last one moves data.
 
-        (.., h, ..) -> (.., h, 1, ..) -> (.., h, r, ..) -> (.., h*r, ..)
+        (.., h, ..) -> (.., h, 1, ..) -> (.., h, times, ..) -> (.., h * times, ..)
         """
         shape = node_shape(x)
-        before, after = shape[:dim], shape[dim:][1:]
-        next_dim = dim + 1 if dim >= 0 else dim
+        before, after = shape[:dim], shape[dim:][1:]  # shape[dim + 1 :] would be wrong for dim = -1
+        next_dim = dim + 1 if dim >= 0 else dim  # of the new dim after `dim`
         column = self.compute(aten.unsqueeze.default, (x, next_dim), like)
         expanded_shape = self.sizes.list((*before, shape[dim], times, *after))
         expanded = self.compute(aten.expand.default, (column, expanded_shape), like)
@@ -85,13 +85,16 @@ class GraphEditor:
         )
 
     def insert_after(self, source: Node) -> Any:
-        """Return an insertion point (a context) directly after a node, or after the size nodes for an input."""
+        """Return an insertion point (a context) directly after a node.
+
+        For an input this is after all inputs and the nodes that compute sizes from them.
+        """
         anchor = self.sizes.last if source.op == "placeholder" else source
         assert anchor is not None
         return self.graph.inserting_before(anchor.next)
 
     def insert_between(self, node: Node, new: Node) -> None:
-        """Replace `node` by `new`, which is computed from it, for all users after `new`, but not in `new`."""
+        """Make all users of `node` after `new`, which is computed from `node`, read `new` instead."""
         node.replace_all_uses_with(new, lambda user: new < user)
 
     def replace(self, node: Node, new: Any) -> None:
@@ -109,7 +112,10 @@ class GraphEditor:
         self.erase([node])
 
     def replace_call(self, node: Node, target: Any, args: tuple[Any, ...], like: Node) -> Node:
-        """Replace the node and the operands that only it used by one call with the value of `like`."""
+        """Replace the node by a call with the value and metadata of `like`, and erase operands that only it used.
+
+        Returns the new node.
+        """
         with self.graph.inserting_before(node):
             new = self.emit(target, args, like.meta["val"], like)
         self.replace(node, new)
@@ -166,12 +172,12 @@ class GraphEditor:
 
 
 def interpret_graph(body: GraphModule, operands: Sequence[Any], run: Callable[[Node, Mapping[Node, Any]], Any]) -> Any:
-    """Return the results of a graph, each node of which `run` evaluates, such as by copying it.
+    """Evaluate the nodes of a graph in order by `run`, for example to copy them, and return the graph's results.
 
     Args:
         body: Graph to evaluate.
         operands: Values of its inputs.
-        run: Returns the value of a call or an attribute, given the values of the nodes before it.
+        run: run(node, values) returns the value of a call or an attribute from the values of the nodes before it.
     """
     values = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     for node in body.graph.nodes:

@@ -24,7 +24,7 @@ def fake_mode_of(values: Any) -> AbstractContextManager[Any]:
 def infer_value(target: Any, args: Any, kwargs: Any = None, like: Node | None = None) -> Any:
     """Return the result of an op on the fake values of its operands, as the fake value of a new node.
 
-    The fake mode is that of the operands, or of `like` and its inputs if the operands have none.
+    The fake mode is that of the operands; if these are no tensors, that of the node `like` and its inputs.
     """
     args, kwargs = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
     values_of_like = [n.meta.get("val") for n in (like, *like.all_input_nodes)] if like is not None else []

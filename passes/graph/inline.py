@@ -18,13 +18,13 @@ from .edit import GraphEditor
 
 
 def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> int:
-    """Replace every composite sp:: op by its body, for a compiler; return the number of replaced ops.
+    """Replace every composite sp:: op by the ops that it calls, for a compiler; return the number of replaced ops.
 
     The code of the module is not recompiled.
 
     Args:
         gm: Graph to change.
-        decompositions: Decompositions of ATen ops in the bodies, as for make_fx.
+        decompositions: Decompositions of ATen ops that they call, as for make_fx.
     """
     editor = GraphEditor().edit(gm.graph)
     composites = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in COMPOSITES]

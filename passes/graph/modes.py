@@ -29,7 +29,10 @@ from .call import node_tensors
 
 
 def no_grad_nodes(graph: Graph) -> set[Node]:
-    """Return all nodes in no-grad regions, whose results have no gradient; a graph starts outside of one."""
+    """Return all nodes between set_grad_enabled(False) and set_grad_enabled(True), whose results have no gradient.
+
+    A graph starts with gradients enabled.
+    """
     without_grad, is_enabled = set[Node](), True
     for node in graph.nodes:
         if node.target is set_grad_enabled:
@@ -50,6 +53,7 @@ class AutocastRegion(NamedTuple):
 
 def autocast_regions(node: Node) -> list[AutocastRegion]:
     """Return the autocast regions that the node is in, as arguments of torch.autocast, innermost last."""
+    # Regions that are entered before the node, less those that are left before it.
     entered: dict[Node, AutocastRegion] = {}
     for enter in node.graph.find_nodes(op="call_function", target=enter_autocast):
         if enter < node:
@@ -61,7 +65,7 @@ def autocast_regions(node: Node) -> list[AutocastRegion]:
 
 
 def autocast_dtype(node: Node, x: torch.Tensor, device: str) -> torch.dtype:
-    """Return the dtype in which a lower-precision autocast op would compute at this node.
+    """Return the dtype in which an op that autocast lowers, such as a matmul, would compute at this node.
 
     Args:
         node: Position in the graph.
@@ -91,17 +95,17 @@ def restore_autocast(node: Node) -> Iterator[None]:
 
 @contextmanager
 def disable_autocast(device: str) -> Iterator[None]:
-    """Disable autocast on a device, as in a backward; a no-op on devices without autocast, such as "meta"."""
+    """Disable autocast on a type of device, as in a backward; no effect on types without autocast, such as "meta"."""
     has_autocast = torch.amp.is_autocast_available(device)
     with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
         yield
 
 
 def settle_dtypes(graph: Graph) -> None:
-    """Set `meta["val"]` of nodes to the dtypes that the autocast regions imply; capture records others.
+    """Set `meta["val"]` of nodes to the dtypes in which they compute under the autocast regions of the graph.
 
-    Passes that depend on dtypes call it first. A node outside of the regions changes only if the dtype of an operand
-    did.
+    Capture records the dtypes without autocast. Passes that depend on dtypes call this function first. A node outside
+    of the regions changes only if the dtype of an operand did.
     """
     if not graph.find_nodes(op="call_function", target=enter_autocast):
         return

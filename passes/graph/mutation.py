@@ -56,10 +56,14 @@ def is_mutation(node: Node) -> bool:
 
 
 def _mutated_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Node]:
-    """Return the arguments that a call mutates according to its schema or to `SILENT_WRITERS`."""
+    """Return the arguments that a call mutates according to its schema or to `SILENT_WRITERS`.
+
+    The latter are norms that write running statistics without declaring it, if the argument in the table enables it.
+    """
     arguments = schema_of(op).arguments
     passed = {**{argument.name: x for argument, x in zip(arguments, args)}, **kwargs}
-    undeclared = ("running_mean", "running_var") if op in SILENT_WRITERS and passed[SILENT_WRITERS[op]] else ()
+    writes_statistics = op in SILENT_WRITERS and passed[SILENT_WRITERS[op]]
+    undeclared = ("running_mean", "running_var") if writes_statistics else ()
     names = [a.name for a in arguments if a.is_write or a.name in undeclared]
     return collect_nodes([passed.get(name) for name in names])
 
@@ -70,10 +74,10 @@ def is_view_change(node: Node) -> bool:
 
 
 def is_written(node: Node) -> bool:
-    """Return True if a user mutates the node's value in place, as a custom op does.
+    """Return True if a user mutates the value of this call in place, as a custom op without functional form does.
 
-    No node may be inserted between the two, and other users do not read the value that the node computes. Inputs do not
-    count: they are written back once, at the end of the program.
+    Other users then read the mutated value, so that no pass may insert a copy between the two. Inputs of the graph do
+    not count: they are written back once, at the end of the program.
     """
     users = [user for user in node.users if is_mutation(user)] if node.op == "call_function" else []
     return any(node in _mutated_arguments(user.target, user.args, user.kwargs) for user in users)
@@ -96,7 +100,10 @@ def is_pure(node: Node) -> bool:
 
 
 def to_positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return `args` extended by the leading arguments of `kwargs`, so that a caller can unpack them."""
+    """Return `args`, extended by the arguments in `kwargs` that follow them in the schema without a gap.
+
+    A caller can then unpack them, whichever way the program has passed them.
+    """
     args = tuple(args)
     if isinstance(target, OpOverload):
         for argument in schema_of(target).arguments[len(args) :]:
@@ -110,14 +117,15 @@ def find_mutation(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Return the arguments that `node` mutates if called with `args` and `kwargs`, to functionalize it.
 
     Raises:
-        WriteError: If the op mutates several tensors and returns some of them, because the schema does not match them.
+        WriteError: If the op mutates several tensors and returns some of them: the schema does not declare which.
     """
     schema = schema_of(node.target)
     targets = _mutated_arguments(node.target, args, kwargs)
     aliased = [r for r in schema.returns if r.alias_info is not None]
     if aliased and len(targets) != 1:
-        raise WriteError("SP226", f"{node.name}: {node.target} at {node_line(node)} changes several tensors.")
-    value = _new_value(node.target) if args and targets == [args[0]] else None
+        raise WriteError("SP226", f"{node.name}: {node.target} at {node_line(node)} changes several tensors in place.")
+    writes_first = bool(args) and targets == [args[0]]  # only its first argument
+    value = _new_value(node.target) if writes_first else None
     return Mutation(targets, value, bool(aliased))
 
 

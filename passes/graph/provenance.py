@@ -37,22 +37,28 @@ def exchange_sources(exchanges: Iterable[Node], shown: Mapping[str, str]) -> dic
         exchanges: Nodes of the exchanges.
         shown: Names to display for inputs of the program, by node name.
     """
-    inputs = {node: [x.name for x in node.all_input_nodes if x.op == "placeholder"] for node in exchanges}
-    return {node.name: ExchangeSource(stack_trace(node), [shown.get(x, x) for x in xs]) for node, xs in inputs.items()}
+    sources: dict[str, ExchangeSource] = {}
+    for node in exchanges:
+        inputs = [shown.get(x.name, x.name) for x in node.all_input_nodes if x.op == "placeholder"]
+        sources[node.name] = ExchangeSource(stack_trace(node), inputs)
+    return sources
 
 
 def failed_exchange(error: BaseException, places: Mapping[str, ExchangeSource]) -> str:
     """Format the exchange that raised the error at run time, such as "all_gather of <file>:12: y = f(x)".
 
-    If compiled code runs other compiled code, this is the innermost known exchange. Its source is omitted if it is
-    unknown; the result is "" if no exchange is known.
+    If compiled code runs other compiled code, this is the innermost known exchange. Its line is omitted if it is
+    unknown; the result is "" if the error is from no known exchange.
 
     Args:
         error: Error that the program raised.
         places: Sources of the program's exchanges, from `exchange_sources`.
     """
     names = [name for line in compiled_lines(error) if not line.kernel for name in line.sources if name in places]
-    return f"{names[-1]} of {places[names[-1]]}".removesuffix(" of ") if names else ""
+    if not names:
+        return ""
+    name, place = names[-1], str(places[names[-1]])
+    return f"{name} of {place}" if place else name
 
 
 def node_lines(graph: Graph) -> dict[str, str]:
@@ -71,7 +77,7 @@ def failed_line(error: BaseException, lines: Mapping[str, str]) -> str:
         error: Error that the program raised.
         lines: Lines by node name, from `node_lines`.
     """
-    for code_line in reversed([*compiled_lines(error)]):
+    for code_line in reversed([*compiled_lines(error)]):  # the innermost line of compiled code first
         user_lines = [source_line(code_line.trace)]
         if user_lines == [UNKNOWN_LINE]:
             user_lines = [*dict.fromkeys(lines[name] for name in _nodes_of_line(code_line, lines))]
@@ -83,8 +89,8 @@ def failed_line(error: BaseException, lines: Mapping[str, str]) -> str:
 def _nodes_of_line(line: CodeLine, names: Iterable[str]) -> list[str]:
     """Return the names of the nodes that a line of compiled code computes.
 
-    A call of a fused kernel does not record its nodes; its name contains those of its ops (triton_fused_add_mul). All
-    nodes of these ops are returned, those closest to the first source of the line first.
+    The call of a fused kernel does not record all its nodes, but its name contains those of its ops, such as
+    triton_fused_add_mul. All nodes of these ops are returned, those closest to the first recorded node first.
 
     Args:
         line: Line of compiled code.

@@ -39,7 +39,7 @@ def is_random(node: torch.fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if not isinstance(node.target, OpOverload):
-        # a higher-order op: its bodies are attributes of the module
+        # A higher-order op draws if one of its bodies does, which are attributes of the module.
         names = [x.target for x in node.all_input_nodes if x.op == "get_attr"]
         bodies = [getattr(node.graph.owning_module, name, None) for name in names]
         return any(isinstance(body, GraphModule) and has_random_ops(body) for body in bodies)
@@ -53,9 +53,10 @@ def is_random(node: torch.fx.Node) -> bool:
 
 
 def with_rank_rng(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
-    """Return `run` under a rank-specific generator, for graphs that draw on shards.
+    """Return a function that runs `run` with generators seeded by rank, for graphs that draw on shards.
 
-    The user's generators advance equally on all ranks.
+    Ranks then draw different numbers, as for different rows. The user's generators advance by one draw, equally on all
+    ranks.
     """
 
     def run_with_rank_seed(*args: Any) -> Any:

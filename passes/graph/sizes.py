@@ -61,11 +61,17 @@ def is_same_size(a: Size, b: Size) -> bool:
 
 
 def nonempty_size(value: Size) -> Size:
-    """Simplify Max(1, extent) in strides of new tensors, assuming that no dim is empty."""
+    """Replace Max(1, size) by the size, assuming that no dim is empty; torch computes strides with such terms."""
     if isinstance(value, int):
         return value
-    replaced = value.replace(Max, lambda a, b, *more: Max(a, b, *more) if more or 1 not in (a, b) else a * b)
-    return as_size(replaced)  # a * b is the other operand of Max(1, b)
+
+    def simplify(*operands: sympy.Expr) -> sympy.Expr:
+        """Return Max of the operands, or the other operand of Max(1, size)."""
+        if len(operands) == 2 and 1 in operands:
+            return operands[0] * operands[1]
+        return Max(*operands)
+
+    return as_size(value.replace(Max, simplify))
 
 
 def is_same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
@@ -82,14 +88,14 @@ def exact_quotient(a: Size, b: Size) -> Size | None:
 
 @lru_cache(maxsize=4096)
 def _symbolic_quotient(a: sympy.Expr, b: sympy.Expr) -> Size | None:
-    """Return a / b if it is a polynomial with integer coefficients, else None."""
+    """Return a / b if it is a polynomial in the symbols with integer coefficients, hence an integer, else None."""
     if a == b:
         return 1
     if b == 1:
         return as_size(a)
     quotient = a / b
     if quotient.as_numer_denom()[1] != 1:
-        if not (a.has(sympy.Add) or b.has(sympy.Add)):
+        if not (a.has(sympy.Add) or b.has(sympy.Add)):  # products are cancelled already
             return None
         quotient = sympy.cancel(quotient)
     numerator, denominator = quotient.as_numer_denom()
@@ -109,13 +115,13 @@ def size_gcd(a: Size, b: Size) -> Size:
 
 
 def size_lcm(a: Size, b: Size) -> Size:
-    """Return the least common multiple, computed by `size_gcd`."""
+    """Return the least common multiple a * b / gcd(a, b), or a * b if that is not provably an integer."""
     quotient = exact_quotient(a * b, size_gcd(a, b))
     return a * b if quotient is None else quotient
 
 
 def ceil_div(a: Size, n: int) -> Size:
-    """Return ceil(a / n): the local length of an axis with `a` positions on `n` ranks."""
+    """Return ceil(a / n), such as the number of rows per rank of a dim with `a` rows on `n` ranks."""
     if isinstance(a, int):
         return -(-a // n)
     exact = exact_quotient(a, n)
@@ -128,7 +134,7 @@ def divides(n: int, a: Size) -> bool:
 
 
 def is_most_of(part: Size, total: Size) -> bool:
-    """Return True if part is at least half of a size for long sequences; a heuristic for costs only."""
+    """Return True if `part` is at least half of `total` if all symbols are large; a heuristic for costs only."""
     return 2 * assume_large(part) >= assume_large(total)
 
 
@@ -147,7 +153,11 @@ def assume_large(a: Size) -> int:
 def symbolic_sizes(node: Node) -> set[sympy.Expr]:
     """Return the symbolic sizes of an input that is a tensor, or its value if it is a size."""
     value = node.meta.get("val")
-    sizes = value.shape if isinstance(value, torch.Tensor) else [value] if isinstance(value, torch.SymInt) else []
+    sizes: Iterable[Any] = ()
+    if isinstance(value, torch.Tensor):
+        sizes = value.shape
+    elif isinstance(value, torch.SymInt):
+        sizes = (value,)
     return {size for size in as_sizes(sizes) if isinstance(size, sympy.Expr)}
 
 
@@ -177,7 +187,7 @@ class SizeBuilder:
         return self.known[value]
 
     def list(self, values: Any) -> list[int | Node]:
-        """Convert each value as `__call__` does."""
+        """Convert each value to an int or a node, as `__call__` does."""
         return [self(v) for v in values]
 
     def _build(self, expr: sympy.Expr) -> Node:
@@ -188,11 +198,11 @@ class SizeBuilder:
         if isinstance(expr, sympy.Symbol):
             if expr in self.sources:
                 return self._emit(torch.ops.aten.sym_size.int, self.sources[expr])
-            for known_size, node in list(self.known.items()):  # inputs="local": an input may be n times the symbol
+            for known_size, node in list(self.known.items()):  # inputs="local": an input may be the symbol times n
                 factor, symbol = sympy.sympify(known_size).as_coeff_Mul()
                 if symbol == expr and factor.is_Integer and factor > 1:
                     return self._emit(operator.floordiv, (node, int(factor)))
-            raise CaptureError("SP219", f"The size {expr} is not the size of an input.")
+            raise CaptureError("SP219", f"expected a size that follows from the sizes of inputs, got {expr}.")
         if isinstance(expr, FloorDiv) or type(expr).__name__ in ("Mod", "PythonMod"):
             op = operator.floordiv if isinstance(expr, FloorDiv) else operator.mod
             return self._emit(op, tuple(self(as_size(a)) for a in expr.args))
@@ -200,6 +210,7 @@ class SizeBuilder:
             return self._fold(operator.mul, [expr.base] * int(expr.exp))
         if isinstance(expr, sympy.Add | sympy.Mul):
             return self._fold(operator.add if isinstance(expr, sympy.Add) else operator.mul, expr.args)
+        # For the message: where the symbols are from.
         sources = {x: self.sources[x] for x in sorted(expr.free_symbols, key=str) if x in self.sources}
         known = "".join(f"; {x} is {node.name}.shape[{dim}]" for x, (node, dim) in sources.items())
         raise CaptureError("SP219", f"{type(expr).__name__} is not supported in the size {expr}{known}.")
@@ -222,10 +233,7 @@ class SizeBuilder:
 
 
 def read_sizes_from_inputs(graph: Graph) -> None:
-    """Replace sizes of intermediate values by sizes of inputs.
-
-    No value then stays alive for its size alone.
-    """
+    """Compute sizes of intermediate values from sizes of inputs, so that no value stays alive for its size alone."""
     builder, placeholders = SizeBuilder(graph), graph.find_nodes(op="placeholder")
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
         extent = as_size(node.meta["val"])

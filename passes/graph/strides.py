@@ -22,7 +22,10 @@ aten = torch.ops.aten
 
 
 def restore_strides(graph: Graph, node: Node, value: Tensor) -> Node:
-    """Insert a copy in the stride order of `value` between the node and its users, and return the copy."""
+    """Insert a copy in the stride order of `value` between the node and its users, and return the copy.
+
+    The stride order is the order of the dims in memory, largest stride first.
+    """
     users = list(node.users)
     restored = match_strides(graph, node, value)
     for user in users:
@@ -32,6 +35,8 @@ def restore_strides(graph: Graph, node: Node, value: Tensor) -> Node:
 
 def match_strides(graph: Graph, node: Node, value: Tensor) -> Node:
     """Append a copy of the node's value that is contiguous in the stride order of `value`, and return it.
+
+    The stride order is the order of the dims in memory, largest stride first.
 
     Args:
         graph: Graph of the node.
@@ -45,7 +50,7 @@ def match_strides(graph: Graph, node: Node, value: Tensor) -> Node:
         (aten.permute.default, [inverse_permutation(order)], {}),
     ]
     last = node
-    for target, args, kwargs in steps[1:2] if is_identity(order) else steps:
+    for target, args, kwargs in steps[1:2] if is_identity(order) else steps:  # row-major needs no permutes
         result = target(last.meta["val"], *args, **kwargs)
         with graph.inserting_after(last):
             last = graph.call_function(target, (last, *args), kwargs)
@@ -71,6 +76,7 @@ def inverse_permutation(order: Sequence[int]) -> list[int]:
 
 
 def order_of_strides(strides: Sequence[Size]) -> list[int]:
-    """Return the dims sorted by descending stride, or in their own order if a dim has stride 0."""
+    """Return the dims sorted by descending stride, or in their own order if a dim has stride 0 (it is expanded)."""
     values = [assume_large(s) for s in strides]
-    return sorted(range(len(values)), key=lambda d: -values[d]) if all(values) else list(range(len(values)))
+    dims = range(len(values))
+    return sorted(dims, key=lambda d: -values[d]) if all(values) else list(dims)

@@ -273,7 +273,7 @@ def test_a_failure_inside_of_a_pass_has_the_users_line() -> None:
     gm = torch.fx.symbolic_trace(lambda x: x.cumsum(1))
     node = next(iter(gm.graph.find_nodes(op="call_method")))
     node.meta["stack_trace"] = '  File "model.py", line 12, in forward\n    return x.cumsum(1)\n'
-    match = r"SP213: AssertionError: broken, at model.py:12: return x.cumsum\(1\)\."
+    match = r"SP213: internal error: AssertionError: broken, at model.py:12: return x.cumsum\(1\)\."
     with pytest.raises(CaptureError, match=match), wrap_failures():
         _fail_at(node)
 

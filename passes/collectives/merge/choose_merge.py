@@ -57,9 +57,12 @@ class MergeChooser:
     machine_of: Callable[[Node], Machine]  # constants of a node's device, for groups without measurements
 
     def options(self, chain: CollectiveChain) -> list[MergeOption]:
-        """Return all exact options whose blocks have communicators, including the one that merges nothing."""
+        """Return all exact ways to run a chain of collectives, including the one that merges nothing.
+
+        An option partitions the links (the collectives of the chain) into blocks, each of which becomes one collective.
+        """
         links = tuple(range(len(chain.links)))
-        communicators: dict[LinkIndices, str] = {}
+        communicators: dict[LinkIndices, str] = {}  # block that one collective can replace -> name of its group
         for size in range(len(links)):
             for block in itertools.combinations(links, size + 1):
                 name = self._communicator(chain, block)
@@ -70,7 +73,7 @@ class MergeChooser:
         commute = chain.links[0].kind == "all_reduce" and all(reduce_partitions(pair) is not None for pair in pairs)
         options = []
         for blocks in _link_partitions(links):
-            in_order = all(block[-1] - block[0] == len(block) - 1 for block in blocks)
+            in_order = all(block[-1] - block[0] == len(block) - 1 for block in blocks)  # consecutive links only
             if (commute or in_order) and all(block in communicators for block in blocks):
                 chosen = {block: communicators[block] for block in blocks}
                 seconds = sum(self._seconds(chain, block, name) for block, name in chosen.items())
@@ -81,8 +84,8 @@ class MergeChooser:
         """Return the option that the policy selects: of those it allows, the one with the fewest collectives."""
         if self.policy == "auto":
             fastest = min(option.time for option in options)
-            # No option is within the factor if the times are nan.
-            options = [x for x in options if x.time <= fastest * MERGE_TIE] or [unmerged_option(options)]
+            tied = [option for option in options if option.time <= fastest * MERGE_TIE]
+            options = tied or [unmerged_option(options)]  # none is tied if the times are nan
         elif self.policy == "intra_node":
             options = [option for option in options if self._merges_in_nodes(option)]
         return min(options, key=lambda option: (len(option.communicators), option.time))
@@ -93,9 +96,13 @@ class MergeChooser:
         return all(map(self.groups.is_in_one_node, merged))
 
     def unmerged_reason(self, chain: CollectiveChain, options: list[MergeOption]) -> str:
-        """Return the reason, for the report, for which `best` merges nothing.
+        """Return the reason, for the report, for which `best` merges none of the collectives of a chain.
 
-        If no option merges links, it is that of the last two links.
+        If no option merges any, the reason is that of the last two.
+
+        Args:
+            chain: The chain of collectives.
+            options: Result of `options`.
         """
         merged = [option for option in options if option is not unmerged_option(options)]
         if merged and self.policy == "intra_node":
@@ -115,13 +122,17 @@ class MergeChooser:
         return f"the {len(union[0])} ranks of {groups} are not known to divide the rows"
 
     def _link_groups(self, chain: CollectiveChain, block: LinkIndices) -> list[Partition]:
-        """Return the groups of the links of a block, each as the partition of all ranks along its axis."""
+        """Return the groups of the links of a block, each as the partition to which it belongs.
+
+        This is the groups of all ranks along the same mesh axis, such as ((0, 2), (1, 3)) for the group (0, 2).
+        """
         return [self.groups[chain.links[i].group] for i in block]
 
     def _communicator(self, chain: CollectiveChain, block: LinkIndices) -> str | None:
         """Return the name of the group over which one collective can replace those of the block, or None.
 
-        None if the groups form no grid, no communicator of their union is declared, or the rows do not divide.
+        None if the groups are not the axes of a grid, if no group of all their ranks is declared, or if these ranks may
+        not divide the scattered rows.
         """
         if len(block) == 1:
             return chain.links[block[0]].group
@@ -132,25 +143,29 @@ class MergeChooser:
         return self.groups.communicator(union, ordered=kind != "all_reduce")
 
     def _keeps_rows(self, chain: CollectiveChain, block: LinkIndices, ranks: int) -> bool:
-        """Return True unless a merged scatter may send other rows to a rank than the separate ones.
+        """Return True if a merged collective provably gives each rank the same rows as the separate ones.
 
-        It may if `ranks`, the number of ranks of the union, is not known to divide the scattered rows.
+        A reduce_scatter does so if `ranks`, the number of ranks of the union, divides its rows; others always do.
         """
         first = chain.links[block[0]]
-        rows = static_value(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
+        if first.kind != "reduce_scatter":
+            return True
+        rows = static_value(first.source).shape[first.dim]
         return bool(statically_known_true(rows % ranks == 0))
 
     def _seconds(self, chain: CollectiveChain, block: LinkIndices, name: str) -> float:
         """Return the predicted seconds of a block as one collective over the communicator `name`.
 
-        The cost model has the time of all_reduces, as a line over the bytes; a gather or a scatter takes half of it.
+        The cost model has the time of an all_reduce, as latency plus bytes / bandwidth. An all_gather or a
+        reduce_scatter takes half of it, since an all_reduce is both.
         """
         line, size = self.groups.lines.get(name), self.groups.size(name)
         if line is None:
             machine = self.machine_of(chain.links[block[0]].node)
             line = machine.line("all_reduce", size, inside=self.groups.is_in_one_node(name))
         nbytes = collective_bytes("all_reduce", self._bytes(chain, block), size)
-        return line.seconds(nbytes) / (1 if chain.links[0].kind == "all_reduce" else 2)
+        seconds = line.seconds(nbytes)
+        return seconds if chain.links[0].kind == "all_reduce" else seconds / 2
 
     def _bytes(self, chain: CollectiveChain, block: LinkIndices) -> float:
         """Return the bytes that a block reduces, or gathers or scatters in total; nan if sizes are unknown."""
@@ -173,25 +188,25 @@ def format_predictions(merged: MergeOption, unmerged: MergeOption) -> str:
 
 
 def static_value(node: Node) -> torch.Tensor:
-    """Return the node's fake tensor, from which the options are computed.
+    """Return the node's fake tensor.
 
     Raises:
-        SpError: The node has none.
+        SpError: The node has none, as in a graph that was not traced with fake tensors.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
-        raise SpError("SP906", f"{describe_node(node)} has no fake tensor, so its shape is not known.")
+        raise SpError("SP906", f"expected a fake tensor in the metadata of {describe_node(node)}, got none.")
     return value
 
 
 def _link_partitions(links: LinkIndices) -> Iterator[tuple[LinkIndices, ...]]:
-    """Yield all partitions of the links into blocks."""
+    """Yield all partitions of the links into blocks: for (0, 1), these are ((0,), (1,)) and ((0, 1),)."""
     if not links:
         yield ()
         return
     first, *later = links
     for size in range(len(links)):
-        for members in itertools.combinations(later, size):  # of the block of the first link
+        for members in itertools.combinations(later, size):  # other links in the block of the first one
             remaining = tuple(link for link in later if link not in members)
             for blocks in _link_partitions(remaining):
                 yield (first, *members), *blocks

@@ -48,19 +48,22 @@ class ChunkMove:
 
 
 def match_chunks(cat: Node) -> ChunkMove | None:
-    """Return the move that ends with this node, or None.
+    """Return the move of chunks, cat(split(x, dim=a), dim=b), that ends with this node, or None.
 
-    The node must be a cat of all chunks of a split, in order, which nothing else reads.
+    The node must be a cat of all chunks of a split, in order and of equal size, which nothing else reads.
     """
     if cat.target is not aten.cat.default:
         return None
     call = OpCall(cat)
     pieces = tuple(call["tensors"])
     split = pieces[0].args[0] if pieces[0].target is operator.getitem else None
-    ruled_call = lookup_rule(split) if isinstance(split, Node) else None
-    rule = ruled_call[1] if ruled_call is not None else None
-    if split is None or rule is None or rule.window is None or not len(rule.spans) == len(split.users) == len(pieces):
-        return None  # no split, or not all of its chunks
+    call_and_rule = lookup_rule(split) if isinstance(split, Node) else None
+    rule = call_and_rule[1] if call_and_rule is not None else None
+    # The rule of a split has the dim that it splits (window), and the position of each chunk (spans).
+    if split is None or rule is None or rule.window is None:
+        return None
+    if not len(rule.spans) == len(split.users) == len(pieces):  # some chunks are missing
+        return None
     in_order = all(p.target is operator.getitem and p.args == (split, i) for i, p in enumerate(pieces))
     if not in_order or any(len(p.users) != 1 for p in pieces):
         return None
@@ -70,9 +73,11 @@ def match_chunks(cat: Node) -> ChunkMove | None:
 
 
 def _match_chunks_after(node: Node) -> ChunkMove | None:
-    """Return the move whose split is the only reader of the node, or None."""
+    """Return the move of chunks, cat(split(node)), whose split is the only reader of the node, or None."""
+    if len(node.users) != 1:
+        return None
     cat = next((cat for split in node.users for piece in split.users for cat in piece.users), None)
-    move = match_chunks(cat) if cat is not None and len(node.users) == 1 else None
+    move = match_chunks(cat) if cat is not None else None
     return move if move is not None and move.source is node else None
 
 
@@ -87,7 +92,7 @@ COLLECTIVES = {
     autograd.all_gather_into_tensor.default: "all_gather",
 }
 
-# Families of reductions by `reduce_op`; those of one family commute.
+# Families of reductions by `reduce_op`; two of one family, over different groups, commute.
 FAMILIES = {"sum": "linear", "avg": "linear", "max": "max", "min": "min", "product": "product"}
 UNMERGED_REDUCTIONS = ("band", "bor", "bxor", "premul_sum")
 
@@ -117,7 +122,7 @@ class ChainLink:
 
     @property
     def operand(self) -> Node:
-        """Return the operand of the collective itself, after a move of its chunks."""
+        """Return the operand of the collective itself, which may be the result of a move of chunks."""
         return OpCall(self.node)["input"]
 
     @property
@@ -144,7 +149,7 @@ class CollectiveChain:
 
 
 def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, str]]]:
-    """Find the longest chains of two and more collectives.
+    """Find the longest chains of two and more collectives of one kind, each on the result of the one before it.
 
     Args:
         graph: A graph of functional collectives.
@@ -163,6 +168,7 @@ def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, s
         link = match_link(node)
         if link is None or node in in_chains:
             continue
+        # `link` is the last one of a new chain; prepend earlier ones.
         chain = CollectiveChain([link], [])
         previous = _previous_link(link)
         while isinstance(previous, tuple) and len(chain.links) < MAX_CHAIN:
@@ -171,7 +177,7 @@ def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, s
             chain.steps.insert(0, steps)
             in_chains.add(previous_link.node)
             previous = _previous_link(previous_link)
-        if isinstance(previous, str):
+        if isinstance(previous, str):  # a reason
             refused.append((chain.links[0].node, previous))
         if len(chain.links) > 1:
             chains.append(chain)
@@ -188,7 +194,9 @@ def check_reductions(graph: Graph) -> None:
 
 
 def match_link(node: Node) -> ChainLink | None:
-    """Return the node as a link, or None for another op or a group without a name.
+    """Return a collective with its kind, reduction, group and move of chunks, as a link of a chain.
+
+    Returns None for another op or a group without a name.
 
     Raises:
         SpError: torch does not know the reduction.
@@ -206,9 +214,10 @@ def match_link(node: Node) -> ChainLink | None:
 
 
 def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
-    """Return the move before a reduce_scatter or after an all_gather, of one chunk per rank of its group.
+    """Return the move of one chunk per rank before a reduce_scatter or after an all_gather, or None without one.
 
-    With it, the collective is one along another dim than 0. None if there is no such move, and for all_reduces.
+    These collectives scatter and gather along dim 0. With a move, cat(split(x, dim=a), dim=b), the program does so
+    along another dim.
 
     Args:
         call: The collective.
@@ -222,21 +231,21 @@ def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
         users = list(call.node.users)
         is_waited = len(users) == 1 and users[0].target is c10d.wait_tensor.default
         move = _match_chunks_after(users[0] if is_waited else call.node)
-    if move is None or move.split.target is not aten.split.Tensor:  # only its chunk size allows more chunks
+    # The other splits list their sizes, so that they do not split the result of a merged collective in more chunks.
+    if move is None or move.split.target is not aten.split.Tensor:
         return None
     collective_dim = move.cat_dim if kind == "reduce_scatter" else move.split_dim
     return move if collective_dim == 0 and len(move.pieces) == call["group_size"] else None
 
 
 def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None:
-    """Return the link before this one in its chain and the nodes in between, in order.
+    """Return the collective before this one in its chain, and the nodes in between, in order.
 
-    Returns the reason for the report if the chain ends here although a collective of the same kind precedes, or None if
-    none does.
+    If the chain ends here, return the reason for the report, or None if no collective of the same kind precedes.
     """
     # Follow operands up to a collective, through nodes that commute with this one.
     visited, steps = [link.source], []
-    move: ChunkMove | None = None  # after the previous all_gather
+    move: ChunkMove | None = None  # move of chunks after the previous all_gather, which is a part of that link
     while match_link(visited[-1]) is None:
         node = visited[-1]
         if link.kind == "all_gather" and move is None:
@@ -261,7 +270,7 @@ def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None
             return f"reductions by {op!r} are not merged"
     if FAMILIES.get(previous.op) != FAMILIES.get(link.op):
         return f"{previous.op!r} over {previous.group!r}, then {link.op!r} over {link.group!r}: the order matters"
-    # Moving the previous one down must not change other values.
+    # The previous collective is moved to this one, which must not change other values.
     shared = next((node for node in visited if len(node.users) > 1), None)
     if shared is not None:
         return f"{shared.name} has other users"
@@ -271,10 +280,13 @@ def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None
 
 
 def _commuting_operand(node: Node, link: ChainLink) -> Node | None:
-    """Return the operand x if link(node(x)) == node(link(x)), for the ops of both nodes, else None."""
+    """Return the operand x of the node if its op commutes with the collective `link`, else None.
+
+    They commute if link(node(x)) == node(link(x)).
+    """
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
-    if node.target is aten.copy.default:
+    if node.target is aten.copy.default:  # copy(buffer, x) is x in the dtype of the buffer
         return node.args[1] if _preserves_values(node.args[1], node, link) else None
     x = node.args[0]
     if is_copy(node) or node.target in (c10d.wait_tensor.default, aten.detach.default):
@@ -284,17 +296,17 @@ def _commuting_operand(node: Node, link: ChainLink) -> Node | None:
     elif node.target in MULTIPLICATIONS or node.target in DIVISIONS:
         commutes = _is_scaled(node, link)
     elif node.target is aten.neg.default:
-        commutes = FAMILIES.get(link.op, "linear") == "linear"
-    else:
-        moves = keeps_order(node) or permutation_of(node) is not None or node.target is aten.expand.default
-        commutes = moves and link.kind == "all_reduce"
+        commutes = FAMILIES.get(link.op, "linear") == "linear"  # an all_gather, without a reduction, counts as linear
+    else:  # a gather and a scatter depend on the order of rows
+        moves_elements = keeps_order(node) or permutation_of(node) is not None or node.target is aten.expand.default
+        commutes = moves_elements and link.kind == "all_reduce"
     return x if commutes else None
 
 
 def _preserves_values(x: Node, node: Node, link: ChainLink) -> bool:
     """Return True if a cast or copy of x commutes with the link.
 
-    For reductions it must have the values of x exactly, possibly in a wider dtype of the same order. An all_gather only
+    With a reduction it does if the result has exactly the values of x, possibly in a wider dtype. An all_gather only
     moves values, so that any cast commutes with it.
     """
     before, after = x.meta["val"], node.meta["val"]
@@ -314,9 +326,9 @@ def _is_int(dtype: torch.dtype) -> bool:
 
 
 def _is_scaled(node: Node, link: ChainLink) -> bool:
-    """Return True if the node multiplies or divides by a Python scalar that commutes with the reduction.
+    """Return True if the node multiplies or divides by a Python scalar, and this commutes with the collective.
 
-    Only a positive factor keeps the order of values, as max and min need. Products commute with no factor.
+    Sums commute with any factor, max and min with a positive one, which keeps the order of values, products with none.
     """
     x, number = node.args[0], node.args[1]
     if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):

@@ -80,7 +80,9 @@ class MergeReductions(CollectivePass):
     def of(cls, context: CollectiveContext) -> Pass | None:
         """Create the pass for the declared groups; None without any, or with merge_reductions="never"."""
         groups, policy = declared_groups(), context.options.merge_reductions
-        return cls(groups, policy, context.options.cost, strict=False) if policy != "never" and groups.members else None
+        if policy == "never" or not groups.members:
+            return None
+        return cls(groups, policy, context.options.cost, strict=False)
 
     def __init__(
         self, groups: KnownGroups, policy: str = "auto", cost: Mapping[str, Any] | None = None, strict: bool = True
@@ -92,15 +94,15 @@ class MergeReductions(CollectivePass):
         self.groups, self.policy, self.strict = groups, policy, strict
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Merge chains in place, note the reasons for others, and return the number of merged chains."""
+        """Merge chains of collectives in place, note the reasons for others, and return the number of merged chains."""
         self.chooser = MergeChooser(self.groups, self.policy, context.machine_of)
-        self.erased: set[Node] = set()
+        self.erased: set[Node] = set()  # collectives that a later one has replaced
         for node in gm.graph.nodes:
             if node.target in COLLECTIVES:
                 static_value(node)  # raises for a graph without shapes
-        chains, broken = find_chains(gm.graph)
+        chains, unjoined = find_chains(gm.graph)
         refusals = [self._chain_refusal(chain) for chain in chains]  # before any change, as this may raise
-        for node, reason in broken:
+        for node, reason in unjoined:
             self.note_refusal(node, reason)
         changes = 0
         for chain, refusal in zip(chains, refusals):
@@ -111,14 +113,14 @@ class MergeReductions(CollectivePass):
         return changes
 
     def _merge_chain(self, chain: CollectiveChain) -> bool:
-        """Run a chain as the best option of the policy, and note it; return True if links were merged."""
+        """Run a chain as the best option of the policy, and note it; return True if collectives were merged."""
         options = self.chooser.options(chain)
         best = self.chooser.best(options)
         if best is unmerged_option(options):
             self.note_refusal(chain.links[-1].node, self.chooser.unmerged_reason(chain, options))
             return False
         predicted = format_predictions(best, unmerged_option(options))
-        for block, name in best.communicators.items():
+        for block, name in best.communicators.items():  # indices of links, and the group of their merged collective
             if len(block) > 1:
                 links = [chain.links[i] for i in block]
                 self._merge(chain, block, name)
@@ -150,9 +152,14 @@ class MergeReductions(CollectivePass):
         return None
 
     def _merge(self, chain: CollectiveChain, block: LinkIndices, name: str) -> None:
-        """Merge the links of a block: erase all but the last, which runs over the communicator `name`.
+        """Merge some collectives of a chain: erase all but the last, which runs over the communicator `name`.
 
-        The values of the nodes from the first to the last link are inferred again: their sizes have changed.
+        The values of the nodes from the first to the last one are inferred again, because their sizes change.
+
+        Args:
+            chain: The chain.
+            block: Indices of the collectives in `chain.links`.
+            name: Name of the group of the merged collective.
         """
         last, links = chain.links[block[-1]], [chain.links[i] for i in block]
         averaged_ranks = [self.groups.size(link.group) for link in links if link.op == "avg"]
@@ -164,7 +171,7 @@ class MergeReductions(CollectivePass):
         if last.chunks is not None and last.kind == "reduce_scatter":
             self._resize_chunks(last.chunks, ranks)
         x, op = last.operand, last.op
-        if averaged_ranks and len(averaged_ranks) < len(links):  # sums and averages
+        if averaged_ranks and len(averaged_ranks) < len(links):  # sums and averages: scale once, then sum
             op = "sum"
             with self.graph.inserting_before(last.node):
                 x = self.compute(aten.div.Tensor, (x, math.prod(averaged_ranks)), last.node)
@@ -177,9 +184,10 @@ class MergeReductions(CollectivePass):
             self._resize_chunks(last.chunks, ranks)
 
     def _erase_link(self, chain: CollectiveChain, index: int) -> None:
-        """Erase a link before the last of its block, with its waits and the move of its chunks.
+        """Erase a collective of a chain, whose readers then read its operand, with its waits and its move of chunks.
 
-        Readers then read the operand of the link. The waits are removed from `chain.steps`, too.
+        The move is cat(split(x)), which makes it a collective along another dim than 0. The waits are removed from
+        `chain.steps`, too.
         """
         steps, link = chain.steps[index], chain.links[index]
         waits = [node for node in steps if node.target is c10d.wait_tensor.default]
@@ -195,9 +203,9 @@ class MergeReductions(CollectivePass):
         self.erased.add(link.node)
 
     def _resize_chunks(self, move: ChunkMove, count: int) -> None:
-        """Extend a move to `count` chunks, one per rank of the merged collective.
+        """Extend a move of chunks, cat(split(x)), to `count` chunks, one per rank of the merged collective.
 
-        The chunks keep their size. The operand of the split has `count` of them already.
+        The chunks keep their size. The value of the split's operand already has `count` of them.
         """
         self._reinfer(move.split)
         values, pieces = move.split.meta["val"], list(move.pieces)
@@ -210,9 +218,9 @@ class MergeReductions(CollectivePass):
         self._reinfer(move.cat)
 
     def _nodes_between(self, chain: CollectiveChain, block: LinkIndices) -> Iterator[Node]:
-        """Yield the remaining nodes between the first and the last link of a block, to infer them again.
+        """Yield the remaining nodes between the first and the last merged collective, to infer their values again.
 
-        These include links of other blocks, as a block may skip links.
+        These include other collectives of the chain, as a block may skip some.
         """
         for i in range(block[0], block[-1]):
             yield from chain.steps[i]

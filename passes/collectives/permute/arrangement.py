@@ -56,16 +56,16 @@ class FactorTable:
     _splits: dict[int, FactorIds] = field(default_factory=dict)  # factors of a split factor, outermost first
 
     def new_factor(self, size: Size) -> int:
-        """Create a factor of the given size, and return its number."""
+        """Create a factor (a dim of a tensor, or a part of one) of the given size, and return its number."""
         self._sizes.append(size)
         return len(self._sizes) - 1
 
     def new_tensor(self, shape: Sequence[Size]) -> Arrangement:
-        """Return the arrangement of a new tensor, with one new factor per dim."""
+        """Return the arrangement (the factors of each dim) of a new tensor, with one new factor per dim."""
         return Arrangement(tuple((self.new_factor(size),) for size in shape))
 
     def resolve(self, factors: Sequence[int]) -> list[int]:
-        """Return the factors for comparison: split ones as their parts, and none of size 1."""
+        """Return the factors for comparison: those that a reshape has split as their parts, and none of size 1."""
         resolved: list[int] = []
         for factor in factors:
             if factor in self._splits:
@@ -75,7 +75,7 @@ class FactorTable:
         return resolved
 
     def order(self, x: Arrangement) -> list[int]:
-        """Return all factors in the order of a row-major copy, as a reshape to any shape preserves it."""
+        """Return the factors of all dims in order: the order of elements in memory, which reshapes preserve."""
         return [factor for dim in x.dims for factor in self.resolve(dim)]
 
     def same_factors(self, a: Sequence[int], b: Sequence[int]) -> bool:
@@ -83,7 +83,7 @@ class FactorTable:
         return self.resolve(a) == self.resolve(b)
 
     def equal(self, a: Arrangement, b: Arrangement) -> bool:
-        """Return True if both have the same elements at the same positions."""
+        """Return True if two values have the same elements at the same positions."""
         if len(a.dims) != len(b.dims) or len(a.fixed) != len(b.fixed):
             return False
         same_piece = all(
@@ -92,7 +92,7 @@ class FactorTable:
         return same_piece and all(map(self.same_factors, a.dims, b.dims))
 
     def split_leading(self, dim: FactorIds, size: Size) -> tuple[FactorIds, FactorIds] | None:
-        """Return the leading factors of a dim, whose sizes have the product `size`, and the remaining ones.
+        """Return (leading factors of a dim, whose sizes have the product `size`; remaining factors).
 
         A factor that is partly in both is split. Returns None if the size does not provably divide the dim.
         """
@@ -103,12 +103,16 @@ class FactorTable:
     # The effects of ops; None if the result has no arrangement.
 
     def reshape(self, x: Arrangement, shape: Sequence[Size]) -> Arrangement | None:
-        """Return the arrangement of x after a reshape; a factor that is then in several dims is split."""
+        """Return the arrangement of x after a reshape, or None if the sizes do not provably factor.
+
+        A factor that is then in several dims is split.
+        """
         order = self.order(x)
+        # The rule of a reshape from one dim per factor to the shape; its letters are the factors after the reshape.
         rule = reshape_rule(tuple(self._sizes[factor] for factor in order), tuple(shape))
         if rule.kinds:
             return None
-        factor_of: dict[str, int] = {}  # factors by their names in the rule
+        factor_of: dict[str, int] = {}  # number of each factor by its letter
         for factor, dim in zip(order, rule.operands[0]):
             names = dim_factors(dim)
             if len(names) > 1:
@@ -118,24 +122,25 @@ class FactorTable:
         return Arrangement(dims, x.fixed)
 
     def piece(self, x: Arrangement, dim: int, count: int, index: int, keeps_dim: bool) -> Arrangement | None:
-        """Return the arrangement of piece `index` of x, one of `count` equal pieces along a dim, or None.
+        """Return the arrangement of piece `index` of x, one of `count` equal pieces along a dim.
 
-        With `keeps_dim` it is a slice. Without it is a select: the piece is one position, and the dim is removed.
+        With `keeps_dim` the piece is a slice; otherwise it is a select of one position, which removes the dim. Returns
+        None if the dim does not provably have that many equal pieces.
         """
         cut = self.split_leading(x.dims[dim], count)
         if cut is None or (not keeps_dim and self.resolve(cut[1])):
             return None
         dims = (*x.dims[:dim], *([cut[1]] if keeps_dim else []), *x.dims[dim + 1 :])
-        return Arrangement(dims, (*x.fixed, FixedFactors(cut[0], index)))
+        return Arrangement(dims, (*x.fixed, FixedFactors(cut[0], index)))  # the leading factors count the pieces
 
     def join(self, pieces: Sequence[Arrangement], dim: int, is_new_dim: bool) -> Arrangement | None:
         """Return the arrangement of a cat, or of a stack (`is_new_dim`), of all pieces of a tensor in order.
 
         It undoes `piece`, possibly along another dim. None if the operands are not all pieces in order.
         """
-        if not pieces[0].fixed:
+        if not pieces[0].fixed:  # not a piece
             return None
-        *outer_fixed, (factors, _) = pieces[0].fixed
+        *outer_fixed, (factors, _) = pieces[0].fixed  # the last removed factors count the pieces
         if not is_same_size(size_product(self._sizes[factor] for factor in self.resolve(factors)), len(pieces)):
             return None
         dims = list(pieces[0].dims)
@@ -155,7 +160,7 @@ MAY_COPY = parse_overloads("contiguous reshape reshape_as flatten.using_ints rav
 
 
 def is_view(node: Node) -> bool:
-    """Return True if the value shares the storage of its first operand for all strides."""
+    """Return True if the value of the node shares the storage of its first operand, for any strides of this."""
     if node.target in PASSTHROUGH_MOVES:
         return True
     if not isinstance(node.target, OpOverload) or node.target in MAY_COPY:
@@ -170,7 +175,7 @@ def is_move(node: Node) -> bool:
 
 
 def moved_operands(node: Node) -> list[Node]:
-    """Return the operands that a move (`is_move`) moves: the pieces of a cat or stack, else the first one."""
+    """Return the operands whose data a node (see `is_move`) moves: the pieces of a cat or stack, else the first one."""
     if node.target in PASSTHROUGH_MOVES:
         return [node.args[0]]
     operands = OpCall(node).operands
@@ -190,23 +195,24 @@ class ArrangementTracker:
         self._arrangements: dict[Node, Arrangement | None] = dict(known)
 
     def arrangement(self, node: Node) -> Arrangement | None:
-        """Return the arrangement of the elements in this node's value, or None if it is unknown."""
+        """Return the arrangement of this node's elements as factors of the known tensors, or None if it is unknown."""
         if node not in self._arrangements:
             self._arrangements[node] = self._move(node)
         return self._arrangements[node]
 
     def _move(self, node: Node) -> Arrangement | None:
-        """Return the arrangement of the node's value from those of its operands; None for other ops."""
+        """Return the arrangement of a move (a node that only moves data) from those of its operands, else None."""
         join = matchers.match_join(node)
         if join is not None:
             pieces = [self.arrangement(operand) for operand in moved_operands(node)]
             known = [piece for piece in pieces if piece is not None]
-            return self.table.join(known, *join) if len(known) == len(pieces) else None
+            dim, is_new_dim = join
+            return self.table.join(known, dim, is_new_dim) if len(known) == len(pieces) else None
         if matchers.is_rearrangement(node):
             x, order = self.arrangement(OpCall(node).operands[0]), matchers.permutation_of(node)
             if x is None:
                 return None
-            if order is None:
+            if order is None:  # a reshape
                 return self.table.reshape(x, as_sizes(node.meta["val"].shape))
             return Arrangement(tuple(x.dims[dim] for dim in order), x.fixed)
         piece = matchers.match_piece(node)

@@ -38,7 +38,7 @@ class PackExchanges(Pass):
     """Pass that packs independent exchanges of the same two dims into one sp::all_to_all."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Pack all groups of such exchanges, and return the number of groups."""
+        """Pack all groups of independent exchanges of the same dims, and return the number of groups."""
         groups = _combinable_exchanges(gm.graph)
         for exchanges in groups:
             _move_users_after(exchanges)
@@ -46,9 +46,9 @@ class PackExchanges(Pass):
         return len(groups)
 
     def _combine(self, exchanges: Sequence[Node]) -> None:
-        """Replace a group of exchanges by one sp::all_to_all, directly before the last of them."""
+        """Replace a group of exchanges, all_to_all_permute nodes, by one sp::all_to_all before the last of them."""
         _, scatter, gather, n, group = exchanges[0].args
-        frame = [1, n, 0, n]  # n positions, one per rank: equal shares of any size
+        frame = [1, n, 0, n]  # the op splits n positions, one per rank, which stands for equal shares of any size
         ndim = exchanges[0].meta["val"].ndim
         with self.graph.inserting_before(exchanges[-1]):
             args = ([node.args[0] for node in exchanges], scatter % ndim, frame, gather % ndim, frame, n, group)
@@ -65,7 +65,8 @@ def _combinable_exchanges(graph: Graph) -> list[list[Node]]:
     An exchange joins the last group with its key (`_exchange_key`), or starts a new one.
     """
     groups: list[list[Node]] = []
-    backward = reachable_set(graph_tangents(graph), lambda n: n.users)  # a partitioner separates it from the forward
+    # A partitioner separates forward and backward, so no group has exchanges of both.
+    backward = reachable_set(graph_tangents(graph), lambda n: n.users)
     last_groups: dict[Any, list[Node]] = {}  # the last group of each key
     for node in [n for n in graph.nodes if n.target is PERMUTE]:
         key = (*_exchange_key(node), node in backward)
@@ -89,23 +90,25 @@ def _exchange_key(node: Node) -> Any:
 def _dependents_before(exchanges: list[Node], last: Node) -> list[Node] | None:
     """Return the nodes before `last` that depend on the exchanges, in order; None if `last` does, too."""
     reached = reachable_set(exchanges, lambda n: [user for user in n.users if user < last])
-    return None if any(x in reached for x in last.all_input_nodes) else sorted(reached - set(exchanges))
+    if any(x in reached for x in last.all_input_nodes):
+        return None
+    return sorted(reached - set(exchanges))
 
 
 def _can_join(exchanges: list[Node], node: Node) -> bool:
-    """Return True if the exchanges can run together with a later one, `node`.
+    """Return True if the exchanges can run together with a later one, `node`, at its place.
 
-    They must be independent of it. The nodes before it that depend on them are then moved after it.
+    It must not depend on them. The nodes before it that depend on them are then moved after it.
     """
     dependents = _dependents_before(exchanges, node)
+    if dependents is None:
+        return False
     # Nodes with effects, and collectives, are not moved.
-    return dependents is not None and all(
-        is_pure(n) and not is_mutation(n) and not is_collective(n) for n in dependents
-    )
+    return all(is_pure(n) and not is_mutation(n) and not is_collective(n) for n in dependents)
 
 
 def _move_users_after(exchanges: list[Node]) -> None:
-    """Move the nodes that depend on the first exchanges after the last one, where all are packed."""
+    """Move the nodes that depend on the first exchanges after the last one, at whose place all are packed."""
     position = exchanges[-1]
     for node in _dependents_before(exchanges[:-1], position) or ():
         position.append(node)
@@ -116,16 +119,17 @@ class MergeDimsBeforeExchange(Pass):
     """Pass that merges dims before an exchange in place of after it, where a merge would copy."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Move such merges, and return the number of changed exchanges."""
+        """Move merges of dims after an exchange before it, and return the number of changed exchanges."""
         return sum(self._rewrite(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE))
 
     def _rewrite(self, node: Node) -> bool:
         """Move the merge of dims after an exchange to its operand; return False if there is none.
 
-        The exchange and the moves up to the farthest result that only merges dims are replaced.
+        The exchange and the nodes after it that only move data are replaced, up to the farthest one whose dims are
+        permuted or merged dims of the exchange.
         """
         for result in downstream_moves(node)[::-1]:
-            chain = exclusive_chain(node, result)
+            chain = exclusive_chain(node, result)  # None if other nodes read a value in between
             if chain is None or any(user.op == "output" for user in result.users):  # an output keeps its strides
                 continue
             groups = _merged_dims(node, result)
@@ -148,7 +152,7 @@ class MergeDimsBeforeExchange(Pass):
         """
         x, scatter, gather, n, group = node.args
         shape, order = as_sizes(x.meta["val"].shape), [dim for dims in groups for dim in dims]
-        if all(is_same_size(size, 1) for size in shape[: scatter % len(shape)]):
+        if all(is_same_size(size, 1) for size in shape[: scatter % len(shape)]):  # the scattered dim is the outermost
             return False  # x is sent without a copy, and copied after it is received
         merged_shape = [size_product(shape[dim] for dim in dims) for dims in groups]
         with self.graph.inserting_before(node):
@@ -167,10 +171,10 @@ class MergeDimsBeforeExchange(Pass):
 
 
 def _merged_dims(node: Node, result: Node) -> list[list[int]] | None:
-    """Return the dims of the exchange `node` that form each dim of `result`.
+    """Return for each dim of `result` the dims of the exchange `node` that it merges, such as [[0], [1], [2, 3]].
 
-    Returns None unless `result` only permutes and merges dims, merges a gathered dim with smaller ones, and has the
-    scattered and the gathered dim as the first ones of merged dims.
+    Returns None unless `result` only permutes and merges dims, the gathered dim is the first one of merged dims, and
+    the scattered dim is the first one of a dim of `result`.
     """
     table = FactorTable()
     before = table.new_tensor(as_sizes(node.meta["val"].shape))
@@ -178,7 +182,8 @@ def _merged_dims(node: Node, result: Node) -> list[list[int]] | None:
     if after is None or after.fixed:
         return None
     resolved = [table.resolve(dim) for dim in before.dims]
-    dim_of = {factors[0]: dim for dim, factors in enumerate(resolved) if len(factors) == 1}  # dims of unsplit factors
+    dim_of = {factors[0]: dim for dim, factors in enumerate(resolved) if len(factors) == 1}  # dims that are not split
+    # The dims that each dim of the result merges; -1 for a part of a dim.
     groups = [[dim_of.get(factor, -1) for factor in table.resolve(dim)] for dim in after.dims]
     is_complete = all(groups) and sorted(dim for dims in groups for dim in dims) == list(range(len(resolved)))
     scatter, gather = (dim % len(resolved) for dim in node.args[1:3])

@@ -46,20 +46,20 @@ class FusePermutes(Pass):
     """Pass that fuses permute + all-to-all + permute, and DTensor's own op, into sp.all_to_all_permute."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Fuse all matches, note the reasons for other exchanges, and return the number of fused ones."""
+        """Fuse all exchanges of two dims, note why others are not fused, and return the number of fused ones."""
         return sum(self._match_and_rewrite(node) for node in list(gm.graph.nodes))
 
     def _match_and_rewrite(self, node: Node) -> bool:
-        """Fuse the node and the moves around it if they are an exchange of two dims; return True if fused.
+        """Fuse an all-to-all and the nodes around it that only move data, if they are an exchange of two dims.
 
-        For another all-to-all the reason is noted.
+        Returns True if they are fused. For another all-to-all the reason is noted.
         """
         if _is_dtensor_exchange(node):
             return self._rewrite_dtensor(node)
         if not is_all_to_all(node):
             return False
         exchange = match_permutes.match_all_to_all(node)
-        if isinstance(exchange, str):
+        if isinstance(exchange, str):  # a reason, "" for one that is not reported
             if exchange:
                 self.note_refusal(node, exchange, FUSED_NOTE)
             return False
@@ -76,7 +76,7 @@ class FusePermutes(Pass):
         with self.graph.inserting_before(exchange.node):
             args = (x, match.scatter_dim, match.gather_dim, exchange.n, exchange.group)
             fused = self.compute(PERMUTE, args, y)
-            if not match.exact:
+            if not match.exact:  # y has the elements of the exchange in the same order, and another shape
                 fused = self.reshape(fused, as_sizes(y.meta["val"].shape), y)
         dims = f"dim {match.scatter_dim} for dim {match.gather_dim} of {list(x.meta['val'].shape)}"
         self.note(exchange.node, f"{dims}, {exchange.n} ranks", FUSED_NOTE)
@@ -84,7 +84,7 @@ class FusePermutes(Pass):
         match_permutes.erase_chain(self.graph, match.chain)
 
     def _rewrite_dtensor(self, node: Node) -> bool:
-        """Replace DTensor's op, whose arguments are the dims; return False for shards of unequal size."""
+        """Replace DTensor's op, which names the gathered and the scattered dim; return False for unequal shards."""
         x, gather, scatter, group = node.args
         before, after = as_sizes(x.meta["val"].shape), as_sizes(node.meta["val"].shape)
         n = exact_quotient(after[gather], before[gather])
@@ -101,7 +101,7 @@ class CancelExchanges(Pass):
     """Pass that removes an exchange and its inverse."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Remove all such pairs, and return their number."""
+        """Remove all pairs of an exchange and a later one that undoes it, and return their number."""
         return sum(self._cancel(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE))
 
     def _cancel(self, node: Node) -> bool:
@@ -111,7 +111,8 @@ class CancelExchanges(Pass):
             return False
         source = first.args[0]
         with self.graph.inserting_before(node):
-            if is_written(node) or match_permutes.aliases_input(source):  # may be written, and must not be returned
+            # The exchange returned new memory, which may be written; an input must not be returned in its place.
+            if is_written(node) or match_permutes.aliases_input(source):
                 source = self.compute(aten.clone.default, (source,), node)
             source = self.reshape(source, as_sizes(node.meta["val"].shape), node)
         self.note(node, f"is the inverse of {first.name}; both are removed", "cancelled")
@@ -132,7 +133,7 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
 
     @classmethod
     def of(cls, context: CollectiveContext) -> Pass | None:
-        """Create the pass for a program that connects ranks, else return None."""
+        """Create the pass for a program with process groups of its own; else return None."""
         return cls(decomposed=True) if context.session.groups else None
 
     def __init__(self, decomposed: bool = False) -> None:
@@ -140,12 +141,12 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
         self.decomposed = decomposed
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Run all passes on a graph with such an exchange, repair strides, and return the number of changes."""
+        """Run all passes on a graph that has an all-to-all, repair strides, and return the number of changes."""
         require_ops(gm, self.name)
         if not any(map(_is_permute_exchange, gm.graph.nodes)):
             return 0
         require_functional(gm, self.name)
-        restride = StrideRepair(gm.graph)
+        restride = StrideRepair(gm.graph)  # records the strides before the passes
         changes = super().apply(gm, context)
         if changes:
             if self.decomposed:
@@ -156,9 +157,9 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
 
 
 def _is_permute_exchange(node: Node) -> bool:
-    """Return True for every op that exchanges shares of a tensor: without any, no pass runs on the graph.
+    """Return True for every all-to-all; without any, no pass runs on the graph.
 
-    In-place ones and unequal shares count, so that they are refused or noted.
+    In-place ones and those of unequal shares count, so that the passes refuse or note them.
     """
     in_place = node_packet(node) is torch.ops.c10d.alltoall_base_
     return is_all_to_all(node) or node.target is PERMUTE or _is_dtensor_exchange(node) or in_place

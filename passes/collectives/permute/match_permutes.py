@@ -70,15 +70,16 @@ def is_all_to_all(node: Node) -> bool:
 
 
 def match_all_to_all(node: Node) -> AllToAllMatch | str:
-    """Return the exchange, or the reason for which it is not one of equal shares between all ranks.
+    """Return the all-to-all, or the reason for which it is not one of equal shares between all ranks.
 
-    The reason is "", which is not reported, if there is one share only, and for routes between pairs of ranks
-    (`lowering/comm/routes.py`).
+    The reason is "", which is not reported, if there is one share only, and for the exchanges that this package sends
+    between pairs of ranks (`lowering/comm/routes.py`).
     """
     call, group = OpCall(node), exchange_group(node)
     sent, received_sizes, sent_sizes = (call[name] for name in ("input", "output_split_sizes", "input_split_sizes"))
     if group is None:
         return "its group has no name"
+    # Other kinds of groups are the package's own, for exchanges between pairs of ranks.
     if route_kind(group) not in ("", "among", "across") or len(sent_sizes) == 1:
         return ""
     shares = [*as_sizes(received_sizes), *as_sizes(sent_sizes)]
@@ -91,12 +92,13 @@ def match_all_to_all(node: Node) -> AllToAllMatch | str:
 
 
 def match_permute(exchange: AllToAllMatch) -> PermuteMatch | None:
-    """Return the longest chain around the exchange that is an all_to_all_permute, or None.
+    """Return the longest chain x -> exchange -> y of nodes that is an all_to_all_permute of x, or None.
 
-    Exact chains are preferred. `FusePermutes` replaces the chain.
+    `FusePermutes` replaces the chain. Chains that have exactly its result are preferred to those of which y is a
+    reshape of the result.
     """
-    sources = [exchange.sent, *_upstream_moves(exchange.sent)][::-1]
-    results = [exchange.wait, *downstream_moves(exchange.wait)][::-1]
+    sources = [exchange.sent, *_upstream_moves(exchange.sent)][::-1]  # candidates for x, the farthest first
+    results = [exchange.wait, *downstream_moves(exchange.wait)][::-1]  # candidates for y, the farthest first
     chains_before = {x: _upstream_chain(exchange.sent, x) for x in sources}
     chains_after = {y: exclusive_chain(exchange.wait, y) for y in results}
     for exact, x, y in itertools.product((True, False), sources, results):
@@ -110,10 +112,10 @@ def match_permute(exchange: AllToAllMatch) -> PermuteMatch | None:
 
 
 def _upstream_moves(node: Node) -> list[Node]:
-    """Return the values that the node and the moves before it move, from the nearest to the farthest."""
+    """Return the operands of the node and of the nodes before it, as long as these only move data, nearest first."""
 
     def operands(n: Node) -> Sequence[Node]:
-        """Return the moved operands; that of a wait is not complete."""
+        """Return the operands that a move has moved; none for a wait, whose operand is not complete."""
         return moved_operands(n) if is_move(n) and n.target is not WAIT_OPS else ()
 
     nearest = itertools.islice(iterate_reachable([node], operands), 1, MAX_CANDIDATES + 1)
@@ -122,7 +124,7 @@ def _upstream_moves(node: Node) -> list[Node]:
 
 def downstream_moves(node: Node) -> list[Node]:
     """Return the nodes after this one that only move its data, from the nearest to the farthest."""
-    moves, queue = {node: None}, list(node.users)  # an ordered set, and the users to visit
+    moves, queue = {node: None}, list(node.users)  # found nodes, as an ordered set, and nodes to visit
     while queue and len(moves) < MAX_CANDIDATES:
         user = queue.pop(0)
         if user not in moves and is_move(user) and all(x in moves for x in moved_operands(user)):
@@ -132,9 +134,9 @@ def downstream_moves(node: Node) -> list[Node]:
 
 
 def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
-    """Return all nodes from x to the sent value, or None if they cannot be part of a chain.
+    """Return all nodes from x to the sent value, or None if the exchange cannot replace them.
 
-    They cannot if one does not only move data, or if a copy has other users and would remain.
+    It cannot if one does not only move data, or if other nodes read a copy among them, which would remain.
     """
     chain = reachable_set([sent], lambda n: moved_operands(n) if n is not x and is_move(n) else ()) | {x}
     for node in chain - {x}:
@@ -145,14 +147,14 @@ def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
 
 
 def exclusive_chain(wait: Node, y: Node) -> set[Node] | None:
-    """Return all nodes from the wait to y, or None if a node before y has other users, which need it."""
+    """Return all nodes from an exchange or its wait to y, or None if a node before y has other users, which need it."""
     chain = reachable_set([y], lambda n: moved_operands(n) if n is not wait else ())
     users = {user for node in chain - {y} for user in node.users if not is_unused(user)}
     return chain if users <= chain else None
 
 
 def is_unused(node: Node) -> bool:
-    """Return True if the node is one of several results and has no users."""
+    """Return True if the node is a getitem, one of several results of an op, without users."""
     return node.target is operator.getitem and not node.users
 
 
@@ -165,12 +167,13 @@ def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tu
         y: A value that its result is moved to.
         exact: False to accept a y that is only a reshape of the result of the exchange of two dims.
     """
+    # An arrangement describes each dim of a value as factors (parts of dims) of x.
     table = FactorTable()
     before = table.new_tensor(as_sizes(x.meta["val"].shape))
     sent = ArrangementTracker(table, {x: before}).arrangement(exchange.sent)
     if sent is None or not sent.dims or sent.fixed:
         return None
-    cut = table.split_leading(sent.dims[0], exchange.n)
+    cut = table.split_leading(sent.dims[0], exchange.n)  # the all-to-all splits dim 0 into n shares
     if cut is None:
         return None
     sent_factors, share = cut
@@ -187,9 +190,9 @@ def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tu
 def _match_dims(
     table: FactorTable, exchanged: ExchangedFactors, before: Arrangement, after: Arrangement, exact: bool
 ) -> tuple[int, int] | None:
-    """Return the scatter and gather dim of an exchange from `before` to `after`, or None without any.
+    """Return (scatter dim, gather dim) of the exchange of two dims that turns `before` into `after`, or None.
 
-    The scatter dim is the one that the sent factors lead; each other dim is tried as the gather dim.
+    The scatter dim is the one that starts with the sent factors; each other dim is tried as the gather dim.
 
     Args:
         table: The factors of all arrangements.
@@ -212,10 +215,11 @@ def _match_dims(
         if gather == scatter:
             continue
         result = exchange_factors(table, exchanged, before, scatter, gather)
+        # The other factors of both dims; none for a dim of size 1.
         rows, block = table.resolve(before.dims[gather]), table.resolve(result.dims[scatter])
         if exact:
             is_match = bool(rows or block) and table.equal(result, after)
-        else:  # the order of the result in other dims, one of which starts as the gathered dim does
+        else:  # the elements in the order of the result, in other dims; one of them starts as the gathered dim does
             gathered = table.resolve(result.dims[gather])
             starts_dim = any(is_leading(gathered, dim) for dim in after.dims)
             is_match = bool(rows and block) and starts_dim and table.order(result) == table.order(after)
@@ -227,9 +231,9 @@ def _match_dims(
 def exchange_factors(
     table: FactorTable, exchanged: ExchangedFactors, x: Arrangement, scatter: int, gather: int
 ) -> Arrangement:
-    """Return the arrangement of all_to_all_permute(x, scatter, gather).
+    """Return the arrangement (the factors of each dim) of all_to_all_permute(x, scatter, gather).
 
-    The sent factors, which lead the scatter dim, are removed, and the received ones lead the gather dim.
+    The sent factors are removed from the start of the scatter dim; the gather dim starts with the received ones.
     """
     dims = list(x.dims)
     dims[scatter] = tuple(table.resolve(dims[scatter])[len(table.resolve(exchanged.sent)) :])
@@ -240,7 +244,7 @@ def exchange_factors(
 def _is_inverse(first: Node, second: Node) -> bool:
     """Return True if the second all_to_all_permute restores the operand of the first, up to a reshape.
 
-    Both are then removed. Between them there may be moves.
+    Both are then removed. Between them there may be nodes that only move data.
     """
     x, scatter, gather, n, group = first.args
     if tuple(second.args[3:]) != (n, group):
@@ -253,7 +257,7 @@ def _is_inverse(first: Node, second: Node) -> bool:
         return False
     factors = ExchangedFactors(cut[0], (table.new_factor(n),))
     result = exchange_factors(table, factors, before, scatter % ndim, gather % ndim)
-    operand = ArrangementTracker(table, {first: result}).arrangement(second.args[0])
+    operand = ArrangementTracker(table, {first: result}).arrangement(second.args[0])  # in factors of x
     if operand is None or operand.fixed:
         return False
     scatter, gather = (dim % len(operand.dims) for dim in second.args[1:3])
@@ -267,9 +271,10 @@ def _is_inverse(first: Node, second: Node) -> bool:
 
 
 def undone_exchange(node: Node) -> Node | None:
-    """Return an earlier exchange, possibly before moves, whose operand this one restores, or None."""
+    """Return an earlier exchange whose operand this one restores, or None; nodes in between may move data."""
     x = node.args[0]
-    return next((n for n in (x, *_upstream_moves(x)) if n.target is PERMUTE and _is_inverse(n, node)), None)
+    earlier = (n for n in (x, *_upstream_moves(x)) if n.target is PERMUTE)
+    return next((exchange for exchange in earlier if _is_inverse(exchange, node)), None)
 
 
 def aliases_input(node: Node) -> bool:
@@ -280,10 +285,7 @@ def aliases_input(node: Node) -> bool:
 
 
 def erase_chain(graph: Graph, chain: frozenset[Node]) -> None:
-    """Erase the nodes of a replaced chain that nothing reads now, from the last one on.
-
-    Unused results (getitem) of these nodes are erased, too.
-    """
+    """Erase the nodes of a replaced chain that no node reads now, and their unused results (getitem nodes)."""
     for node in reversed(graph.nodes):
         is_result = is_unused(node) and node.args[0] in chain
         if (node in chain or is_result) and not node.users:

@@ -35,8 +35,8 @@ class StrideRepair:
         self.results = _graph_results(graph)
 
     def apply(self) -> None:
-        """Infer the values after changed nodes again, and restore the strides of the outputs, in place."""
-        changed = {node for node in self.graph.nodes if node not in self.before}
+        """Infer the values of nodes after changed ones again, and restore the strides of the outputs, in place."""
+        changed = {node for node in self.graph.nodes if node not in self.before}  # new nodes, or with other strides
         for node in list(self.graph.nodes):
             if node in self.before and any(x in changed for x in node.all_input_nodes) and self._reinfer(node):
                 changed.add(node)
@@ -51,7 +51,7 @@ class StrideRepair:
         that the new strides do not allow becomes a reshape.
         """
         if node.target is aten.as_strided.default:
-            source = node.args[0]  # the op reads its storage directly
+            source = node.args[0]
             self._restore_strides(node, source, self.before.get(source))
             return False
         is_inferable = isinstance(node.target, OpOverload) or node.target is operator.getitem

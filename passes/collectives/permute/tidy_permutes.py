@@ -32,7 +32,7 @@ class DropBuffers(Pass):
     """Pass that replaces a buffer by the result of an exchange that fills it, if both have equal strides."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Replace such copies by the copied results, and return their number."""
+        """Replace copies of an exchange's result to a buffer by this result, and return their number."""
         copies = gm.graph.find_nodes(op="call_function", target=aten.copy.default)
         changes = 0
         for node in copies:
@@ -44,7 +44,7 @@ class DropBuffers(Pass):
 
 
 def _memory_format(node: Node) -> tuple[Any, ...]:
-    """Return the shape, strides, dtype and device of the node's value, in which buffers must agree."""
+    """Return the shape, strides, dtype and device of the node's value; with equal ones it can replace a buffer."""
     value = node.meta["val"]
     return as_sizes(value.shape), as_sizes(value.stride()), value.dtype, value.device
 
@@ -53,9 +53,9 @@ class ConcatPadded(Pass):
     """Pass that replaces a sum of padded pieces by a cat or stack of the pieces."""
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Replace the largest sums of that form, and return their number."""
+        """Replace sums of padded pieces, not also their terms, and return their number."""
         changes = 0
-        for node in reversed(list(gm.graph.nodes)):
+        for node in reversed(list(gm.graph.nodes)):  # the largest sum before its terms
             pieces = _sum_terms(node) if node.users else None  # terms of a replaced sum have no users
             if pieces is not None:
                 target = aten.cat.default if pieces[0].keeps_dim else aten.stack.default
@@ -67,9 +67,9 @@ class ConcatPadded(Pass):
 
 
 def _sum_terms(node: Node) -> list[SlicePiece] | None:
-    """Return the pieces that the node adds, in order, if they cover it and do not overlap; else None.
+    """Return the pieces, each padded with zeros, that the node adds, in order, if they cover it without overlap.
 
-    The sum, possibly of sums, is then a cat or a stack of the pieces.
+    The sum, possibly of sums, is then a cat or a stack of the pieces. Returns None for other nodes.
     """
     if not _is_addition(node):
         return None
@@ -84,6 +84,7 @@ def _sum_terms(node: Node) -> list[SlicePiece] | None:
             terms += term.args[:2]
         else:
             return None
+    # The sorted pieces must be slices (or selects) of one dim, each starting where the one before it ends.
     pieces.sort(key=lambda piece: piece.start)
     first, position = pieces[0], 0
     for piece in pieces:
@@ -100,10 +101,10 @@ def _is_addition(node: Node) -> bool:
 
 
 def match_placed(node: Node) -> SlicePiece | None:
-    """Return the piece that the node places among zeros, or None.
+    """Return the piece that the node pads with zeros, or None.
 
-    In the returned `SlicePiece`, the source is the piece, and the position is that in the node. The node is a padding,
-    a cat with zeros, or the gradient of a slice or a select.
+    The node is a padding, a cat with zeros, or the gradient of a slice or a select. In the returned `SlicePiece`,
+    `source` is the piece, and the position is that in the node.
     """
     pad, op = match_padding(node), node_packet(node)
     if pad is not None:
@@ -118,20 +119,21 @@ def match_placed(node: Node) -> SlicePiece | None:
     if piece is None:
         return None
     shape = node_shape(node)
-    piece_dims = [piece.length] if piece.keeps_dim else []
+    piece_dims = [piece.length] if piece.keeps_dim else []  # a select has removed the dim
     piece_shape = (*shape[: piece.dim], *piece_dims, *shape[piece.dim + 1 :])
     return piece if node_shape(piece.source) == piece_shape else None
 
 
 def _match_slice_write(call: OpCall, is_select: bool) -> SlicePiece | None:
-    """Return the piece that a scatter or gradient op of a slice or select places among zeros, or None.
+    """Return the piece that a scatter or gradient op of a slice or select pads with zeros, or None.
 
-    Returns None for a step, for symbolic positions, and for values that are not zero elsewhere.
+    Returns None for a step, for symbolic positions, and for a scatter into values that are not all zero.
     """
     shape, dim = call.result_shapes()[0], call["dim"]
-    start, end = (call["index"], None) if is_select else (call["start"] or 0, call["end"] or shape[dim])
+    start: Any = call["index"] if is_select else call["start"] or 0
+    end: Any = None if is_select else call["end"] or shape[dim]
     is_static = all(isinstance(position, int) for position in (start, shape[dim], end or 0))
-    has_zeros = "self" not in call.args or constant_value(call["self"]) == 0
+    has_zeros = "self" not in call.args or constant_value(call["self"]) == 0  # a gradient op has no `self`
     if not is_static or call.get("step", 1) != 1 or not has_zeros:
         return None
     start = start + shape[dim] if start < 0 else start

@@ -26,10 +26,12 @@ from sp_compile.lowering.torch_compat import OpOverload, schema_of, size_hint
 from sp_compile.passes.graph.call import WAIT_OPS, node_tensors
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size
+from sp_compile.passes.sharding.matchers import move_source
 
 from .kinds import (
     ARRIVALS,
     CAT,
+    CONCAT_CALLS,
     ELEMENTWISE,
     FEWEST_ELEMENTS,
     FEWEST_ROWS,
@@ -75,14 +77,14 @@ class KernelSchedule:
         self.read_often: dict[Node, frozenset[StorageKey]] = {}
 
     def fuse(self) -> None:
-        """Fuse kernels in the tables, as Inductor would; on a CPU only reductions, as measured."""
+        """Fuse kernels in the tables, as Inductor would; on a CPU it fuses only reductions, as measured."""
         self.on_gpu = any(map(is_on_gpu, self.kernel_writes))
         self._fuse_reductions()
         if self.on_gpu:
             self._fuse_rows()
 
     def is_fused(self, node: Node) -> bool:
-        """Return True if the node is part of kernels that Inductor generates."""
+        """Return True if Inductor generates the kernel that computes the node, in which it may fuse the node."""
         target = node.target
         if not self.fused or node in self.product_of_addition or not isinstance(target, OpOverload):
             return False
@@ -90,28 +92,32 @@ class KernelSchedule:
         return is_listed or torch.Tag.pointwise in target.tags
 
     def _fuse_reductions(self) -> None:
-        """Fuse nearby reductions that are only returned and read a common value with the same number of rows.
+        """Fuse nearby reductions that the graph only returns, if they read a common value and have equal shapes.
 
-        Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first
-        part, so nodes between the first and last reduction that no reduction needs run later than in the graph.
+        Inductor does so with gradients of scales and biases. The fused kernel runs at the place of its first reduction;
+        nodes between the reductions that it does not need run after it.
         """
-        # Position in Inductor's order, in which each result of an op with several results has a place, too.
+        # Position in Inductor's order, in which an op with several results has places for itself and for each of them.
         num_results = (len(node_tensors(node)) for node in self.kernel_writes)
-        position = dict(zip(self.kernel_writes, accumulate((1 if n < 2 else 1 + n for n in num_results), initial=0)))
+        places = (1 if n < 2 else 1 + n for n in num_results)
+        position = dict(zip(self.kernel_writes, accumulate(places, initial=0)))
         sums = [node for node in self.kernel_writes if self._is_returned_reduction(node)]
         pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._has_common_reads(a, b)]
-        if any(map(is_on_gpu, sums)):  # those with the most common bytes are first
+        if any(map(is_on_gpu, sums)):  # pairs with the most common bytes are fused first
             pairs.sort(key=lambda pair: -sum(map(self.sizes.__getitem__, self._common_reads(*pair))))
-        group_of = {node: [node] for node in sums}
+        group_of = {node: [node] for node in sums}  # reduction -> reductions of its fused kernel
         for a, b in pairs:
             merged = sorted({*group_of[a], *group_of[b]}, key=position.__getitem__)
             is_near = position[merged[-1]] - position[merged[0]] <= MAX_FUSION_DISTANCE
-            if group_of[a] is not group_of[b] and is_near and (len(merged) == 2 or not _can_join_row_kernel(a)):
+            if group_of[a] is group_of[b] or not is_near:
+                continue
+            # A reduction that a row-wise kernel can compute is fused with one other only.
+            if len(merged) == 2 or not _can_join_row_kernel(a):
                 group_of.update(dict.fromkeys(merged, merged))
-        self._merge_kernels(list({id(group): group for group in group_of.values()}.values()))
+        self._merge_kernels(list({id(group): group for group in group_of.values()}.values()))  # each group once
 
     def _common_reads(self, a: Node, b: Node) -> frozenset[StorageKey]:
-        """Return the storages that both kernels read, without which they are not fused."""
+        """Return the storages that both kernels read."""
         return self.kernel_reads[a] & self.kernel_reads[b]
 
     def _has_common_reads(self, a: Node, b: Node) -> bool:
@@ -123,22 +129,24 @@ class KernelSchedule:
         return _is_same_reduction(a, b) and len(self._common_reads(a, b)) > (1 if is_wide else 0)
 
     def _fuse_rows(self) -> None:
-        """Fuse row-wise kernels with reductions over rows, if all that they read is available.
+        """Fuse kernels that process a tensor row by row, if all that they read exists before the first one.
 
-        Examples are a norm or softmax with its users; on a GPU also the gradient of its scale.
+        Examples are a norm or softmax (reductions over rows) with its users; on a GPU also the gradient of its scale.
         """
         position = {node: i for i, node in enumerate(self.kernel_writes)}
         last_write: dict[StorageKey, int] = {}  # storage -> position of the last kernel that writes it
         for node, keys in self.kernel_writes.items():
+            # These ops complete or mutate their operands when they run.
             late_writes = self.kernel_reads[node] if node.target in LATE_WRITE_OPS else ()
             last_write.update((key, position[node]) for key in (*keys, *late_writes))
-        by_size = defaultdict[int, list[RowKernel]](list)  # number of elements -> kernels so far
+        by_size = defaultdict[int, list[RowKernel]](list)  # number of elements -> fused kernels so far
         for node in self.kernel_writes:
             num_elements = self._row_wise_elements(node)
             if not num_elements:
                 continue
             kernels = by_size[num_elements]
             kernel = RowKernel([node], {*self.kernel_reads[node]}, {*self.kernel_writes[node]})
+            # Fuse it with earlier kernels until none fits.
             while (partner := self._find_partner(kernel, kernels, num_elements, position, last_write)) is not None:
                 kernels.remove(partner)
                 kernel = partner.join(kernel)
@@ -155,8 +163,15 @@ class KernelSchedule:
     ) -> RowKernel | None:
         """Return an earlier kernel with which `kernel` can be fused, or None.
 
-        Candidates have the same number of elements. They read a common large value, or the earlier one writes what
-        `kernel` reads. Everything else that `kernel` reads exists before the earlier one.
+        Both read a common large value, or the earlier one writes what `kernel` reads. Everything else that `kernel`
+        reads exists before the earlier one.
+
+        Args:
+            kernel: Kernel, possibly of several fused ones.
+            candidates: Kernels with the same number of elements.
+            num_elements: This number.
+            position: Position of each kernel before fusion.
+            last_write: Position of the last kernel that writes each storage.
         """
         large_reads = {key for key in kernel.reads if self.sizes[key] >= num_elements}
         for candidate in candidates:
@@ -175,7 +190,8 @@ class KernelSchedule:
             return 0
         if node.target not in REDUCTIONS:
             return size_hint(node.meta["val"].numel()) if isinstance(node.meta["val"], torch.Tensor) else 0
-        x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None  # sum(x, dims)
+        x = node.args[0]  # of a reduction such as sum(x, dims)
+        dims = node.args[1] if len(node.args) > 1 else None
         if not isinstance(x, Node) or not isinstance(dims, list | tuple):
             return 0
         shape = x.meta["val"].shape
@@ -183,9 +199,13 @@ class KernelSchedule:
         return size_hint(shape.numel()) if is_over_last_dim or _can_join_row_kernel(node) else 0
 
     def _is_returned_reduction(self, node: Node) -> bool:
-        """Return True for a reduction that is only returned or concatenated, such as the gradient of a bias."""
+        """Return True for a reduction that is only returned or concatenated, such as the gradient of a bias.
+
+        Views and dtype conversions of it may be returned, too.
+        """
         if node.target not in REDUCTIONS:
             return False
+        # The users of the reduction, and the views and conversions of these.
         reached = iterate_reachable([node], lambda n: [x for x in n.users if n is node or _is_reinterpretation(x)])
         return all(n is node or _is_reinterpretation(n) or n.target is CAT or n.op == "output" for n in reached)
 
@@ -198,7 +218,7 @@ class KernelSchedule:
         for kernel in fused:
             first, *others = kernel
             reads = Counter(key for node in kernel for key in self.kernel_reads[node])
-            if self.on_gpu:
+            if self.on_gpu:  # the kernel does not overwrite these storages, see `__init__`
                 self.read_often[first] = frozenset(key for key, count in reads.items() if count > 1)
             self.kernel_writes[first] = [key for node in kernel for key in self.kernel_writes[node]]
             self.kernel_reads[first] = frozenset(reads)
@@ -219,6 +239,7 @@ class KernelSchedule:
             waits = self.kernel_reads[node] if node.target is WAIT_OPS or node.target in ARRIVALS else ()
             for key in (*keys, *waits):
                 writers[key].append(kernels[node][0])
+        # A depth-first search: a kernel is added to the order after the kernels that write what it reads.
         order = dict[Node, None]()
         stack = [kernels[node][0] for node in reversed(self.kernel_writes)]
         while stack:
@@ -234,15 +255,31 @@ class KernelSchedule:
         return order
 
     def _remove_inner_storages(self, kernel: Node) -> None:
-        """Remove the storages that only this fused kernel writes and reads: it stores no such value."""
+        """Remove the storages that only this fused kernel writes and reads, since it does not store these values."""
         read_by_others = frozenset().union(*(keys for node, keys in self.kernel_reads.items() if node is not kernel))
         inner = (self.kernel_reads[kernel] & {*self.kernel_writes[kernel]}) - read_by_others - self.results
         self.kernel_writes[kernel] = [key for key in self.kernel_writes[kernel] if key not in inner]
         self.kernel_reads[kernel] -= inner
 
 
+def joined_results(graph: Graph) -> set[Node]:
+    """Return values that only become parts of results, such as weight gradients in a cat, and so count as results."""
+    joined: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node.users and all(user.op == "output" or (user in joined and _joins_operands(user)) for user in node.users):
+            joined.add(node)
+    return joined
+
+
+def _joins_operands(node: Node) -> bool:
+    """Return True if the result contains the operands' elements, or their sums over ranks."""
+    if node.target in CONCAT_CALLS or move_source(node) is not None:
+        return True
+    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
+
+
 def products_in_additions(graph: Graph) -> dict[Node, Node]:
-    """Map each addition to the product that only it reads: Inductor computes both at once (`addmm`).
+    """Map each addition to the matrix product that only it reads: Inductor computes both at once (`addmm`).
 
     An example is a weight's gradient added to that of a tied embedding. On a GPU, additions with elementwise users do
     not count.
@@ -258,7 +295,7 @@ def products_in_additions(graph: Graph) -> dict[Node, Node]:
 
 
 def _can_fuse_addend(product: Any, addend: Any) -> bool:
-    """Return True if a product has no other reader, and its kernel can add `addend` (shape and dtype)."""
+    """Return True if `product` is a matrix product with one user, whose kernel can add `addend` (shape and dtype)."""
     if not isinstance(product, Node) or product.target is not torch.ops.aten.mm.default or len(product.users) > 1:
         return False
     if not isinstance(addend, Node) or addend is product or not isinstance(addend.meta.get("val"), torch.Tensor):

@@ -8,9 +8,11 @@ from __future__ import annotations
 import operator
 
 import torch
+from torch.fx import Node
 
 from sp_compile.lowering import offload_ops as offload  # noqa: F401  (registers the operators)
 from sp_compile.lowering.tiles import tile_ops as ops  # noqa: F401
+from sp_compile.lowering.tiles.tile_flops import is_grouped_product
 from sp_compile.lowering.torch_compat import auto_functionalized, auto_functionalized_v2
 from sp_compile.passes.graph.call import WAIT_OPS, parse_overloads
 
@@ -79,3 +81,13 @@ ATTENTIONS = frozenset(
 ).union(CPU_FLASH_OPS)
 MAX_FUSION_DISTANCE = 64  # Maximum distance of kernels that Inductor fuses: `Scheduler.are_long_distant_nodes`
 PRIMS = frozenset(f"prims::{name}" for name in "iota convert_element_type fma inductor_seeds inductor_random".split())
+
+
+def is_product(node: Node) -> bool:
+    """Return True for a matrix product or an attention."""
+    return node.target in MATRIX_PRODUCTS or node.target in ATTENTIONS or is_grouped_product(node)
+
+
+def copies_operands(node: Node) -> bool:
+    """Return True if the op needs operands in memory with certain strides, although other kernels recompute them."""
+    return node.target in ATTENTIONS or getattr(node.target, "namespace", "") == "sp"

@@ -24,7 +24,7 @@ from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.errors import PARAMETERS_LINE, TANGENTS_LINE, node_line, stack_trace
 from sp_compile.lowering.base.layers import node_layer
 from sp_compile.lowering.base.library import INTERNAL_OPS
-from sp_compile.lowering.tiles.tile_flops import is_grouped_product, node_flops
+from sp_compile.lowering.tiles.tile_flops import node_flops
 from sp_compile.lowering.tiles.tile_program import PROGRAMS, TilePart, TileProgram
 from sp_compile.lowering.torch_compat import (
     FakeTensorMode,
@@ -37,14 +37,12 @@ from sp_compile.lowering.torch_compat import (
 from sp_compile.passes.graph.call import WAIT_OPS, is_tangent, node_tensors
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.sizes import current_bytes
-from sp_compile.passes.sharding.matchers import move_source
 
-from .fused_kernels import KernelSchedule, StorageKey, is_on_gpu, products_in_additions
+from .fused_kernels import KernelSchedule, StorageKey, is_on_gpu, joined_results, products_in_additions
 from .kinds import (
     ARRIVALS,
     ATTENTIONS,
     CAT,
-    CONCAT_CALLS,
     FROM_HOST,
     IN_PLACE_COLLECTIVES,
     INLINED_OFTEN,
@@ -55,6 +53,8 @@ from .kinds import (
     TILE_LOOPS,
     TO_HOST,
     UNFREEABLE_INPUTS,
+    copies_operands,
+    is_product,
 )
 from .workspace import conversion_bytes, op_workspace
 
@@ -108,10 +108,10 @@ class LivenessWalk:
         return sum(moment.flops for moment in self.moments)
 
     def by_last_layer(self, saved: Iterable[Node]) -> list[tuple[str, LiveValue]]:
-        """Return (layer that reads it last, value) for each of these inputs; "" before the first layer."""
+        """Return (path of the layer that reads it last, value) for each of these inputs; "" before the first layer."""
         assert self._storages is not None
         keys = dict.fromkeys(self._storages.key(x) for node in saved for x in node_tensors(node))
-        # layers[i + 1] is the layer of moment i, or the last one before it.
+        # layers[i + 1] is the layer of moment i, or the last layer before it.
         layers = list(accumulate(self.moments, lambda layer, moment: moment.layer or layer, initial=""))
         return [(layers[self._storages.last_read.get(key, -1) + 1], self._inputs[key]) for key in keys]
 
@@ -135,7 +135,7 @@ def storage_bytes(nodes: Iterable[Node]) -> dict[StorageKey, int]:
 
 
 def is_on_host(node: Node) -> bool:
-    """Return True for an input that is in host memory, since it is only copied from there."""
+    """Return True for an input that is in host memory: its only users copy it to the device."""
     return bool(node.users) and all(user.target is FROM_HOST for user in node.users)
 
 
@@ -160,13 +160,23 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
         for value in live:
             nbytes[value.origin] += value.nbytes
         product, attends = is_product(computed), node.target in ATTENTIONS
+        # Products are limited by FLOPs, other kernels by the bytes that they read and write.
         traffic = 0 if product else storages.traffic(node)
-        if node.target in TILE_LOOPS:
+        if node.target in TILE_LOOPS:  # each tile also reads and writes the accumulators
             loop = _TileLoop.of(node)
             traffic += loop.tiles * (loop.tile(fused).traffic + 2 * loop.accumulator_bytes)
-        memory = nbytes.total(), nbytes["result"], nbytes["reuse"], product
-        flops = 0 if attends else node_flops(computed)
-        moment = WalkMoment(node.name, _node_line(node), *memory, node_layer(node), traffic, flops, attends)
+        moment = WalkMoment(
+            name=node.name,
+            where=_node_line(node),
+            nbytes=nbytes.total(),
+            results=nbytes["result"],
+            idle=nbytes["reuse"],
+            product=product,
+            layer=node_layer(node),
+            traffic=traffic,
+            flops=0 if attends else node_flops(computed),
+            attends=attends,
+        )
         result.moments.append(moment)
     result.end = sum(value.nbytes for value in storages.remaining.values())
     return result
@@ -183,11 +193,6 @@ def _node_line(node: Node) -> str:
             return PARAMETERS_LINE  # gradients that are added over the ranks together
         node = node.all_input_nodes[0]
     return node_line(node)
-
-
-def is_product(node: Node) -> bool:
-    """Return True for a matrix product or an attention."""
-    return node.target in MATRIX_PRODUCTS or node.target in ATTENTIONS or is_grouped_product(node)
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,7 @@ class _TileLoop:
         sizes = program.sizes([x.meta["val"] for x in (*tiled, *untiled)])
         accumulators = wide = narrow = 0  # bytes
         for value in chain(*(getattr(program, kind) for kind in result_kinds)):
-            if value.dim is not None:  # its rows are those of the tiles
+            if value.dim is not None:  # each tile computes other rows of it, which are not summed
                 continue
             elements, dtype = math.prod(map(size_hint, value.sizes(sizes))), accumulation_dtype(value.dtype)
             accumulators += elements * dtype.itemsize
@@ -220,7 +225,7 @@ class _TileLoop:
         # Slices of rows are not contiguous if the dims before them have more than one element.
         operands = zip((n.meta["val"] for n in tiled), program.rows)
         copied = sum(current_bytes(x) for x, dim in operands if size_hint(x.shape[:dim].numel()) > 1) // tiles
-        _, body = max(program.bodies.items())
+        _, body = max(program.bodies.items())  # of the longest tile
         return _TileLoop(tiles, getattr(body, part), accumulators, wide, narrow, copied)
 
     def tile(self, fused: bool) -> LivenessWalk:
@@ -228,7 +233,11 @@ class _TileLoop:
         return _walk_tile(self.part, fused)
 
     def peak_bytes(self, fused: bool) -> int:
-        """Return the workspace of the loop at its peak; accumulators replace results of a narrower dtype."""
+        """Return the bytes that a loop over tiles of rows allocates at its peak, besides its results.
+
+        While tiles run, wide accumulators exist, and the narrow results, which count as results, do not exist yet. At
+        the end both exist, without a tile.
+        """
         tile = max((moment.nbytes for moment in self.tile(fused).moments), default=0)
         return max(tile + self.copied_bytes + self.wide_bytes - self.narrow_bytes, self.wide_bytes)
 
@@ -255,29 +264,8 @@ def _workspace_bytes(node: Node, fused: bool) -> int:
     if node.target not in ATTENTIONS:
         tensors = [] if fused else node_tensors(node)
         return conversion_bytes(node.target, operands, tensors[0]) if tensors else 0
-    workspace = op_workspace(node.target, operands)
+    workspace = op_workspace(node.target, operands)  # of its kernels, to which an sp:: op may add temporary values
     return INTERNAL_OPS[node.target](workspace, *values) if node.target in INTERNAL_OPS else workspace
-
-
-def _joined_results(graph: Graph) -> set[Node]:
-    """Return values that become parts of results, such as weight gradients, and so count as results."""
-    joined: set[Node] = set()
-    for node in reversed(graph.nodes):
-        if node.users and all(user.op == "output" or (user in joined and _joins_operands(user)) for user in node.users):
-            joined.add(node)
-    return joined
-
-
-def _joins_operands(node: Node) -> bool:
-    """Return True if the result contains the operands' elements, or their sums over ranks."""
-    if node.target in CONCAT_CALLS or move_source(node) is not None:
-        return True
-    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
-
-
-def _copies_operands(node: Node) -> bool:
-    """Return True if the op reads stored copies of operands that other kernels inline, for their strides."""
-    return node.target in ATTENTIONS or getattr(node.target, "namespace", "") == "sp"
 
 
 class StorageTable(KernelSchedule):
@@ -306,7 +294,7 @@ class StorageTable(KernelSchedule):
             self.fuse()
         # storage -> index of the last kernel that reads it
         self.last_read = {key: i for i, node in enumerate(self.kernel_writes) for key in self.kernel_reads[node]}
-        self.joined = {self.key(x) for node in _joined_results(graph) for x in node_tensors(node)}
+        self.joined = {self.key(x) for node in joined_results(graph) for x in node_tensors(node)}
 
     def key(self, value: torch.Tensor) -> StorageKey:
         """Return the key of a tensor's storage, or of the storage that it reuses."""
@@ -331,13 +319,13 @@ class StorageTable(KernelSchedule):
     def _iterate_live(self, inputs: dict[StorageKey, LiveValue]) -> Iterator[tuple[Node, dict[StorageKey, LiveValue]]]:
         """Yield each kernel with the live values by storage, without idle buffers and workspace.
 
-        The same dict is yielded each time. Sets `unaligned`, and at the end `remaining`.
+        The same dict is yielded each time. Sets `unaligned`, and at the end `remaining`: see `__init__`.
         """
         live = {key: value for key, value in inputs.items() if key in self.last_read or key in self.results}
         self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in node_tensors(node)}
         for i, (node, written) in enumerate(self.kernel_writes.items()):
             reads = self.kernel_reads[node]
-            # Operands that are freed after this kernel, the latest definition first.
+            # Operands that this kernel reads last, so that they are freed after it; the latest definition first.
             ending = [k for k in reversed(live) if k in reads and k not in self.results and self.last_read[k] == i]
             is_extern_of_unaligned = self._is_extern_kernel(node) and not reads.isdisjoint(self.unaligned)
             for key in written:
@@ -357,11 +345,11 @@ class StorageTable(KernelSchedule):
         self.remaining = live
 
     def _idle_buffers(self, lives: Sequence[dict[StorageKey, LiveValue]]) -> list[list[LiveValue]]:
-        """Return the idle buffers at each kernel: Inductor retains them for reuse if the peak does not rise.
+        """Return the idle buffers at each kernel: freed ones that Inductor retains until a later kernel writes to them.
 
-        The peak is that of Inductor, which identifies freeable inputs by name. It queries buffer sizes only when it
-        sorts for the peak; here it runs graphs in order (`torch_compat.joint_compiler`), so they have none. Unaligned
-        buffers are not reused for aligned ones.
+        It does so if the peak does not rise. Inductor computes the peak from the inputs that it can free, identified by
+        name, and from retained buffers; it knows the sizes of other buffers only if it sorts the graph, which is
+        disabled here (`torch_compat.joint_compiler`). Unaligned buffers are not reused for aligned ones.
         """
         totals = self._freeable_input_bytes(len(lives))
         peak = max(totals, default=0)
@@ -370,25 +358,25 @@ class StorageTable(KernelSchedule):
         free: dict[tuple[int, torch.dtype], list[tuple[int, LiveValue]]] = defaultdict(list)
         previous: dict[StorageKey, LiveValue] = {}
         for i, (node, live) in enumerate(zip(self.kernel_writes, lives)):
-            for key in [key for key in live if key not in previous]:
+            for key in [key for key in live if key not in previous]:  # values that this kernel writes
                 kind = live[key].nbytes, self.dtypes[key]
                 if not free[kind] or not (self.is_fused(node) or self._is_matrix_product(node)):
-                    continue
+                    continue  # no buffer of this size, or torch allocates the result
                 start, buffer = free[kind][-1]
-                if start == i or max(totals[start:i]) + buffer.nbytes <= peak:
+                if start == i or max(totals[start:i]) + buffer.nbytes <= peak:  # it may be retained since `start`
                     free[kind].pop()
                     for k in range(start, i):
                         totals[k] += buffer.nbytes
                         idle[k].append(buffer)
             following = lives[i + 1] if i + 1 < len(lives) else live
-            for key in [key for key in live if key not in following]:
+            for key in [key for key in live if key not in following]:  # values that are freed after this kernel
                 if live[key].origin != "saved" and key not in self.unaligned:
                     free[live[key].nbytes, self.dtypes[key]].append((i + 1, replace(live[key], origin="reuse")))
             previous = live
         return idle
 
     def _freeable_input_bytes(self, num_kernels: int) -> list[int]:
-        """Return the bytes at each kernel of the inputs that Inductor can free and has not yet freed."""
+        """Return for each kernel the bytes of the inputs that Inductor can free and has not yet freed."""
         totals = [0] * num_kernels
         for node in self.inputs:
             for x in node_tensors(node) if not node.name.startswith(UNFREEABLE_INPUTS) else ():
@@ -409,13 +397,13 @@ class StorageTable(KernelSchedule):
     def _retained_by(self, node: Node) -> set[StorageKey]:
         """Return the storages that a kernel does not overwrite although it reads them last.
 
-        Inductor overwrites only inputs that AOTAutograd donates, which were saved for this graph alone.
+        These are tangents, which AOTAutograd does not donate, and what several nodes of a fused kernel read.
         """
         tangents = {key for key in self.kernel_reads[node] if is_tangent(self.producer[key])}
         return tangents | self.read_often.get(node, frozenset())
 
     def _written_value(self, key: StorageKey) -> LiveValue:
-        """Return the value that is live once its kernel writes it to a storage."""
+        """Return the live value of a storage that a kernel writes."""
         node = self.producer[key]
         returned = key in self.results or key in self.joined
         return LiveValue(node.name, _node_line(node), self.sizes[key], "result" if returned else "value")
@@ -426,14 +414,17 @@ class StorageTable(KernelSchedule):
         return sum(self.sizes[key] for key in keys)
 
     def _place(self, node: Node) -> None:
-        """Add a node to the tables: its storages, those that its readers read, and its kernel, if any."""
+        """Add a node to the tables: its storages, those that its readers read, and its kernel, if any.
+
+        A value that its readers recompute is inlined: it has no storage, and they read what it is computed from.
+        """
         self._reuse_operands(node)
-        keys = {self.key(x): nbytes_of(x) for x in node_tensors(node)}
+        keys = {self.key(x): nbytes_of(x) for x in node_tensors(node)}  # storage -> bytes
         new = [key for key in keys if key not in self.producer]
         self.producer.update(dict.fromkeys(new, node))
         self.sizes.update((key, 0 if node.target is TO_HOST else keys[key]) for key in new)
         self.dtypes.update((self.key(x), x.dtype) for x in node_tensors(node))
-        # Storages to read for the operands. A generated kernel recomputes a value that is stored for library calls.
+        # Storages to read for the operands. A generated kernel recomputes one that is stored for library calls only.
         recomputed = self.uncopied_reads if self.is_fused(node) else {}
         operand_reads = frozenset(key for x in node.all_input_nodes for key in recomputed.get(x, self.value_reads[x]))
         if node.op in ("placeholder", "get_attr"):
@@ -442,10 +433,11 @@ class StorageTable(KernelSchedule):
             self.value_reads[node] = frozenset(keys)
             self.kernel_writes[node] = []
             self.kernel_reads[node] = operand_reads | self.kernel_reads.get(node.args[0], frozenset())
-        elif node.target in ARRIVALS:
+        elif node.target in ARRIVALS:  # a wait for a copy to or from the host
             self.value_reads[node], self.kernel_writes[node], self.kernel_reads[node] = frozenset(), [], operand_reads
-        elif not new:  # a view
-            self.value_reads[node] = operand_reads if not keys or self.inlined & keys.keys() else frozenset(keys)
+        elif not new:  # a view; one of an inlined value is recomputed with this value
+            is_recomputed = not keys or not self.inlined.isdisjoint(keys)
+            self.value_reads[node] = operand_reads if is_recomputed else frozenset(keys)
             for x in node.all_input_nodes:
                 if x in self.uncopied_reads:
                     self.uncopied_reads[node] = self.uncopied_reads[x]
@@ -455,7 +447,8 @@ class StorageTable(KernelSchedule):
         else:
             self.value_reads[node] = frozenset(keys)
             self.kernel_reads[node], self.kernel_writes[node] = operand_reads, []
-            if is_on_gpu(node) and self._is_inlined(node, operand_reads, _copies_operands):
+            # Without the ops that need it in memory, the value would be inlined.
+            if is_on_gpu(node) and self._is_inlined(node, operand_reads, copies_operands):
                 self.uncopied_reads[node] = operand_reads
             self.kernel_writes[self._first_writer(node)] += new
 
@@ -463,6 +456,7 @@ class StorageTable(KernelSchedule):
         """Return the kernel that first writes a node's storage: for a cat, the first reduction that it reads."""
         if not self.fused or node.target is not CAT:
             return node
+        # Inductor writes the operands of a cat directly to its result.
         operands = {self.producer[key] for x in node.all_input_nodes for key in self.value_reads[x]}
         return next((x for x in self.kernel_writes if x in operands and x.target in REDUCTIONS), node)
 
@@ -474,7 +468,7 @@ class StorageTable(KernelSchedule):
             bases = [node.args[0]]
         elif self.fused and node.target in MUTATIONS:
             bases = node.kwargs.get("_all_bases", [])
-        for base, value in zip(bases, node_tensors(node)[-len(bases) :]):
+        for base, value in zip(bases, node_tensors(node)[-len(bases) :]):  # a mutation returns its bases last
             base_key, key = self.key(node_tensors(base)[0]), storage_of(value)
             if key not in self.producer and key != base_key:
                 self.reused[key] = base_key
@@ -482,7 +476,13 @@ class StorageTable(KernelSchedule):
     def _is_inlined(
         self, node: Node, reads: frozenset[StorageKey], is_ignored: Callable[[Node], bool] = lambda user: False
     ) -> bool:
-        """Return True if a value has no storage, since all users but ignored ones recompute it from `reads`."""
+        """Return True if a value has no storage, because all its users recompute it.
+
+        Args:
+            node: Node of the value.
+            reads: Storages from which the users recompute it.
+            is_ignored: Users that do not count.
+        """
         if not self.is_fused(node) or node.target in REDUCTIONS:
             return False
         if len(reads) > INLINED_ONCE or (len(node.users) > 1 and len(reads) > INLINED_OFTEN):
@@ -490,7 +490,7 @@ class StorageTable(KernelSchedule):
         keys = {storage_of(x) for x in node_tensors(node)}
 
         def is_view(n: Node) -> bool:
-            """Return True if a node returns the same memory as one of its operands."""
+            """Return True if a user is a view of the value."""
             shares = n.target is operator.getitem or bool(keys & {storage_of(x) for x in node_tensors(n)})
             return n.op != "output" and shares
 

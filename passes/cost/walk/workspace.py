@@ -31,9 +31,9 @@ QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
 
 
 def conversion_bytes(target: Any, operands: Sequence[torch.Tensor], result: torch.Tensor) -> int:
-    """Return the bytes of operands that a CPU's elementwise op converts to the result's dtype.
+    """Return the bytes of the copies that an elementwise op on a CPU makes of operands in the result's dtype.
 
-    PyTorch copies operands of other dtypes, such as a dropout mask, before it computes.
+    PyTorch converts operands of other dtypes, such as a dropout mask, before it computes.
     """
     if result.device.type != "cpu":
         return 0
@@ -44,24 +44,24 @@ def conversion_bytes(target: Any, operands: Sequence[torch.Tensor], result: torc
 
 
 def op_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of the workspace of an attention op with these operands; 0 if it has none."""
+    """Return the bytes that an attention op allocates for its run, besides operands and results."""
     if operands[0].device.type == "cpu":
         return _cpu_workspace(target, operands) if target in CPU_FLASH_OPS else 0
     return _gpu_workspace(target, operands) if target in GPU_BACKWARDS and operands[0].dtype in HALF else 0
 
 
 def _cpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """Return the workspace of attention on a CPU: one block of scores per thread, copied for half types."""
+    """Return the bytes that attention on a CPU allocates: blocks of scores per thread, copied for half types."""
     num_blocks = CPU_FLASH_OPS[target]  # 1 for a forward, 2 for a backward, whose first operand is the gradient
     query, key = operands[num_blocks - 1 : num_blocks + 1]
     rows, keys, element_size = size_hint(query.shape[-2]), size_hint(key.shape[-2]), query.element_size()
     scores = next(block_rows for min_rows, block_rows in QUERY_BLOCKS if rows >= min_rows) * min(keys, KEY_BLOCK)
-    score_bytes = element_size if element_size > 2 else 4 + element_size
+    score_bytes = element_size if element_size > 2 else 4 + element_size  # float32, and the copy in the half type
     return num_blocks * torch.get_num_threads() * scores * score_bytes
 
 
 def _gpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """Return the workspace of flash attention's backward, see `GPU_BACKWARDS`; forwards have none."""
+    """Return the bytes that flash attention's backward allocates besides its results, see `flash_workspace`."""
     heads_dim, rows_dim = GPU_BACKWARDS[target]
     q, k, v = operands[1:4]
     heads, key_heads = (size_hint(x.shape[heads_dim]) for x in (q, k))
@@ -70,7 +70,10 @@ def _gpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
 
 
 def flash_workspace(batch: int, heads: int, key_heads: int, rows: int, dim: int, key_bytes: int) -> int:
-    """Return the workspace of flash attention's backward in bytes.
+    """Return the bytes that flash attention's backward allocates besides operands and results.
+
+    These are a sum per row and the gradient of queries in float32, and for grouped heads the gradients of K and V per
+    query head.
 
     Args:
         batch: Batch size.
