@@ -27,8 +27,8 @@ from sp_compile.lowering.torch_compat import flatten_mesh, is_compiled
 
 __all__ = ["fully_shard_and_compile"]
 
-REPLICA_AXIS = "dp_replicate"  # the axis of ranks that store equal shards, as torchtitan and accelerate name it
-WEIGHT_AXIS = "sp_compile_weights"  # the flattened axis of the ranks that store different shards
+HSDP_AXIS = "dp_replicate"  # the axis of ranks that store equal shards, as torchtitan and accelerate name it
+SHARDED_AXES = "sp_compile_weights"  # the flattened axes of the ranks that store different shards
 
 
 def fully_shard_and_compile(
@@ -67,8 +67,7 @@ def fully_shard_and_compile(
         SpError: The model is already compiled (SP831) or sharded (SP835), it has no layers of the given classes
             (SP836), or an option is invalid (SP101 to SP116).
     """
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule
 
     from sp_compile.backend import sp
 
@@ -81,25 +80,14 @@ def fully_shard_and_compile(
         raise SpError("SP835", "model: expected a model without fully_shard, got one to which it was applied.")
     names = find_layers(model, layers)
     if mesh is None and dist.is_initialized():
-        mesh = init_device_mesh(_device_type(model), (dist.get_world_size(),))
+        mesh = init_device_mesh(_device_to_train_on(model), (dist.get_world_size(),))
     SPConfig.of({"mesh": mesh, **options}).ranks()  # raises before the model is changed
     _disable_cache(model)
-    for name in names:
-        layer = model.get_submodule(name)
-        if type(layer).__module__.startswith("torch.nn"):
-            _trace_forward(layer)
-        if checkpoint:
-            model.set_submodule(name, checkpoint_wrapper(layer))
+    _prepare_layers(model, names, checkpoint)
     if mesh is None:
         model.compile(backend=sp, options=options, dynamic=dynamic)
         return model
-    sharding = {"mesh": _weight_mesh(mesh), **(fsdp or {})}
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    if isinstance(embedding, nn.Embedding) and names and not _is_shared(model, embedding.weight):
-        fully_shard(embedding, **sharding)
-    for name in names:
-        fully_shard(model.get_submodule(name), **sharding)
-    fully_shard(model, **sharding)
+    _shard_weights(model, names, {"mesh": _weight_mesh(mesh), **(fsdp or {})})
     return compile_under_fsdp(model, mesh, dynamic=dynamic, **options)
 
 
@@ -130,6 +118,33 @@ def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | N
     return names
 
 
+def _prepare_layers(model: nn.Module, names: list[str], checkpoint: bool) -> None:
+    """Make layers of torch.nn traceable between graphs, and wrap the layers in activation checkpoints if asked for."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for name in names:
+        layer = model.get_submodule(name)
+        if type(layer).__module__.startswith("torch.nn"):
+            _trace_forward(layer)
+        if checkpoint:
+            model.set_submodule(name, checkpoint_wrapper(layer))
+
+
+def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, Any]) -> None:
+    """Apply `fully_shard` with the arguments to the input embedding, the layers with the names, and the model.
+
+    An embedding whose weight is also that of the head remains in the unit of the model.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if isinstance(embedding, nn.Embedding) and names and not _is_shared(model, embedding.weight):
+        fully_shard(embedding, **arguments)
+    for name in names:
+        fully_shard(model.get_submodule(name), **arguments)
+    fully_shard(model, **arguments)
+
+
 def _repeated_classes(model: nn.Module) -> set[str]:
     """Return the names of classes of which one ModuleList, ModuleDict or Sequential contains several modules.
 
@@ -143,7 +158,7 @@ def _repeated_classes(model: nn.Module) -> set[str]:
     return repeated - {"ModuleList", "ModuleDict", "Sequential"}
 
 
-def _device_type(model: nn.Module) -> str:
+def _device_to_train_on(model: nn.Module) -> str:
     """Return the type of the device of a model, or that of the accelerator for a model on "meta"."""
     device = next(model.parameters()).device.type
     accelerator = torch.accelerator.current_accelerator()
@@ -173,13 +188,13 @@ def _trace_forward(layer: nn.Module) -> None:
 def _weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh for `fully_shard`: all axes as one, after the axis of replicas if there is one."""
     names = mesh.mesh_dim_names or ()
-    if REPLICA_AXIS not in names or mesh.ndim == 1:
-        return flatten_mesh(mesh, WEIGHT_AXIS) if mesh.ndim > 1 else mesh
-    others = tuple(name for name in names if name != REPLICA_AXIS)
+    if HSDP_AXIS not in names or mesh.ndim == 1:
+        return flatten_mesh(mesh, SHARDED_AXES) if mesh.ndim > 1 else mesh
+    others = tuple(name for name in names if name != HSDP_AXIS)
     if len(others) > 1:
-        flatten_mesh(mesh[others], WEIGHT_AXIS)
-        others = (WEIGHT_AXIS,)
-    return mesh[(REPLICA_AXIS, *others)]
+        flatten_mesh(mesh[others], SHARDED_AXES)
+        others = (SHARDED_AXES,)
+    return mesh[(HSDP_AXIS, *others)]
 
 
 def _is_shared(model: nn.Module, weight: nn.Parameter) -> bool:
