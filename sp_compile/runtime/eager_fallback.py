@@ -94,8 +94,8 @@ def warn_fsdp_submodules(model: torch.nn.Module) -> None:
 
 
 def mute_fsdp_warning(model: torch.nn.Module) -> None:
-    """Turn off warnings about FSDP parts of models of this class, which were prepared to run on shards."""
-    _prepared_fsdp.add(name_of_callable(model))
+    """Turn off warnings about FSDP parts of a model and its submodules, which were prepared to run on shards."""
+    _prepared_fsdp.update(name_of_callable(module) for module in model.modules() if find_fsdp_submodules(module))
 
 
 def name_of_callable(target: Any) -> str:

@@ -1,0 +1,202 @@
+"""Shard the weights of a model layer by layer with FSDP2, and compile it, in one call.
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "sp"))
+    model = AutoModelForCausalLM.from_pretrained(...)
+    sp_compile.fully_shard_and_compile(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = model(input_ids=ids, labels=ids).loss          # ids from a loader with sp_compile.data.SequenceSampler
+
+`compile_under_fsdp` compiles a model to which `fully_shard` was applied by other code.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.torch_compat import flatten_mesh, is_compiled
+
+__all__ = ["fully_shard_and_compile"]
+
+HSDP_AXIS = "dp_replicate"  # the axis of ranks that store equal shards, as torchtitan and accelerate name it
+SHARDED_AXES = "sp_compile_weights"  # the flattened axes of the ranks that store different shards
+
+
+def fully_shard_and_compile(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    layers: Collection[str | type[nn.Module]] | None = None,
+    checkpoint: bool = False,
+    fsdp: Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Apply `fully_shard` to the layers and the root of a model, and compile it in place with backend="sp".
+
+    The layers are modules of the same class in one list, or of the classes that transformers names in
+    `_no_split_modules`. The weights of one layer are gathered at a time; those outside of layers, such as the last norm
+    and the head, are gathered for the whole step. The embedding, the layers, the head, and the loss that the model
+    returns are computed on shards of the sequence. A model of transformers gets `config.use_cache = False`.
+
+    Without a process group the model is compiled only.
+
+    Args:
+        model: The model, without `fully_shard`, DDP or `compile`, on the device of this rank or on "meta".
+        mesh: All ranks, with an axis "sp" whose ranks share a sequence, or the axis that `mesh_dim` names. Weights are
+            sharded over all axes except "dp_replicate". None: all ranks share each sequence.
+        layers: Classes of the layers, or their names, instead of those that are found.
+        checkpoint: If True, each layer is computed again in the backward.
+        fsdp: Arguments of `fully_shard`: `mp_policy`, `offload_policy`, `reshard_after_forward`.
+        dynamic: As for `torch.compile`.
+        **options: Fields of `sp_compile.SPConfig`, such as `attention="ring"`.
+
+    Returns:
+        The model.
+
+    Raises:
+        SpError: The model is already compiled (SP831) or sharded (SP835), it has no layers of the given classes
+            (SP836), or an option is invalid (SP101 to SP116).
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    from sp_compile.backend import sp
+
+    from .ddp import COMPILED
+    from .fsdp import compile_under_fsdp
+
+    if is_compiled(model):
+        raise SpError("SP831", COMPILED)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise SpError("SP835", "model: expected a model without fully_shard, got one to which it was applied.")
+    names = find_layers(model, layers)
+    if mesh is None and dist.is_initialized():
+        mesh = init_device_mesh(_device_to_train_on(model), (dist.get_world_size(),))
+    SPConfig.of({"mesh": mesh, **options}).ranks()  # raises before the model is changed
+    _disable_cache(model)
+    _prepare_layers(model, names, checkpoint)
+    if mesh is None:
+        model.compile(backend=sp, options=options, dynamic=dynamic)
+        return model
+    _shard_weights(model, names, {"mesh": _weight_mesh(mesh), **(fsdp or {})})
+    return compile_under_fsdp(model, mesh, dynamic=dynamic, **options)
+
+
+def find_layers(model: nn.Module, classes: Collection[str | type[nn.Module]] | None = None) -> list[str]:
+    """Return the names of the layers of a model: modules of given classes that are not inside of another layer.
+
+    Args:
+        model: The model.
+        classes: The classes or their names. None: the classes in `_no_split_modules`, an attribute of the models of
+            transformers and diffusers; without it, classes with several modules in one container.
+
+    Returns:
+        Names for `get_submodule`, in the order of `named_modules`; empty if no classes are given and none is found.
+
+    Raises:
+        SpError: A given class has no module in the model (SP836).
+    """
+    given = {name if isinstance(name, str) else name.__name__ for name in classes or ()}
+    present = {type(module).__name__ for module in model.modules()}
+    if given - present:
+        raise SpError("SP836", f"layers: expected classes of modules of the model, got {sorted(given - present)}.")
+    selected = given or present & {*(getattr(model, "_no_split_modules", None) or ())} or _repeated_classes(model)
+    names: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{layer}.") for layer in names)
+        if name and type(module).__name__ in selected and not is_inside:
+            names.append(name)
+    return names
+
+
+def _prepare_layers(model: nn.Module, names: list[str], checkpoint: bool) -> None:
+    """Make layers of torch.nn traceable between graphs, and wrap the layers in activation checkpoints if asked for."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for name in names:
+        layer = model.get_submodule(name)
+        if type(layer).__module__.startswith("torch.nn"):
+            _trace_forward(layer)
+        if checkpoint:
+            model.set_submodule(name, checkpoint_wrapper(layer))
+
+
+def _shard_weights(model: nn.Module, names: list[str], arguments: Mapping[str, Any]) -> None:
+    """Apply `fully_shard` with the arguments to the input embedding, the layers with the names, and the model.
+
+    An embedding whose weight is also that of the head remains in the unit of the model.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if isinstance(embedding, nn.Embedding) and names and not _is_shared(model, embedding.weight):
+        fully_shard(embedding, **arguments)
+    for name in names:
+        fully_shard(model.get_submodule(name), **arguments)
+    fully_shard(model, **arguments)
+
+
+def _repeated_classes(model: nn.Module) -> set[str]:
+    """Return the names of classes of which one ModuleList, ModuleDict or Sequential contains several modules.
+
+    Modules of torch.nn without submodules, such as Linear, are not layers.
+    """
+    repeated: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            counts = Counter(type(child).__name__ for child in module.children() if [*child.children()])
+            repeated |= {name for name, count in counts.items() if count > 1}
+    return repeated - {"ModuleList", "ModuleDict", "Sequential"}
+
+
+def _device_to_train_on(model: nn.Module) -> str:
+    """Return the type of the device of a model, or that of the accelerator for a model on "meta"."""
+    device = next(model.parameters()).device.type
+    accelerator = torch.accelerator.current_accelerator()
+    return device if device != "meta" else accelerator.type if accelerator is not None else "cpu"
+
+
+def _disable_cache(model: nn.Module) -> None:
+    """Set `use_cache = False` in the configurations of a model of transformers: a cache has a state in each layer."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and getattr(config, "use_cache", False):
+            config.use_cache = False
+
+
+def _trace_forward(layer: nn.Module) -> None:
+    """Make torch.compile trace the forward of a layer of torch.nn between graphs, which it would skip."""
+    forward = layer.forward
+
+    @functools.wraps(forward)
+    def run_layer(*args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        return forward(*args, **kwargs)
+
+    layer.forward = run_layer  # type: ignore[method-assign]
+
+
+def _weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh for `fully_shard`: all axes as one, after the axis of replicas if there is one."""
+    names = mesh.mesh_dim_names or ()
+    if HSDP_AXIS not in names or mesh.ndim == 1:
+        return flatten_mesh(mesh, SHARDED_AXES) if mesh.ndim > 1 else mesh
+    others = tuple(name for name in names if name != HSDP_AXIS)
+    if len(others) > 1:
+        flatten_mesh(mesh[others], SHARDED_AXES)
+        others = (SHARDED_AXES,)
+    return mesh[(HSDP_AXIS, *others)]
+
+
+def _is_shared(model: nn.Module, weight: nn.Parameter) -> bool:
+    """Return True if several modules have the weight, such as an embedding and a head with tied weights."""
+    return sum(weight is p for module in model.modules() for p in module.parameters(recurse=False)) > 1

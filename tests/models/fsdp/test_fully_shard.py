@@ -1,0 +1,164 @@
+"""fully_shard_and_compile on real ranks: losses, gradients and stored parts of models of torch and transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.parity import error_text
+from support.ranks import Ranks, mesh
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import sp_compile
+from sp_compile.data import Replica
+from sp_compile.integrations.shard_layers import find_layers
+
+LENGTH, VOCABULARY = 13, 64  # a length that no number of ranks divides
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+LOSS, GRADIENT = 2e-6, 1e-9  # transformers computes losses in float32
+
+
+class Encoder(nn.Module):
+    """Layers of torch itself, between an embedding and a head with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.encoder(self.embed(input_ids)))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def llama(**options: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, num_key_value_heads=2, **SIZES, **options))
+
+
+def tied_llama() -> nn.Module:
+    return llama(tie_word_embeddings=True)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(num_hidden_layers=3, num_labels=3, **SIZES, **dropout))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0))
+
+
+OF_TRANSFORMERS = [llama, tied_llama, gpt2, bert, t5]
+
+
+def inputs_of(model: nn.Module, replicas: int) -> dict[str, Tensor]:
+    """Return a batch of two sequences for each replica; in the first one, three tokens are padding."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (2 * replicas, LENGTH), generator=generator)
+    if isinstance(model, Encoder):
+        return {"input_ids": ids, "labels": ids}
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    is_classifier = type(model).__name__ == "BertForSequenceClassification"
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids[:, 0] % 3 if is_classifier else ids}
+
+
+def train(make: Callable[[], nn.Module], names: tuple[str, ...] = (), **options: Any) -> Any:
+    """Return the errors of the loss and of the worst gradient, and the stored part of the weights.
+
+    With names, 4 ranks are 2 replicas of 2; without, all ranks of the call share a sequence.
+    """
+    torch.manual_seed(0)
+    single = make().double()
+    model = sp_compile.fully_shard_and_compile(
+        copy.deepcopy(single),
+        of_all := dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if names else mesh(),
+        compiler="aot_eager",
+        cost={},
+        **options,
+    )
+    replica = Replica(of_all.get_local_rank(names[0]), 2) if names else Replica(0, 1)
+    batch = inputs_of(single, replica.n)
+    of_replicas = [{name: x[2 * i : 2 * i + 2] for name, x in batch.items()} for i in range(replica.n)]
+    expected = [single(**rows)["loss"] for rows in of_replicas]
+    torch.stack(expected).mean().backward()
+    loss = model(**of_replicas[replica.rank])["loss"]
+    loss.backward()
+    pairs = zip(model.parameters(), single.parameters(), strict=True)
+    worst = max(0.0 if q.grad is None else float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
+    weights = [p for p in model.parameters() if isinstance(p, DTensor)]
+    part = sum(p.to_local().numel() for p in weights) / sum(p.numel() for p in single.parameters())
+    return float((loss - expected[replica.rank]).detach().abs()), worst, part
+
+
+def _train_checkpointed(make: Callable[[], nn.Module]) -> Any:
+    return train(make, checkpoint=True)
+
+
+def check(outcomes: list[Any], shards: int) -> None:
+    for loss, gradient, part in outcomes:
+        assert loss < LOSS
+        assert gradient < GRADIENT
+        assert part < 1.2 / shards
+
+
+def test_layers_of_torch(ranks: Ranks) -> None:
+    check(ranks.run(2, train, Encoder), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("make", OF_TRANSFORMERS, ids=lambda make: make.__name__)
+def test_models_of_transformers(ranks: Ranks, make: Callable[[], nn.Module], checkpoint: bool) -> None:
+    pytest.importorskip("transformers")
+    check(ranks.run(3, _train_checkpointed if checkpoint else train, make), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("names", "shards"), [(("dp", "sp"), 4), (("dp_replicate", "sp"), 2)], ids=str)
+@pytest.mark.parametrize("make", [Encoder, llama], ids=lambda make: make.__name__)
+def test_replicas(ranks: Ranks, make: Callable[[], nn.Module], names: tuple[str, ...], shards: int) -> None:
+    pytest.importorskip("transformers")
+    check(ranks.run(4, train, make, names), shards)
+
+
+def test_layers_are_the_repeated_modules() -> None:
+    model = Encoder()
+    layers = [f"encoder.layers.{i}" for i in range(2)]
+    assert find_layers(model) == layers
+    assert find_layers(model, [nn.TransformerEncoderLayer]) == find_layers(model, ["TransformerEncoderLayer"]) == layers
+    assert find_layers(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+    assert "expected classes of modules of the model, got ['Block']" in error_text(
+        lambda: find_layers(model, ["Block"])
+    )
+
+
+def test_without_a_process_group_the_model_is_compiled_only() -> None:
+    model, single = Encoder(), Encoder()
+    single.load_state_dict(model.state_dict())
+    sp_compile.fully_shard_and_compile(model, compiler="aot_eager", checkpoint=True)
+    batch = inputs_of(model, 1)
+    torch.testing.assert_close(model(**batch)["loss"], single(**batch)["loss"])
+    assert "SP831" in error_text(lambda: sp_compile.fully_shard_and_compile(model))
