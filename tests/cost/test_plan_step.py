@@ -28,8 +28,9 @@ from sp_compile.passes.report import Report
 from sp_compile.planner import plan as plan_module
 from sp_compile.planner.byte_sizes import parse_bytes, parse_unit
 from sp_compile.planner.plan import NOT_CALLED, SEVERAL_GRAPHS, TILE_COUNTS, StepPlan, Variant
-from sp_compile.planner.planned_steps import REPLICATED_STATE, SHARDED_STATE, AttentionChoice, PlanConfig, StepPlanner
+from sp_compile.planner.planned_steps import AttentionChoice, PlanConfig, StepPlanner
 from sp_compile.planner.report_json import plan_json
+from sp_compile.planner.step_peaks import REPLICATED_STATE, SHARDED_STATE
 
 
 def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
