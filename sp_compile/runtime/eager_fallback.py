@@ -59,7 +59,7 @@ _prepared_fsdp: set[str] = set()  # classes of models whose parts were prepared 
 
 def warn_eager_fallback(fallback: EagerFallback) -> None:
     """Warn on rank 0, once for each code object, with the reason and a fix. Dynamo's hook calls it."""
-    target, code, reason, text = fallback  # the compiled function or module, its code, the cause, Dynamo's message
+    target, code, reason, text = fallback  # module or name of a function, its code, kind of cause, Dynamo's message
     name = name_of_callable(target)
     is_graph_break = reason is EagerReason.GRAPH_BREAK
     if process_rank() > 0 or (name, code) in _warned:
