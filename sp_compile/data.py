@@ -63,7 +63,7 @@ def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | 
         if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
             return _replica_on_axes(mesh, mesh_dim, data_dims)
         if data_dims is not None:
-            raise SpError("SP811", f"data_dims: {data_dims!r} names axes, but mesh does not have several axes.")
+            raise SpError("SP811", f"data_dims: expected None for a mesh without several axes, got {data_dims!r}.")
         ranks = resolve(mesh, mesh_dim) if isinstance(mesh, DeviceMesh) else ranks_of(mesh)
     return _replica_of_group(ranks)
 
@@ -89,7 +89,7 @@ def _replica_on_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Se
         if name not in names:
             raise SpError("SP114", f"mesh: expected an axis {name!r}, got {names}.")
     if requested is not None and mesh_dim in requested:
-        raise SpError("SP813", f"data_dims: {mesh_dim!r} is the axis of the sequence.")
+        raise SpError("SP813", f"data_dims: expected axes with different batches, got the sequence axis {mesh_dim!r}.")
     same_batch = SAME_BATCH.union({mesh_dim}, *(strategy.axes for strategy in STRATEGIES.values()))
     data_axes = set(requested) if requested is not None else set(names) - same_batch
     if len(data_axes) == len(names):

@@ -122,7 +122,7 @@ class SequenceParallelAccelerator(Accelerator):
         self.sp_options = dict(sp_options or {}) | dict(plugin.options or {})
         for name in OWN_OPTIONS:
             if name in self.sp_options:
-                raise SpError("SP822", f"sp_options: {name!r} follows from the processes of the Accelerator.")
+                raise SpError("SP822", f"sp_options: unexpected option {name!r}, which the Accelerator sets itself.")
         self.compiles = {"fullgraph": plugin.fullgraph, "dynamic": plugin.dynamic}
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # else accelerate would compile the model with DDP
         self._check_processes()

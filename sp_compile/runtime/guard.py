@@ -61,7 +61,7 @@ from .settings_digest import mode_fields
 from .sharded_values import GatheredProgram, any_sharded, any_traced, call_refusal, unwrap_arguments
 
 OTHER_GRADIENTS = SpError(
-    "SP637", "the ranks of this group go backward from other gradients of what the program has returned"
+    "SP637", "the ranks of this group run the backward with different gradients of the results of the program"
 )
 OTHER_OPTIONS = "the ranks of this group were given different options, or are in different modes"
 OTHER_VALUES_EARLIER = (
