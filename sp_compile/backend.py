@@ -74,8 +74,17 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
         return session.guard(None, error, gm, example_inputs)
     if lowered.unsplit_reason:
         warn_unsplit(program_subject(gm), lowered.unsplit_reason)
-    facts = lowered.graph, lowered.joint.job, lowered.boundary, lowered.unsplit_reason, lowered.eager
-    return session.guard(run, error, gm, example_inputs, *facts)
+    return session.guard(
+        run,
+        error,
+        gm,
+        example_inputs,
+        local=lowered.graph,
+        joint=lowered.joint.job,
+        boundary=lowered.boundary,
+        unsplit_reason=lowered.unsplit_reason,
+        eager=lowered.eager,
+    )
 
 
 torch_compat.on_eager(sp, warn_eager_fallback, warn_fsdp_submodules)

@@ -119,8 +119,9 @@ def _replica_of_group(ranks: Ranks) -> Replica:
     own_members = dist.get_process_group_ranks(group)
     all_members = all_gather_object(world, "gathers", "the ranks that share a sequence", own_members)
     groups = sorted({tuple(members) for members in all_members}, key=min)
-    # Each rank is in its own group, so the sizes add up to those of the world only if the groups do not overlap.
-    if sum(map(len, groups)) != world.n or math.gcd(*map(len, groups)) != ranks.n:
+    # Each rank is in its own group, so the sizes add up to that of the world only if the groups do not overlap.
+    has_overlap = sum(map(len, groups)) != world.n
+    if has_overlap or math.gcd(*map(len, groups)) != ranks.n:
         raise SpError(
             "SP815",
             f"mesh: expected groups of equal size over the {world.n} ranks of the default process group, got {groups}.",

@@ -47,8 +47,9 @@ class AttentionOptions:
         """Return the fields rows, cols, pieces, sizes and predicate of `AttentionArgs`.
 
         Returns:
-            The predicate combines `is_causal`, `window` and `documents`. It reads the documents as vectors of rows and
-            cols, and the window as a size. Pieces are empty: the operator creates them.
+            The predicate combines `is_causal`, `window` and `documents`. In it, q and k are the positions of a query
+            and a key, n0 is the window (in sizes), and row0 and col0 are the documents of the two (in rows and cols).
+            Pieces are empty: the operator creates them.
         """
         parts = ["(k <= q)"] if self.is_causal else []
         if self.window is not None:
@@ -106,8 +107,9 @@ class AttentionCall(RankCall):
         weights = options.attn_mask, *options.predicate_arguments(), seed, options.dropout_p, options.scale
         no_score_function = "", [], []  # of flex_attention, and its operands
         q_frame, k_frame = self.frames()
+        returns_lse, balances = False, False  # only graphs of the compiler request these
         shards = ShardArgs(
-            *weights, *no_score_function, options.sinks, False, q_frame, k_frame, ranks.n, ranks.group, balance=False
+            *weights, *no_score_function, options.sinks, returns_lse, q_frame, k_frame, ranks.n, ranks.group, balances
         )
         if torch.compiler.is_compiling():
             _declare_routes(ranks.group, self.width or 1, self.steps())

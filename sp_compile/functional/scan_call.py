@@ -338,10 +338,8 @@ class LinearCall(ShardCall):
         yield from self._wrong_kinds()
         a, b = self.a, self.b
         yield from check_float_operands(a=a, b=b, initial=self.initial)
-        if any(
-            size_a != size_b and 1 not in (size_a, size_b)
-            for size_a, size_b in zip(reversed(a.shape), reversed(b.shape))
-        ):
+        sizes = zip(reversed(a.shape), reversed(b.shape))  # of each common dim, the last one first
+        if any(size_a != size_b and 1 not in (size_a, size_b) for size_a, size_b in sizes):
             got = f"{list(a.shape)} and {list(b.shape)}"
             yield SpError("SP504", f"a, b: expected shapes that broadcast, got {got}.")
         if self.accumulate is not None and not self.accumulate.is_floating_point:

@@ -166,7 +166,7 @@ class SequenceParallelAccelerator(Accelerator):
         """Return the mesh from which accelerate's loaders derive the ranks that receive the same batches.
 
         Returns:
-            The mesh that was passed, or the mesh of accelerate if there is none.
+            The attribute `mesh`; with one process, the mesh of accelerate.
         """
         return self.mesh if self.mesh is not None else super().torch_device_mesh
 
@@ -315,7 +315,7 @@ class SequenceParallelAccelerator(Accelerator):
             The same value on every rank.
         """
         flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
-        is_set = bool(self.reduce(flag, "max").item() >= 1)  # "sum" would not include the ranks of this replica
+        is_set = bool(self.reduce(flag, "max").item() >= 1)  # "sum" would be over one rank of each replica
         if is_set:
             self.flag_tensor = None
         return is_set

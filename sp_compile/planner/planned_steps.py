@@ -320,9 +320,8 @@ class StepPlanner:
         choices = []
         for strategy, layout in product(strategies, layouts):
             choice = self._attention_choice(n, (strategy, layout), layout)
-            if any(
-                candidate.layout == layout for candidate, _ in choice.candidates
-            ):  # else no attention has the layout
+            has_layout = any(candidate.layout == layout for candidate, _ in choice.candidates)
+            if has_layout:  # else all attentions permute their rows to another one
                 choices.append(choice)
         # Attentions of different shapes, such as local and global ones, may be fastest with different layouts, or, with
         # the strategy "auto", with different strategies.

@@ -54,7 +54,7 @@ MAX_ALIVE_VALUES = 20
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """Return the JSON of a report of `explain` or `verify`, as described above."""
+    """Return the JSON object of a report of `explain` or `verify`; the docstring of this file has its fields."""
     return {
         "format": "sp_compile.report",
         "version": VERSION,
@@ -95,7 +95,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def plan_json(plan: StepPlan) -> dict[str, Any]:
-    """Return the JSON of a plan, as described above."""
+    """Return the JSON object of a plan; the docstring of this file has its fields."""
     best = plan.best if any(row.fits for row in plan.rows) else None
     attributes = (
         "ranks attention layout checkpoint tiles most_tiles offload host_bytes=host state memory_bytes=memory phase "

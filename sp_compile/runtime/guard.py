@@ -218,7 +218,9 @@ class GuardedProgram:
             if has_raised and len(involved_groups()) == 1:
                 return self._agree(args, refusal)  # the others raise now, and then announce the same call as this rank
             abort_if_connected(channel, messages or (), mine)
-        raise (problem if operation_mismatch is not None else problem.with_context(raised)) from self.error
+        if operation_mismatch is None:  # the error of a mismatch has the exceptions already
+            problem = problem.with_context(raised)
+        raise problem from self.error
 
     def _describe_inputs(
         self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, mine: Message

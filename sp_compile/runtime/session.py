@@ -165,9 +165,10 @@ class CompileSession:
                 )
 
     def _place_groups(self) -> None:
-        """Set `grids`, `aligned` and the grids of `facts`, which relate the groups to each other.
+        """Set `grids`, how the ranks of each group are arranged in the other groups, such as along the axes of a mesh.
 
-        In each group the ranks exchange their ranks in the other groups (`group_grids`).
+        In each group the ranks exchange their ranks in the other groups. `aligned` are the groups whose ranks all have
+        the same rank in the group of the sequence, and so the same rows.
         """
         self.grids = group_grids(self.all_groups, lambda ranks, place: self._protocol.exchange(ranks, "place", place))
         self.facts = {name: replace(facts, grid=self.grids[name]) for name, facts in self.facts.items()}
@@ -301,7 +302,8 @@ class CompileSession:
             raise
         except BaseException as error:
             subject = program_subject(gm)
-            publish_stop(f"{type(error).__name__} when it compiles {subject}", subject=subject, within=broken_context())
+            text = f"{type(error).__name__} when it compiles {subject}"
+            publish_stop(text, subject=subject, within=broken_context())  # it replaces the last notice of this rank
             raise
 
     def guard(

@@ -166,7 +166,7 @@ class ControlChannel:
                 if not self.broken:
                     self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
                     publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
-                # Its destructor would wait for missing ranks, and its threads free tensors after Python's exit.
+                # The communicator's destructor would wait for missing ranks, and its threads free tensors after exit.
                 leak((self.gloo, *tensors))
 
     def _connect(self, message: Message, start_time: float) -> None:
@@ -267,8 +267,10 @@ class ControlChannel:
     def _absent_ranks(self, waited: float) -> list[int]:
         """Return the ranks that do not wait in this exchange; [] if that is not known, as after a short wait."""
         others = [rank for rank in self.ranks if rank != dist.get_rank()]
-        if len(others) == 1 or waited < 2 * HEARTBEAT_PATIENCE:
-            return others if len(others) == 1 else []
+        if len(others) == 1:
+            return others
+        if waited < 2 * HEARTBEAT_PATIENCE:  # ranks that wait may not have announced it yet
+            return []
         with suppress(RuntimeError):  # the rank that hosts the store is lost
             return [rank for rank in others if query_store(partial(self._waiting_at, rank), -1) != self.exchanges]
         return []
@@ -330,10 +332,7 @@ class ControlChannel:
         return self.models[key][0]
 
     def reset_counters(self, messages: Sequence[Message]) -> None:
-        """Restart the counts of calls and models after a mismatch, so that they are equal on all ranks again.
-
-        New models get numbers that no rank has used; `messages` are those of all ranks.
-        """
+        """Restart the counts after a mismatch; new models get numbers that no rank has used (`messages` of all)."""
         for counted in (self.calls, self.later, self.models):
             counted.clear()
         self.num_models = max(self.num_models, *(message.model for message in messages))

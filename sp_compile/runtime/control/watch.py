@@ -124,9 +124,7 @@ class _Watcher:
             return
         self.notice = raised_rank()
         if self.notice is not None:
-            if (
-                not _active_runs
-            ):  # no program waits, but DDP in autograd, which raises an error of Gloo without the cause
+            if not _active_runs:  # only autograd waits, as in DDP: its error will be Gloo's, without the cause
                 log.error(
                     "rank %d raised %s; aborting the collectives that wait for it", self.notice.rank, self.notice.text
                 )
