@@ -162,16 +162,16 @@ class PlannedStep:
         They are exact for the share of the dry run, if a few layers represent all, and for share 1. Others are
         interpolated between the shares 0 and 1.
         """
-        unrolls, step = self.dry_run.steps or [], self.step
+        unrolls, n = self.dry_run.steps or [], self.config.ranks
         if share == self.config.offload:
-            pass
-        elif self.exact:
-            step = replace(step, graphs=[unroll.step(unroll.share(share)) for unroll in unrolls])
+            return StepPeaks.of(self.step, n)
+        if self.exact:
+            graphs = [unroll.step(unroll.share(share)) for unroll in unrolls]
         elif share == 1.0:
-            step = replace(step, graphs=[unroll.graph.hosted or unroll.graph for unroll in unrolls])
+            graphs = [unroll.graph.hosted or unroll.graph for unroll in unrolls]
         else:
             return self.peak_memory(0.0).with_offload(self.peak_memory(1.0), share)
-        return StepPeaks.of(step, self.config.ranks)
+        return StepPeaks.of(replace(self.step, graphs=graphs), n)
 
     @property
     def covers_any_share(self) -> bool:

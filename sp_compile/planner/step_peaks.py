@@ -53,7 +53,7 @@ class StepPeaks:
 
         Args:
             offloaded: The peaks with all offloadable values on the host (share 1); these have none there (share 0).
-            share: The share, between which the bytes are interpolated linearly.
+            share: A share from 0 to 1, in which the bytes are assumed to be linear.
         """
 
         def interpolate(at_none: Mapping[str, StepPeak], at_all: Mapping[str, StepPeak]) -> dict[str, StepPeak]:

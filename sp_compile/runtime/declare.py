@@ -59,7 +59,7 @@ def declare_groups(mesh: DeviceMesh | Sequence[dist.ProcessGroup | None], measur
     # The name of this rank's group of each axis (None outside of the mesh), and the ranks of all groups of the axis.
     entries = declarations[dist.get_rank()].axes
     groups = [(entry[0] if entry else None, axes[label]) for label, entry in entries.items()]
-    # The same for the communicators over several axes; None for a union if these axes form no full grid.
+    # The same for the communicators over several axes; `union` is None if these axes form no full grid.
     for labels in label_subsets(list(axes)):
         union = reduce_partitions([axes[label] for label in labels])
         if union is not None and union not in [partition for _, partition in groups]:

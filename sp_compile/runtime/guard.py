@@ -149,7 +149,7 @@ class GuardedProgram:
         refuse_transforms()
         tested_args = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
         is_traced = any_traced(tested_args)  # a call with fake tensors runs nothing, so no message is exchanged
-        # Agree on the call.
+        # Agree on the call. `written` are the inputs that the program changes in place.
         written = self.run.written if isinstance(self.run, GatheredProgram) else self.boundary.written
         refusal = call_refusal(args, sorted(written), self.inputs.names) if written and not is_traced else None
         with mark_agreed():

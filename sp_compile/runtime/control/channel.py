@@ -350,7 +350,7 @@ class ControlChannel:
             return NO_RANK
         if last.within == self.name:  # this group is broken
             return last
-        # A rank that cannot compile one program calls others. If this rank has stopped as well, both come again.
+        # A rank that cannot compile one program still calls others; after this rank has stopped as well, both go on.
         calls_other = message.verb == CALL_VERB and last.subject not in ("", message.subject)
         return NO_RANK if calls_other or any(map(self._is_current, _own_stop)) else last
 
