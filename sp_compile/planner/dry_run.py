@@ -250,7 +250,7 @@ class DryRun:
             text = NO_COLLECTIVE_PASSES.format(options.compiler)
             lowered.report.add([Note(NoteKind.DECLINED, SequenceParallelLinear.name, text)])
         elif self.entry == "explain" and not lowered.exchanges and not predicts_step:
-            options.refuse(self.entry, compiler="compiles nothing of a program without exchanges")
+            options.refuse(self.entry, compiler="compiles nothing of a program without its own collectives")
         if predicts_step or (examines_collectives and options.has_joint_passes):
             self._add_step(lowered, result)
         elif self.entry != "plan" and not lowered.unsplit_reason:  # as the backend does, so that its errors are found
