@@ -105,7 +105,7 @@ class AttentionCall(RankCall):
         options, ranks = self.options, self.ranks
         seed = None if options.seed is None else torch.as_tensor(options.seed, device=self.q.device)
         weights = options.attn_mask, *options.predicate_arguments(), seed, options.dropout_p, options.scale
-        no_score_function = "", [], []  # of flex_attention, and its operands
+        no_score_function: tuple[str, list[Tensor], list[Tensor]] = "", [], []  # of flex_attention
         q_frame, k_frame = self.frames()
         returns_lse, balances = False, False  # only graphs of the compiler request these
         shards = ShardArgs(

@@ -31,8 +31,8 @@ __all__ = ["compile_under_fsdp"]
 
 # Maximum number of graphs of one function. A decorator of transformers is one function that wraps many: between layers
 # that are units of FSDP, it has a graph for each function that it wraps, in training and in evaluation.
-RECOMPILES = 64
-EMBEDDED = "embedded_ids"  # the argument of the forward in _trace_embedding, by which `seq_dims` names the sequence
+MAX_GRAPHS = 64
+IDS_ARGUMENT = "embedded_ids"  # the argument of the forward in _trace_embedding, by which `seq_dims` names the sequence
 
 
 def compile_under_fsdp(
@@ -77,9 +77,9 @@ def compile_under_fsdp(
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
         if isinstance(embedding, torch.nn.Embedding) and config.seq_dims == "auto":
             _trace_embedding(embedding)
-            options = {**options, "seq_dims": {EMBEDDED: -1}}  # the last dim of the ids
+            options = {**options, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
         mute_fsdp_warning(model)
-    limit = {"recompile_limit": RECOMPILES}
+    limit = {"recompile_limit": MAX_GRAPHS}
     compile_in_place(model, lambda: None, limit, backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
     return model
 

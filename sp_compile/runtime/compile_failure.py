@@ -17,7 +17,7 @@ from sp_compile.lowering.torch_compat import RestartAnalysis, is_inductor_error
 from sp_compile.runtime.control.message import hash_text
 
 MAX_SHORT_ERROR_LINES = 3  # lines of an error that is not shortened
-NO_FILE = "TORCHDYNAMO_VERBOSE=1 shows the complete error"
+VERBOSE_HINT = "TORCHDYNAMO_VERBOSE=1 shows the complete error"
 
 
 def shorten_failure(error: Exception, subject: str) -> Exception:
@@ -39,12 +39,12 @@ def shorten_failure(error: Exception, subject: str) -> Exception:
         return error
     text = shorten_error(error)
     where = f"{subject}: compiling {line} failed" if line else f"{subject}: compiling the program failed"
-    failure = SpError("SP243", f"{where}: {text.rstrip('.')}.", f"{_write_error(error, subject)}. {COMPARE}")
+    failure = SpError("SP243", f"{where}: {text.rstrip('.')}.", f"{_write_error(error, subject)}. {COMPARE_HINT}")
     failure.__suppress_context__ = True  # the traceback of `error` would be printed before it
     return failure
 
 
-COMPARE = (
+COMPARE_HINT = (
     "Look for the cause there, and compare with compiler='aot_eager', and with torch.compile without this backend."
 )
 
@@ -57,5 +57,5 @@ def _write_error(error: Exception, subject: str) -> str:
         folder.mkdir(exist_ok=True, mode=0o700)
         (folder / f"rank{process_rank()}.txt").write_text("".join(traceback.format_exception(error)))
     except OSError:
-        return NO_FILE
+        return VERBOSE_HINT
     return f"The complete error is in {folder}"

@@ -49,12 +49,12 @@ from .store import package_store, query_store
 
 WAIT_SLICE = timedelta(seconds=1)  # longest part of a wait during which Python handles no signal
 READ_SECONDS = 10.0  # seconds within which all ranks should read a value
-HEARTBEAT_PATIENCE = 2.0  # seconds of a wait before the store is read
-RETRY_HINT = 5.0  # seconds within which a rank that has raised in a call makes the next one
-CONNECT_CAUSE = timedelta(seconds=60)  # timeout of connecting after all ranks have arrived
+STORE_DELAY = 2.0  # seconds of a wait before the store is read
+RETRY_SECONDS = 5.0  # seconds within which a rank that has raised in a call makes the next one
+CONNECT_TIMEOUT = timedelta(seconds=60)  # timeout of connecting after all ranks have arrived
 FEW_INTEGERS = 8  # largest exchange whose buffers are reused, in integers
 POLL_INTERVAL = 0.005  # seconds between checks for ranks that have not connected
-STOPPED_CAUSE = 1000  # characters of the published reason of a stop
+MAX_NOTICE_WIDTH = 1000  # characters of the published reason of a stop
 HEARTBEAT_INTERVAL = 2.0  # seconds between heartbeats of a rank that compiles
 TWO_THREADS = "two threads of this process call programs over one process group, so their exchanges have no order."
 
@@ -187,7 +187,7 @@ class ControlChannel:
                 time.sleep(POLL_INTERVAL)
                 self._check_progress(message, start_time)
             me = self.ranks.index(dist.get_rank())
-            self.gloo = gloo_group(self.store, me, len(self.last_fields), min(self.timeout, CONNECT_CAUSE))
+            self.gloo = gloo_group(self.store, me, len(self.last_fields), min(self.timeout, CONNECT_TIMEOUT))
         except RuntimeError as error:
             raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
         finally:
@@ -204,13 +204,13 @@ class ControlChannel:
                 "rank %d %s %s and waits for the other ranks. %s", dist.get_rank(), *_read_line(message), advice
             )
         is_late = waited > self.timeout.total_seconds() and not is_compiling
-        stopped = self._find_stop(message) if waited > HEARTBEAT_PATIENCE else NO_RANK
-        if waited > HEARTBEAT_PATIENCE and self.announced != self.exchanges and len(self.ranks) > 2:
+        stopped = self._find_stop(message) if waited > STORE_DELAY else NO_RANK
+        if waited > STORE_DELAY and self.announced != self.exchanges and len(self.ranks) > 2:
             self.announced = self.exchanges
             with suppress(RuntimeError):
                 query_store(self._announce_wait, None)
         # A rank that has raised may catch the exception and come to the next call, for which a call waits a while.
-        is_lost = not stopped.continues or (stopped.raised and (message.verb != CALL_VERB or waited > RETRY_HINT))
+        is_lost = not stopped.continues or (stopped.raised and (message.verb != CALL_VERB or waited > RETRY_SECONDS))
         if is_late or is_lost:
             raise self.fail_timeout(message, waited)
 
@@ -269,7 +269,7 @@ class ControlChannel:
         others = [rank for rank in self.ranks if rank != dist.get_rank()]
         if len(others) == 1:
             return others
-        if waited < 2 * HEARTBEAT_PATIENCE:  # ranks that wait may not have announced it yet
+        if waited < 2 * STORE_DELAY:  # ranks that wait may not have announced it yet
             return []
         with suppress(RuntimeError):  # the rank that hosts the store is lost
             return [rank for rank in others if query_store(partial(self._waiting_at, rank), -1) != self.exchanges]
@@ -430,7 +430,7 @@ def publish_stop(
     if counts is None:
         counts = {name: 0 for name, *_ in process_groups()}
         counts |= {channel.name: channel.exchanges for channel in _channels.values()}
-    _store_notice(StopNotice(dist.get_rank(), text[:STOPPED_CAUSE], continues, counts, subject, within, raised))
+    _store_notice(StopNotice(dist.get_rank(), text[:MAX_NOTICE_WIDTH], continues, counts, subject, within, raised))
 
 
 def _store_notice(notice: StopNotice) -> None:

@@ -20,8 +20,8 @@ from .channel import ControlChannel, publish_stop
 from .message import Message, StopNotice
 from .watch import abort_groups, involved_groups, raised_rank
 
-CAUSE = 500  # characters of an exception that other ranks repeat
-_agreed_errors = "_sp_compile_known"  # attribute of exceptions that the other ranks raise as well, or have received
+MAX_EXCEPTION_WIDTH = 500  # characters of an exception that other ranks repeat
+_AGREED_ATTRIBUTE = "_sp_compile_known"  # attribute of exceptions that the other ranks raise as well, or have received
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def mark_agreed() -> Iterator[None]:
     try:
         yield
     except SpError as error:
-        setattr(error, _agreed_errors, True)
+        setattr(error, _AGREED_ATTRIBUTE, True)
         raise
 
 
@@ -55,7 +55,7 @@ def announce_failures(
     try:
         yield
     except BaseException as error:
-        is_known = hasattr(error, _agreed_errors)  # the other ranks raise it as well, or have received it
+        is_known = hasattr(error, _AGREED_ATTRIBUTE)  # the other ranks raise it as well, or have received it
         if channel is None or is_known or (channel.broken and isinstance(error, SpError)):
             raise
         if is_lost_connection(error):
@@ -103,9 +103,9 @@ def _publish_failure(error: BaseException, operation: str, line: str) -> tuple[i
     Returns:
         The rank, and the text for other ranks.
     """
-    setattr(error, _agreed_errors, True)
+    setattr(error, _AGREED_ATTRIBUTE, True)
     where = f"at {line}, when it {operation}" if line else f"when it {operation}"
-    cause = f"{type(error).__name__}: {str(error)[:CAUSE]}".removesuffix(": ")
+    cause = f"{type(error).__name__}: {str(error)[:MAX_EXCEPTION_WIDTH]}".removesuffix(": ")
     publish_stop(f"{cause}, {where}", continues=True, raised=True)
     own_line = f"rank {dist.get_rank()} raised this {where}"
     has_plain_text = type(error).__str__ is BaseException.__str__ and len(error.args) == 1
