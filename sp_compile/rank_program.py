@@ -43,7 +43,7 @@ NO_CUDA_GRAPHS = (
     "records CUDA graphs, which are not supported: attention launches kernels by the documents of each batch, and "
     "ranks cannot record and replay together."
 )
-NO_COLLECTIVE_PASSES = "compiler={!r} does not support passes on collectives: those of the program are not changed"
+NO_COLLECTIVE_PASSES = "compiler={!r} does not support passes on collectives: they are not changed"
 
 
 @dataclass
