@@ -184,7 +184,7 @@ def check_tensors(**values: object) -> Iterator[SpError]:
 
 
 def check_float_operands(**operands: Tensor | None) -> Iterator[SpError]:
-    """Yield errors if operands are not floating-point tensors on one device.
+    """Yield errors unless all operands are floating-point tensors and their devices are equal.
 
     Args:
         **operands: The operands by name; None is skipped.

@@ -93,7 +93,7 @@ def _gather_programs(ranks: Ranks, mine: Any) -> list[Any]:
 
 
 def program_subject(gm: GraphModule) -> str:
-    """Return the name of a program for messages, with its first line that computes: "Decoder at nets/decoder.py:12".
+    """Return the name of a program for messages, with its first line that computes: "Decoder at FILE:12".
 
     A model is named by its class, with a line of its forward itself, not of decorators around it. Other programs are
     named by the compiled function; without stack traces the name is "a program".
