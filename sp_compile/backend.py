@@ -1,9 +1,9 @@
 """The torch.compile backend "sp".
 
 Every graph that Dynamo passes to the backend is captured, split by the passes along its sequence, given a boundary for
-sharded inputs and outputs, and compiled. `sp` runs these stages among the ranks of one compilation; `lower` decides
-whether a graph is split. To lower is to rewrite a program to that of one rank; the guard is the compiled program with
-the checks that all ranks run the same call.
+sharded inputs and outputs, and compiled. `sp` runs these stages on all ranks of one compilation together; `lower`
+decides whether a graph is split. To lower is to rewrite a program to that of one rank. The guard is the function that
+Dynamo calls: it checks that all ranks make the same call, and then runs the compiled program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = None, mode: str | None = None) -> Any:
-    """Compile one Dynamo graph for the ranks that share its sequence.
+    """Compile one Dynamo graph for the ranks that share its sequence; `torch.compile(backend="sp")` calls it.
 
     Args:
         gm: The graph, as Dynamo passes it to a backend.
@@ -46,10 +46,11 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
         mode: A mode of Inductor, as `torch.compile` names it; modes with CUDA graphs are refused.
 
     Returns:
-        The compiled program. It raises errors of the compilation at its first call, on every rank of the group.
+        The guard of the compiled program. If the compilation failed on a rank, the guard sends the error to the other
+        ranks when it is called, and raises it on all of them.
 
     Raises:
-        SpError: Ranks of a group of the program do not compile it. Dynamo compiles again at the next call.
+        SpError: Some ranks of the program's groups do not compile it now. Dynamo compiles again at the next call.
     """
     program = UserProgram.from_dynamo(gm, example_inputs)
     session = CompileSession(gm, example_inputs, options, mode=mode)
@@ -66,15 +67,24 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
             raise
         except Exception as failure:
             error = explain_failure(failure, program)
-        error = session.finish(gm, error)
-    if torch_compat.is_cut_by_ddp(gm):
+        error = session.finish(gm, error)  # run the remaining exchanges, for which the other ranks wait
+    if torch_compat.is_cut_by_ddp(gm):  # DDPOptimizer calls the program of a bucket once on fake tensors
         torch_compat.keep_first_call_fake()
-    if lowered is None:
+    if lowered is None:  # the compilation failed
         return session.guard(None, error, gm, example_inputs)
     if lowered.unsplit_reason:
         warn_unsplit(program_subject(gm), lowered.unsplit_reason)
-    facts = lowered.graph, lowered.joint.job, lowered.boundary, lowered.unsplit_reason, lowered.eager
-    return session.guard(run, error, gm, example_inputs, *facts)
+    return session.guard(
+        run,
+        error,
+        gm,
+        example_inputs,
+        local=lowered.graph,
+        joint=lowered.joint.job,
+        boundary=lowered.boundary,
+        unsplit_reason=lowered.unsplit_reason,
+        eager=lowered.eager,
+    )
 
 
 torch_compat.on_eager(sp, warn_eager_fallback, warn_fsdp_submodules)
@@ -85,20 +95,21 @@ def lower(
 ) -> RankProgram:
     """Lower a program to that of one rank.
 
-    A program with a sequence is split along it. Of a program with its own collectives and no ranks left for a sequence,
-    only the collectives are optimized, in the joint graph. A program without a sequence runs as it was written.
+    A program with a sequence is split along it. A program with collectives of its own, such as those of tensor
+    parallelism, is not split if no ranks are left for a sequence, or if it has none. If no ranks are left, its
+    collectives are optimized in the joint graph.
 
     Args:
         program: The program.
         options: The options of the backend.
         session: The ranks that compile the program.
-        repeats: The layers that the program represents, if it has only a few of them.
+        repeats: In a dry run, the layers of the model that a program with a few layers represents; None for all.
 
     Raises:
         SpError: The ranks disagree, or the program cannot be split.
     """
     session.exchange_facts(program.graph, program.inputs)
-    if not session.splits:
+    if not session.splits:  # the program has its own collectives, and no axis of a mesh is left for a sequence
         return lower_unsplit(program, options, session)
     if not session.names_sequence and program.has_only_user_exchanges():
         log.info("%s", UNSPLIT_NOTE.text)
@@ -113,15 +124,17 @@ def lower_or_keep(
     finish: Callable[[RankProgram], T],
     repeats: FewLayers | None = None,
 ) -> tuple[RankProgram, T]:
-    """Lower a program and finish it; keep it as it was written if that is not possible.
+    """Lower a program and compile the result; if it cannot be split, compile the unsplit program instead.
+
+    An unsplit program is the graph as it was written, which every rank runs on full tensors.
 
     Args:
         program: The program.
         options: The options of the backend.
         session: The ranks that compile the program.
-        finish: The function that compiles the result. It raises an error on which Dynamo falls back to eager code if
-            the result cannot run.
-        repeats: The layers that the program represents.
+        finish: The function that compiles the result; in a dry run, that examines it. An error on which Dynamo falls
+            back to eager (`is_fallback_error`) means that torch cannot compile it.
+        repeats: As for `lower`.
 
     Returns:
         The program of one rank, and the value of `finish`.
@@ -131,12 +144,13 @@ def lower_or_keep(
             with torch_compat.without_saved_tensor_hooks():  # those of a checkpoint around the program
                 lowered = lower(program, options, session, repeats)
             return lowered, finish(lowered)
-    except torch_compat.RestartAnalysis:
+    except torch_compat.RestartAnalysis:  # Dynamo traces the program again
         raise
     except Exception as failure:
-        reason, must_run_eagerly = unsplit_reason(failure), isinstance(failure, WriteError)
+        reason = unsplit_reason(failure)  # "" for an error of the user, such as an invalid option
+        must_run_eagerly = isinstance(failure, WriteError)  # an in-place write that only eager code runs correctly
         if not reason or must_split(program, options):
-            if torch_compat.is_fallback_error(failure):  # Dynamo would run the program eagerly
+            if torch_compat.is_fallback_error(failure):  # as it is, Dynamo would catch it and run the program eagerly
                 raise CaptureError("SP212", f"{program_subject(program.graph)}: {reason}") from failure
             raise
     # Compile the program unsplit; if that is not possible, run it eagerly.

@@ -10,7 +10,7 @@ import ast
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = _make_parser().parse_known_args(argv)
     try:
         if unknown:
-            raise SpError("SP731", f"{args.command}: unknown argument {' '.join(unknown)!r}{_memory_hint(args)}.")
+            cause = f"{args.command}: unknown argument {' '.join(unknown)!r}."
+            raise SpError("SP731", cause, _memory_fix(args.command, unknown[0]))
         for path in filter(None, (args.json, args.html)):
             _check_writable(path)
         return _run_command(args)
@@ -59,17 +60,18 @@ def _run_command(args: argparse.Namespace) -> int:
     if args.command == "plan":
         arguments |= {"memory": args.memory, "ranks": ranks, "host_memory": args.host_memory}
     else:
-        arguments |= {"sp": args.sp, **({"memory": True} if args.command == "explain" else {})}
-    duplicates = sorted(arguments.keys() & options.keys())
-    if duplicates:
-        raise SpError("SP732", f"--option {duplicates[0]}: an argument of {args.command}{_memory_hint(args)}.")
+        arguments["sp"] = args.sp
+    if args.command == "explain":
+        arguments["memory"] = True
+    _check_no_arguments(args.command, options, arguments)
     if args.command == "plan":
         result: Any = plan(model, inputs, **arguments, **options)
         data, failed = plan_json(result), not any(row.fits for row in result.rows)
     else:
         command: Callable[..., Any] = explain if args.command == "explain" else verify
         result = command(model, *inputs, **arguments, **options)
-        data, failed = report_json(result), args.command == "verify" and not result.worst <= args.tolerance
+        data = report_json(result)
+        failed = args.command == "verify" and not result.worst <= args.tolerance  # an error of NaN fails
     sys.stdout.write(f"{result}\n")
     if args.json:
         args.json.write_text(json.dumps(data, indent=1) + "\n")
@@ -78,22 +80,30 @@ def _run_command(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _memory_hint(args: argparse.Namespace) -> str:
-    """Return a suffix for errors on arguments: the command has no `memory`, `sp_compile.explain` has."""
-    return " (explain always predicts the memory)" if args.command == "explain" else ""
+def _check_no_arguments(command: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Raise SpError if an --option has the name of an argument of the command, which would be passed twice."""
+    for name in sorted(arguments.keys() & options.keys()):
+        fix = f"Pass it as --{name.replace('_', '-')}."
+        if name == "kwargs":
+            fix = "Return the keyword arguments from the function: (model, args, kwargs)."
+        cause = f"--option {name}: expected an option of the backend, got an argument of {command}."
+        raise SpError("SP732", cause, _memory_fix(command, name) or fix)
+
+
+def _memory_fix(command: str, name: str) -> str | None:
+    """Return the fix for `memory`, which is an argument of `sp_compile.explain` only; None for other names."""
+    is_memory = command == "explain" and name.lstrip("-") == "memory"
+    return "Omit it: explain always predicts the memory." if is_memory else None
 
 
 def _check_writable(path: Path) -> None:
-    """Raise SpError if the file cannot be written.
-
-    The check runs before the work, which may take minutes.
-    """
+    """Raise SpError if the file cannot be written; called before the work of the command, which may take minutes."""
     existed = path.exists()
     try:
         path.open("a").close()
     except OSError as error:
         raise _cannot_write(path, error) from None
-    if not existed:
+    if not existed:  # opening it has created it
         path.unlink()
 
 
@@ -140,17 +150,21 @@ def _call_target(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
         SpError: The function is missing or returns something else.
     """
     module, _, name = target.partition(":")
-    sys.path[:0] = [""] if "" not in sys.path else []
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the current folder
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise SpError("SP734", f"target: expected module:function, got {target!r}: {str(error).rstrip('.')}.") from None
-    match function():
+    result = function()
+    match result:
         case (model, tuple() | list() as inputs):
             return model, inputs, {}
         case (model, tuple() | list() as inputs, dict() as kwargs):
             return model, inputs, kwargs
-    raise SpError("SP735", f"target: expected {target!r} to return (model, args) or (model, args, kwargs).")
+    items = ", ".join(type(item).__name__ for item in result) if isinstance(result, tuple) else ""
+    got = f"({items})" if items else type(result).__name__
+    raise SpError("SP735", f"target: expected (model, args) or (model, args, kwargs) from {target!r}, got {got}.")
 
 
 def _parse_ranks(texts: Sequence[str]) -> list[int]:

@@ -41,8 +41,9 @@ class Replica:
 def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | Sequence[str] | None = None) -> Replica:
     """Return the data-parallel replica of this rank.
 
-    With a mesh of several axes this is a local computation. With a mesh of one axis, or a process group, whose ranks
-    take the same batches, all ranks of the default process group exchange their groups, so all have to call it.
+    With a mesh of several axes this is a local computation. The ranks of a mesh of one axis, or of a process group, are
+    one replica. To number the replicas, all ranks of the default process group exchange their groups, so each of them
+    has to call this function.
 
     Args:
         mesh: A DeviceMesh, with named axes if it has several; a process group; or None for the default process group
@@ -62,7 +63,7 @@ def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | 
         if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
             return _replica_on_axes(mesh, mesh_dim, data_dims)
         if data_dims is not None:
-            raise SpError("SP811", f"data_dims: {data_dims!r} names axes, but mesh does not have several axes.")
+            raise SpError("SP811", f"data_dims: expected None for a mesh without several axes, got {data_dims!r}.")
         ranks = resolve(mesh, mesh_dim) if isinstance(mesh, DeviceMesh) else ranks_of(mesh)
     return _replica_of_group(ranks)
 
@@ -88,12 +89,12 @@ def _replica_on_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Se
         if name not in names:
             raise SpError("SP114", f"mesh: expected an axis {name!r}, got {names}.")
     if requested is not None and mesh_dim in requested:
-        raise SpError("SP813", f"data_dims: {mesh_dim!r} is the axis of the sequence.")
+        raise SpError("SP813", f"data_dims: expected axes with different batches, got the sequence axis {mesh_dim!r}.")
     same_batch = SAME_BATCH.union({mesh_dim}, *(strategy.axes for strategy in STRATEGIES.values()))
     data_axes = set(requested) if requested is not None else set(names) - same_batch
     if len(data_axes) == len(names):
         raise SpError("SP814", f"mesh: expected an axis of the sequence, got {names}.")
-    rank, n = 0, 1
+    rank, n = 0, 1  # position of this rank in the grid of the data axes, row by row, and the size of the grid
     for name, position, size in zip(names, coordinate, mesh.shape, strict=True):
         if name in data_axes:
             rank, n = rank * size + position, n * size
@@ -101,9 +102,10 @@ def _replica_on_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Se
 
 
 def _replica_of_group(ranks: Ranks) -> Replica:
-    """Return the replica of this rank if each group of a sequence, such as `ranks`, is a replica.
+    """Return the replica of this rank if the ranks of one sequence, `ranks` for this rank, are a replica.
 
-    All ranks of the default process group call it and exchange their groups, to count the replicas.
+    All ranks of the default process group call it and exchange the members of their groups, to number the replicas in
+    the order of their first ranks.
 
     Raises:
         SpError: The groups do not split the default process group evenly.
@@ -114,22 +116,24 @@ def _replica_of_group(ranks: Ranks) -> Replica:
     world = ranks_of(dist.group.WORLD)
     if ranks.n == world.n:
         return Replica(0, 1)
-    members = dist.get_process_group_ranks(group)
-    members_of_ranks = all_gather_object(world, "gathers", "the ranks that share a sequence", members)
-    groups = sorted({tuple(group) for group in members_of_ranks}, key=min)
-    if sum(map(len, groups)) != world.n or math.gcd(*map(len, groups)) != ranks.n:
+    own_members = dist.get_process_group_ranks(group)
+    all_members = all_gather_object(world, "gathers", "the ranks that share a sequence", own_members)
+    groups = sorted({tuple(members) for members in all_members}, key=min)
+    # Each rank is in its own group, so the sizes add up to that of the world only if the groups do not overlap.
+    has_overlap = sum(map(len, groups)) != world.n
+    if has_overlap or math.gcd(*map(len, groups)) != ranks.n:
         raise SpError(
             "SP815",
             f"mesh: expected groups of equal size over the {world.n} ranks of the default process group, got {groups}.",
         )
-    return Replica(groups.index(tuple(members)), len(groups))
+    return Replica(groups.index(tuple(own_members)), len(groups))
 
 
 class SequenceSampler(DistributedSampler):
     """DistributedSampler over the data-parallel replicas of a mesh, with a state for checkpoints.
 
     Ranks that share a sequence get the same indices, replicas get different ones. Frameworks that replace the sampler
-    of a loader keep it, because it is a DistributedSampler.
+    of a loader do not replace a DistributedSampler, so they use this one as it is.
 
     Args:
         dataset: The dataset to sample.
@@ -159,17 +163,17 @@ class SequenceSampler(DistributedSampler):
         replica = replica_of(mesh, mesh_dim, data_dims)
         super().__init__(dataset, replica.n, replica.rank, shuffle, seed, drop_last)
         self.yielded = 0  # indices of this replica in the epoch so far
-        self._skipped = 0  # indices that the next iteration skips, as a loaded state counts them
+        self._skipped = 0  # indices that the next iteration skips: those that were yielded before a loaded state
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the indices of this replica, after those that a loaded state counts."""
+        """Yield the indices of this replica in this epoch, without those that were yielded before a loaded state."""
         self.yielded, self._skipped = self._skipped, 0
         for index in islice(super().__iter__(), self.yielded, None):
             self.yielded += 1
             yield index
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Another epoch than the current one starts at its first index.
+        """Set the epoch of the next iteration. The position of a loaded state is kept if the epoch does not change.
 
         Args:
             epoch: The number of the epoch, which selects the random order.
@@ -203,7 +207,7 @@ class SequenceSampler(DistributedSampler):
         if taken % self.num_replicas:
             raise SpError(
                 "SP804",
-                f"state: {state['replicas']} data-parallel replicas have taken {state['yielded']} samples each, which "
-                f"{self.num_replicas} replicas do not divide.",
+                f"state: {state['replicas']} data-parallel replicas have taken {state['yielded']} samples each, "
+                f"{taken} in total, which the {self.num_replicas} replicas of this run do not divide.",
             )
         self.yielded = self._skipped = taken // self.num_replicas

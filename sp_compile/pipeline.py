@@ -64,7 +64,7 @@ class ApplyStrategies(RepeatPasses):
         """Return the passes of one round, in order.
 
         Returns:
-            The passes, which may have been registered after import.
+            The passes at the time of the call, since strategies may be registered after import.
         """
         return strategy_passes()
 
@@ -98,7 +98,7 @@ class Pipeline(Passes):
 def strategy_passes() -> tuple[type[DemandPass], ...]:
     """Return the passes that satisfy demands, in order.
 
-    Each handles demands of certain kinds and can run alone. `GatherOperands` handles the remaining ones.
+    Each handles demands of certain kinds. `GatherOperands` gathers the operands of all that remain.
 
     Returns:
         The classes of the passes.
@@ -129,12 +129,13 @@ def run_pipeline(gm: GraphModule, job: PassContext) -> tuple[GraphModule, Report
         job: The context of the passes.
 
     Returns:
-        The graph and the report; a Refusal if the graph may be lowered with other placements of its inputs.
+        The graph of one rank and the report; or a Refusal, if a pass cannot split the graph with these inputs. The
+        caller may then capture the program with other lengths, or another order of rows, and run the passes again.
 
     Raises:
         SpError: The graph does not support an option; see the passes.
     """
-    if job.ranks.n == 1:
+    if job.ranks.n == 1:  # nothing is exchanged
         job.notes += _note_idle_options(job)
         job.options = replace(job.options, attention="auto", layout="auto")
     pipeline = Pipeline(job)
@@ -143,6 +144,7 @@ def run_pipeline(gm: GraphModule, job: PassContext) -> tuple[GraphModule, Report
     if job.refusal is not None:
         return job.refusal
     assert job.input_placements is not None
+    # `pipeline.gm` is the graph of one rank. `gm` has the nodes of the global view, for which the placements are known.
     results = gm.graph.output_node().all_input_nodes
     pipeline.gm.meta[OUTPUT_RULES] = output_infos(gm, job.input_placements)
     return pipeline.gm, Report(
@@ -162,7 +164,7 @@ def run_pipeline(gm: GraphModule, job: PassContext) -> tuple[GraphModule, Report
 
 
 def _note_idle_options(job: PassContext) -> Iterator[Note]:
-    """Yield a note for each option without effect on one rank, in place of an error, so that scripts run."""
+    """Yield a note for each option that one rank does not use; no error, so that scripts run on any number of ranks."""
     for option, requested in (("attention", job.options.attention), ("layout", job.options.layout)):
         if requested != "auto":
             yield Note(NoteKind.DECLINED, requested, f"{option}={requested!r} has no effect on one rank")

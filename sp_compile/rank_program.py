@@ -53,7 +53,7 @@ class RankProgram:
     graph: GraphModule  # the graph of this rank
     options: SPConfig  # the options of the backend
     report: Report  # the decisions of the passes
-    inputs: Sequence[Any]  # example inputs of the compiler
+    inputs: Sequence[Any]  # example inputs of `graph` for the compiler, with the shapes of one rank
     joint: JointPasses = field(default_factory=JointPasses)  # passes over the joint graph of AOTAutograd
     ranks: Ranks = SINGLE_RANK  # the ranks that shard the sequence; one rank if the graph is unsplit
     machine: Machine | None = None  # measured constants of the cost model
@@ -63,20 +63,22 @@ class RankProgram:
 
     @property
     def exchanges(self) -> bool:
-        """Return True if the user's program contains collectives, which joint passes may change."""
+        """Return True if the user's program has collectives of its own, which passes on the joint graph may change."""
         return bool(self.joint.job.session.groups)
 
     @property
     def input_bytes(self) -> int:
         """Return the bytes of the arguments on this rank, without parameters and buffers."""
         inputs = self.graph.graph.find_nodes(op="placeholder")
-        return sum(nbytes_of(x) for node in inputs if node_info(node).parameter is False for x in node_tensors(node))
+        arguments = [node for node in inputs if node_info(node).parameter is False]
+        return sum(nbytes_of(x) for node in arguments for x in node_tensors(node))
 
     def add_boundary_outputs(self) -> None:
-        """Add the outputs to the graph that sharded results need, and update the boundary, before compilation.
+        """Add the outputs that sharded results need to the graph, and update the boundary; called before compilation.
 
-        They are gradient tokens (numbers of stored gradients), operands of deferred results (computed when they are
-        read), and row orders.
+        A result whose rows are computed only when it is read (deferred, such as logits) needs its operands as outputs.
+        A result in a load-balanced order needs this order. A gradient token is an output of one element: the gradient
+        of the result is stored by the runtime, and the gradient of the token is the number of the stored one.
         """
         job = BoundaryContext(
             self.ranks,
@@ -91,35 +93,43 @@ class RankProgram:
         self.report.passes += job.runs
 
     def partitioned_passes(self, options: SPConfig | None = None) -> PartitionedPasses | None:
-        """Return the passes over the forward and the backward, after the partition of the joint graph.
+        """Return the passes over forward and backward: overlap of collectives, and offload of saved values.
+
+        The compiler runs them after AOTAutograd has partitioned the joint graph into forward and backward.
 
         Args:
-            options: Options that replace those of the program.
+            options: Options that replace those of the program; None for those of the program.
 
         Returns:
-            The passes, or None if there is nothing to do after the partition.
+            The passes; None if there are no collectives to overlap and no values to offload, or if the compiler does
+            not run passes on joint graphs.
         """
         options = options or self.options
-        if not options.has_joint_passes or (options.offload == "never" and self.ranks.n == 1):
+        has_nothing_to_do = options.offload == "never" and self.ranks.n == 1
+        if has_nothing_to_do or not options.has_joint_passes:
             return None
-        memory, nbytes = list(self.report.memory), self.input_bytes
-        return PartitionedPasses(
-            PartitionContext(self.ranks, options, machine=self.machine, memory=memory, input_bytes=nbytes)
+        memory = list(self.report.memory)  # the predicted memory of a rank
+        context = PartitionContext(
+            self.ranks, options, machine=self.machine, memory=memory, input_bytes=self.input_bytes
         )
+        return PartitionedPasses(context)
 
 
 def make_joint_passes(example_inputs: Sequence[Any], options: SPConfig, session: CompileSession) -> JointPasses:
-    """Return the passes over the joint graph of a program, which its compiler runs."""
+    """Return the passes over the joint graph of a program, which its compiler runs.
+
+    The context of these passes has the local shapes of the inputs, and the groups of the session.
+    """
     shapes = [tuple(x.shape) for x in local_tensors(example_inputs)]
     return JointPasses(JointContext(options=options, session=session, shapes=shapes))
 
 
 def compile_rank_program(lowered: RankProgram, mode: str | None) -> Callable[..., Any]:
-    """Return the compiled program of one rank, or its code if eager code runs it."""
+    """Return the compiled program of one rank; if eager code runs it, the uncompiled forward of its graph."""
     if lowered.eager:
         return lowered.graph.forward
-    if not lowered.unsplit_reason:
-        with torch_compat.without_saved_tensor_hooks():
+    if not lowered.unsplit_reason:  # an unsplit program has no sharded results
+        with torch_compat.without_saved_tensor_hooks():  # those of a checkpoint around the program
             lowered.add_boundary_outputs()
     return compile_local(lowered, mode)
 
@@ -127,7 +137,8 @@ def compile_rank_program(lowered: RankProgram, mode: str | None) -> Callable[...
 def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[..., Any]:
     """Compile the local graph and its joint passes with Inductor, or with the compiler of the options."""
     options, joint, local = lowered.options, lowered.joint, lowered.graph
-    patches, name = _mode_options(mode, options.compiler), options.compiler
+    name = options.compiler  # a name of `torch.compiler.list_backends()`, or a callable
+    patches = _mode_options(mode, name)
     compiler = torch_compat.get_compiler(name, patches)
     policies: AbstractContextManager[Any] = nullcontext()
     partitioned = lowered.partitioned_passes()
@@ -137,17 +148,20 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
         policies = apply_checkpoint_policies(local)
     elif lowered.exchanges:
         log.warning("%s", NO_COLLECTIVE_PASSES.format(name))
+    # torch caches compiled code by graph; code from another version of the operators must not be loaded.
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
     budget = torch_compat.memory_budget(options.activation_memory_budget)
     with budget, torch.compiler.config.patch(cache_key_tag=tag), policies:
         set_step(f"compiler {name}" if isinstance(name, str) else "compiler")
-        inner, key = torch_compat.nested_compiler(torch_compat.get_compiler(name, patches)), (name, str(patches))
+        # Regions that run in tiles are separate graphs, which operators of the local graph call.
+        tile_compiler = torch_compat.nested_compiler(torch_compat.get_compiler(name, patches))
         for program in programs_of(local):
-            program.compile(inner, key, for_training=torch.is_grad_enabled())
+            program.compile(tile_compiler, (name, str(patches)), for_training=torch.is_grad_enabled())
         run = compiler(local, lowered.inputs)
     if lowered.exchanges:
         log.info("%s", joint.report)
-    return with_rank_rng(run, lowered.ranks) if lowered.ranks.n > 1 and has_random_ops(local) else run
+    draws_on_shards = lowered.ranks.n > 1 and has_random_ops(local)
+    return with_rank_rng(run, lowered.ranks) if draws_on_shards else run  # each rank draws other numbers for its rows
 
 
 def _mode_options(mode: str | None, compiler: str | Callable[..., Any]) -> Mapping[str, Any]:

@@ -55,14 +55,17 @@ class SplitProgram:
     session: CompileSession  # the ranks that compile the program
     view: GlobalView  # the captured graph
     machine: Machine | None  # measured constants of the cost model
-    repeats: FewLayers | None  # the layers that the program represents
-    row_order_conflict: str = ""  # the reason why balanced inputs are gathered
+    repeats: FewLayers | None  # in a dry run, the layers that a program with a few layers represents
+    row_order_conflict: str = ""  # why the graph cannot run in the row order of its inputs; "" if it can
 
     @classmethod
     def capture(
         cls, program: UserProgram, options: AnyOptions, session: CompileSession, repeats: FewLayers | None = None
     ) -> SplitProgram:
-        """Capture the global view of a program, and agree with the other ranks on the cost model's constants."""
+        """Capture the global view of a program, and agree with the other ranks on the cost model's constants.
+
+        Arguments are those of `lower` in `backend.py`.
+        """
         try:
             config = SPConfig.of(options)
             if program.has_dtensors:
@@ -70,17 +73,21 @@ class SplitProgram:
             with wrap_failures():
                 view = cls._view(program, config, session, program.has_balanced_inputs)
             session.ranks.check_backend(program.device)
-        finally:  # the other ranks measure, too, even if this one has failed
+        finally:  # a collective measurement: the other ranks wait for this one even if its capture has failed
             machine = session.agree_on_machine(program.device)
         return cls(program, config, session, view, machine, repeats)
 
     @staticmethod
     def _view(program: UserProgram, config: SPConfig, session: CompileSession, balanced: bool) -> GlobalView:
-        """Capture the graph; `balanced`: its inputs keep their load-balanced order, else these are gathered."""
+        """Capture the graph in the global view.
+
+        If `balanced`, the inputs that an earlier graph returned in a load-balanced order stay sharded, and other
+        sharded inputs are gathered. If not, the balanced ones are gathered.
+        """
         return global_view(program.graph, program.inputs, config, session.ranks, balanced)
 
     def lower(self) -> RankProgram:
-        """Run the passes, a second time if they refuse the inputs, and return the program of one rank.
+        """Return the program of one rank; if a pass refuses the inputs, capture them in another way and try once more.
 
         Raises:
             SpError: A pass refuses the program.
@@ -89,17 +96,21 @@ class SplitProgram:
         with wrap_failures():
             result = self._run_passes()
             if isinstance(result, Refusal) and self._change_view(result):
-                symbols = symbol_sources(self.view.graph) if result.kind is RefusalKind.NO_SEQUENCE else symbols
+                if result.kind is RefusalKind.NO_SEQUENCE:  # lengths that were symbols are constants now
+                    symbols = symbol_sources(self.view.graph)
                 result = self._run_passes()
             if isinstance(result, Refusal):
                 raise result.error()
         return self._rank_program(symbols, *result)
 
     def _change_view(self, refusal: Refusal) -> bool:
-        """Change what a pass has refused: the order of the inputs, or lengths that are symbols.
+        """Capture the program again, without the property of its inputs that a pass has refused.
+
+        If the graph cannot run in the row order of its sharded inputs, these are gathered. If no sequence was found,
+        symbolic lengths become constants, since a loop that is unrolled along the sequence shows its length.
 
         Returns:
-            True if the passes may run once more.
+            True if the program was captured again; False if it has no symbolic lengths to fix.
         """
         balanced = self.program.has_balanced_inputs
         if refusal.kind is RefusalKind.ROW_ORDER:
@@ -134,35 +145,43 @@ class SplitProgram:
         if isinstance(result, Refusal):
             return result
         local, report = result
-        inputs += [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")[len(inputs) :]]  # row order
-        return inputs, local, report
+        # The passes have appended placeholders if the rows are in a load-balanced order, which each call passes.
+        added = local.graph.find_nodes(op="placeholder")[len(inputs) :]
+        return inputs + [node.meta["val"] for node in added], local, report
 
     def _rank_program(self, symbols: Symbols, inputs: list[Any], local: GraphModule, report: Report) -> RankProgram:
-        """Return the program of one rank, with its boundary and its report."""
+        """Return the program of one rank, with its boundary and its report.
+
+        Args:
+            symbols: The input and dim of which each symbolic length is the size.
+            inputs: The example inputs of the local graph.
+            local: The graph of one rank.
+            report: The report of the passes.
+        """
         ranks = self.session.ranks
         report.add(self._input_notes())
         report.add(graph_break_notes(self.program.graph))
         warn_lost_sequence(self.program.graph, report)
-        declare_routes(local, ranks)
+        declare_routes(local, ranks)  # register the names of groups for exchanges between some of the ranks
         boundary = make_boundary(local, self.view, ranks, symbols)
         if boundary.results:
             register_sharded_outputs(ranks)
-            written = boundary.writes.values()
+            written = boundary.writes.values()  # results that are new values of inputs, which the user does not see
             report.sharded_outputs = [result.name for i, result in boundary.results.items() if i not in written]
         joint = make_joint_passes(inputs, self.config, self.session)
         return RankProgram(local, self.config, report, inputs, joint, ranks, self.machine, boundary)
 
     def _input_notes(self) -> Iterator[Note]:
-        """Yield a note for each sharded input, which states why it is gathered or where it was sharded."""
+        """Yield a note for each input that an earlier graph returned sharded; if it is gathered, with the reason."""
         for i, (name, x) in enumerate(zip(self.view.arguments, self.program.inputs, strict=True)):
             if not isinstance(x, Sharded):
                 continue
             kind, text = NoteKind.KEPT_SHARDED, f"an earlier graph returned it {x.sharding}"
-            if i not in self.view.layouts:
+            if i not in self.view.layouts:  # it is gathered
                 kind = NoteKind.UNSHARDED
                 if self.row_order_conflict:
                     text += f", and {self.row_order_conflict}"
-                elif x.sharding.is_plain:
+                elif x.sharding.is_plain:  # not along a part of a dim, whose text gives the reason
                     text += ", and this one runs on other ranks"
             yield Note(kind, name, text, name, f"input {name}")
 
@@ -177,6 +196,7 @@ def graph_break_notes(gm: GraphModule) -> Iterator[Note]:
 
 def warn_lost_sequence(gm: GraphModule, report: Report) -> None:
     """Warn on rank 0 if eager code has gathered the sequence before this graph."""
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
     for note in report.find_notes(NoteKind.SEQUENCE_LOST):
-        if not (dist.is_initialized() and dist.get_rank()):
-            log.warning("%s is compiled with backend='sp', and %s", program_subject(gm), note.text)
+        log.warning("%s is compiled with backend='sp', and %s", program_subject(gm), note.text)

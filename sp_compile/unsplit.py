@@ -39,13 +39,16 @@ CHANGING_LENGTHS = (
 
 
 def lower_unsplit(program: UserProgram, options: AnyOptions, session: CompileSession, *notes: Note) -> RankProgram:
-    """Lower a program without splitting it.
+    """Return a program that has no sequence to split; its own collectives may still be optimized.
 
     Args:
         program: The program.
         options: The options of the backend; those of a sequence are refused, except in a fragment of a model.
-        session: The session whose groups' collectives are optimized.
+        session: The session. Passes on the joint graph optimize the collectives of its groups; none in a new session.
         *notes: Notes of the report.
+
+    Raises:
+        SpError: An option has no effect without a sequence (SP109).
     """
     config = SPConfig.of(options)
     if not torch_compat.is_fragment(program.graph):  # other fragments of the model may have a sequence
@@ -55,7 +58,7 @@ def lower_unsplit(program: UserProgram, options: AnyOptions, session: CompileSes
 
 
 def keep_unsplit(program: UserProgram, options: AnyOptions, session: CompileSession, why: str) -> RankProgram:
-    """Return a program that cannot be split, whose graph every rank runs as it was written.
+    """Return a program that should be split and cannot be: every rank runs its graph as it was written.
 
     Args:
         program: The program.
@@ -64,26 +67,31 @@ def keep_unsplit(program: UserProgram, options: AnyOptions, session: CompileSess
         why: The reason, for the report and a warning.
     """
     gm, config, inputs = program.graph, SPConfig.of(options), local_inputs(program.inputs)
-    where = next((node_line(node) for node in gm.graph.nodes if node.op == "call_function"), program_subject(gm))
+    first_op = next((node for node in gm.graph.nodes if node.op == "call_function"), None)
+    where = program_subject(gm) if first_op is None else node_line(first_op)
     report = Report(session.ranks.n, [Note(NoteKind.REPLICATED, "capture", f"{CANNOT_SPLIT}: {why}", where=where)])
     report.work = _count_unsplit_work(program)
-    joint = make_joint_passes(inputs, config, CompileSession())
+    joint = make_joint_passes(inputs, config, CompileSession())  # a session without groups: nothing is optimized
     return RankProgram(gm, config, report, inputs, joint, unsplit_reason=why)
 
 
 def _count_unsplit_work(program: UserProgram) -> ShardedWork:
-    """Return the work of a graph that every rank runs; none if the graph cannot be captured."""
+    """Return the FLOPs and bytes of a graph that every rank runs; zeros if the graph cannot be captured."""
     try:
         graph = capture(program.graph, program.inputs)
-        return count_work(graph, PlacementPlan(), differentiable_nodes(graph), lambda node: 1, 1)
+        replicated = PlacementPlan()  # of a graph without sharded values
+        return count_work(graph, replicated, differentiable_nodes(graph), lambda node: 1, 1)
     except torch_compat.RestartAnalysis:
         raise
-    except Exception:  # the reason may be that it is not possible
+    except Exception:  # a failed capture may be the reason why the program runs unsplit
         return ShardedWork()
 
 
 def must_split(program: UserProgram, options: AnyOptions) -> bool:
-    """Return True if the graph may not run unsplit, since options forbid it or its values are rank-local."""
+    """Return True if the graph may not run unsplit.
+
+    That is so with fallback='error', and if its inputs or results are shards or DTensors, of which a rank has a part.
+    """
     config = SPConfig.of(options)
     has_local_values = "local" in (config.inputs, config.outputs)
     return config.fallback == "error" or has_local_values or program.has_dtensors

@@ -38,7 +38,7 @@ REFUSED_OPTIONS = {
 def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **config: Any) -> Report:
     """Compare `model(*args)` on `sp` simulated ranks with a single device.
 
-    Both run forward and backward. The errors of a random model (dropout) are large, since each run draws other numbers.
+    Both run forward and backward. The errors of a model with dropout are large, since each run draws other numbers.
 
     Args:
         model: The model, or a function.
@@ -58,21 +58,31 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
     tensors = pytree.tree_leaves((args, config))
     tensors += model.parameters() if isinstance(model, torch.nn.Module) else ()
     if any(isinstance(x, Tensor) and x.is_meta for x in tensors):
-        raise SpError("SP715", "verify: the model or an input is on the meta device, which has no numbers to compare.")
+        raise SpError("SP715", "verify: expected a model and inputs with values, got a tensor on the meta device.")
     with show_progress("verify"):
         (result,) = DryRun("verify", model, args, [(sp, config)], REFUSED_OPTIONS, compare=_compare).run()
     if not result.report.errors:
-        raise SpError("SP716", "verify: the program splits no sequence, and its own exchanges are not simulated.")
+        cause = "there is nothing to compare: no sequence of the program is split, and its own collectives do not run."
+        raise SpError("SP716", f"verify: {cause}")
     return result.report
 
 
 def _compare(gm: GraphModule, lowered: RankProgram, inputs: Sequence[Any]) -> None:
-    """Run the graph on a single device and on simulated ranks, and set the errors of the report."""
+    """Run a graph on a single device and on simulated ranks, and add the largest errors to the program's report.
+
+    `DryRun` calls it for each call of a graph that is split.
+
+    Args:
+        gm: The graph as Dynamo traced it, for the single device.
+        lowered: The program of one rank.
+        inputs: The arguments of the call.
+    """
     set_step("single device")
-    worst, single = dict(lowered.report.errors), run_with_grads(gm, inputs)
+    largest_errors = dict(lowered.report.errors)  # name of a value -> error
+    single_device = run_with_grads(gm, inputs)
     set_step(f"{lowered.ranks.n} simulated ranks")
-    views = partial(rebuild_views, edges=lowered.boundary)
-    for rank in run_ranks(lowered.ranks.n, lambda _: run_with_grads(lowered.graph, inputs, views)):
-        for name, error in compare_runs(gm, inputs, single, rank):
-            worst[name] = max(worst.get(name, 0.0), error)
-    lowered.report.errors = list(worst.items())
+    restore_views = partial(rebuild_views, edges=lowered.boundary)  # results that are views of other results
+    for rank in run_ranks(lowered.ranks.n, lambda _: run_with_grads(lowered.graph, inputs, restore_views)):
+        for name, error in compare_runs(gm, inputs, single_device, rank):
+            largest_errors[name] = max(largest_errors.get(name, 0.0), error)
+    lowered.report.errors = list(largest_errors.items())

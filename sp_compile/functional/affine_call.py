@@ -11,7 +11,7 @@ from torch import Tensor
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.scan import affine_scan as ops
 
-from .rank_call import check_dtypes, check_flags, check_tensors, op_or_body
+from .rank_call import broadcasts_to, check_dtypes, check_flags, check_float_operands, check_tensors, op_or_body
 from .scan_call import ShardCall, describe_operands
 
 sp = torch.ops.sp
@@ -42,7 +42,8 @@ class AffineCall(ShardCall):
             initial = initial.expand(*b.shape[:ROWS_FROM_END], *b.shape[-2:])
         affine_scan = op_or_body(sp.affine_scan, ops.affine_scan, m, b, initial)
         options = self.dim, self.reverse, self.accumulate, self.exclusive
-        result: Tensor = affine_scan(m, b, initial, *options, *self.arguments(b, 1))
+        shards = self.arguments(b, 1)  # the bytes are not needed: the exchange is always "gather"
+        result: Tensor = affine_scan(m, b, initial, *options, *shards)
         return result
 
     def description(self) -> str:
@@ -65,29 +66,21 @@ class AffineCall(ShardCall):
             yield from check_tensors(initial=self.initial)
         yield from check_dtypes(accumulate_dtype=self.accumulate)
         yield from check_flags(exclusive=self.exclusive, reverse=self.reverse)
-        m, b = self.m, self.b
-        operands = [x for x in (m, b, self.initial) if x is not None]
-        if not all(x.is_floating_point() for x in operands):
-            got = ", ".join(str(x.dtype) for x in operands)
-            yield SpError("SP505", f"m, b, initial: expected floating-point dtypes, got {got}.")
-        if any(x.device != b.device for x in operands):
-            got = ", ".join(str(x.device) for x in operands)
-            yield SpError("SP506", f"m, b, initial: expected one device, got {got}.")
+        yield from check_float_operands(m=self.m, b=self.b, initial=self.initial)
         if self.accumulate is not None and not self.accumulate.is_floating_point:
             yield SpError("SP526", f"accumulate_dtype: expected a floating-point dtype, got {self.accumulate}.")
         yield from self._wrong_shapes()
-        if self.shards is not None and b.ndim >= -ROWS_FROM_END:
-            yield from self.shards.errors(b.shape, self.dim)
+        if self.shards is not None and self.b.ndim >= -ROWS_FROM_END:
+            yield from self.shards.errors(self.b.shape, self.dim)
 
     def _wrong_shapes(self) -> Iterator[SpError]:
-        """Yield an error for each operand whose shape does not match that of b."""
+        """Yield an error for each operand whose shape does not match that of b, (..., S, K, V)."""
         m, b = self.m, self.b
         if b.ndim < -ROWS_FROM_END or list(m.shape) != [*b.shape[:-1], b.shape[-2]]:
             got = f"{list(m.shape)} and {list(b.shape)}"
             yield SpError("SP504", f"m, b: expected shapes (..., S, K, K) and (..., S, K, V), got {got}.")
             return
-        expected = [*b.shape[:ROWS_FROM_END], *b.shape[-2:]]
         if self.initial is not None:
-            shape = list(self.initial.shape)
-            if len(shape) > len(expected) or any(x not in (1, y) for x, y in zip(shape[::-1], expected[::-1])):
+            shape, expected = list(self.initial.shape), [*b.shape[:ROWS_FROM_END], *b.shape[-2:]]  # (..., K, V)
+            if not broadcasts_to(shape, expected):
                 yield SpError("SP504", f"initial: expected {expected}, or a shape that broadcasts to it, got {shape}.")

@@ -47,8 +47,9 @@ class AttentionOptions:
         """Return the fields rows, cols, pieces, sizes and predicate of `AttentionArgs`.
 
         Returns:
-            The predicate combines `is_causal`, `window` and `documents`. It reads the documents as vectors of rows and
-            cols, and the window as a size. Pieces are empty: the operator creates them.
+            The predicate combines `is_causal`, `window` and `documents`. In it, q and k are the positions of a query
+            and a key, n0 is the window (in sizes), and row0 and col0 are the documents of the two (in rows and cols).
+            Pieces are empty: the operator creates them.
         """
         parts = ["(k <= q)"] if self.is_causal else []
         if self.window is not None:
@@ -102,10 +103,13 @@ class AttentionCall(RankCall):
         """
         self.require()
         options, ranks = self.options, self.ranks
-        seed = options.seed if options.seed is None else torch.as_tensor(options.seed, device=self.q.device)
+        seed = None if options.seed is None else torch.as_tensor(options.seed, device=self.q.device)
         weights = options.attn_mask, *options.predicate_arguments(), seed, options.dropout_p, options.scale
+        no_score_function: tuple[str, list[Tensor], list[Tensor]] = "", [], []  # of flex_attention
+        q_frame, k_frame = self.frames()
+        returns_lse, balances = False, False  # only graphs of the compiler request these
         shards = ShardArgs(
-            *weights, "", [], [], options.sinks, False, *self.frames(), ranks.n, ranks.group, balance=False
+            *weights, *no_score_function, options.sinks, returns_lse, q_frame, k_frame, ranks.n, ranks.group, balances
         )
         if torch.compiler.is_compiling():
             _declare_routes(ranks.group, self.width or 1, self.steps())
@@ -122,18 +126,18 @@ class AttentionCall(RankCall):
         return q_frame, shard_frame(self.k.shape[2], n, options.kv_length, options.layout)
 
     def steps(self) -> int:
-        """Return the number of key blocks that each query attends to.
+        """Return the number of key blocks that each rank attends to, its own included.
 
         Returns:
             The number of ranks on the ring. A function with `skips_steps` needs fewer for a causal window over
-            contiguous shards of one length.
+            contiguous shards of one length: those of the earlier ranks that the window reaches.
         """
         options, n, rows = self.options, self.ranks.n, self.q.shape[2]
         q_frame, k_frame = self.frames()
         is_causal_in_order = options.is_causal and LAYOUTS[options.layout].is_in_order and q_frame == k_frame
-        if not (self.function.skips_steps and is_causal_in_order) or options.window is None:
-            return n // (self.width or 1)
-        return 1 + window_hops(options.window, rows, n)
+        if options.window is not None and self.function.skips_steps and is_causal_in_order:
+            return 1 + window_hops(options.window, rows, n)
+        return n // (self.width or 1)
 
     def errors(self) -> Iterator[SpError]:
         """Yield an error for each invalid argument; `require` raises the first one.
@@ -150,11 +154,11 @@ class AttentionCall(RankCall):
 
     def _wrong_operands(self) -> Iterator[SpError]:
         """Yield errors for shapes, dtypes and devices of q, k and v."""
-        q, k, v, shapes = self.q, self.k, self.v, self._shapes()
-        fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]
-        if not fits or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
-            wanted = "q (B, H, s, D), k (B, Hkv, t, D), v (B, Hkv, t, E)"
-            yield SpError("SP504", f"q, k, v: expected {wanted}, got {shapes}.")
+        q, k, v = self.q, self.k, self.v
+        has_batches = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]
+        if not has_batches or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
+            expected = "q (B, H, s, D), k (B, Hkv, t, D), v (B, Hkv, t, E)"
+            yield SpError("SP504", f"q, k, v: expected {expected}, got {self._shapes()}.")
         if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
             got = f"{q.dtype}, {k.dtype}, {v.dtype}"
             yield SpError("SP505", f"q, k, v: expected one floating-point dtype, got {got}.")
@@ -167,7 +171,8 @@ class AttentionCall(RankCall):
         yield from check_choice("layout", options.layout, STATIC_LAYOUTS)
         chunks = LAYOUTS[options.layout].chunks
         if self.q.shape[2] % chunks or self.k.shape[2] % chunks:
-            yield SpError("SP454", f"layout: expected even lengths for {options.layout!r}, got {self._shapes()}.")
+            expected = f"even lengths for layout={options.layout!r}"
+            yield SpError("SP454", f"q, k, v: expected {expected}, got {self._shapes()}.")
         for name, x, length in (("length", self.q, options.length), ("kv_length", self.k, options.kv_length)):
             rows = x.shape[2] * n
             if length is not None and not 0 < length <= rows:
@@ -178,53 +183,53 @@ class AttentionCall(RankCall):
         """Yield errors for numbers of heads that key heads or ranks do not divide, and for `kv_grads`."""
         heads, kv_heads, n, width = self.q.shape[1], self.k.shape[1], self.ranks.n, self.width
         if kv_heads == 0 or heads % kv_heads:
-            divisor = f"a divisor of the {heads} query heads"
-            yield SpError("SP451", f"k: expected {divisor} as key heads, got {kv_heads} ({self._shapes()}).")
+            expected = f"a number of key heads that divides the {heads} query heads"
+            yield SpError("SP451", f"k: expected {expected}, got {kv_heads} ({self._shapes()}).")
         yield from check_choice("kv_grads", self.kv_grads, tuple(RING_GRADIENTS))
         if width is None:
             yield SpError("SP452", "ulysses: expected the number of ranks that share heads, got None.")
         elif width < 1 or n % width or heads % width:
-            yield SpError(
-                "SP453",
-                f"{self.function.name}: expected a divisor of the {n} ranks and the {heads} query heads as ranks that "
-                f"share heads, got {width}.",
-            )
+            expected = f"a number of ranks that share heads, a divisor of the {n} ranks and of the {heads} query heads"
+            yield SpError("SP453", f"{self.function.name}: expected {expected}, got {width}.")
 
     def _wrong_masks(self) -> Iterator[SpError]:
         """Yield errors for `window`, `documents` and `attn_mask`, whose lengths are those of all ranks."""
         options = self.options
         (_, _, _, q_length, *_), (_, _, _, k_length, *_) = self.frames()
         if options.window is not None and (not isinstance(options.window, int) or options.window < 1):
-            what = "an int of at least 1, each query's own position"
-            yield SpError("SP507", f"window: expected {what}, got {options.window}.")
-        x, lengths = options.documents, {q_length, k_length}
-        if x is not None and (x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or lengths != {x.shape[1]}):
-            yield SpError(
-                "SP504",
-                f"documents: expected (B|1, S) with S = {q_length} queries and {k_length} keys of all ranks, got "
-                f"{list(x.shape)}.",
-            )
-        if x is not None and (x.is_floating_point() or x.is_complex()):
-            yield SpError("SP505", f"documents: expected integers, got {x.dtype}.")
-        full_shape, x = (*self.q.shape[:2], q_length, k_length), options.attn_mask
-        if x is None:
+            expected = "an int of at least 1, each query's own position"
+            yield SpError("SP507", f"window: expected {expected}, got {options.window}.")
+        if options.documents is not None:
+            yield from self._wrong_documents(options.documents, q_length, k_length)
+        mask, full_shape = options.attn_mask, (*self.q.shape[:2], q_length, k_length)
+        if mask is None:
             return
-        if x.ndim != 4 or any(size not in (1, full_size) for size, full_size in zip(x.shape, full_shape)):
-            wanted = f"a shape that broadcasts to {list(full_shape)}, with the rows of all ranks"
-            yield SpError("SP504", f"attn_mask: expected {wanted}, got {list(x.shape)}.")
-        if x.dtype != torch.bool and not x.is_floating_point():
-            wanted = "bool (True: may attend) or floating-point (added)"
-            yield SpError("SP505", f"attn_mask: expected {wanted}, got {x.dtype}.")
+        if mask.ndim != 4 or any(size not in (1, full_size) for size, full_size in zip(mask.shape, full_shape)):
+            expected = f"a shape that broadcasts to {list(full_shape)}, with the rows of all ranks"
+            yield SpError("SP504", f"attn_mask: expected {expected}, got {list(mask.shape)}.")
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            expected = "bool (True: may attend) or floating-point (added)"
+            yield SpError("SP505", f"attn_mask: expected {expected}, got {mask.dtype}.")
+        # True if results of blocks of keys are merged, as by some functions, and with a predicate.
         is_merged = self.function.merges or bool(options.predicate_arguments()[-1])
-        if options.check and is_merged and x.is_floating_point() and not x.is_meta and _has_fills(x):
+        if options.check and is_merged and mask.is_floating_point() and not mask.is_meta and _has_fills(mask):
             yield SpError(
                 "SP455",
-                "attn_mask: large finite numbers are not supported, as their log-sum-exps cannot be merged over "
-                "blocks of keys.",
+                "attn_mask: expected -inf for pairs that may not attend, got a large finite number, with which blocks "
+                "of keys cannot be merged.",
             )
 
+    def _wrong_documents(self, documents: Tensor, q_length: int, k_length: int) -> Iterator[SpError]:
+        """Yield errors unless the documents are integers, one for each query and key of all ranks."""
+        shape = documents.shape
+        if documents.ndim != 2 or shape[0] not in (1, self.q.shape[0]) or {q_length, k_length} != {shape[1]}:
+            expected = f"(B|1, S) with S = {q_length} queries and {k_length} keys of all ranks"
+            yield SpError("SP504", f"documents: expected {expected}, got {list(shape)}.")
+        if documents.is_floating_point() or documents.is_complex():
+            yield SpError("SP505", f"documents: expected integers, got {documents.dtype}.")
+
     def _wrong_dropout(self) -> Iterator[SpError]:
-        """Yield errors for the probability and the seed of the dropout."""
+        """Yield errors for the probability and the seed of dropout."""
         p, seed = self.options.dropout_p, self.options.seed
         if not 0 <= p < 1:
             yield SpError("SP507", f"dropout_p: expected 0 <= dropout_p < 1, got {p}.")
@@ -234,13 +239,13 @@ class AttentionCall(RankCall):
 
     def _wrong_sinks(self) -> Iterator[SpError]:
         """Yield an error unless there is one floating-point sink per query head on the device of q."""
-        x, heads = self.options.sinks, self.q.shape[1]
-        if x is not None and (x.shape != (heads,) or not x.is_floating_point() or x.device != self.q.device):
-            yield SpError(
-                "SP504",
-                f"sinks: expected one floating-point number for each of the {heads} query heads, on {self.q.device}, "
-                f"got {x.dtype} {list(x.shape)} on {x.device}.",
-            )
+        sinks, heads, device = self.options.sinks, self.q.shape[1], self.q.device
+        if sinks is None:
+            return
+        if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != device:
+            expected = f"one floating-point number for each of the {heads} query heads, on {device}"
+            got = f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
+            yield SpError("SP504", f"sinks: expected {expected}, got {got}.")
 
     def _shapes(self) -> str:
         """Return the shapes of q, k and v as text, for errors and `description`."""
@@ -252,13 +257,17 @@ class AttentionCall(RankCall):
         Returns:
             The shapes, the dtype, the function, the required gradients and the options, without the seed.
         """
-        grads = [needs_gradient(x) for x in (self.q, self.k, self.v, self.options.attn_mask, self.options.sinks)]
-        values = {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name != "seed"}
-        options = [f"{n} {list(x.shape)}" if isinstance(x, Tensor) else f"{n}={x}" for n, x in values.items()]
-        ranks = f"{self.width} x {self.ranks.n // (self.width or 1)} ranks"
-        how = f"{self.function.name} over {ranks}, kv_grads={self.kv_grads}"
+        options, width = self.options, self.width
+        grads = [needs_gradient(x) for x in (self.q, self.k, self.v, options.attn_mask, options.sinks)]
+        values = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "seed"}
+        option_texts = [
+            f"{name} {list(value.shape)}" if isinstance(value, Tensor) else f"{name}={value}"
+            for name, value in values.items()
+        ]
+        ranks = f"{width} x {self.ranks.n // (width or 1)} ranks"
+        function = f"{self.function.name} over {ranks}, kv_grads={self.kv_grads}"
         grads_text = f"gradients of q, k, v: {grads[:3]}, of any: {any(grads)}"
-        return ", ".join([self._shapes(), str(self.q.dtype), how, grads_text, *options])
+        return ", ".join([self._shapes(), str(self.q.dtype), function, grads_text, *option_texts])
 
 
 def _has_fills(mask: Tensor) -> bool:
@@ -277,7 +286,12 @@ def _declare_routes(group: str, stride: int, steps: int) -> None:
     """Declare the routes of a traced call, and add the operators' version to the key of torch's caches.
 
     A route is the communicator of an exchange between some of the ranks. A compiled program may be loaded from a cache
-    without tracing, so both must be known before the call runs.
+    without tracing, so both must be known before the call runs. The decorator makes Dynamo call this at trace time.
+
+    Args:
+        group: The name of the group.
+        stride: The number of adjacent ranks that exchange heads.
+        steps: The number of key blocks, from `steps`.
     """
     routes.declare_attention_routes(group, stride, steps)
     tag_programs()

@@ -243,8 +243,8 @@ def hybrid_attention(
         layout, length, kv_length, is_causal, window, documents, attn_mask, dropout_p, seed, scale, sinks, check
     )
     ranks = ranks_of(mesh)
-    width = 1 if ranks.n == 1 else ranks.ulysses if ulysses is None else ulysses
-    return _call_attention(HYBRID_FUNCTION, q, k, v, ranks, options, width, kv_grads)
+    width = ulysses if ulysses is not None else ranks.ulysses
+    return _call_attention(HYBRID_FUNCTION, q, k, v, ranks, options, 1 if ranks.n == 1 else width, kv_grads)
 
 
 def gathered_attention(
@@ -320,15 +320,29 @@ def _call_attention(
     width: int | None,
     kv_grads: str = "travel",
 ) -> Tensor:
-    """Run a method, with `width` adjacent ranks that exchange heads, on operands that autocast converts."""
+    """Run an attention function on the shards of this rank, with the casts of autocast.
+
+    Args:
+        method: The implementation of the function.
+        q: The queries, as in the public functions.
+        k: The keys.
+        v: The values.
+        ranks: The ranks that share the sequence.
+        options: The arguments that all attention functions have.
+        width: Number of adjacent ranks that exchange heads; None if it is not known, which raises an error.
+        kv_grads: As in `ring_attention`.
+
+    Returns:
+        The rows of this rank.
+    """
     mask = options.attn_mask
     if mask is not None:
-        mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
+        mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask  # leading dims of size 1
         options = replace(options, attn_mask=autocast(mask)[0])
     q, k, v = autocast(q, k, v)
     call = AttentionCall("attention", options.check, method, q, k, v, ranks, options, width, kv_grads)
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return call.run()
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False):  # the operands are cast already
         return call.run()

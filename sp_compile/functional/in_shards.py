@@ -20,10 +20,10 @@ from sp_compile.runtime.sharded_values import agree_to_read
 
 
 def in_shards(x: Tensor, dim: int | None = None, mesh: Mesh = None) -> Tensor:
-    """Return the global view of rows that this rank stores, without an exchange.
+    """Return a tensor of the global shape whose rows are stored by the ranks, from the rows of this rank.
 
-    A model that is compiled with backend="sp" uses the shards directly, as with the option inputs="local". Gradients
-    are returned for the shards.
+    Nothing is exchanged. A model that is compiled with backend="sp" uses the shards directly, as with the option
+    inputs="local". Gradients are returned for the shards.
 
     Args:
         x: (..., s, ...), any dtype: the rows of this rank in the order of the ranks, with the same s on each. Or a
@@ -48,7 +48,13 @@ def in_shards(x: Tensor, dim: int | None = None, mesh: Mesh = None) -> Tensor:
 
 
 def _from_dtensor(x: DTensor, dim: int | None) -> Tensor:
-    """Return the global view of a DTensor with Shard(dim); shorter shards are padded to equal lengths."""
+    """Return the sharded tensor of a DTensor with Shard(dim).
+
+    Shards of a length that the ranks do not divide are padded to equal lengths, with copies of the last valid row.
+
+    Raises:
+        SpError: The DTensor has another placement or mesh (SP547).
+    """
     placement = x.placements[0]
     is_shard = x.device_mesh.ndim == 1 and type(placement) is Shard
     if not is_shard or dim not in (None, placement.dim, placement.dim - x.ndim):
@@ -60,12 +66,13 @@ def _from_dtensor(x: DTensor, dim: int | None) -> Tensor:
         )
     ranks, dim, length = ranks_of(x.device_mesh), placement.dim % x.ndim, x.shape[placement.dim]
     rows = x.to_local()
-    frame = [1, length, 0, length]
+    frame = [1, length, 0, length]  # all rows of the sequence are valid
     padding = local_row_count(frame, ranks.n) - rows.shape[dim]
     if padding:
         shape = [padding if d == dim else extent for d, extent in enumerate(rows.shape)]
         rows = torch.cat([rows, rows.new_zeros(shape)], dim)
-    return _make_sharded(torch.ops.sp.window(rows, dim, frame, ranks.n, ranks.group), dim, ranks, length)
+    rows = torch.ops.sp.window(rows, dim, frame, ranks.n, ranks.group)  # fills the padded rows
+    return _make_sharded(rows, dim, ranks, length)
 
 
 def _make_sharded(rows: Tensor, dim: int, ranks: Ranks, length: int) -> Tensor:

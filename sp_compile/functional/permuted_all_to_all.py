@@ -159,12 +159,12 @@ class PermuteCall(RankCall):
         if size % n:
             global_shape = [*shape]
             global_shape[self.gather_dim] *= n
-            more = -(-size // n) * n
+            padded_size = -(-size // n) * n
             yield SpError(
                 "SP543",
                 f"scatter_dim: dim {self.scatter_dim % len(shape)} of x has size {size}, which is not a multiple of "
                 f"the {n} ranks (shape {shape} on each rank, {global_shape} over all ranks).",
-                f"Pad that dim to {more}, or use a number of ranks that divides it.",
+                f"Pad that dim to {padded_size}, or use a number of ranks that divides it.",
             )
 
     def _wrong_out(self) -> Iterator[SpError]:
@@ -182,15 +182,16 @@ class PermuteCall(RankCall):
         if _can_overlap(out):
             yield SpError("SP544", f"out: elements of shape {shape} overlap by strides {list(out.stride())}.")
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-            yield SpError("SP545", "out: a gradient is not supported with out=.")
+            name = "x" if x.requires_grad else "out"
+            yield SpError("SP545", f"{name}: expected requires_grad=False with out=, got True.")
 
 
 def _can_overlap(x: Tensor) -> bool:
-    """Return True if two elements may share memory, so that a result cannot be written to x.
+    """Return True if two elements of x may share memory, so that a result cannot be written to x.
 
-    False requires that each stride exceeds the extent of all dims with smaller strides.
+    They do not if each stride is larger than the offset of the last element of all dims with smaller strides.
     """
-    last_offset = 0  # of the elements of the dims with smaller strides
+    last_offset = 0  # offset of the last element of the dims with smaller strides
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
         if stride <= last_offset:
             return x.numel() > 0
@@ -221,8 +222,8 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     device = _group_device(device)
     is_positive = isinstance(size, int) and size > 0
     problem = None if is_positive else SpError("SP507", f"size: expected a positive int, got {size!r}.", SIZE_FIX)
-    compared = ranks if ranks.n > 1 else None
-    require_on_all("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is equal")
+    compared_ranks = ranks if ranks.n > 1 else None
+    require_on_all("declare_symmetric_memory", problem, lambda: f"size={size}", compared_ranks, "the size is equal")
     if ranks.n == 1:
         return False
     is_supported = device.type == "cuda" and torch_compat.symmetric_all_to_all() is not None

@@ -31,11 +31,10 @@ def require_on_all(
 
     Args:
         name: Name of the function, for messages.
-        problem: The problem of this rank; None if its call is valid.
-        describe: Return the properties of the call that must be equal on all ranks, as text. It is called if there is
-            no problem.
+        problem: The error of an invalid argument on this rank; None if its call is valid.
+        describe: Returns the properties of a valid call that must be equal on all ranks, as text.
         ranks: The ranks to compare. None: only this rank is checked.
-        same: These properties in general terms, for the message of a mismatch.
+        same: These properties in general terms, for the fix of a mismatch: "all ranks pass shards of one shape".
 
     Returns:
         None.
@@ -91,13 +90,15 @@ class RankCall(ABC):
 
     @property
     def compared_group(self) -> Ranks | None:
-        """Return the ranks whose calls are compared; None if there are none, or if the call is traced.
+        """Return the ranks whose calls are compared, or None.
 
         Returns:
             `group`, if `check` is True, it has more than one rank and the call runs eagerly.
         """
         group = self.group
-        return group if self.check and group is not None and group.n > 1 and not self.is_traced() else None
+        if not self.check or self.is_traced() or group is None or group.n == 1:
+            return None
+        return group
 
     def is_traced(self) -> bool:
         """Return True if the call is traced into a program.
@@ -131,12 +132,15 @@ def shard_frame(rows: int, n: int, length: int | None, layout: str) -> list[int]
     Returns:
         The frame argument.
     """
-    extent, folds = rows * n, LAYOUTS[layout].folds
-    return [1, extent, 0, extent if length is None else length, *([folds] if folds > 1 else [])]
+    total_rows, folds = rows * n, LAYOUTS[layout].folds
+    frame = [1, total_rows, 0, total_rows if length is None else length]  # outer, size, first valid row, valid rows
+    return [*frame, folds] if folds > 1 else frame
 
 
 def op_or_body(op: Callable[..., Any], body: Callable[..., Any], *xs: Tensor | None) -> Callable[..., Any]:
-    """Return the operator, or its body if `torch.func` wraps an operand, as it cannot transform operators.
+    """Return the operator; or its Python body, if an operand is in a transform of `torch.func`.
+
+    `torch.func` cannot transform these operators, but it can transform their bodies.
 
     Args:
         op: The operator.
@@ -147,8 +151,8 @@ def op_or_body(op: Callable[..., Any], body: Callable[..., Any], *xs: Tensor | N
         The callable to run. Dynamo is disabled for the body, since a part of it would be compiled as a separate program
         on wrapped tensors.
     """
-    wrapped = not torch.compiler.is_compiling() and any(is_functorch_tensor(x) for x in xs if x is not None)
-    return torch.compiler.disable(body) if wrapped else op
+    is_transformed = not torch.compiler.is_compiling() and any(is_functorch_tensor(x) for x in xs if x is not None)
+    return torch.compiler.disable(body) if is_transformed else op
 
 
 def needs_gradient(x: Tensor | None) -> bool:
@@ -177,6 +181,39 @@ def check_tensors(**values: object) -> Iterator[SpError]:
             yield SpError("SP502", f"{name}: expected a tensor, got {type(x).__name__}.")
         elif x.layout is not torch.strided:
             yield SpError("SP502", f"{name}: expected a strided tensor, got {x.layout}.")
+
+
+def check_float_operands(**operands: Tensor | None) -> Iterator[SpError]:
+    """Yield errors unless all operands are floating-point tensors and their devices are equal.
+
+    Args:
+        **operands: The operands by name; None is skipped.
+
+    Returns:
+        At most one error SP505 and one error SP506.
+    """
+    tensors = [x for x in operands.values() if x is not None]
+    if not all(x.is_floating_point() for x in tensors):
+        got = ", ".join(str(x.dtype) for x in tensors)
+        yield SpError("SP505", f"{', '.join(operands)}: expected floating-point dtypes, got {got}.")
+    if any(x.device != tensors[0].device for x in tensors):
+        got = ", ".join(str(x.device) for x in tensors)
+        yield SpError("SP506", f"{', '.join(operands)}: expected one device, got {got}.")
+
+
+def broadcasts_to(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """Return True if a shape broadcasts to another one without changing it.
+
+    Args:
+        shape: The shape of an operand.
+        expected: The shape of the result.
+
+    Returns:
+        False if `shape` has more dims, or a size that is neither 1 nor the expected one.
+    """
+    if len(shape) > len(expected):
+        return False
+    return all(size in (1, expected_size) for size, expected_size in zip(shape[::-1], expected[::-1]))
 
 
 def check_dtypes(**values: object) -> Iterator[SpError]:
@@ -237,19 +274,19 @@ def check_dim(shape: Sequence[int], dim: int, name: str = "dim") -> Iterator[SpE
     if not isinstance(dim, int) or isinstance(dim, bool):
         yield SpError("SP502", f"{name}: expected an int, got {dim!r}.")
     elif not -ndim <= dim < ndim:
-        yield SpError("SP503", f"{name}: expected {-ndim} to {ndim - 1} for x of shape {list(shape)}, got {dim}.")
+        limits = f"{-ndim} to {ndim - 1} for a tensor of shape {list(shape)}"
+        yield SpError("SP503", f"{name}: expected {limits}, got {dim}.")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> SpError:
     """Return the error for an unknown name, with a hint at a similar one.
 
     Args:
-        kind: The kind of name, such as "op".
+        kind: The argument, such as "op".
         name: The unknown name.
         known: The known names.
 
     Returns:
         An error SP501.
     """
-    guess = did_you_mean(name, known)
-    return SpError("SP501", f"Unknown {kind} {name!r}{guess}, expected one of {', '.join(known)}.")
+    return SpError("SP501", f"{kind}: expected one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}.")

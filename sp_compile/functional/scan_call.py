@@ -21,9 +21,11 @@ from sp_compile.passes.cost.scan_cost import INDEX_BYTES
 
 from .rank_call import (
     RankCall,
+    broadcasts_to,
     check_dim,
     check_dtypes,
     check_flags,
+    check_float_operands,
     check_tensors,
     needs_gradient,
     op_or_body,
@@ -53,7 +55,7 @@ class ShardCall(RankCall):
         return None if self.shards is None else self.shards.ranks
 
     def shard_rows(self, x: Tensor) -> int:
-        """Return the length of the scanned dim.
+        """Return the length of the scanned dim on this rank.
 
         Args:
             x: An operand.
@@ -63,12 +65,12 @@ class ShardCall(RankCall):
         """
         return x.shape[self.dim] if x.ndim else 1
 
-    def arguments(self, x: Tensor, element: int) -> tuple[Any, ...]:
+    def arguments(self, x: Tensor, element_bytes: int) -> tuple[Any, ...]:
         """Return the arguments of the scan operators that describe the shards.
 
         Args:
             x: The scanned operand.
-            element: Bytes that a rank sends for each element of a row.
+            element_bytes: Bytes that a rank sends for each element of a row.
 
         Returns:
             The frame, the exchange, the number of ranks and the group; empty if the operands are unsplit.
@@ -76,7 +78,8 @@ class ShardCall(RankCall):
         if self.shards is None:
             return ()
         rows = self.shard_rows(x)
-        return self.shards.arguments(rows, x.numel() // max(rows, 1) * element, x.device)
+        row_elements = x.numel() // max(rows, 1)
+        return self.shards.arguments(rows, row_elements * element_bytes, x.device)
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,12 @@ class ScanCall(ShardCall):
         x, dtype, accumulate = self.x, self.dtype, self.accumulate
         if self._is_torch_scan():
             return MONOIDS[self.op].cumulative(x, self.dim, dtype=dtype)
-        usual = accumulate_dtype(self.op, self.result, x.device)
-        inner = usual if accumulate is None or MONOIDS[self.op].has_index else accumulate
-        how = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
+        carry_dtype = accumulate_dtype(self.op, self.result, x.device)
+        if accumulate is not None and not MONOIDS[self.op].has_index:  # a max or min accumulates nothing
+            carry_dtype = accumulate
+        options = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
         scan = op_or_body(sp.scan, ops.scan, x)
-        return scan(x, self.segments, *how, *self.arguments(x, inner.itemsize))
+        return scan(x, self.segments, *options, *self.arguments(x, carry_dtype.itemsize))
 
     def run_with_indices(self) -> tuple[Tensor, Tensor]:
         """Validate the call and run a max or min scan with indices.
@@ -139,7 +143,8 @@ class ScanCall(ShardCall):
         self.require()
         x = self.x.to(self.result)
         extremes = op_or_body(sp.extremes, ops.extremes, x)
-        return extremes(x, self.dim, self.op, self.reverse, *self.arguments(x, x.element_size() + INDEX_BYTES))
+        shards = self.arguments(x, x.element_size() + INDEX_BYTES)  # a carry has a value and an index per element
+        return extremes(x, self.dim, self.op, self.reverse, *shards)
 
     def description(self) -> str:
         """Return the shapes, dtypes and options of the call as text.
@@ -156,10 +161,10 @@ class ScanCall(ShardCall):
         )
 
     def _is_torch_scan(self) -> bool:
-        """Return True if the operator would run torch's scan, so that the call can run it directly.
+        """Return True if the operator would only run torch's scan, which the call then runs itself.
 
-        It avoids the overhead of an operator, for a small contiguous tensor on the CPU, scanned forward along its last
-        dim.
+        This avoids the overhead of an operator, for a small contiguous tensor on the CPU that is scanned forward along
+        its last dim.
         """
         x = self.x
         if self.op not in ("sum", "prod") or self.exclusive or self.reverse:
@@ -170,7 +175,7 @@ class ScanCall(ShardCall):
             return False
         if x.ndim == 0 or self.dim not in (-1, x.ndim - 1) or not x.is_contiguous():
             return False
-        # torch's derivative of a product divides by its factors.
+        # torch's derivative of a product divides by its factors, which may be zero.
         return self.op == "sum" or not needs_gradient(x)
 
     def errors(self) -> Iterator[SpError]:
@@ -214,10 +219,12 @@ class ScanCall(ShardCall):
             yield SpError("SP522", f"op={self.op!r} is not supported with {result}.", "Pass dtype=torch.float32.")
         if result is torch.bool and self.op in ("sum", "prod"):
             yield SpError("SP525", f"dtype=torch.bool is not supported with op={self.op!r}.")
-        inner = self.accumulate
-        if inner is not None and (inner.is_floating_point != result.is_floating_point or inner is torch.bool):
-            usual = accumulate_dtype(self.op, result, self.x.device)
-            yield SpError("SP526", f"accumulate_dtype: expected {usual} for a result in {result}, got {inner}.")
+        accumulate = self.accumulate
+        if accumulate is None:
+            return
+        if accumulate.is_floating_point != result.is_floating_point or accumulate is torch.bool:
+            default = accumulate_dtype(self.op, result, self.x.device)
+            yield SpError("SP526", f"accumulate_dtype: expected {default} for a result in {result}, got {accumulate}.")
 
     def _wrong_segments(self) -> Iterator[SpError]:
         """Yield errors for segment ids that are not integers, on another device or of another shape than x."""
@@ -233,16 +240,16 @@ class ScanCall(ShardCall):
 
     def _wrong_shape_of(self, ids: Tensor) -> Iterator[SpError]:
         """Yield an error unless ids have one id per scanned position, or broadcast to x along its other dims."""
-        x, shape = self.x, [1] * (self.x.ndim - ids.ndim) + list(ids.shape)
+        x, shape = self.x, [1] * (self.x.ndim - ids.ndim) + list(ids.shape)  # with leading dims of size 1
         if ids.ndim <= 1:
             fits = ids.numel() == self.length and ids.ndim <= x.ndim
         else:
             fits = len(shape) == x.ndim and all(size in (1, size_of_x) for size, size_of_x in zip(shape, x.shape))
             fits = fits and shape[self.dim] == self.length
         if not fits:
-            # (B, S) for x of (B, S, D): only trailing dims of size 1 are missing.
-            leading = list(ids.shape) == list(x.shape[: ids.ndim]) and self.dim % x.ndim < ids.ndim < x.ndim
-            fix = f"View them as {[*ids.shape, *[1] * (x.ndim - ids.ndim)]}." if leading else None
+            # Ids of shape (B, S) for x of shape (B, S, D) lack only trailing dims of size 1.
+            are_leading_dims = list(ids.shape) == list(x.shape[: ids.ndim]) and self.dim % x.ndim < ids.ndim < x.ndim
+            fix = f"View them as {[*ids.shape, *[1] * (x.ndim - ids.ndim)]}." if are_leading_dims else None
             yield SpError(
                 "SP504",
                 f"segment_ids: expected shape [{self.length}], one id for each position of dim {self.dim}, or a "
@@ -305,8 +312,8 @@ class LinearCall(ShardCall):
         if initial is not None:
             initial = initial.to(dtype).expand(self._shape_of_initial(b.shape))
         linear_scan = op_or_body(sp.linear_scan, ops.linear_scan, a, b, initial)
-        inner = self.accumulate or accumulate_dtype("sum", dtype, b.device)
-        shards = self.arguments(b, 2 * inner.itemsize)
+        carry_dtype = self.accumulate or accumulate_dtype("sum", dtype, b.device)
+        shards = self.arguments(b, 2 * carry_dtype.itemsize)  # a carry has a factor and a summand per element
         return linear_scan(a, b, initial, self.dim, self.reverse, self.accumulate, *shards)
 
     def description(self) -> str:
@@ -315,8 +322,8 @@ class LinearCall(ShardCall):
         Returns:
             Text that is equal on all ranks.
         """
-        how = f"along {self.dim}, reverse={self.reverse}, {self.accumulate}"
-        return f"{describe_operands(a=self.a, b=self.b, initial=self.initial)}, {how}, {self.shards}"
+        operands = describe_operands(a=self.a, b=self.b, initial=self.initial)
+        return f"{operands}, along {self.dim}, reverse={self.reverse}, {self.accumulate}, {self.shards}"
 
     def _shape_of_initial(self, shape: Sequence[int]) -> list[int]:
         """Return the shape of one state: that of the operands without the scanned dim."""
@@ -330,14 +337,9 @@ class LinearCall(ShardCall):
         """
         yield from self._wrong_kinds()
         a, b = self.a, self.b
-        operands = [x for x in (a, b, self.initial) if x is not None]
-        if not all(x.is_floating_point() for x in operands):
-            got = ", ".join(str(x.dtype) for x in operands)
-            yield SpError("SP505", f"a, b, initial: expected floating-point dtypes, got {got}.")
-        if any(x.device != b.device for x in operands):
-            got = ", ".join(str(x.device) for x in operands)
-            yield SpError("SP506", f"a, b, initial: expected one device, got {got}.")
-        if any(x != y and 1 not in (x, y) for x, y in zip(reversed(a.shape), reversed(b.shape))):
+        yield from check_float_operands(a=a, b=b, initial=self.initial)
+        sizes = zip(reversed(a.shape), reversed(b.shape))  # of each common dim, the last one first
+        if any(size_a != size_b and 1 not in (size_a, size_b) for size_a, size_b in sizes):
             got = f"{list(a.shape)} and {list(b.shape)}"
             yield SpError("SP504", f"a, b: expected shapes that broadcast, got {got}.")
         if self.accumulate is not None and not self.accumulate.is_floating_point:
@@ -360,6 +362,6 @@ class LinearCall(ShardCall):
     def _wrong_initial(self, initial: Tensor, expected: Sequence[int]) -> Iterator[SpError]:
         """Yield an error if the initial state does not broadcast to the expected shape."""
         shape = list(initial.shape)
-        if len(shape) > len(expected) or any(x not in (1, y) for x, y in zip(shape[::-1], expected[::-1])):
+        if not broadcasts_to(shape, expected):
             h_shape = f"{list(expected)}, the shape of h without dim {self.dim}"
             yield SpError("SP504", f"initial: expected {h_shape}, or a shape that broadcasts to it, got {shape}.")

@@ -60,7 +60,8 @@ class ScanShardOptions:
         yield from check_choice("layout", self.layout, STATIC_LAYOUTS)
         yield from check_choice("exchange", self.exchange, SCAN_EXCHANGES)
         if rows % self.chunks:
-            yield SpError("SP454", f"layout: expected an even number of rows for {self.layout!r}, got {rows}.")
+            expected = f"an even number of rows for layout={self.layout!r}"
+            yield SpError("SP454", f"x: expected {expected}, got {rows} along dim {dim}.")
         if self.chunks > 1 and self.exchange == "steps":
             yield SpError("SP513", f"exchange='steps' is not supported with layout={self.layout!r}.")
         if self.length is not None and not isinstance(self.length, (int, torch.SymInt)):
@@ -81,15 +82,15 @@ class ScanShardOptions:
             The frame, the exchange ("gather" or "steps"), the number of ranks and the group.
         """
         n, exchange = self.ranks.n, self.exchange
-        if exchange == "auto" and n > 2 and self.chunks == 1:
-            exchange = choose_exchange(nbytes, n, Machine.of(device.type)).exchange
-        exchange = "gather" if exchange == "auto" else exchange
+        if exchange == "auto":
+            can_use_steps = n > 2 and self.chunks == 1  # two ranks would exchange the same in one step
+            exchange = choose_exchange(nbytes, n, Machine.of(device.type)).exchange if can_use_steps else "gather"
         if torch.compiler.is_compiling():
             _declare_scan_routes(self.ranks.group, n if exchange == "steps" else 1)
         return shard_frame(rows, n, self.length, self.layout), exchange, n, self.ranks.group
 
     def __str__(self) -> str:
-        """Return the options as text; the ranks compare it."""
+        """Return the options as text, which the ranks compare."""
         return f"{self.layout}, length={self.length}, exchange={self.exchange}, {self.ranks.n} ranks"
 
 
@@ -120,9 +121,10 @@ def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Sc
 
 @torch.compiler.assume_constant_result
 def _declare_scan_routes(group: str, n: int) -> None:
-    """Declare the routes of a traced call, and add the operators' version to the key of torch's caches.
+    """Declare the routes of a traced call over n ranks, and add the operators' version to the key of torch's caches.
 
-    A compiled program may be loaded from a cache without tracing, so both must be known before the call runs.
+    A compiled program may be loaded from a cache without tracing, so both must be known before the call runs. The
+    decorator makes Dynamo call this function at trace time.
     """
     routes.declare_shift_routes(group, step_offsets(n))
     tag_programs()

@@ -70,8 +70,10 @@ def inclusive_scan(
     >>> inclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([3, 4, 6])
     """
-    how = check, dim, reverse, accumulate_dtype, shards_of(group, layout, length, exchange)
-    call = ScanCall("inclusive_scan", *how, x, op, False, dtype, indices=indices)
+    shards, exclusive = shards_of(group, layout, length, exchange), False
+    call = ScanCall(
+        "inclusive_scan", check, dim, reverse, accumulate_dtype, shards, x, op, exclusive, dtype, indices=indices
+    )
     return call.run_with_indices() if indices else call.run()
 
 
@@ -121,8 +123,9 @@ def exclusive_scan(
     >>> exclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([0, 3, 4])
     """
-    how = check, dim, reverse, accumulate_dtype, shards_of(group, layout, length, exchange)
-    return ScanCall("exclusive_scan", *how, x, op, True, dtype).run()
+    shards = shards_of(group, layout, length, exchange)
+    call = ScanCall("exclusive_scan", check, dim, reverse, accumulate_dtype, shards, x, op, exclusive=True, dtype=dtype)
+    return call.run()
 
 
 def segmented_scan(
@@ -174,8 +177,10 @@ def segmented_scan(
     >>> segmented_scan(torch.tensor([3, 1, 2, 4]), torch.tensor([0, 0, 1, 1]), 0)
     tensor([3, 4, 2, 6])
     """
-    how = check, dim, reverse, accumulate_dtype, shards_of(group, layout, length, exchange)
-    return ScanCall("segmented_scan", *how, x, op, exclusive, dtype, segment_ids).run()
+    shards = shards_of(group, layout, length, exchange)
+    return ScanCall(
+        "segmented_scan", check, dim, reverse, accumulate_dtype, shards, x, op, exclusive, dtype, segment_ids
+    ).run()
 
 
 def linear_scan(
@@ -225,8 +230,9 @@ def linear_scan(
     >>> linear_scan(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1.0, 1.0, 1.0]), 0)
     tensor([1.0000, 1.5000, 1.7500])
     """
-    how = check, dim, reverse, accumulate_dtype, shards_of(group, layout, length, exchange)
-    return LinearCall("linear_scan", *how, number_as_tensor(a, b), b, number_as_tensor(initial, b)).run()
+    shards = shards_of(group, layout, length, exchange)
+    factors, initial_state = number_as_tensor(a, b), number_as_tensor(initial, b)
+    return LinearCall("linear_scan", check, dim, reverse, accumulate_dtype, shards, factors, b, initial_state).run()
 
 
 def affine_scan(
@@ -272,11 +278,8 @@ def affine_scan(
     >>> affine_scan(torch.tensor([[[0.5]], [[0.5]], [[0.5]]]), torch.ones(3, 1, 1)).flatten()
     tensor([1.0000, 1.5000, 1.7500])
     """
-    how = (
-        check,
-        ROWS_FROM_END,
-        reverse,
-        accumulate_dtype,
-        shards_of(group, layout, length, "auto" if group is None else "gather"),
-    )
-    return AffineCall("affine_scan", *how, m, b, initial, exclusive).run()
+    exchange = "auto" if group is None else "gather"  # the only exchange of this operator
+    shards = shards_of(group, layout, length, exchange)
+    return AffineCall(
+        "affine_scan", check, ROWS_FROM_END, reverse, accumulate_dtype, shards, m, b, initial, exclusive
+    ).run()

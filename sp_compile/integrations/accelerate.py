@@ -111,7 +111,7 @@ class SequenceParallelAccelerator(Accelerator):
             fsdp_plugin = FullyShardedDataParallelPlugin()
         if fsdp_plugin is not None and fsdp_plugin.fsdp_version != 2:
             raise SpError("SP823", f"fsdp_version: expected 2, got {fsdp_plugin.fsdp_version}.", FSDP1_FIX)
-        # The sizes are our own: accelerate would cut batches for DeepSpeed or for its context parallelism.
+        # The sizes are not passed on: accelerate would split batches for DeepSpeed or for its context parallelism.
         with register_backend_name(), mock.patch.dict(os.environ, ACCELERATE_USE_PARALLELISM_CONFIG="false"):
             super().__init__(*args, fsdp_plugin=fsdp_plugin, **kwargs)
         plugin = self.state.dynamo_plugin
@@ -122,9 +122,9 @@ class SequenceParallelAccelerator(Accelerator):
         self.sp_options = dict(sp_options or {}) | dict(plugin.options or {})
         for name in OWN_OPTIONS:
             if name in self.sp_options:
-                raise SpError("SP822", f"sp_options: {name!r} follows from the processes of the Accelerator.")
+                raise SpError("SP822", f"sp_options: unexpected option {name!r}, which the Accelerator sets itself.")
         self.compiles = {"fullgraph": plugin.fullgraph, "dynamic": plugin.dynamic}
-        self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # which would compile around DDP
+        self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # else accelerate would compile the model with DDP
         self._check_processes()
         sizes = axis_sizes(config, self.num_processes, fsdp_plugin is not None)
         self.replicas, self.sp_size = sizes.batches, sizes.sequence
@@ -136,13 +136,13 @@ class SequenceParallelAccelerator(Accelerator):
             self.dataloader_config.dispatch_batches = False
             if fsdp_plugin is not None:
                 use_fsdp(self.state, fsdp_plugin)
-                # For accelerate, the ranks of a sequence are further ranks that shard weights. All sizes are given,
-                # since others are read from the environment.
+                # For accelerate, the ranks of a sequence are further ranks that shard weights. All sizes are passed,
+                # since omitted ones are read from the environment.
                 shards = {"dp_replicate_size": sizes.replicate, "dp_shard_size": sizes.shard * sizes.sequence}
                 self.state.parallelism_config = ParallelismConfig(**shards, tp_size=1, cp_size=1, sp_size=1)
 
     def _check_settings(self, plugin: FullyShardedDataParallelPlugin | None) -> None:
-        """Raise SpError for settings of accelerate that ranks of one sequence cannot have."""
+        """Raise SpError for settings of accelerate that do not support ranks that share a sequence."""
         kind = str(self.distributed_type.value)
         if kind != "FSDP" and not kind.startswith("MULTI_"):
             raise SpError("SP823", f"distributed_type: expected DDP or FSDP, got {self.distributed_type}.")
@@ -166,7 +166,7 @@ class SequenceParallelAccelerator(Accelerator):
         """Return the mesh from which accelerate's loaders derive the ranks that receive the same batches.
 
         Returns:
-            The mesh that was passed, or the mesh of accelerate if there is none.
+            The attribute `mesh`; with one process, the mesh of accelerate.
         """
         return self.mesh if self.mesh is not None else super().torch_device_mesh
 
@@ -182,7 +182,8 @@ class SequenceParallelAccelerator(Accelerator):
             The prepared loader.
         """
         sampler = get_sampler(data_loader)
-        if self.mesh is not None and getattr(sampler, "generator", self) is None:
+        lacks_generator = getattr(sampler, "generator", self) is None  # False for a sampler without this attribute
+        if self.mesh is not None and lacks_generator:
             seed = broadcast(torch.empty((), dtype=torch.int64, device=self.device).random_())
             sampler.generator = torch.Generator().manual_seed(int(seed))
         return super().prepare_data_loader(data_loader, *args, **kwargs)
@@ -206,7 +207,7 @@ class SequenceParallelAccelerator(Accelerator):
         with choose_fsdp_units():
             if any(isinstance(x, torch.optim.Optimizer) for x in args):
                 prepared = super().prepare(*args, **kwargs)
-            else:  # to evaluate; accelerate requires an optimizer
+            else:  # to evaluate; accelerate requires an optimizer, so pass one that is removed again
                 *prepared, optimizer = super().prepare(*args, torch.optim.SGD(models[0].parameters(), lr=0.0))
                 self._optimizers.remove(optimizer)
                 prepared = prepared[0] if len(args) == 1 else tuple(prepared)
@@ -266,10 +267,11 @@ class SequenceParallelAccelerator(Accelerator):
         prepared = super().prepare_scheduler(scheduler)
         if self.mesh is None or type(prepared) is not AcceleratedScheduler or prepared.split_batches:
             return prepared
-        replicated = ReplicaScheduler(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, True)
-        replicated.replicas = self.replicas
-        self._schedulers[-1] = replicated  # the Accelerator has appended `prepared`
-        return replicated
+        # Its own `split_batches` is True: accelerate then steps it once, and not once for each process.
+        by_replica = ReplicaScheduler(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, True)
+        by_replica.replicas = self.replicas
+        self._schedulers[-1] = by_replica  # in place of `prepared`, which the Accelerator has appended
+        return by_replica
 
     def gather(self, tensor: Any) -> Any:
         """Gather tensors over the replicas, as `Accelerator.gather` does over the processes.
@@ -313,7 +315,7 @@ class SequenceParallelAccelerator(Accelerator):
             The same value on every rank.
         """
         flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
-        is_set = bool(self.reduce(flag, "max").item() >= 1)
+        is_set = bool(self.reduce(flag, "max").item() >= 1)  # "sum" would be over one rank of each replica
         if is_set:
             self.flag_tensor = None
         return is_set
@@ -335,7 +337,7 @@ class SequenceParallelAccelerator(Accelerator):
         if self.mesh is None:
             return super().gather_for_metrics(input_data, use_gather_object)
         gathered = gather_over_replicas(input_data, self.batch_group, use_gather_object)
-        # Loaders complete the last batch with samples of the first one; `remainder` is the number of others in it.
+        # Loaders complete the last batch with samples of the first one; `remainder` is the number of samples before.
         remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
         if remainder <= 0:
             return gathered
@@ -345,7 +347,12 @@ class SequenceParallelAccelerator(Accelerator):
 
 
 def _sum_over_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over replicas; check that ranks of a sequence have equal integers, such as counts.
+    """Return the sum of x over replicas. Integers, such as counts, have to be equal on ranks that share a sequence.
+
+    Args:
+        x: The value of this rank.
+        replicas: One rank of each replica.
+        sequence: The ranks of this replica.
 
     Returns:
         A tensor with the shape and dtype of x.
@@ -385,18 +392,20 @@ def gather_over_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
         RuntimeError: A collective fails.
     """
     ranks, tensors = ranks_of(group), None if as_objects else _collect_tensors(data)
-    # Exchange the kind of the data: "values" (sent with it as JSON), "objects", or dtypes and shapes of tensors.
+    # Exchange the kind of the data: "values" (sent with it, as JSON), "objects", or the dtypes and shapes of tensors.
     is_json = not tensors and _is_json(data)
     if is_json:
-        kind = "values"
+        own_kind = "values"
+    elif tensors is None:
+        own_kind = "objects"
     else:
-        kind = "objects" if tensors is None else str([(str(x.dtype), [*x.shape]) for x in tensors])
-    message = kind, data if is_json else None
+        own_kind = str([(str(x.dtype), [*x.shape]) for x in tensors])
+    message = own_kind, data if is_json else None
     messages = all_gather_object(ranks, GATHER_METHODS.verb, GATHER_METHODS.subject, message)
     kinds = [kind for kind, _ in messages]
     if {*kinds} == {"values"}:
         return [x for _, values in messages for x in values]
-    if len({*kinds}) > 1 and not {*kinds} <= {"values", "objects"}:
+    if len({*kinds}) > 1 and not {*kinds} <= {"values", "objects"}:  # values and objects are gathered as objects
         raise SpError("SP829", format_mismatch("gather_for_metrics: the replicas pass different values", kinds))
     channel, start = channel_of(ranks), time.monotonic()
     try:
@@ -439,9 +448,9 @@ def _is_json(data: Any) -> bool:
 
 
 class ReplicaScheduler(AcceleratedScheduler):
-    """A scheduler that is stepped once per replica, since schedules count batches of a single device."""
+    """A scheduler that is stepped once per replica, since a schedule counts the batches of a single device."""
 
-    replicas = 1  # number of steps for each step of the optimizer
+    replicas = 1  # number of steps of the schedule for each step of the optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Run `AcceleratedScheduler.step` for each replica, until `total_steps` if there is a limit.

@@ -29,10 +29,10 @@ from .ddp import COMPILED
 
 __all__ = ["compile_under_fsdp"]
 
-# Graphs of one function. Between layers that are units of FSDP, each decorator of transformers is a function of its own
-# graphs: one for each function that it decorates, and for training and evaluation.
-RECOMPILES = 64
-EMBEDDED = "embedded_ids"  # the argument of the forward in _trace_embedding
+# Maximum number of graphs of one function. A decorator of transformers is one function that wraps many: between layers
+# that are units of FSDP, it has a graph for each function that it wraps, in training and in evaluation.
+MAX_GRAPHS = 64
+IDS_ARGUMENT = "embedded_ids"  # the argument of the forward in _trace_embedding, by which `seq_dims` names the sequence
 
 
 def compile_under_fsdp(
@@ -69,31 +69,32 @@ def compile_under_fsdp(
         raise SpError("SP833", f"model: expected a result of fully_shard, got a {type(model).__name__} without it.")
     options = {"mesh": mesh, "param_grads": "partial", **options}
     config = SPConfig.of(options)  # raises here, not at the first call
-    if find_fsdp_submodules(model):
+    if find_fsdp_submodules(model):  # FSDP's hooks split the model into several graphs
         options = {"outputs": "lazy", **options}
-        for layer in _checkpointed_layers(model):  # Dynamo does not trace what runs inside of a checkpoint of torch
+        for layer in _checkpointed_layers(model):  # which Dynamo does not trace as a part of the model
             layer_options = {name: value for name, value in options.items() if name != "seq_dims"}
             layer.compile(backend=sp, options=layer_options, dynamic=dynamic)
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
         if isinstance(embedding, torch.nn.Embedding) and config.seq_dims == "auto":
             _trace_embedding(embedding)
-            options = {**options, "seq_dims": {EMBEDDED: -1}}
+            options = {**options, "seq_dims": {IDS_ARGUMENT: -1}}  # the last dim of the ids
         mute_fsdp_warning(model)
-    limit = {"recompile_limit": RECOMPILES}
+    limit = {"recompile_limit": MAX_GRAPHS}
     compile_in_place(model, lambda: None, limit, backend=sp, options=options, fullgraph=fullgraph, dynamic=dynamic)
     return model
 
 
 def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules inside of torch's `checkpoint_wrapper`."""
+    """Return the modules to which torch's `checkpoint_wrapper` was applied and that are not compiled yet."""
     wrapped = (getattr(module, "_checkpoint_wrapped_module", None) for module in model.modules())
     return [layer for layer in wrapped if layer is not None and not is_compiled(layer)]
 
 
 def _trace_embedding(embedding: torch.nn.Embedding) -> None:
-    """Make torch.compile trace the forward of an embedding between graphs; it would skip it, as code of `torch.nn`.
+    """Replace the forward of an embedding that is a unit of FSDP by a function that torch.compile traces.
 
-    The graph has no attention, so that only the name of its input shows the sequence.
+    Dynamo would skip the forward itself, as code of `torch.nn`, and run it eagerly on full rows. The graph of the
+    embedding has no attention, from which its sequence would follow, so that the option `seq_dims` names its argument.
     """
     forward = type(embedding).forward
 

@@ -50,10 +50,10 @@ def config_of_environment() -> ParallelismConfig | None:
 
 
 def axis_sizes(config: ParallelismConfig | None, processes: int, is_sharded: bool = False) -> AxisSizes:
-    """Return the sizes of the axes of the mesh.
+    """Return the sizes of the axes of the mesh. Of the sizes that are 1, one is derived from the number of processes.
 
     Args:
-        config: The sizes. None: all ranks share each sequence.
+        config: The sizes that the user has passed. None: all ranks share each sequence.
         processes: The number of processes.
         is_sharded: True if FSDP shards the weights.
 
@@ -70,7 +70,7 @@ def axis_sizes(config: ParallelismConfig | None, processes: int, is_sharded: boo
     replicate, shard = config.dp_replicate_size, config.dp_shard_size
     if shard > 1 and not is_sharded:
         raise SpError("SP827", f"ParallelismConfig: dp_shard_size={shard} requires FSDP, got DDP.", SHARD_FIX)
-    sequence = max(config.sp_size, config.cp_size)
+    sequence = max(config.sp_size, config.cp_size)  # they have the same meaning; the one that is not passed is 1
     if sequence == 1:
         sequence = max(processes // (replicate * shard), 1)
     elif is_sharded and shard == 1:
@@ -80,8 +80,8 @@ def axis_sizes(config: ParallelismConfig | None, processes: int, is_sharded: boo
     if replicate * shard * sequence != processes:
         expected = f"sizes whose product is {processes}, the number of processes"
         names = "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"
-        given = [f"{name}={getattr(config, name)}" for name in names if getattr(config, name) > 1]
-        raise SpError("SP826", f"ParallelismConfig: expected {expected}, got {' and '.join(given)}.")
+        passed = [f"{name}={getattr(config, name)}" for name in names if getattr(config, name) > 1]
+        raise SpError("SP826", f"ParallelismConfig: expected {expected}, got {' and '.join(passed)}.")
     return AxisSizes(replicate, shard, sequence)
 
 

@@ -38,19 +38,25 @@ def parse_bytes(memory: str | float, name: str = "memory") -> float:
 
 
 def parse_unit(memory: str | float) -> SizeUnit:
-    """Return the unit of a size: GB for "80GB", 80e9 and "80e9".
+    """Return the unit of a size that a user passed, in which the plan prints all sizes.
+
+    For a number of bytes it is the largest decimal unit in which the number is 10 or more: GB for 80e9, MB for 9e9.
 
     Raises:
         SpError: The value is not a size.
     """
     nbytes, unit = _parse_size(memory, "memory")
-    decimal = [name for name, scale in UNITS.items() if "i" not in name and nbytes >= MIN_BYTES * scale]
-    return SizeUnit(unit or max(decimal, key=UNITS.__getitem__, default="B"))
+    decimal_units = [name for name, scale in UNITS.items() if "i" not in name and nbytes >= MIN_BYTES * scale]
+    return SizeUnit(unit or max(decimal_units, key=UNITS.__getitem__, default="B"))
 
 
 def _parse_size(memory: str | float, name: str) -> tuple[float, str]:
-    """Return (bytes, unit) of a size that a user passed; the unit is "" if it has none."""
-    match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))
+    """Return (bytes, unit) of a size that a user passed: (75 * 2**30, "GiB") for "75 gib", (8e10, "") for 80e9.
+
+    Raises:
+        SpError: The value is not a size, or a number without a unit that is too small for bytes.
+    """
+    match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))  # number, unit
     units = {unit.upper(): unit for unit in ("", *UNITS)}
     if match is None or match[2].upper() not in units or not float(match[1]):
         expected = f"a positive number of bytes, or a size in one of ({', '.join(UNITS)})"

@@ -52,7 +52,8 @@ from .unroll import Unroll
 
 EAGER_READ = "eager code reads it: code between two graphs, or code that Dynamo does not trace"
 
-# numbers of ranks, each with options and the keyword arguments of the model; these are equal in all configurations
+# (number of ranks or None for the default, options and keyword arguments of the model by name) of each configuration;
+# the keyword arguments are equal in all of them
 DryRunConfigs: TypeAlias = Sequence[tuple[int | None, Mapping[str, Any]]]
 
 # function that compares the program of a rank with the graph that it was lowered from, on the inputs of a call
@@ -72,7 +73,7 @@ class DryRunResult:
 
     @property
     def options(self) -> SPConfig:
-        """Return the options of the lowering; Inductor is replaced, because nothing is compiled."""
+        """Return the options of the lowering; with aot_eager in place of Inductor, because nothing is compiled."""
         options = self.user_options
         return replace(options, compiler="aot_eager") if options.has_joint_passes else options
 
@@ -115,14 +116,15 @@ class DryRun:
         """
         kwargs = self._start()
         captures = nullcontext() if self.captured is None else cache_captures(self.captured.captured)
-        printing = skip_graph_printing() if self.compare is None else nullcontext()  # simulated ranks run in threads
+        # Not with `compare`: simulated ranks run the graphs in threads, which would generate code at the same time.
+        printing = skip_graph_printing() if self.compare is None else nullcontext()
         with flex_on_any_device(), enable_losses_on_meta(), printing, captures:
             if self.captured is None or self.captured.graph is None:
                 self._trace(kwargs)
-            else:
+            else:  # an earlier dry run has traced the complete model as one graph
                 self._resume(*self.captured.graph)
         problems = [result.problem for result in self.results if result.problem is not None]
-        if len(problems) == len(self.results):
+        if len(problems) == len(self.results):  # no configuration is possible
             raise problems[0]
         if not self._graphs:
             raise SpError("SP201", f"{self.entry}: torch.compile finds nothing to compile in the model.")
@@ -148,7 +150,7 @@ class DryRun:
         return kwargs
 
     def _trace(self, kwargs: Mapping[str, Any]) -> None:
-        """Run the model once under torch.compile with `_backend`, which lowers its graphs."""
+        """Run the model once under torch.compile with `_backend`, which lowers its graphs in all configurations."""
         torch.compiler.reset()
         with _restore_buffers(self.model), allow_meta_constants():
             try:
@@ -158,14 +160,24 @@ class DryRun:
         torch.compiler.reset()
 
     def _resume(self, gm: GraphModule, inputs: Sequence[Any], context: Any) -> None:
-        """Lower the graph of an earlier dry run and merge the reports, so that the model is not traced again."""
+        """Lower the graph of an earlier dry run and merge the reports, so that the model is not traced again.
+
+        Args:
+            gm: The graph as Dynamo traced it.
+            inputs: Its example inputs.
+            context: The tracing context of Dynamo, in which the graph is lowered.
+        """
         self._graphs.append(gm)
         with resume_trace(context):
             for lowered in self._lower_all(UserProgram.from_dynamo(gm, inputs)):
                 lowered.result.report.merge(lowered.program.report)
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Lower a graph in every configuration, and return a function that runs the graph as it is."""
+        """Lower a graph in every configuration; Dynamo calls it as the backend of torch.compile.
+
+        Returns:
+            A function that runs the graph as it was traced, on a single device, so that Dynamo continues with the next.
+        """
         self._graphs.append(gm)
         replace_meta_constants(gm)
         if self.captured is not None:
@@ -175,7 +187,7 @@ class DryRun:
             return gm.forward
 
         def call(*inputs: Any) -> Any:
-            """Run the captured graph on a single device, and merge the reports of its lowered graphs."""
+            """Run the graph on a single device, and merge the reports of the programs that it was lowered to."""
             for lowered in all_lowered:
                 if self.compare is not None and lowered.session.split:
                     self.compare(gm, lowered.program, inputs)
@@ -183,19 +195,24 @@ class DryRun:
             self._running.append(gm)
             results = gm.forward(*inputs)
             self._running.pop()
+            # The next graph takes the results in shards, as in a run on ranks; all configurations shard the same ones.
             return simulate_sharded_outputs(results, inputs, all_lowered[0].program.boundary, self._note_read)
 
         return call
 
     def _note_read(self, name: str) -> None:
-        """Add a note to all reports where eager code, outside of a graph, reads a sharded result."""
-        if not self._running and not is_compiling():
-            text = f"{name} is sharded, and {EAGER_READ}"
-            for result in self.results:
-                result.report.add([Note(NoteKind.UNSHARDED, name, text, name, user_line())])
+        """Add a note to all reports, with the user's line, if eager code reads a sharded result.
+
+        `simulate_sharded_outputs` calls it for each read; those inside of a graph and by Dynamo are not noted.
+        """
+        if self._running or is_compiling():
+            return
+        text = f"{name} is sharded, and {EAGER_READ}"
+        for result in self.results:
+            result.report.add([Note(NoteKind.UNSHARDED, name, text, name, user_line())])
 
     def _lower_all(self, program: UserProgram) -> list[_Lowered]:
-        """Lower a graph in every configuration that is possible so far; set `problem` of those that are not."""
+        """Lower a graph in every configuration without a problem; set `problem` of those in which this fails."""
         all_lowered: list[_Lowered] = []
         for result in self.results:
             try:
@@ -206,43 +223,49 @@ class DryRun:
         return all_lowered
 
     def _lower(self, program: UserProgram, result: DryRunResult) -> _Lowered:
-        """Lower a graph in one configuration; its notes and step are added to reports by `_examine`."""
+        """Lower a graph in the configuration of a result, as the backend does, and examine it in place of compiling."""
         session = CompileSession(program.graph, program.inputs, result.options, measures=False)
         report, options = result.report, result.options
         if session.splits:
             report.n = _simulate_ranks(session, result.sp, simulate=self.compare is not None)
-            options = replace(options, outputs="gather") if self.compare is not None else options
+            if self.compare is not None:  # complete results are compared
+                options = replace(options, outputs="gather")
         if report.step is not None and options.state == "sharded":
             report.step.shards = report.n
         lowered, _ = lower_or_keep(program, options, session, partial(self._examine, result=result), self.repeats)
         return _Lowered(result, session, lowered)
 
     def _examine(self, lowered: RankProgram, result: DryRunResult) -> None:
-        """Run the passes over forward and backward, or check that torch can partition the program.
+        """Examine the forward and the backward of a lowered program, in place of compiling it.
 
-        Their notes are added to the report of the program, the step of the graph to that of the result.
+        If a step is predicted, or the program has collectives of its own, run the passes over the joint graph; their
+        notes are added to the report of the program, the step of the graph to that of the result. Otherwise only check
+        that torch can partition the program.
         """
         if lowered.eager:
             return
-        options, walks = result.user_options, self.partitions or result.report.step is not None
-        if lowered.exchanges and self.compare is None and not options.has_joint_passes:
+        options, predicts_step = result.user_options, self.partitions or result.report.step is not None
+        examines_collectives = lowered.exchanges and self.compare is None
+        if examines_collectives and not options.has_joint_passes:
             text = NO_COLLECTIVE_PASSES.format(options.compiler)
             lowered.report.add([Note(NoteKind.DECLINED, SequenceParallelLinear.name, text)])
-        elif self.entry == "explain" and not lowered.exchanges and not walks:
-            options.refuse(self.entry, compiler="compiles nothing of a program without exchanges")
-        if walks or (self.compare is None and lowered.exchanges and options.has_joint_passes):
+        elif self.entry == "explain" and not lowered.exchanges and not predicts_step:
+            options.refuse(self.entry, compiler="compiles nothing of a program without its own collectives")
+        if predicts_step or (examines_collectives and options.has_joint_passes):
             self._add_step(lowered, result)
-        elif self.entry != "plan" and not lowered.unsplit_reason:  # as the backend, so that its errors are found
+        elif self.entry != "plan" and not lowered.unsplit_reason:  # as the backend does, so that its errors are found
             partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False)
 
     def _add_step(self, lowered: RankProgram, result: DryRunResult) -> None:
-        """Add the training step of a graph to the result and its report."""
+        """Predict the training step of a graph, and add it to the result and its report."""
         options = result.user_options
         if not lowered.unsplit_reason:
             lowered.add_boundary_outputs()
         result.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
-        offloads = self.keeps_steps if options.offload == "never" else self.repeats is not None
-        step = graph_step(lowered, options, offloads and options.has_joint_passes)
+        # The step with all values on the host is needed to predict that with a share: a plan tries many shares, and the
+        # values that make up a share of all layers are not known before the layers are repeated.
+        needs_hosted = self.keeps_steps if options.offload == "never" else self.repeats is not None
+        step = graph_step(lowered, options, needs_hosted and options.has_joint_passes)
         if self.repeats is not None or result.steps is not None:
             step = unroll_step(step, lowered, self.repeats, result.steps)
         if result.report.step is not None:
@@ -252,21 +275,23 @@ class DryRun:
 def split_kwargs(
     entry: str, model: Callable[..., Any], passed: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate options of the backend from keyword arguments of the model.
+    """Separate options of the backend from keyword arguments of the model, which users pass together.
 
-    A model that takes any keyword argument gets the arguments of the modules in it, and names that are close to no
-    option.
+    A field of `SPConfig` is an option. Another name is an argument if the model has a parameter of this name. If the
+    model accepts **kwargs, parameters of its submodules are arguments, too, and so are names that are not similar to an
+    option. All others are returned as options, so that `SPConfig` raises an error for them.
 
     Args:
         entry: The function that the names were passed to: "explain", "verify" or "plan".
         model: The model.
-        passed: Both, by name. The entry `kwargs={...}` contains arguments of the model with the name of a field.
+        passed: Options and arguments by name. `passed["kwargs"]` is a dict of arguments only, whose names may be those
+            of options.
 
     Returns:
-        The fields of `SPConfig`, and the keyword arguments of the model.
+        The options, and the keyword arguments of the model.
 
     Raises:
-        SpError: A name is another name of an argument of the entry (SP102), such as `ranks` of `explain`.
+        SpError: A name is another name for the number of ranks (SP102), such as `ranks` in a call of `explain`.
     """
     passed = dict(passed)
     kwargs, config = dict(passed.pop("kwargs", {})), dict[str, Any]()
@@ -277,34 +302,38 @@ def split_kwargs(
     ranks_name = RANKS_ARGUMENTS[entry]
     for name, value in passed.items():
         if name in OTHER_RANKS_NAMES and name not in names:
-            raise SpError("SP102", f"{entry}: unknown option {name!r}, use {ranks_name}={value!r}.")
-        is_close = suggest_option(name, [*field_names, *ENTRY_ARGUMENTS])
-        is_accepted = name in names or (accepts_any and not is_close)
-        (kwargs if name not in field_names and is_accepted else config)[name] = value
+            raise SpError("SP102", f"{entry}: unknown option {name!r}.", f"Use {ranks_name}={value!r}.")
+        is_similar = bool(suggest_option(name, [*field_names, *ENTRY_ARGUMENTS]))
+        is_parameter = name in names or (accepts_any and not is_similar)
+        if is_parameter and name not in field_names:
+            kwargs[name] = value
+        else:
+            config[name] = value
     return config, kwargs
 
 
 RANKS_ARGUMENTS = {"explain": "sp", "verify": "sp", "plan": "ranks"}  # the argument with the number of ranks
-OTHER_RANKS_NAMES = "sp ranks world_size num_ranks nproc_per_node sp_size cp_size n_ranks".split()  # used for it
+# names that users pass for the number of ranks
+OTHER_RANKS_NAMES = "sp ranks world_size num_ranks nproc_per_node sp_size cp_size n_ranks".split()
 ENTRY_ARGUMENTS = ("memory", "optimizer", "passes", "host_memory")  # further arguments, which may be misspelled
 
 
 def _parameter_names(function: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Return the names of the parameters of a function or module, and True if it takes any keyword argument."""
+    """Return the names of the parameters of a function or of a module's forward, and True if it has **kwargs."""
     try:
         parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # a builtin has no signature
         return set(), False
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _modules_of(model: Callable[..., Any]) -> Iterator[torch.nn.Module]:
-    """Yield the modules in a model, or in the variables that a function reads from around it."""
+    """Yield a model's module and submodules; for a function, those of the modules that it reads from outer scopes."""
     values: list[Any] = [model]
     if inspect.isfunction(model):
-        read = inspect.getclosurevars(model)
-        values = [*read.nonlocals.values(), *read.globals.values()]
+        variables = inspect.getclosurevars(model)
+        values = [*variables.nonlocals.values(), *variables.globals.values()]
     for value in values:
         if isinstance(value, torch.nn.Module):
             yield from value.modules()
@@ -313,7 +342,10 @@ def _modules_of(model: Callable[..., Any]) -> Iterator[torch.nn.Module]:
 def _simulate_ranks(session: CompileSession, sp: int | None, simulate: bool) -> int:
     """Set `session.ranks` to ranks that need no processes, and return their number.
 
-    Ranks of a mesh remain, unless they are simulated. By default there are two.
+    Args:
+        session: The session. If the user has passed a mesh, its ranks remain, so that the report has their groups.
+        sp: The number of ranks that the user requests; None for that of the mesh, or for two.
+        simulate: True if the ranks will run as threads of this process, also those of a mesh.
 
     Raises:
         SpError: `sp` differs from the size of the mesh (SP712).
@@ -330,7 +362,7 @@ def _simulate_ranks(session: CompileSession, sp: int | None, simulate: bool) -> 
 
 @contextmanager
 def _restore_buffers(model: Callable[..., Any]) -> Iterator[None]:
-    """Restore the buffers of a model after the context, since a traced run updates running averages."""
+    """Restore the buffers of a model after the context, in which a run may update them, as batch norm does."""
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     saved = [b.detach().clone() for b in buffers]
     try:

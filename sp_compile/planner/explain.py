@@ -24,8 +24,9 @@ from .dry_run import DryRun, DryRunConfigs, DryRunResult
 
 MIN_SKIPPED_LAYERS = 8  # minimum number of omitted layers for which a few layers of a model are lowered instead of all
 
+# options that all dry runs reject, with the reasons
 DRY_RUN_OPTIONS = {"check_every": "runs in one process, so there is nothing to compare"}
-# options that dry runs reject, those that `explain` rejects without memory=True, and the reasons
+# further options that `verify` rejects, and `explain` unless memory=True or passes=True
 MEMORY_OPTIONS = dict.fromkeys(("activation_memory_budget", "offload"), "does not report saved values")
 
 
@@ -92,8 +93,8 @@ def explain_configs(
         args: Its arguments.
         configs: The configurations.
         per_weight: Bytes of the optimizer's state for a byte of parameters.
-        layers: Layers of which a few represent all.
-        captured: The graphs of earlier dry runs of the model; this one is added.
+        layers: Layers of which a few represent all, from `similar_layers`; None to lower all layers.
+        captured: The graphs of earlier dry runs of the model, which are not traced again; new ones are added.
 
     Returns:
         A result for each configuration; its `problem` is the reason if it is not possible.
@@ -119,11 +120,11 @@ def find_attentions(
         model: The model.
         args: Its arguments.
         config: The number of ranks and the options.
-        layers: Layers of which a few represent all.
-        captured: The graphs of earlier dry runs of the model.
+        layers: As for `explain_configs`.
+        captured: As for `explain_configs`.
 
     Returns:
-        The decision for each attention.
+        A decision for the attentions of each shape, with their number.
 
     Raises:
         SpError: The backend would raise.
@@ -137,7 +138,7 @@ def find_attentions(
 
 
 def similar_layers(model: Any) -> LayerList | None:
-    """Return the layers of a model if a few of them represent all.
+    """Return the layers of a model if a few of them represent all, so that a dry run lowers only these.
 
     Args:
         model: The model, or a function.
@@ -146,18 +147,25 @@ def similar_layers(model: Any) -> LayerList | None:
         The layers; None if the model has too few equal ones.
     """
     layers = LayerList.of(model) if isinstance(model, torch.nn.Module) else None
-    skipped = 0 if layers is None else len(layers.layers) - len(layers.reduced_positions)
-    return layers if skipped >= MIN_SKIPPED_LAYERS else None
+    num_skipped = 0 if layers is None else len(layers.layers) - len(layers.reduced_positions)
+    return layers if num_skipped >= MIN_SKIPPED_LAYERS else None
 
 
 def _run_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
-    """Return the results of a dry run in which a few of `layers` run; extend its reports to all of them.
+    """Run a dry run that predicts memory with a few of the model's layers, and extend its reports to all layers.
 
-    If the graphs do not name the layer of each node, all layers run.
+    If the traced graphs do not name all of these layers, their part cannot be repeated, so all layers are lowered.
+
+    Args:
+        run: The dry run.
+        layers: Layers of which a few represent all; None to lower all layers.
+
+    Returns:
+        A result for each configuration.
     """
     if layers is None:
         return run.run()
-    repeats = FewLayers(layers.order, ModelBytes.of(run.model))
+    repeats = FewLayers(layers.order, ModelBytes.of(run.model))  # `repeats.times`: layers that each one represents
     run.repeats = repeats
     with layers.only(layers.reduced_positions):
         results = run.run()
@@ -166,9 +174,11 @@ def _run_layers(run: DryRun, layers: LayerList | None) -> list[DryRunResult]:
     text += "s" if num_kinds > 1 else ""
     for report in (result.report for result in results if result.problem is None):
         assert report.step is not None
-        if not repeats.times.keys() <= {m.layer for graph in report.step.graphs for m in graph.forward.moments}:
+        traced_layers = {moment.layer for graph in report.step.graphs for moment in graph.forward.moments}
+        if not repeats.times.keys() <= traced_layers:
             run.repeats, run.results = None, []
             return run.run()
+        # List what one layer has once for each layer that it represents.
         report.notes = [note for note in report.notes for _ in range(repeats.times.get(note.layer, 1))]
         report.tiled = [region for region in report.tiled for _ in range(repeats.times.get(region.layer, 1))]
         report.exchanges = [repeated for e in report.exchanges for repeated in e.repeat(repeats.times)]

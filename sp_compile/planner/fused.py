@@ -31,15 +31,20 @@ def fuse_on_meta(gm: GraphModule) -> None:
     """Replace attention on the meta device by GPU kernels, so that its predicted memory is that of a GPU."""
     edit = GraphEditor().edit(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=SDPA_META_OP):
-        if node.meta["val"].device.type == "meta":
-            with gm.graph.inserting_before(node):
-                fused = _fuse_node(edit, node)
-                if fused is not None:
-                    edit.replace(node, edit.emit(operator.getitem, (fused, 0), fused.meta["val"][0], node))
+        if node.meta["val"].device.type != "meta":
+            continue
+        with gm.graph.inserting_before(node):
+            kernel = _fuse_node(edit, node)
+            if kernel is not None:  # the first of its results is the attention
+                edit.replace(node, edit.emit(operator.getitem, (kernel, 0), kernel.meta["val"][0], node))
 
 
 def _fuse_node(edit: GraphEditor, node: Node) -> Node | None:
-    """Add a call of the kernel to the graph and return it; None if no kernel supports the operands."""
+    """Add a call of a kernel with the operands of an attention to the graph, and return it; None if none supports them.
+
+    The kernel is that of flash attention (half types, no mask, a head dim up to `MAX_HEAD_DIM`), else that of
+    memory-efficient attention (equal numbers of query and key heads).
+    """
     call = OpCall(node)
     q, k, v = call.operands[:3]
     mask, dropout, causal = (call[name] for name in ("attn_mask", "dropout_p", "is_causal"))
@@ -53,4 +58,5 @@ def _fuse_node(edit: GraphEditor, node: Node) -> Node | None:
         return None
     if mask is not None:  # it is added to the scores
         mask = edit.cast(mask, dtype, node)
-    return edit.compute(EFFICIENT_OP, (q, k, v, mask, True, dropout, causal), node, scale)
+    computes_lse = True  # the backward of the kernel reads the log-sum-exp
+    return edit.compute(EFFICIENT_OP, (q, k, v, mask, computes_lse, dropout, causal), node, scale)

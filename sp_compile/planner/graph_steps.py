@@ -27,19 +27,24 @@ from .unroll import Unroll
 
 
 def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> GraphStep:
-    """Return the memory of one graph over a training step, without a run.
+    """Predict the live bytes of one graph over a training step, without running it.
 
     The notes and runs of the passes over the joint graph are added to the report of the program.
 
     Args:
         lowered: The program of one rank.
         options: The options with which it would be compiled.
-        offloads: True to add the step with all offloadable values on the host.
+        offloads: True to predict the two limits between which a plan chooses a share of saved values on the host.
+
+    Returns:
+        The step as the options offload it. With `offloads`, the step with nothing on the host, and as its `hosted` that
+        with all offloadable values there.
     """
-    # With `offloads`, the graphs are walked twice: without offloading, and after `OffloadValues` of all values.
-    all_passes = passes = lowered.partitioned_passes(replace(options, offload=1.0) if offloads else options)
-    if all_passes is not None and offloads:
-        passes = PartitionedPasses(replace(all_passes.job, options=replace(options, offload="never")))
+    if offloads:  # offload all values, but after the first of the two walks below
+        requested = lowered.partitioned_passes(replace(options, offload=1.0))
+        passes = requested and PartitionedPasses(replace(requested.job, options=replace(options, offload="never")))
+    else:
+        requested = passes = lowered.partitioned_passes(options)
     forward, backward = _partition_graph(lowered, options.uses_inductor, passes)
 
     def walk_graphs() -> GraphStep:
@@ -48,51 +53,63 @@ def graph_step(lowered: RankProgram, options: SPConfig, offloads: bool) -> Graph
         return GraphStep.of(*graphs, options.uses_inductor, lowered.input_bytes)
 
     step = walk_graphs()
-    if all_passes is None or passes is None:
+    if requested is None or passes is None:
         return step
     if offloads and backward is not None:
-        OffloadValues().run(forward, replace(all_passes.job, backward=backward, results=passes.job.results))
+        OffloadValues().run(forward, replace(requested.job, backward=backward, results=passes.job.results))
         step = replace(step, hosted=walk_graphs())
-    (step.hosted or step).offloaded = next(iter(all_passes.job.on_host), None)
-    lowered.report.passes += all_passes.job.runs
+    offloaded_step = step if step.hosted is None else step.hosted
+    offloaded_step.offloaded = next(iter(requested.job.on_host), None)  # one entry for each graph with offloaded values
+    lowered.report.passes += requested.job.runs
     return step
 
 
 def unroll_step(
     step: GraphStep, lowered: RankProgram, repeats: FewLayers | None, steps: list[Unroll] | None
 ) -> GraphStep:
-    """Return the step of a graph with all layers, and with the option's share of saved values on the host.
+    """Return the step of the model with all layers, with the share of saved values on the host that an option requests.
 
     Args:
-        step: The step of the graph with a few layers.
+        step: The step of a graph that may have a few of the layers, from `graph_step`.
         lowered: The program of one rank.
-        repeats: The layers that the program represents.
-        steps: A list to which the `Unroll` is appended, from which the step for any share follows; or None.
+        repeats: The layers that the graph represents; None if it has all layers.
+        steps: A list to which the `Unroll` is appended, from which a plan computes the step for any share; or None.
     """
     options, n = lowered.options, lowered.ranks.n
     context = PassContext(lowered.ranks, options, machine=lowered.machine)
     machine = context.machine_of_nodes(lowered.graph.graph.find_nodes(op="placeholder"))
-    full = Unroll.of(step, () if repeats is None else repeats.order, machine)
+    unroll = Unroll.of(step, () if repeats is None else repeats.order, machine)
     if steps is not None:
-        steps.append(full)
-    if repeats is None or options.offload == "never" or step.hosted is None:
-        return full.step() if repeats is not None else replace(step, hosted=None)
+        steps.append(unroll)
+    if repeats is None:
+        return replace(step, hosted=None)
+    if options.offload == "never" or step.hosted is None:
+        return unroll.step()
     weights, is_sharded = repeats.weights, options.state == "sharded"
 
     def fits(graph_step: GraphStep) -> bool:
-        """Return True if a step of this graph fits the device with the program's state."""
+        """Return True if the values of a step and the model's state fit in the memory of the device."""
         memory = StepMemory(weights, ADAMW_STATE if is_sharded else 0.0, [graph_step])
         return (memory.fsdp(n) if is_sharded else memory.peak) <= machine.memory
 
-    return full.step(full.min_offload(fits) if options.offload == "auto" else full.share(float(options.offload)))
+    return unroll.step(unroll.min_offload(fits) if options.offload == "auto" else unroll.share(float(options.offload)))
 
 
 def _partition_graph(
     lowered: RankProgram, fused: bool, passes: PartitionedPasses | None
 ) -> tuple[GraphModule, GraphModule | None]:
-    """Return forward and backward of a copy of the program after all passes, whose report is merged."""
+    """Return the forward and the backward graph of a program, partitioned as its compiler does; None without gradients.
+
+    The program itself is not changed, and the report of the passes over its joint graph is merged into that of the
+    program.
+
+    Args:
+        lowered: The program of one rank.
+        fused: True if Inductor, which fuses kernels, would compile the graphs.
+        passes: Passes over the two graphs; None for none.
+    """
     local, options = copy_graph(lowered.graph), lowered.options
-    fuse_on_meta(local)
+    fuse_on_meta(local)  # attention as the kernels that a GPU runs
     joint = lowered.joint if options.has_joint_passes else None
     with memory_budget(options.activation_memory_budget), apply_checkpoint_policies(local):
         graphs = partition_joint_graph(local, lowered.inputs, joint, fused, passes)

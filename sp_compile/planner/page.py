@@ -48,10 +48,11 @@ COLORS = {"forward": "#8fb9dd", "loss": "#e0b05a", "backward": "#8cc4a2"}
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """Return the HTML page of a report's or a plan's JSON."""
+    """Return the HTML page that shows the JSON of a report or a plan, and contains it in a script element."""
     is_plan = report["format"] == "sp_compile.plan"
     values = _plan_values(report) if is_plan else _report_values(report)
-    data = jinja2.utils.markupsafe.Markup(json.dumps(report).replace("<", "\\u003c"))
+    escaped = json.dumps(report).replace("<", "\\u003c")  # so that no string in it ends the script element
+    data = jinja2.utils.markupsafe.Markup(escaped)
     title = "Plan" if is_plan else f"The program on {report['ranks']} ranks"
     return _template().render(found=report, plan=is_plan, title=title, data=data, **values)
 
@@ -65,18 +66,19 @@ def _template() -> jinja2.Template:
 
 
 def _report_values(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that the template shows of a report in addition to its JSON."""
-    gathered = {block["where"] for block in report["blocks"] if block["kind"] == "gathered"}
-    rewrites = [{**row, "gathered": row["where"] in gathered} for row in report["rewrites"]]
-    rewrites.sort(key=lambda row: not row["gathered"])
-    totals: Counter[str] = Counter()  # op -> bytes
-    for e in report["collectives"]:
-        totals[e["op"]] += e["forward_bytes"] + e["backward_bytes"]
+    """Return the values that the template shows of a report in addition to its JSON, by their name in the template."""
+    gathered_lines = {block["where"] for block in report["blocks"] if block["kind"] == "gathered"}
+    rewrites = [{**row, "gathered": row["where"] in gathered_lines} for row in report["rewrites"]]
+    rewrites.sort(key=lambda row: not row["gathered"])  # gathered lines first
+    totals: Counter[str] = Counter()  # op -> bytes that a rank sends
+    for exchange in report["collectives"]:
+        totals[exchange["op"]] += exchange["forward_bytes"] + exchange["backward_bytes"]
     memory = report["memory"]
     return {
         "memory": memory,
         "inputs": ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in report["inputs"].items()),
         "kinds": EXCHANGE_KINDS,
+        # `most_kept` and `most_sent` are the bytes to which widths in the page are relative
         "most_kept": max((block["kept_bytes"] for block in report["blocks"]), default=0) or 1,
         "tiles": _count_equal(report["tiles"], "tiles", "rows", "inside_bytes", "tile_bytes", "where"),
         "totals": totals.most_common(),
@@ -92,7 +94,7 @@ def _report_values(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan_values(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that the template shows of a plan: the rows of its table, with CSS classes."""
+    """Return the values that the template shows of a plan: the cells of its table, and the CSS class of each row."""
     unit, variants = SizeUnit(plan["unit"]), plan["ways"]
     fastest: dict[int, int] = {}  # number of ranks -> index of the fastest variant that fits
     for i in sorted(range(len(variants)), key=lambda i: variants[i]["seconds"]):
@@ -107,27 +109,39 @@ def _plan_values(plan: Mapping[str, Any]) -> dict[str, Any]:
         row += [variant["state"], f"{'' if variant['measured'] else '~'}{unit(variant['memory_bytes'])}"]
         row += [variant["phase"], f"{variant['seconds']:.3g}", f"{variant['tokens_per_second']:,.0f}"]
         rows.append(row)
-        unmarked = "" if variant["fits"] else "misses"
-        marks.append("best" if i in fastest.values() else unmarked)
+        if i in fastest.values():
+            marks.append("best")
+        else:
+            marks.append("" if variant["fits"] else "misses")
     best = None if plan["best"] is None else variants[plan["best"]]
     return {"unit": unit, "ways": rows, "marks": marks, "best": best}
 
 
 def _count_equal(rows: Iterable[Mapping[str, Any]], *fields: str) -> list[tuple[int, dict[str, Any]]]:
-    """Return (count, row) for rows that differ in these fields, so that a table shows equal rows once."""
+    """Merge rows whose values of these fields are equal; return the number of merged rows, and these values by field.
+
+    The table thus shows an exchange of 32 equal layers as one row, with the number 32.
+    """
     counts = Counter(tuple(row[field] for field in fields) for row in rows)
-    return [(count, dict(zip(fields, row, strict=True))) for row, count in counts.items()]
+    return [(count, dict(zip(fields, values, strict=True))) for values, count in counts.items()]
 
 
 def _memory_shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
-    """Yield (name, bytes) of each kind of memory, and of the peaks with sharded and replicated state."""
+    """Yield (text, bytes) for each row of the memory table: the kinds of memory, then the peaks.
+
+    If n ranks shard the state of the model (parameters and optimizer), one row has the bytes of a rank's shards, and
+    its text the bytes of all, such as "8 shards of parameters (16.0 GiB) and state of the optimizer (32.0 GiB)".
+    """
     n = memory["shards"]
-    state = {"parameters": "parameters", "gradients": "gradients", "optimizer": "state of the optimizer"}
     if n == 1:
-        yield from ((text, memory[f"{name}_bytes"]) for name, text in state.items())
+        yield "parameters", memory["parameters_bytes"]
+        yield "gradients", memory["gradients_bytes"]
+        yield "state of the optimizer", memory["optimizer_bytes"]
     else:
+        parameters = f"parameters ({format_bytes(memory['parameters_bytes'])})"
+        optimizer = f"state of the optimizer ({format_bytes(memory['optimizer_bytes'])})"
+        # The constant bytes are the shards of a rank, the buffers and the inputs.
         shards = memory["constant_bytes"] - memory["buffers_bytes"] - memory["inputs_bytes"]
-        parameters, _, optimizer = (f"{text} ({format_bytes(memory[f'{name}_bytes'])})" for name, text in state.items())
         yield f"{n} shards of {parameters} and {optimizer}", shards
     for name, text in {"buffers": "buffers", "inputs": "inputs", "kept": "saved for the backward"}.items():
         yield text, memory[f"{name}_bytes"]
@@ -140,16 +154,18 @@ def _memory_shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
 
 
 def _area_chart(memory: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return SVG paths, label and ticks of the chart of values over the step, above the constant bytes.
+    """Return the SVG paths, the label of the peak and the ticks of the memory chart; None without points.
 
-    None without points. Of more than `MAX_POINTS` points the largest of each run is drawn, so the peak is one of them.
+    The chart shows the bytes of values at each kernel of the step, above a floor: the constant bytes of the state. It
+    has one area for each phase (forward, loss, backward). Of many points, only the largest of each run of neighbors is
+    drawn, about `MAX_POINTS` in total, so that the peak is always one of them.
     """
     points, run_length = memory["curve"], max(1, len(memory["curve"]) // MAX_POINTS)
     if not points:
         return None
     runs = [points[i : i + run_length] for i in range(0, len(points), run_length)]
     curve = [max(run, key=lambda point: point["values_bytes"]) for run in runs]
-    # Pixels of each point: x from the left, y from the top, floor the height of the constant bytes.
+    # Pixels of each point, from the left and from the top, as SVG counts them.
     state = memory["constant_bytes"]
     top = 1.05 * (state + max(point["values_bytes"] for point in curve))
     x = [CHART_WIDTH * i / max(1, len(curve) - 1) for i in range(len(curve))]
@@ -158,7 +174,7 @@ def _area_chart(memory: Mapping[str, Any]) -> dict[str, Any] | None:
     phases = []
     for name, group in groupby(range(len(curve)), key=lambda i: curve[i]["phase"]):
         indices = list(group)
-        left, right = x[indices[0]], x[min(indices[-1] + 1, len(curve) - 1)]
+        left, right = x[indices[0]], x[min(indices[-1] + 1, len(curve) - 1)]  # up to the first point of the next phase
         line = " ".join(f"L{x[i]:.1f} {y[i]:.1f}" for i in indices)
         path = f"M{left:.1f} {floor:.1f} {line} L{right:.1f} {y[indices[-1]]:.1f} L{right:.1f} {floor:.1f} Z"
         # The loss is narrow: its label ends where it does, so that it does not overlap the next one.
@@ -167,19 +183,22 @@ def _area_chart(memory: Mapping[str, Any]) -> dict[str, Any] | None:
     peak = max(range(len(curve)), key=lambda i: curve[i]["values_bytes"])
     text = f"{format_bytes(state + curve[peak]['values_bytes'])} at {curve[peak]['where']}"
     text = text if len(text) <= LABEL_WIDTH else f"{text[:LABEL_WIDTH]}..."
-    anchor, offset = ("end", -8) if x[peak] > CHART_WIDTH / 2 else ("start", 8)
+    anchor, offset = ("end", -8) if x[peak] > CHART_WIDTH / 2 else ("start", 8)  # the text is on the wider side
     label = {"text": text, "anchor": anchor, "text_x": x[peak] + offset}
     label |= {"x": x[peak], "y": y[peak], "text_y": max(12.0, y[peak] - 4)}
     return {"floor": floor, "phases": phases, "peak": label, "ticks": _ticks(top)}
 
 
 def _ticks(top: float) -> Sequence[Mapping[str, float]]:
-    """Return at least four round numbers of bytes from 0 to `top`, with their y in pixels, for the axis."""
+    """Return the ticks of the vertical axis from 0 to `top` bytes: each has its bytes, and its y in pixels.
+
+    Their distance is the largest power of two with at least four ticks above 0.
+    """
     step = 2.0 ** math.floor(math.log2(top / 4)) if top else 1.0
     return [{"bytes": i * step, "y": CHART_HEIGHT * (1 - i * step / top)} for i in range(int(top / step) + 1)]
 
 
 def _call_of(line: str) -> str:
-    """Return the code of "file:line: code", without `return` or assigned variables, to label a line."""
+    """Return the code of "file:line: code" as a short label: "f(x)" for "file.py:3: y = f(x)" and for "return f(x)"."""
     code = line.partition(": ")[2] or line
     return re.sub(r"^(return |[\w., ]+ = )", "", code)

@@ -190,6 +190,7 @@ def _time_key(row: Variant) -> tuple[float, float]:
 
 
 ESTIMATED = "~: estimated from the program with another attention or other shards of the state"
+# columns of the table of a plan before the memory, and after it: heading -> text of the cell of a variant
 COLUMNS: dict[str, Callable[[Variant], Any]] = {
     "ranks": lambda r: r.ranks,
     "attention": lambda r: r.attention,
@@ -199,7 +200,6 @@ COLUMNS: dict[str, Callable[[Variant], Any]] = {
     "offload": lambda r: f"{r.offload:.0%}" if r.offload else "never",
     "state": lambda r: r.state,
 }
-# columns of the table of a plan, before and after the memory
 MORE_COLUMNS: dict[str, Callable[[Variant], Any]] = {
     "peak of": lambda r: r.phase,
     "s/step": lambda r: f"{r.seconds:.3g}",
@@ -262,7 +262,7 @@ def plan(
     result.hardware = planner.machine.describe(_device_type(model))
     _plan_first(planner, result, all_ranks, options.get("tiles"))
     _refine_best(planner, result, all_ranks)
-    result.rows.sort(key=lambda row: (row.ranks, not row.fits, *_time_key(row)))
+    result.rows.sort(key=lambda row: (row.ranks, not row.fits, *_time_key(row)))  # those that fit first, by seconds
     result.changes = {n: _required_change(planner, result, n) for n in all_ranks if result.of(n) is None}
     return result
 
@@ -270,19 +270,22 @@ def plan(
 def _make_planner(
     model: nn.Module, args: list[Any], kwargs: dict[str, Any], options: dict[str, Any], optimizer: Any
 ) -> StepPlanner:
-    """Return the planner of a model with these arguments; an option `offload` fixes the share on the host."""
+    """Return the planner of a model with these arguments and options, which all variants have.
+
+    The option `offload` is removed: a number or "never" fixes the share on the host; otherwise several are tried.
+    """
     offload = options.pop("offload", "auto")
     return StepPlanner(
         model,
         args,
         kwargs,
-        Machine.of(_device_type(model), options["cost"]),
-        options,
-        OFFLOAD_SHARES if offload == "auto" else (),
-        state_per_weight(optimizer),
-        _tokens([*args, *kwargs.values()]),
-        checkpoint_blocks(model),
-        0.0 if isinstance(offload, str) else float(offload),
+        machine=Machine.of(_device_type(model), options["cost"]),
+        options=options,
+        shares=OFFLOAD_SHARES if offload == "auto" else (),
+        per_weight=state_per_weight(optimizer),
+        tokens=_tokens([*args, *kwargs.values()]),
+        blocks=checkpoint_blocks(model),
+        offload=0.0 if isinstance(offload, str) else float(offload),
     )
 
 
@@ -292,49 +295,56 @@ def _device_type(model: nn.Module) -> str:
 
 
 def _is_settled(result: StepPlan, n: int) -> bool:
-    """Return True if no more variants are needed, as neither checkpoints nor more tiles can be faster.
+    """Return True if neither checkpoints nor more tiles can give a faster variant on n ranks that fits.
 
-    That is so if a variant fits without the host, or if copies to the host take no longer than the rest of the step. A
-    step without changes takes no longer than one with recomputation or more tiles.
+    They only make a step slower, so that nothing is faster than a variant that fits with nothing on the host. Nor is
+    anything faster than one with a share on the host, if its copies are hidden: it takes no longer than the fastest
+    variant as written, which may not fit.
     """
     best = result.of(n)
-    unchanged = min((row.seconds for row in result.rows if row.ranks == n and not row.checkpoint), default=0.0)
-    return best is not None and (result.fits_on_device(n) or best.seconds <= EQUAL_RATIO * unchanged)
+    if best is None:
+        return False
+    as_written = min((row.seconds for row in result.rows if row.ranks == n and not row.checkpoint), default=0.0)
+    return result.fits_on_device(n) or best.seconds <= EQUAL_RATIO * as_written
 
 
 def _tokens(values: Iterable[Any]) -> int:
-    """Return the tokens of a step: elements of the largest integer input, else of two dims of another one."""
+    """Return the tokens of a step: the elements of the largest integer input, which are token ids.
+
+    Without an integer input, it is the largest batch * sequence, the first two dims, of the others; 0 without tensors.
+    """
     tensors = [x for x in values if isinstance(x, torch.Tensor) and x.ndim]
-    ids = [x.numel() for x in tensors if not x.is_floating_point()]
-    return max(ids or [x.shape[:2].numel() for x in tensors], default=0)
+    id_counts = [x.numel() for x in tensors if not x.is_floating_point()]
+    return max(id_counts or [x.shape[:2].numel() for x in tensors], default=0)
 
 
 def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int], user_tiles: int | str | None) -> None:
-    """Examine each number of ranks with the fastest attention, until it fits with nothing on the host.
+    """Examine each number of ranks with the fastest attention, until no slower variant is needed (`_is_settled`).
 
-    The model is lowered as it is written, then with checkpoints, then in more tiles as well. Rows and notes are added
-    to `result`.
+    The model is lowered as it is written, then with checkpoints, then in more tiles as well, unless the user has passed
+    the option `tiles`. Rows and notes are added to `result`.
     """
+    # The attentions on each number of ranks on which the state alone fits, the fastest first.
     choices = {n: planner.attention_choices(n) for n in all_ranks if planner.constant(n) < result.memory}
     num_tiles: dict[int, int] = {}  # number of ranks -> tiles of its last step
     more_tiles = TILE_COUNTS if user_tiles is None else None
 
     def examine(checkpoint: bool, tiles: int | str) -> list[PlannedStep]:
-        """Add the variants of all numbers of ranks for which `_is_settled` is False, and return their steps."""
-        unsettled = [n for n, attends in choices.items() if attends and not _is_settled(result, n)]
-        if tiles == more_tiles:
+        """Add the variants of all numbers of ranks that are not settled, and return their steps."""
+        unsettled = [n for n, attentions in choices.items() if attentions and not _is_settled(result, n)]
+        if tiles == more_tiles:  # not where the memory has already required at least this number
             unsettled = [n for n in unsettled if num_tiles.get(n, 0) < TILE_COUNTS]
         states = {n: planner.states(n)[0] for n in unsettled}
         configs = [PlanConfig(n, *choices[n][0].key, checkpoint, tiles, states[n], planner.offload) for n in unsettled]
         steps = planner.plan_steps(configs) if configs else []
         for step in steps:
             if tiles == more_tiles and not step.max_tiles:
-                continue  # nothing can be tiled
+                continue  # no part of the model can be tiled
             num_tiles[step.config.ranks] = step.max_tiles
             result.notes += [note for note in _graph_breaks(step) if note not in result.notes]
-            for attend in choices[step.config.ranks]:
-                result.rows += [_make_variant(planner, **row) for row in planner.plan_rows(step, attend)]
-        # An estimate is not final: a variant that it predicts to fit may not fit.
+            for attention in choices[step.config.ranks]:
+                result.rows += [_make_variant(planner, **row) for row in planner.plan_rows(step, attention)]
+        # A number of ranks may be settled by an estimate, which may be wrong: examine it before the next attempt.
         _refine_best(planner, result, [n for n in unsettled if _is_settled(result, n)], near=False)
         return steps
 
@@ -342,17 +352,17 @@ def _plan_first(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int]
     steps = examine(False, tiles)
     if not result.rows:
         return
-    has_own = any(step.dry_run.checkpoints for step in steps)
-    checkpoint = bool(planner.blocks) and not has_own
+    has_own_checkpoints = any(step.dry_run.checkpoints for step in steps)
+    checkpoint = bool(planner.blocks) and not has_own_checkpoints
     if not checkpoint and not all(map(result.fits_on_device, all_ranks)):
-        result.notes.append(OWN_CHECKPOINTS if has_own else NO_BLOCKS)
-    attempts = [tiles] if checkpoint else []
+        result.notes.append(OWN_CHECKPOINTS if has_own_checkpoints else NO_BLOCKS)
+    attempts = [tiles] if checkpoint else []  # first with checkpoints alone
     if more_tiles is not None:
         attempts.append(more_tiles)
     for next_tiles in attempts:
         steps = examine(checkpoint, next_tiles)
         if checkpoint and steps and not any(step.dry_run.checkpoints for step in steps):
-            checkpoint = False  # torch.utils.checkpoint had no effect
+            checkpoint = False  # torch.utils.checkpoint had no effect, so that these rows are wrong
             result.rows = [row for row in result.rows if not row.checkpoint]
             result.notes.append(NOT_CALLED)
 
@@ -378,7 +388,7 @@ NOT_CALLED = (
 
 
 def _make_variant(planner: StepPlanner, config: PlanConfig, **predicted: Any) -> Variant:
-    """Return the variant of a configuration with the numbers that `StepPlanner.plan_row` predicts."""
+    """Return the variant of a configuration; the arguments are the result of `StepPlanner.plan_row`."""
     return Variant(
         config.ranks, config.attention, config.layout, config.checkpoint, config.tiles, config.offload,
         state=config.state, tokens=planner.tokens, user_options=planner.options, **predicted,
@@ -386,23 +396,25 @@ def _make_variant(planner: StepPlanner, config: PlanConfig, **predicted: Any) ->
 
 
 def _refine_best(planner: StepPlanner, result: StepPlan, all_ranks: Sequence[int], near: bool = True) -> None:
-    """Examine variants, updating `result.rows`, until the best on each number of ranks is no estimate.
+    """Examine the best variant on each number of ranks, until it is no estimate; update `result.rows`.
 
-    If near, variants that almost fit are examined once, too.
+    An examined variant may need more memory or time than estimated, so that another one is the best then. With `near`,
+    a faster estimate that almost fits is examined, too, once for each number of ranks.
     """
-    tried_near: set[int] = set()
+    tried_near: set[int] = set()  # numbers of ranks for which an estimate that almost fits was examined
     for rounds_after in reversed(range(MAX_PLAN_ROUNDS)):
-        rows = [row for n in all_ranks for row in _unplanned_best(result, n, near and n not in tried_near)]
+        rows = [row for n in all_ranks for row in _rows_to_examine(result, n, near and n not in tried_near)]
         if not rows:
             break
         tried_near |= {row.ranks for row in rows if not row.fits}
-        _update_rows(planner, result, rows, refines=rounds_after > 0)
+        # The last round adds no estimates, since no round is left to examine them.
+        _update_rows(planner, result, rows, adds_estimates=rounds_after > 0)
 
 
-def _unplanned_best(result: StepPlan, n: int, near: bool = True) -> list[Variant]:
-    """Return the best variant on n ranks if it is an estimate, so that it is examined.
+def _rows_to_examine(result: StepPlan, n: int, near: bool = True) -> list[Variant]:
+    """Return the best variant on n ranks if it is an estimate; [] if it was examined.
 
-    If near, add the smallest of the faster estimates that almost fit.
+    With `near`, add the smallest of the estimates that are faster and almost fit.
     """
     best = result.of(n)
     candidates = [best]
@@ -413,40 +425,45 @@ def _unplanned_best(result: StepPlan, n: int, near: bool = True) -> list[Variant
     return [row for row in candidates if row is not None and not row.is_measured]
 
 
-def _update_rows(planner: StepPlanner, result: StepPlan, rows: Sequence[Variant], refines: bool) -> None:
+def _update_rows(planner: StepPlanner, result: StepPlan, rows: Sequence[Variant], adds_estimates: bool) -> None:
     """Examine these variants and replace them in `result.rows`; remove those that are not possible.
 
-    For a variant with a share on the host, another share is added if it is the least one that fits. Where dry runs of
-    other shares are required to know it, it is an estimate and added only if `refines`.
+    After a variant with a share on the host, that with the least share that fits is added. Unless it follows from the
+    same dry run, it is an estimate, and added only with `adds_estimates`.
     """
     steps = {step.config: step for step in planner.plan_steps([row.config for row in rows])}
     for row in rows:
         result.rows.remove(row)
-        if (step := steps.get(row.config)) is None:
+        step = steps.get(row.config)
+        if step is None:  # the configuration is not possible
             continue
-        attend = next(choice for choice in planner.attention_choices(row.ranks) if choice.key == row.config.key)
-        variant = _make_variant(planner, **planner.plan_row(step, attend, row.state, row.offload))
+        attention = next(choice for choice in planner.attention_choices(row.ranks) if choice.key == row.config.key)
+        variant = _make_variant(planner, **planner.plan_row(step, attention, row.state, row.offload))
         result.rows.append(variant)
-        if row.offload and planner.shares and step.covers_any_share:
-            with_least_share = planner.min_offload(step, attend, row.state)
+        if not row.offload:
+            continue
+        if planner.shares and step.covers_any_share:
+            with_least_share = planner.min_offload(step, attention, row.state)
             if with_least_share and with_least_share["config"] != row.config:
                 result.rows.append(_make_variant(planner, **with_least_share))
-        elif refines and row.offload and (estimate := _estimate_share(planner, result, variant)) is not None:
-            result.rows.append(estimate)
+        elif adds_estimates:
+            estimate = _estimate_share(planner, result, variant)
+            result.rows += [] if estimate is None else [estimate]
 
 
 def _estimate_share(planner: StepPlanner, result: StepPlan, variant: Variant) -> Variant | None:
-    """Return the variant with the least share on the host with which it is estimated to fit.
+    """Return an estimate of the variant with the least share on the host with which it fits, from two examined shares.
 
-    Memory is assumed to decrease linearly from that of the variant without a share. None if there is no such variant,
-    no share fits, its variant exists, or the host has too little memory.
+    The memory is assumed to be linear in the share, between that of the variant with nothing on the host and that of
+    this variant. None if the variant with nothing there is not known, no share is sufficient, the one that is has been
+    examined, or the host has too little memory.
     """
-    key = replace(variant.config, offload=0.0)
-    by_share = {row.offload: row for row in result.rows if replace(row.config, offload=0.0) == key}
-    unshared = by_share.get(0.0)
-    if unshared is None or unshared.memory <= variant.memory:
+    without_share = replace(variant.config, offload=0.0)
+    by_share = {row.offload: row for row in result.rows if replace(row.config, offload=0.0) == without_share}
+    at_none = by_share.get(0.0)
+    if at_none is None or at_none.memory <= variant.memory:
         return None
-    required = variant.offload * (unshared.memory - result.memory) / (unshared.memory - variant.memory)
+    required = variant.offload * (at_none.memory - result.memory) / (at_none.memory - variant.memory)
     share = next((share for share in planner.shares if share >= required), None)
     if share is None or share in by_share:
         return None
@@ -461,10 +478,11 @@ def _required_change(planner: StepPlanner, result: StepPlan, n: int) -> str:
     rows = [row for row in result.rows if row.ranks == n]
     more_ranks = [row.ranks for row in result.rows if row.fits and row.ranks > n]
     elsewhere = f"it fits on {min(more_ranks)}" if more_ranks else ""
-    if (state := planner.constant(n)) >= result.memory:
+    state = planner.constant(n)  # bytes of the least state of a rank
+    if state >= result.memory:
         reason = f"{n} ranks: sharded parameters, gradients and optimizer state alone need {result.unit(state)}"
         return "; ".join(filter(None, [reason, elsewhere, "use more ranks, or an optimizer with less state"]))
-    if not rows:
+    if not rows:  # no configuration is possible
         return f"{n} ranks: {'; '.join(filter(None, [planner.refusal_reason(n), elsewhere]))}"
     smallest = min(rows, key=lambda row: row.memory)
     layers = "each layer checkpointed" if smallest.checkpoint else "as written"

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -48,9 +48,8 @@ from sp_compile.passes.graph.sizes import assume_large
 
 from .dry_run import DryRunResult
 from .explain import explain_configs, find_attentions, similar_layers
+from .step_peaks import REPLICATED_STATE, SHARDED_STATE, STATES, StepPeaks
 
-# placements of parameters, gradients and optimizer state over the ranks
-SHARDED_STATE, REPLICATED_STATE = STATES = ("sharded", "on every rank")
 OFFLOAD_SHARES = tuple(i / 20 for i in range(1, 21))  # shares of saved values that may go to the host
 SAMPLE_RANKS = 2  # number of ranks of the dry run that finds the attentions of a model
 AUTO = "auto", "auto"  # key of the attention of a model without attention, or on one rank
@@ -59,7 +58,7 @@ GC_THRESHOLD = 50_000  # new objects after which the garbage collector runs
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Options with which a model is lowered."""
+    """The number of ranks and the options of one dry run, besides those that are equal in all dry runs of a plan."""
 
     ranks: int  # number of ranks
     attention: str  # the strategy of attention, as in `SPConfig`
@@ -78,7 +77,7 @@ class PlanConfig:
     def options(self) -> dict[str, Any]:
         """Return the options of the backend with which a dry run lowers the model."""
         options: dict[str, Any] = {"attention": self.attention, "layout": self.layout, "tiles": self.tiles}
-        options["param_grads"] = "partial" if self.state == SHARDED_STATE else "reduce"
+        options["param_grads"] = "partial" if self.state == SHARDED_STATE else "reduce"  # FSDP reduces partial ones
         if self.state == SHARDED_STATE:
             options["state"] = "sharded"
         if self.offload:
@@ -109,67 +108,16 @@ class AttentionChoice:
         return max((c.memory for c, _ in self.candidates), default=0.0)
 
 
-class _Peak(NamedTuple):
-    """Moment of a step with the most bytes."""
-
-    nbytes: float  # live values, and with sharded state what `StepMemory.sharded_bytes` adds
-    phase: str  # "forward", "loss" or "backward"
-
-
-@dataclass(frozen=True)
-class _PeakMemory:
-    """Peaks of a step, by placement of the state (`STATES`)."""
-
-    step: StepMemory  # sizes of its state
-    near_attention: Mapping[str, _Peak]  # peaks at lines with attention, which change with the attention
-    elsewhere: Mapping[str, _Peak]  # peaks at other lines
-    host: float  # bytes on the host
-
-    @staticmethod
-    def of(step: StepMemory, n: int) -> _PeakMemory:
-        """Return the peaks of a step on n ranks."""
-        points = list(step.points())
-        lines = {point.moment.where for point in points if point.moment.attends} - {""}
-        near, elsewhere = ({state: _Peak(0.0, "forward") for state in STATES} for _ in range(2))
-        for point in points:
-            peaks = near if point.moment.where in lines else elsewhere
-            for state in STATES:
-                nbytes = step.sharded_bytes(point, n) if state == SHARDED_STATE else point.nbytes
-                peaks[state] = max(peaks[state], _Peak(nbytes, point.phase))
-        return _PeakMemory(step, near, elsewhere, step.offloaded.nbytes if step.offloaded is not None else 0.0)
-
-    def with_offload(self, offloaded: _PeakMemory, share: float) -> _PeakMemory:
-        """Return estimated peaks for a share on the host, between these (share 0) and `offloaded` (share 1)."""
-
-        def interpolate(at_none: Mapping[str, _Peak], at_all: Mapping[str, _Peak]) -> dict[str, _Peak]:
-            """Return peaks whose bytes are linear in the share, with the phases of the nearer ones."""
-            nearest = at_none if share < 0.5 else at_all
-            return {
-                state: _Peak(peak.nbytes + share * (at_all[state].nbytes - peak.nbytes), nearest[state].phase)
-                for state, peak in at_none.items()
-            }
-
-        near = interpolate(self.near_attention, offloaded.near_attention)
-        elsewhere = interpolate(self.elsewhere, offloaded.elsewhere)
-        return _PeakMemory(self.step, near, elsewhere, share * offloaded.host)
-
-    def memory(self, state: str, n: int, more: float = 0.0) -> _Peak:
-        """Return the peak of a rank with its state, if another choice needs `more` bytes than this step."""
-        near = self.near_attention[state]
-        values, phase = max(_Peak(near.nbytes + more, near.phase), self.elsewhere[state])
-        if state == SHARDED_STATE:
-            return _Peak(self.step.sharded_peak(int(values), n), phase)
-        return _Peak(self.step.state + max(values, self.step.weights.trainable), phase)
-
-
 @dataclass
 class PlannedStep:
-    """Result of examining a configuration."""
+    """Result of examining a configuration: a step from which those of similar configurations are predicted."""
 
     config: PlanConfig  # the configuration
     dry_run: DryRunResult  # its report and step
-    exact: bool  # True if a few layers represent all, so any share on the host is a number of layers
-    _peaks: dict[float, _PeakMemory] = field(default_factory=dict)  # share on the host -> peaks
+    exact: (
+        bool  # True if a few layers represent all: then `dry_run.steps` give the exact step for any share on the host
+    )
+    _peaks: dict[float, StepPeaks] = field(default_factory=dict)  # share on the host -> peaks
 
     @property
     def step(self) -> StepMemory:
@@ -192,48 +140,56 @@ class PlannedStep:
         """Return True if the backward recomputes attention."""
         return bool(self.dry_run.report.find_notes(NoteKind.RECOMPUTED))
 
-    def actual_attention(self, attend: AttentionChoice) -> AttentionChoice:
-        """Return the attentions that the dry run chose if it has this choice, else the predicted ones."""
-        lowered = [(d.chosen, d.nodes) for d in self.dry_run.report.attention]
-        return AttentionChoice(self.config.key, lowered) if lowered and attend.key == self.config.key else attend
+    def actual_attention(self, choice: AttentionChoice) -> AttentionChoice:
+        """Return a choice with the attentions that the dry run has lowered if it had this choice, else the choice."""
+        lowered = [(decision.chosen, decision.nodes) for decision in self.dry_run.report.attention]
+        return AttentionChoice(self.config.key, lowered) if lowered and choice.key == self.config.key else choice
 
     @property
     def attention_bytes(self) -> float:
         """Return the bytes of the largest attention of the step, which another choice replaces."""
         return max((d.chosen.memory for d in self.dry_run.report.attention), default=0.0)
 
-    def peak_memory(self, share: float) -> _PeakMemory:
+    def peak_memory(self, share: float) -> StepPeaks:
         """Return the peaks with this share on the host."""
         if share not in self._peaks:
             self._peaks[share] = self._compute_peaks(share)
         return self._peaks[share]
 
-    def _compute_peaks(self, share: float) -> _PeakMemory:
-        """Return the peaks with this share: exact ones of a known or unrolled step, or interpolated ones."""
-        unrolls, step = self.dry_run.steps or [], self.step
-        if share != self.config.offload:
-            if self.exact:
-                step = replace(step, graphs=[unroll.step(unroll.share(share)) for unroll in unrolls])
-            elif share == 1.0:
-                step = replace(step, graphs=[unroll.graph.hosted or unroll.graph for unroll in unrolls])
-            else:
-                return self.peak_memory(0.0).with_offload(self.peak_memory(1.0), share)
-        return _PeakMemory.of(step, self.config.ranks)
+    def _compute_peaks(self, share: float) -> StepPeaks:
+        """Return the peaks with this share on the host.
+
+        They are exact for the share of the dry run, if a few layers represent all, and for share 1. Others are
+        interpolated between the shares 0 and 1.
+        """
+        unrolls, n = self.dry_run.steps or [], self.config.ranks
+        if share == self.config.offload:
+            return StepPeaks.of(self.step, n)
+        if self.exact:
+            graphs = [unroll.step(unroll.share(share)) for unroll in unrolls]
+        elif share == 1.0:
+            graphs = [unroll.graph.hosted or unroll.graph for unroll in unrolls]
+        else:
+            return self.peak_memory(0.0).with_offload(self.peak_memory(1.0), share)
+        return StepPeaks.of(replace(self.step, graphs=graphs), n)
 
     @property
     def covers_any_share(self) -> bool:
-        """Return True if no other dry run is required for another share on the host."""
+        """Return True if this dry run is sufficient for every share on the host.
+
+        It is not if the step recomputes attention: with offloaded values its results would be saved instead.
+        """
         return self.exact and not self.recomputes_attention
 
-    def is_exact(self, attend: AttentionChoice, state: str, share: float) -> bool:
+    def is_exact(self, choice: AttentionChoice, state: str, share: float) -> bool:
         """Return True if a dry run with these options would return the same numbers."""
-        has_options = attend.key == self.config.key and state == self.config.state
+        has_options = choice.key == self.config.key and state == self.config.state
         return has_options and (share == self.config.offload or self.covers_any_share)
 
-    def seconds(self, attend: AttentionChoice, machine: Machine) -> float:
-        """Return the seconds of a step without exchanges of weights and gradients, optimizer and copies."""
+    def seconds(self, choice: AttentionChoice, machine: Machine) -> float:
+        """Return the seconds of a step without exchanges of weights and gradients, the optimizer, and offload."""
         flops, traffic = self._work
-        attention = attend.seconds + (attend.forward if self.recomputes_attention else 0.0)
+        attention = choice.seconds + (choice.forward if self.recomputes_attention else 0.0)
         return attention + flops / machine.flops + machine.copy(traffic) + self._exchange_seconds(machine)
 
     @cached_property
@@ -250,13 +206,14 @@ class PlannedStep:
                 continue
             sent = assume_large(exchange.forward), assume_large(exchange.backward)  # bytes
             for collective, nbytes in zip(exchange_collectives(exchange), sent):
-                seconds += machine.line(collective, self.config.ranks).seconds(nbytes) if nbytes else 0.0
+                if nbytes:
+                    seconds += machine.line(collective, self.config.ranks).seconds(nbytes)
         return seconds
 
 
 @dataclass
 class StepPlanner:
-    """A model, and the variants to examine."""
+    """A model, and the steps that were examined for a plan of it."""
 
     model: nn.Module  # may be on the meta device
     args: Sequence[Any]  # positional arguments of the model
@@ -291,7 +248,8 @@ class StepPlanner:
     def plan_steps(self, configs: Sequence[PlanConfig]) -> list[PlannedStep]:
         """Examine configurations, and return the steps of those that are possible.
 
-        Configurations with equal checkpoints are traced once.
+        The model is traced once with checkpoints and once without. The reason why a configuration is not possible is
+        stored in `_problems`.
 
         Raises:
             SpError: If none of the first configurations of this planner is possible.
@@ -307,11 +265,12 @@ class StepPlanner:
             try:
                 with checkpoint_layers(self.blocks if checkpoint else []), _reduce_gc():
                     dry_runs = explain_configs(self.model, self.args, configs_to_run, self.per_weight, layers, captured)
-            except SpError as error:
-                if requested != list(configs) or self._steps:
-                    self._problems |= {config.ranks: str(error) for config in requested}
-                    continue
-                raise
+            except SpError as error:  # none of `requested` is possible
+                is_first_call = not self._steps and requested == list(configs)
+                if is_first_call:
+                    raise
+                self._problems |= {config.ranks: str(error) for config in requested}
+                continue
             for config, dry_run in zip(requested, dry_runs, strict=True):
                 if dry_run.problem is None:
                     self._steps[config] = PlannedStep(config, dry_run, layers is not None)
@@ -320,14 +279,17 @@ class StepPlanner:
         return [self._steps[config] for config in configs if config in self._steps]
 
     def _dry_run_options(self, **options: Any) -> dict[str, Any]:
-        """Return the user's options, replaced by `options`, and the model's keyword arguments for a dry run."""
+        """Return the options and keyword arguments of a dry run: the user's, with `options` added or replaced."""
         return {**merge_options(self.options, options), "kwargs": dict(self.kwargs)}
 
     @cached_property
     def _shapes(self) -> list[tuple[AttentionShape, float]]:
-        """Return each shape of attention and its count, from a dry run with a strategy that splits them all."""
+        """Return each shape of attention in the model and the number of attentions of this shape.
+
+        They are read from the report of a dry run, with a strategy that supports every attention.
+        """
         strategy = next(strategy.name for strategy in attention_strategies() if strategy.always)
-        cost = {**self.options["cost"], "memory": 1e18}  # no candidate exceeds it
+        cost = {**self.options["cost"], "memory": 1e18}  # so much that every attention fits
         config = SAMPLE_RANKS, self._dry_run_options(attention=strategy, layout="auto", cost=cost)
         layers = similar_layers(self.model)
         with _reduce_gc():
@@ -335,7 +297,7 @@ class StepPlanner:
         count: dict[AttentionShape, float] = {}
         for decision in decisions:
             shape = decision.shape
-            if not shape.order.is_balanced:  # else the program permutes its rows itself
+            if not shape.order.is_balanced:  # in a balanced order the program permutes its rows itself
                 shape = replace(shape, order=CONTIGUOUS)
             count[shape] = count.get(shape, 0.0) + decision.nodes
         return list(count.items())
@@ -347,31 +309,36 @@ class StepPlanner:
         return self._choices[n]
 
     def _find_attention_choices(self, n: int) -> list[AttentionChoice]:
-        """Return a choice for each strategy and layout, and mixtures of several, for `attention_choices`."""
+        """Return a choice for each strategy and layout, and choices that mix several, for `attention_choices`."""
         if not self._shapes or n == 1:
             return [self._attention_choice(n, AUTO, CONTIGUOUS.name)]
-        strategy, layout = (self.options.get(name, "auto") for name in PLAN_OPTIONS)
+        user_strategy, user_layout = (self.options.get(name, "auto") for name in PLAN_OPTIONS)
         is_balanced = any(shape.order.is_balanced for shape, _ in self._shapes)
         layouts = [order.name for order in LAYOUTS.values() if order.is_balanced == is_balanced]
-        layouts = [name for name in layouts if layout in ("auto", name)]
-        strategies = [s.name for s in attention_strategies() if strategy in ("auto", s.name)]
+        layouts = [name for name in layouts if user_layout in ("auto", name)]
+        strategies = [s.name for s in attention_strategies() if user_strategy in ("auto", s.name)]
         choices = []
-        for key in product(strategies, layouts):
-            choice = self._attention_choice(n, key, key[1])
-            if any(c.layout == key[1] for c, _ in choice.candidates):
+        for strategy, layout in product(strategies, layouts):
+            choice = self._attention_choice(n, (strategy, layout), layout)
+            has_layout = any(candidate.layout == layout for candidate, _ in choice.candidates)
+            if has_layout:  # else all attentions permute their rows to another one
                 choices.append(choice)
-        # Attentions of different shapes, such as local and global ones, may be fastest with different strategies.
-        for name in dict.fromkeys([*strategies, strategy]):
-            by_order = [self._attention_choice(n, (name, layout), order) for order in layouts]
+        # Attentions of different shapes, such as local and global ones, may be fastest with different layouts, or, with
+        # the strategy "auto", with different strategies.
+        for strategy in dict.fromkeys([*strategies, user_strategy]):
+            by_order = [self._attention_choice(n, (strategy, user_layout), order) for order in layouts]
             mixed = min((choice for choice in by_order if choice.candidates), key=lambda c: c.seconds, default=None)
             if mixed is not None and all(choice.candidates != mixed.candidates for choice in choices):
                 choices.append(mixed)
         return sorted(choices, key=lambda choice: (choice.memory > self.machine.memory, choice.seconds))
 
     def _attention_choice(self, n: int, key: tuple[str, str], order: str) -> AttentionChoice:
-        """Return the candidates that `explain` chooses if the program stores its sequence in this order.
+        """Return the candidates that the backend would choose for all attentions; none if one is not possible.
 
-        There are none if one of the attentions is not possible.
+        Args:
+            n: Number of ranks.
+            key: The options `attention` and `layout`.
+            order: The layout in which the program stores its sequence outside of attention.
         """
         candidates: list[tuple[Candidate, float]] = []
         for shape, count in self._shapes:
@@ -382,7 +349,10 @@ class StepPlanner:
         return AttentionChoice(key, candidates)
 
     def refusal_reason(self, n: int) -> str:
-        """Return the reason why nothing is possible on a number of ranks, as a line of the plan."""
+        """Return the reason why nothing is possible on a number of ranks, as a line of the plan.
+
+        It is the error of a dry run. Without one, no strategy supports the options that the user has passed.
+        """
         if n in self._problems:
             return self._problems[n]
         requested = {name: self.options[name] for name in PLAN_OPTIONS if self.options.get(name, "auto") != "auto"}
@@ -392,33 +362,48 @@ class StepPlanner:
         requested_text = " and ".join(f"{name}={value!r}" for name, value in requested.items())
         return f"{requested_text} is not possible ({'; '.join(sorted(reasons)) or 'no candidate'}); omit it"
 
-    def plan_rows(self, step: PlannedStep, attend: AttentionChoice) -> Iterator[dict[str, Any]]:
-        """Yield the fields of the `Variant`s of a choice; if one does not fit, also with the least share."""
+    def plan_rows(self, step: PlannedStep, choice: AttentionChoice) -> Iterator[dict[str, Any]]:
+        """Yield the fields of the `Variant`s of a choice, with each placement of the state.
+
+        If one does not fit, also yield those with the least sufficient share on the host.
+        """
         for state in self.states(step.config.ranks):
-            row = self.plan_row(step, attend, state, self.offload)
+            row = self.plan_row(step, choice, state, self.offload)
             yield row
             if not row["fits"] and step.dry_run.steps:
-                with_least_share = self.min_offload(step, attend, state)
+                with_least_share = self.min_offload(step, choice, state)
                 if with_least_share is not None:
                     yield with_least_share
 
-    def min_offload(self, step: PlannedStep, attend: AttentionChoice, state: str) -> dict[str, Any] | None:
-        """Return the variant with the least share on the host that fits.
+    def min_offload(self, step: PlannedStep, choice: AttentionChoice, state: str) -> dict[str, Any] | None:
+        """Return the fields of the variant with the least share on the host that fits.
 
-        If none fits, return that with the largest share for which the host has memory; None if there is none.
+        If none fits, return those with the largest share for which the host has memory; None if it has too little.
         """
-        shares = self.shares[: bisect_right(self.shares, self.host, key=lambda share: step.peak_memory(share).host)]
-        if not shares:
+        # Host memory increases with the share, and device memory decreases, so both limits are found by bisection.
+        num_shares = bisect_right(self.shares, self.host, key=lambda share: step.peak_memory(share).host)
+        if num_shares == 0:
             return None
-        first = bisect_left(shares[:-1], True, key=lambda share: self.plan_row(step, attend, state, share)["fits"])
-        return self.plan_row(step, attend, state, shares[first])
+        shares = self.shares[: num_shares - 1]  # the last one is returned if none of these fits
+        first = bisect_left(shares, True, key=lambda share: self.plan_row(step, choice, state, share)["fits"])
+        return self.plan_row(step, choice, state, self.shares[first])
 
-    def plan_row(self, step: PlannedStep, attend: AttentionChoice, state: str, share: float) -> dict[str, Any]:
-        """Return the fields of the `Variant` with these options, predicted from a step with similar ones."""
+    def plan_row(self, step: PlannedStep, choice: AttentionChoice, state: str, share: float) -> dict[str, Any]:
+        """Return the fields of the `Variant` with these options, predicted from a step with similar ones.
+
+        Args:
+            step: A step on the same number of ranks, with the same checkpoints and tiles.
+            choice: The attention.
+            state: The placement of the state, one of `STATES`.
+            share: The share of saved values on the host.
+
+        Returns:
+            The arguments of `_make_variant`.
+        """
         peaks, n, machine, weights = step.peak_memory(share), step.config.ranks, self.machine, self.weights
-        is_other = attend.key != step.config.key
-        memory, phase = peaks.memory(state, n, attend.memory - step.attention_bytes if is_other else 0.0)
-        seconds = step.seconds(step.actual_attention(attend), machine)
+        has_attention = choice.key == step.config.key
+        memory, phase = peaks.memory(state, n, 0.0 if has_attention else choice.memory - step.attention_bytes)
+        seconds = step.seconds(step.actual_attention(choice), machine)
         shards = n if state == SHARDED_STATE else 1
         if shards > 1:  # FSDP gathers weights in forward and backward, and overlaps its exchanges with the step
             exchanges = machine.seconds("all_gather", weights.parameters / n, n) * 2
@@ -430,14 +415,14 @@ class StepPlanner:
         optimizer_bytes = weights.parameters + weights.trainable + self.per_weight * weights.trainable
         seconds += machine.copy(2 * optimizer_bytes / shards)
         return {
-            "config": replace(step.config, attention=attend.key[0], layout=attend.key[1], state=state, offload=share),
+            "config": replace(step.config, attention=choice.key[0], layout=choice.key[1], state=state, offload=share),
             "host": peaks.host,
             "memory": memory,
             "phase": phase,
             "kept": step.saved_bytes,
             "seconds": machine.together(seconds, 2 * copy_seconds(peaks.host, machine)),
             "fits": memory <= machine.memory and peaks.host <= self.host,
-            "is_measured": step.is_exact(attend, state, share),
+            "is_measured": step.is_exact(choice, state, share),
             "most_tiles": step.max_tiles,
         }
 
@@ -450,7 +435,9 @@ class StepPlanner:
 
         examined = [step for step in self._steps.values() if step.config.ranks == config.ranks]
         step = max(examined, key=num_equal_options).step
-        return step.summary(max(step.points(), key=lambda point: point.nbytes), limit=1)[0].where
+        peak = max(step.points(), key=lambda point: point.nbytes)
+        (largest, *_) = step.summary(peak, limit=1)
+        return largest.where
 
     def constant(self, n: int) -> float:
         """Return the least bytes of a rank: buffers and sharded state. If they do not fit, nothing is lowered."""
@@ -461,17 +448,19 @@ PLAN_OPTIONS = "attention", "layout"  # options that a plan varies for each numb
 
 
 def merge_options(user_options: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a variant, merged with those passed to the plan.
+    """Return the options of a variant merged with those that the user passed to the plan.
 
-    An option for gradients that the program defines is preserved.
+    The variant's replace the user's, except `param_grads`, which a variant only derives from the state.
     """
     merged = {**user_options, **options}
-    return merged | {"param_grads": user_options["param_grads"]} if "param_grads" in user_options else merged
+    if "param_grads" in user_options:
+        merged["param_grads"] = user_options["param_grads"]
+    return merged
 
 
 @contextmanager
 def _reduce_gc() -> Iterator[None]:
-    """Make the garbage collector ignore existing objects and run rarely: it takes a fifth of a dry run."""
+    """Make the garbage collector ignore existing objects and run rarely; it takes a fifth of a dry run otherwise."""
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, *thresholds[1:])
@@ -483,14 +472,21 @@ def _reduce_gc() -> Iterator[None]:
 
 
 def _best_candidate(shape: AttentionShape, kind: str, layout: str, machine: Machine) -> Candidate | None:
-    """Return the best candidate of the strategy `kind` ("auto": of all) in a layout ("auto": in any).
+    """Return the best candidate for an attention; None if none is possible.
 
-    If none fits a device, return the one with the least memory; None if none is possible.
+    If all exceed the memory of a device, return the one with the least memory, so that the plan shows what it needs.
+
+    Args:
+        shape: The attention.
+        kind: The strategy; "auto" for all.
+        layout: "auto" to permit candidates that permute the rows from the order of `shape` to another layout.
+        machine: The constants of a device.
     """
     candidates = [c for c in candidates_in_order(shape, machine) if kind in ("auto", c.kind)]
     if layout != "auto":
         candidates = [c for c in candidates if not c.relayout]
-    if legal := [c for c in candidates if c.legal is None]:
+    legal = [c for c in candidates if c.legal is None]
+    if legal:
         return choose_attention(legal)
     smallest = min((c for c in candidates if not c.fits), key=lambda c: (c.memory, c.seconds), default=None)
     return None if smallest is None else replace(smallest, legal=None, fits=True)

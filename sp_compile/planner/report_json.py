@@ -54,7 +54,7 @@ MAX_ALIVE_VALUES = 20
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """Return the JSON of a report of `explain` or `verify`, as described above."""
+    """Return the JSON object of a report of `explain` or `verify`; the docstring of this file has its fields."""
     return {
         "format": "sp_compile.report",
         "version": VERSION,
@@ -62,8 +62,9 @@ def report_json(report: Report) -> dict[str, Any]:
         "inputs": {name: list(dims) for name, dims in report.inputs.items()},
         "constraints": list(report.constraints),
         "sequences": [
-            {"size": assume_large(c.size)} | _select_fields(c, "evidence ops is_input is_chosen is_split share why")
-            for c in report.candidates
+            {"size": assume_large(candidate.size)}
+            | _select_fields(candidate, "evidence ops is_input is_chosen is_split share why")
+            for candidate in report.candidates
         ],
         "work": _select_fields(
             report.work,
@@ -74,14 +75,14 @@ def report_json(report: Report) -> dict[str, Any]:
             for note in report.notes
         ],
         "collectives": [
-            _select_fields(e, "op node where shape")
-            | {"forward_bytes": assume_large(e.forward), "backward_bytes": assume_large(e.backward)}
-            for e in report.exchanges
+            _select_fields(exchange, "op node where shape")
+            | {"forward_bytes": assume_large(exchange.forward), "backward_bytes": assume_large(exchange.backward)}
+            for exchange in report.exchanges
         ],
         "attention": [
-            {"attention": describe_shape(d.shape), "nodes": d.nodes}
-            | _select_fields(d.chosen, "chosen=kind layout seconds memory_bytes=memory")
-            for d in report.attention
+            {"attention": describe_shape(decision.shape), "nodes": decision.nodes}
+            | _select_fields(decision.chosen, "chosen=kind layout seconds memory_bytes=memory")
+            for decision in report.attention
         ],
         "blocks": _line_blocks(report),
         "tiles": [
@@ -94,7 +95,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def plan_json(plan: StepPlan) -> dict[str, Any]:
-    """Return the JSON of a plan, as described above."""
+    """Return the JSON object of a plan; the docstring of this file has its fields."""
     best = plan.best if any(row.fits for row in plan.rows) else None
     attributes = (
         "ranks attention layout checkpoint tiles most_tiles offload host_bytes=host state memory_bytes=memory phase "
@@ -116,34 +117,39 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
 
 
 def _select_fields(source: Any, attributes: str) -> dict[str, Any]:
-    """Return attributes of an object: {"node": source.node, "why": source.text} for "node why=text"."""
-    pairs = [attribute.rpartition("=") for attribute in attributes.split()]
+    """Return attributes of an object by key: {"node": source.node, "why": source.text} for "node why=text"."""
+    pairs = [attribute.rpartition("=") for attribute in attributes.split()]  # (key or "", "=" or "", attribute)
     return {key or name: getattr(source, name) for key, _, name in pairs}
 
 
 def _option_json(value: Any) -> Any:
-    """Return options or the value of one as JSON: mappings by name, and the text of other objects."""
+    """Return options, or the value of one, as JSON: mappings recursively, the text of objects that JSON lacks."""
     if isinstance(value, Mapping):
         return {str(name): _option_json(item) for name, item in value.items()}
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _line_blocks(report: Report) -> list[dict[str, Any]]:
-    """Return the "blocks" of a report: the user's lines in the order in which they run, if it is known."""
-    saved: Counter[str] = Counter()  # line -> bytes
-    lines: dict[str, list[str]] = {}  # line -> rewrites
-    region_starts = {region.ends: region.where for region in report.tiled}
+    """Return the "blocks" of a report, one for each of the user's lines.
+
+    With the moments of a predicted step they are in the order in which they run, otherwise in that of the exchanges.
+    """
+    saved: Counter[str] = Counter()  # line -> bytes of its values that are saved for the backward
+    lines: dict[str, list[str]] = {}  # line -> labels of its rewrites
+    region_starts = {region.ends: region.where for region in report.tiled}  # last line -> first line
     for graph in report.step.graphs if report.step is not None else []:
         for moment in graph.forward.moments:
-            if moment.where in region_starts:  # a region in tiles runs where it ends
+            if moment.where in region_starts:  # a region in tiles runs as one op, at its last line
                 lines.setdefault(region_starts[moment.where], [])
             lines.setdefault(moment.where, [])
-        for live in graph.backward.alive(0) if graph.backward is not None else []:
-            saved[live.where] += live.nbytes if live.origin == "saved" and live.where != TANGENTS_LINE else 0
-    sent: Counter[str] = Counter()  # line -> bytes
-    for e in report.exchanges:
-        lines.setdefault(e.where, [])
-        sent[e.where] += assume_large(e.forward) + assume_large(e.backward)
+        alive = graph.backward.alive(0) if graph.backward is not None else []  # before the first kernel
+        for live in alive:
+            if live.origin == "saved" and live.where != TANGENTS_LINE:
+                saved[live.where] += live.nbytes
+    sent: Counter[str] = Counter()  # line -> bytes that a rank sends
+    for exchange in report.exchanges:
+        lines.setdefault(exchange.where, [])
+        sent[exchange.where] += assume_large(exchange.forward) + assume_large(exchange.backward)
     for note in report.notes:
         lines.setdefault(note.where, []).append(note.label)
     gathered, tiled = {note.where for note in report.fallbacks}, {region.where for region in report.tiled}

@@ -8,7 +8,8 @@ order, each in addition to the values of earlier ones. Example: layers 0, 1, and
     backward  ... 2 1 1 1 2 1 1 0 ...    saved bytes decrease, gradients increase
 
 The program has a few layers, the model all of them. A walk lists the moments of a graph: one for each kernel, with the
-bytes of live values. The representative of a layer is the equal layer of the program.
+bytes of live values. The representative of a layer of the model is the equal layer of the program. The model has its
+layers in the order 0 1 1 2 1 1 1 2 in the example: each entry is the index of a representative.
 
 Offloadable values go to the host in the order of `OffloadValues`: the largest product of bytes and the number of layers
 that run until they are read. Copies are assumed to end before the next layer does, which holds if offload is efficient.
@@ -29,7 +30,8 @@ from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, c
 from sp_compile.passes.cost.step_memory import GraphStep
 from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue
 
-# (path of a layer, name of a value) -> number of represented layers, from the first, that offload the value
+# The values on the host: (path of a representative, name of a value that it saves) -> number of the layers that it
+# represents, from the first one of the model, that offload this value.
 OffloadCounts = Counter[tuple[str, str]]
 
 
@@ -45,7 +47,7 @@ class _RepeatedLayer:
 
 @dataclass(frozen=True)
 class _WalkRange:
-    """A range of moments of a walk."""
+    """The moments of a walk in one layer, before all layers, or after them, by index."""
 
     begin: int  # first moment
     end: int  # moment after the last one
@@ -67,7 +69,7 @@ class _Unrolled(LivenessWalk):
 
 
 class _OffloadPiece(NamedTuple):
-    """A saved value of one layer of the model that may go to the host."""
+    """A saved value of one layer of the model that may be offloaded to the host."""
 
     key: tuple[str, str]  # path of the representative, name of the value
     nbytes: int  # bytes of the value
@@ -76,22 +78,26 @@ class _OffloadPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class Unroll:
-    """The step of one graph for all layers, for any share on the host."""
+    """Data from which the step of one graph with all layers is computed, for any share of saved values on the host."""
 
     graph: GraphStep  # the step of the program with a few layers
     layers: tuple[_RepeatedLayer, ...]  # layers of the program, in execution order
     order: tuple[int, ...]  # all layers, each by the index of its representative
     machine: Machine  # for the seconds of copies
-    outside_layers: int  # bytes of saved values that belong to no layer
+    outside_layers: int  # bytes of saved values that are not of a layer
 
     @staticmethod
     def of(graph: GraphStep, order: Sequence[str], machine: Machine) -> Unroll:
         """Return the data from which `step` computes the step of a graph with all layers.
 
-        `order` is that of `FewLayers`; a layer that is not in it represents itself only.
+        Args:
+            graph: The step of the program with a few layers.
+            order: The path of the representative of each layer of the model, in execution order, from `FewLayers`. A
+                layer of the program that is not in it, such as one of another list of layers, represents itself only.
+            machine: The constants of the device.
         """
         paths = [path for path, _ in _layer_starts(graph.forward)]
-        gradients: dict[str, int] = {}  # path -> bytes
+        gradients: dict[str, int] = {}  # path -> bytes of the gradients of its parameters
         if graph.backward is not None:
             ranges = _split_walk(graph.backward, paths)
             gradients = {path: _gradient_bytes(graph.backward, moments) for path, moments in ranges.items()}
@@ -105,10 +111,10 @@ class Unroll:
         outside_layers = graph.saved - sum(_total_bytes(layer.saved) for layer in layers)
         # The order of all layers: those before the repeated ones, the repeated ones, those after.
         repeated = [path for path in order if path in paths]
-        start = min(map(paths.index, repeated), default=len(paths))
+        num_before = min(map(paths.index, repeated), default=len(paths))
         others = [path for path in paths if path not in repeated]
-        indices = map(paths.index, [*others[:start], *repeated, *others[start:]])
-        return Unroll(graph, tuple(layers), tuple(indices), machine, outside_layers)
+        all_layers = [*others[:num_before], *repeated, *others[num_before:]]
+        return Unroll(graph, tuple(layers), tuple(map(paths.index, all_layers)), machine, outside_layers)
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -117,46 +123,57 @@ class Unroll:
 
     @cached_property
     def offload_pieces(self) -> list[_OffloadPiece]:
-        """Return the offloadable values of all layers, in the order of offloading."""
+        """Return the offloadable values of all layers of the model, in the order in which they are offloaded.
+
+        Values with the largest product of bytes and idle time are first. Small values are not worth a copy.
+        """
         min_bytes, pieces = MIN_OFFLOAD_BYTES * self.saved_bytes, list[_OffloadPiece]()
         for position, i in enumerate(self.order):
-            layer, idle_layers = self.layers[i], len(self.order) - position
+            layer = self.layers[i]
+            idle_layers = len(self.order) - position  # the later a layer runs, the earlier its backward
             for value in layer.saved:
                 if value.name in layer.can_offload and value.nbytes > min_bytes:
                     pieces.append(_OffloadPiece((layer.path, value.name), value.nbytes, idle_layers))
         return sorted(pieces, key=lambda piece: -piece.nbytes * piece.idle_layers)
 
     def share(self, share: float) -> OffloadCounts:
-        """Return the values to offload for a share on the host: at most this share of all saved bytes."""
-        counts, available = OffloadCounts(), share * self.saved_bytes
+        """Return the values to offload so that their bytes are at most this share of all saved bytes."""
+        counts, remaining_bytes = OffloadCounts(), share * self.saved_bytes
         for piece in self.offload_pieces:
-            if piece.nbytes <= available:
+            if piece.nbytes <= remaining_bytes:
                 counts[piece.key] += 1
-                available -= piece.nbytes
+                remaining_bytes -= piece.nbytes
         return counts
 
     def min_offload(self, fits: Callable[[GraphStep], bool]) -> OffloadCounts:
-        """Return the smallest set of values whose offload lets the step fit.
+        """Return the values to offload so that the step just fits; all offloadable values if it never fits.
 
-        Of the last values, the smallest sufficient one is used. If the step never fits, return all.
+        The values are offloaded in order until the step fits. The last one of them is then replaced by the smallest
+        value that is sufficient in its place.
+
+        Args:
+            fits: Returns True if a step fits in memory.
         """
         keys = [piece.key for piece in self.offload_pieces]
         count = bisect_left(range(len(keys)), True, key=lambda n: fits(self.step(OffloadCounts(keys[:n]))))
-        if count:
-            sizes = {piece.key: piece.nbytes for piece in self.offload_pieces}
-            smaller = {key for key in keys[count:] if sizes[key] < sizes[keys[count - 1]]}
-            for key in sorted(smaller, key=sizes.__getitem__):
-                with_smaller = OffloadCounts([*keys[: count - 1], key])
-                if fits(self.step(with_smaller)):
-                    return with_smaller
+        if count == 0:
+            return OffloadCounts()
+        sizes = {piece.key: piece.nbytes for piece in self.offload_pieces}
+        smaller_keys = {key for key in keys[count:] if sizes[key] < sizes[keys[count - 1]]}
+        for key in sorted(smaller_keys, key=sizes.__getitem__):
+            with_smaller = OffloadCounts([*keys[: count - 1], key])
+            if fits(self.step(with_smaller)):
+                return with_smaller
         return OffloadCounts(keys[:count])
 
     def step(self, counts: OffloadCounts | None = None) -> GraphStep:
-        """Return the step of all layers with these values on the host; by default none."""
+        """Return the step of the model with all layers and these values on the host; by default with none there."""
         graph, counts = self.graph, OffloadCounts() if counts is None else counts
-        saved = self.outside_layers + sum(map(_total_bytes, self._remaining_per_layer(counts)))
-        offloaded, nbytes = None, self.saved_bytes - saved
-        if graph.hosted is not None and (all_values := graph.hosted.offloaded) is not None:
+        saved = self.outside_layers + sum(map(_total_bytes, self._remaining_per_layer(counts)))  # bytes on the device
+        nbytes = self.saved_bytes - saved  # bytes on the host
+        offloaded = None
+        all_values = None if graph.hosted is None else graph.hosted.offloaded
+        if all_values is not None:  # the wait for copies is proportional to their bytes
             waits = all_values.waits * nbytes / all_values.nbytes if all_values.nbytes else 0.0
             offloaded = HostValues(counts.total(), nbytes, saved, copy_seconds(nbytes, self.machine), waits)
         forward = self._walk(graph.forward, counts, is_backward=False)
@@ -164,8 +181,8 @@ class Unroll:
         return replace(graph, forward=forward, backward=backward, saved=saved, offloaded=offloaded, hosted=None)
 
     def _remaining_per_layer(self, counts: OffloadCounts) -> Iterator[list[LiveValue]]:
-        """Yield for each layer of the model the saved values that remain on the device."""
-        occurrences = Counter[int]()  # of each representative so far
+        """Yield for each layer of the model the saved values that remain on the device, if `counts` are offloaded."""
+        occurrences = Counter[int]()  # index of a representative -> number of its layers so far
         for i in self.order:
             layer = self.layers[i]
             yield [value for value in layer.saved if occurrences[i] >= counts[layer.path, value.name]]
@@ -174,28 +191,39 @@ class Unroll:
     def _walk(self, walk: LivenessWalk, counts: OffloadCounts, is_backward: bool) -> _Unrolled:
         """Return the walk of a graph with all layers, with these values on the host.
 
-        The backward runs the layers in reverse order and creates gradients. A repeated moment has the bytes of the
-        program's, plus what all earlier layers save, minus what those of the program save (gradients: later layers).
+        The moments of a layer of the program are repeated for each layer of the model that it represents. A repeated
+        moment has the bytes of the program's moment, plus what the earlier layers of the model save, minus what the
+        earlier layers of the program save, which are among the bytes of its moment. A backward runs the layers in
+        reverse order; there the gradients of all later layers are added and subtracted in the same way.
+
+        Args:
+            walk: The walk of the program, forward or backward.
+            counts: The values on the host.
+            is_backward: True for the walk of a backward.
         """
         ranges = _split_walk(walk, [layer.path for layer in self.layers])
+        # Saved values on the device: of each layer of the model, of all layers, and their number before each layer.
         remaining = list(self._remaining_per_layer(counts))
-        saved, num_saved_before = [*chain(*remaining)], [0, *accumulate(map(len, remaining))]
-        saved_before = [0, *accumulate(map(_total_bytes, remaining))]  # bytes before each of all layers
+        saved = [*chain(*remaining)]
+        num_saved_before = [0, *accumulate(map(len, remaining))]
+        # Saved bytes before each layer of the model, and of the program; bytes of the gradients of it and all after it.
+        saved_before = [0, *accumulate(map(_total_bytes, remaining))]
         program_saved_before = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]
-        grads_after = _suffix_sums([self.layers[i].gradients for i in self.order])  # bytes of it and all after it
-        program_grads_after = _suffix_sums([layer.gradients for layer in self.layers])
+        grads_from = _suffix_sums([self.layers[i].gradients for i in self.order])
+        program_grads_from = _suffix_sums([layer.gradients for layer in self.layers])
         unrolled = _Unrolled(walk=walk)
 
-        def add_range(path: str, position: int, i: int, num_ended: int) -> None:
+        def add_range(path: str, position: int, i: int, num_own: int) -> None:
             """Add the moments of a range of the program's walk, with the bytes of other layers.
 
             Args:
                 path: Key of the range.
                 position: Number of layers of the model before it.
                 i: Number of layers of the program before it.
-                num_ended: 1 for a layer, whose own gradients do not exist before it, else 0.
+                num_own: 1 for the range of a layer, which creates the gradients of this layer itself; 0 for the ranges
+                    before and after all layers.
             """
-            grads = grads_after[position + num_ended] - program_grads_after[i + num_ended] if is_backward else 0
+            grads = grads_from[position + num_own] - program_grads_from[i + num_own] if is_backward else 0
             count = num_saved_before[position]
             extra_values = partial(_extra_values, saved, count, self.layers[:i], grads, is_backward)
             nbytes = saved_before[position] - program_saved_before[i] + grads
@@ -205,15 +233,15 @@ class Unroll:
                 unrolled.sources.append(source)
                 unrolled.extra_values.append(extra_values)
 
-        start, end = (0, 0), (len(self.order), len(self.layers))
-        add_range(BEFORE_LAYERS, *(end if is_backward else start), 0)
+        first, last = (0, 0), (len(self.order), len(self.layers))  # numbers of layers before the range
+        add_range(BEFORE_LAYERS, *(last if is_backward else first), 0)
         positions = list(enumerate(self.order))
         for position, i in reversed(positions) if is_backward else positions:
             if self.layers[i].path in ranges:
                 add_range(self.layers[i].path, position, i, 1)
-        add_range(AFTER_LAYERS, *(start if is_backward else end), 0)
+        add_range(AFTER_LAYERS, *(first if is_backward else last), 0)
         extra_saved = saved_before[-1] - program_saved_before[-1]
-        extra_grads = grads_after[0] - program_grads_after[0]
+        extra_grads = grads_from[0] - program_grads_from[0]
         unrolled.start = walk.start + (extra_saved if is_backward else 0)
         unrolled.end = walk.end + (extra_grads if is_backward else extra_saved)
         return unrolled
@@ -232,15 +260,23 @@ def _suffix_sums(numbers: Sequence[int]) -> list[int]:
 def _extra_values(
     saved: Sequence[LiveValue], count: int, layers: Sequence[_RepeatedLayer], grad_bytes: int, is_backward: bool
 ) -> list[LiveValue]:
-    """Return the values that a repeated moment has in addition to that of the program, for reports.
+    """Return the values that a repeated moment has in addition to those of the program's moment, for reports.
 
-    They are the first `count` saved values, minus those of `layers` (with negative bytes), and gradients of other
-    layers.
+    Values that only the program's moment has are returned with negative bytes, since reports add bytes by line.
+
+    Args:
+        saved: The saved values of all layers of the model, in order.
+        count: Number of those before the moment.
+        layers: The layers of the program before the moment, whose saved values are subtracted.
+        grad_bytes: Bytes of the gradients of other layers.
+        is_backward: True for a moment of a backward.
     """
-    origin = "saved" if is_backward else "result"
+    origin = "saved" if is_backward else "result"  # a forward returns the values that it saves
     subtracted = [replace(value, nbytes=-value.nbytes) for layer in layers for value in layer.saved]
     values = [replace(value, origin=origin) for value in [*saved[:count], *subtracted]]
-    return [*values, LiveValue("gradients", OTHER_LAYERS_ORIGIN, grad_bytes, "result")] if grad_bytes else values
+    if grad_bytes:
+        values.append(LiveValue("gradients", OTHER_LAYERS_ORIGIN, grad_bytes, "result"))
+    return values
 
 
 BEFORE_LAYERS, AFTER_LAYERS = "before the layers", "after the layers"  # keys of the ranges of a walk outside of layers
@@ -257,7 +293,15 @@ def _layer_starts(walk: LivenessWalk) -> list[tuple[str, int]]:
 
 
 def _split_walk(walk: LivenessWalk, paths: Sequence[str]) -> dict[str, _WalkRange]:
-    """Split a walk into ranges: before the layers of these paths, each up to the next, and after all."""
+    """Split a walk into ranges: the moments before all layers, of each layer up to the next one, and after all layers.
+
+    Args:
+        walk: The walk of a forward or a backward.
+        paths: The layers; moments of others are in the range of the layer before them.
+
+    Returns:
+        The ranges by path of the layer, and by `BEFORE_LAYERS` and `AFTER_LAYERS`.
+    """
     starts = [(path, start) for path, start in _layer_starts(walk) if path in paths]
     layers_end = max((i for i, moment in enumerate(walk.moments) if moment.layer), default=-1) + 1
     boundaries = [*(start for _, start in starts), layers_end]
@@ -267,7 +311,10 @@ def _split_walk(walk: LivenessWalk, paths: Sequence[str]) -> dict[str, _WalkRang
 
 
 def _gradient_bytes(walk: LivenessWalk, moments: _WalkRange) -> int:
-    """Return the bytes of gradients that the moments of one layer in a backward create."""
+    """Return the bytes of gradients that the moments of one layer in a backward create.
+
+    The results of a backward are gradients of parameters; `results` of a moment are the bytes of those so far.
+    """
     if moments.begin >= moments.end:
         return 0
     following = walk.moments[min(moments.end, len(walk.moments) - 1)]

@@ -4,7 +4,7 @@ One exchange, an all-gather of messages, is used in all situations: before an ea
 after a compiled program, and where groups are declared. Ranks that are about to run different operations therefore
 receive each other's message and all raise.
 
-The messages travel over a control channel, a gloo connection of the group that the model does not use. The operation
+The messages are sent over a control channel, a gloo connection of the group that the model does not use. The operation
 of a message is its verb, subject, model and number: CALL_VERB is a call of a compiled program, COMPILE_VERB a
 compilation, and READ_VERB the gather of a sharded value that eager code reads. Its fields are values by name that must
 be equal, its answer is a value that each rank sends to all. A mismatch is the SpError of ranks that do not agree.
@@ -63,12 +63,13 @@ def all_gather_messages(ranks: Ranks, mine: Message) -> list[Message] | None:
             channel.last_fields = [str(mine)] * ranks.n
         return None
     # Exchange the complete messages, padded to the longest one.
-    longest = max(length for (length,) in gather_integers([len(mine.body)], ranks, torch.int64, mine))
+    lengths = gather_integers([len(mine.body)], ranks, torch.int64, mine)  # [length] of each rank
+    longest = max(length for (length,) in lengths)
     bodies = gather_integers(list(mine.body.ljust(longest)), ranks, torch.uint8, mine)
     messages = [Message.read(bytes(body)) for body in bodies]
     if channel is not None:
         channel.last_fields = [str(m) if m.error is None else f"{m} and failed" for m in messages]
-        if describe_operation_mismatch(messages):
+        if describe_operation_mismatch(messages):  # the ranks may have counted different numbers of calls
             channel.reset_counters(messages)
     return messages
 
@@ -94,12 +95,12 @@ def require_agreement(ranks: Ranks, mine: Message, mismatch: SpError | None = No
 
 
 def all_gather_object(ranks: Ranks, verb: str, subject: str, value: Any) -> list[Any]:
-    """Return the value of every rank, in the order of the ranks.
+    """Return the value of every rank, in the order of the ranks. All of them call it at the same point.
 
     Args:
         ranks: The ranks that run the operation.
         verb: The operation for messages, such as "compares".
-        subject: Its object, such as "programs".
+        subject: The object of the verb, such as "programs".
         value: The value of this rank: JSON values, tuples, frozen sets and registered dataclasses.
 
     Raises:
@@ -126,7 +127,7 @@ def publish_failure() -> Iterator[None]:
 def make_exchange(ranks: Ranks, operation: Message) -> Callable[[Exception | None, Any], list[Any]]:
     """Return a function that exchanges values, and raises the same SpError on all ranks if one has failed.
 
-    Code outside of the runtime, which measures transfers, receives it as an argument.
+    The passes that measure transfers receive it as an argument, since they may not import the runtime.
 
     Args:
         ranks: The ranks that run the operation.
@@ -156,7 +157,8 @@ def find_mismatch(messages: Sequence[Message], mismatch: SpError | None = None) 
     error = failure([message.error for message in messages]) or describe_operation_mismatch(messages)
     if error is not None or mismatch is None:
         return error
-    cause = describe_field_mismatch([{"": message.note, **message.fields} for message in messages], mismatch.cause)
+    fields = [{"": message.note, **message.fields} for message in messages]  # notes are compared as a field, too
+    cause = describe_field_mismatch(fields, mismatch.cause)
     return SpError(mismatch.code, cause, mismatch.fix) if cause else None
 
 
@@ -168,13 +170,16 @@ def describe_operation_mismatch(messages: Sequence[Message]) -> SpError | None:
 
 
 def describe_raised(messages: Sequence[Message]) -> str:
-    """Return lines with the exceptions of ranks since the last exchange, which cause mismatches, or ""."""
+    """Return a line for each rank with an exception since the last exchange; "" without one.
+
+    Such an exception is the usual cause of a mismatch, so that errors show it first.
+    """
     raised = [message.raised for message in messages if message.raised]
     return "".join(f"rank {rank} raised {text}\n" for rank, text in raised)
 
 
 def _first_difference(messages: Sequence[Message]) -> SpError:
-    """Return the error of ranks with different operations; the first case that applies sets its code."""
+    """Return the error of ranks with different operations, with the code of the first case below that applies."""
     n, verbs = len(messages), [message.verb for message in messages]
     operations = [f"{message}: {message.note}" if message.note else str(message) for message in messages]
     rows = "\n".join(f"  rank {rank} {operation}" for rank, operation in enumerate(operations))
@@ -218,15 +223,15 @@ def failure(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpEr
         errors: The error of each rank, or None.
         ranks: The numbers of the ranks in messages; by default 0, 1, ...
     """
-    ranks_by_error: dict[str, list[int]] = {}  # by text
+    ranks_by_text: dict[str, list[int]] = {}  # text of an error -> ranks with this error
     for rank, error in zip(ranks or range(len(errors)), errors):
         if error is not None:
-            ranks_by_error.setdefault(str(error), []).append(rank)
+            ranks_by_text.setdefault(str(error), []).append(rank)
     first = next((error for error in errors if error is not None), None)
     if first is None:
         return None
-    first_ranks = ranks_by_error.pop(str(first))
-    others = "".join(f"\nrank {_format_ranks(ranks)}: {text}" for text, ranks in ranks_by_error.items())
+    first_ranks = ranks_by_text.pop(str(first))
+    others = "".join(f"\nrank {_format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items())
     return SpError(first.code, f"rank {_format_ranks(first_ranks)}: {first.cause}{others}", first.fix)
 
 
@@ -248,11 +253,19 @@ def describe_field_mismatch(fields: Sequence[Mapping[str, str]], summary: str) -
 
 
 def format_rank_rows(fields: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
-    """Return the line of each rank in an error message, with the first of the named fields."""
-    shown, hidden = names[:MAX_SHOWN_FIELDS], len(names) - MAX_SHOWN_FIELDS
-    suffix = f" and {hidden} more" if hidden > 0 else ""
-    rows = [[f"{name} {x.get(name, 'missing')[:MAX_FIELD_WIDTH]}".strip() for name in shown] for x in fields]
-    return [", ".join(row) + suffix for row in rows]
+    """Return the line of each rank in an error message, such as "x (2, 4), mask missing and 3 more".
+
+    Args:
+        fields: The values of each rank, by name.
+        names: The fields to show, of which only the first ones are shown.
+    """
+    shown, num_hidden = names[:MAX_SHOWN_FIELDS], len(names) - MAX_SHOWN_FIELDS
+    suffix = f" and {num_hidden} more" if num_hidden > 0 else ""
+    rows = []
+    for values in fields:
+        texts = [f"{name} {values.get(name, 'missing')[:MAX_FIELD_WIDTH]}".strip() for name in shown]
+        rows.append(", ".join(texts) + suffix)
+    return rows
 
 
 def format_mismatch(summary: str, rows: Sequence[str], heading: str = "What differs") -> str:
@@ -262,11 +275,15 @@ def format_mismatch(summary: str, rows: Sequence[str], heading: str = "What diff
 
 
 def is_close(a: str, b: str) -> bool:
-    """Return True if two field values are equal, or are checksum summaries that differ only by rounding."""
-    if a == b or not (a.startswith(SUMMARY_PREFIX) and b.startswith(SUMMARY_PREFIX)):
+    """Return True if two field values are equal, or are checksum summaries that differ only by rounding.
+
+    A summary is a prefix with numbers, the first of which is the magnitude of the summarized values.
+    """
+    are_summaries = a.startswith(SUMMARY_PREFIX) and b.startswith(SUMMARY_PREFIX)
+    if a == b or not are_summaries:
         return a == b
     first, second = ([float(x) for x in text.removeprefix(SUMMARY_PREFIX).split()] for text in (a, b))
-    tolerance = TOLERANCE_RATIO * first[0]  # the first number of a summary is the magnitude
+    tolerance = TOLERANCE_RATIO * first[0]
     return all(x == y or (isnan(x) and isnan(y)) or abs(x - y) <= tolerance for x, y in zip(first, second))
 
 
@@ -278,7 +295,7 @@ def wrap_error(error: Exception | None) -> SpError | None:
 
 
 def not_compiled(error: Exception | None) -> SpError | None:
-    """Return the compilation error that this rank sends; None for one that it received from another rank."""
+    """Return the compilation error that this rank sends to others; None if it received the error, or has none."""
     if error is None or isinstance(error, RemoteError):
         return None
     sent = error if isinstance(error, SpError) else SpError("SP607", f"{type(error).__name__}: {error}.")

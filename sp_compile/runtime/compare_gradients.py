@@ -33,12 +33,12 @@ GradientKey = tuple[int, str]  # number of a gradient in a call of the op, and t
     replays=False,
 )
 def check_shared_gradients(xs: list[Tensor], names: list[str], n: int, group: str) -> list[Tensor]:
-    """Return copies of the gradients of shared results, and check that they are equal on all ranks.
+    """Return copies of the gradients of shared results, after a check that they are equal on all ranks.
 
     Shapes: any -> same. Bytes: those of a message; more only for tensors whose bits differ. Backward: none.
 
-    Ranks of other groups are not notified. A rank that waits for this one in a collective of its own backward, as a
-    data-parallel neighbor does, waits until the timeout of that group.
+    If the check fails, ranks of other groups are not notified: a data-parallel neighbor, which waits for this rank in a
+    collective of its backward, waits until the timeout of that group.
 
     Args:
         xs: Gradients of any shape and floating dtype.
@@ -60,55 +60,67 @@ def check_shared_gradients(xs: list[Tensor], names: list[str], n: int, group: st
         _compare_on_next_call(channel, on_device)
     if on_cpu:
         _compare_gradients(ranks, on_cpu)
-    return [x.clone() for x in xs]
+    return [x.clone() for x in xs]  # an operator may not return its inputs
 
 
 def _compare_on_next_call(channel: ControlChannel, gradients: Mapping[GradientKey, Tensor]) -> None:
-    """Add checksums of gradients to `channel.later`, for the next call, so that the CPU does not wait."""
-    checksums: defaultdict[torch.device, dict[str, Tensor]] = defaultdict(dict)  # by device and description
+    """Add checksums of gradients to `channel.later`, which the ranks compare at the next call of the group.
+
+    Their copies to the CPU are complete by then, so that the CPU does not wait for the device.
+    """
+    by_device: defaultdict[torch.device, dict[str, Tensor]] = defaultdict(dict)  # device -> description -> checksum
     for (number, name), x in gradients.items():
         description = f"value of gradient {number}, of the result {name}, when it {channel.last}"
-        checksums[x.device][description] = summarize(x)
-    channel.later += [(list(x), start_cpu_copy(torch.stack([*x.values()]))) for x in checksums.values()]
+        by_device[x.device][description] = summarize(x)
+    for checksums in by_device.values():
+        channel.later.append((list(checksums), start_cpu_copy(torch.stack([*checksums.values()]))))
 
 
 def _compare_gradients(ranks: Ranks, gradients: Mapping[GradientKey, Tensor]) -> None:
-    """Raise SpError, on every rank, if the gradients differ.
+    """Raise SpError, on every rank, if the gradients differ by more than rounding.
 
-    The ranks first compare checksums, and gather the gradients whose checksums differ.
+    The ranks first compare checksums, and gather only the gradients whose checksums differ.
     """
     names = dict.fromkeys(name for _, name in gradients)
     checksums = {str(key): str(checksum_of(x).item()) for key, x in gradients.items()}
     messages = require_agreement(ranks, Message(BACKWARD, f"the result {', '.join(names)}", fields=checksums))
     differing = [key for key in gradients if len({message.fields[str(key)] for message in messages}) > 1]
-    wrong = dict.fromkeys(key[1] for key in differing if not _is_within_rounding(gradients[key], ranks))
-    if wrong:
+    wrong_names = dict.fromkeys(key[1] for key in differing if not _is_within_rounding(gradients[key], ranks))
+    if wrong_names:
         raise SpError(
             "SP671",
-            f"the ranks of this tensor-parallel group share the result {', '.join(wrong)}, but were given different "
-            "gradients of it, which a backward on shards cannot add up.",
+            f"the ranks of this tensor-parallel group share the result {', '.join(wrong_names)}, but were given "
+            "different gradients of it. A backward on shards takes each row of the gradient from one rank.",
         )
 
 
 def _is_within_rounding(x: Tensor, ranks: Ranks) -> bool:
-    """Return True if the copies of the ranks are equal up to the last bits of each row.
+    """Return True if the gradients of the ranks are equal up to the rounding of an arbitrary order of additions.
 
-    The result is the same on every rank. The copies are gathered in pieces, to bound the memory.
+    The result is the same on every rank. The gradients are gathered in pieces of rows, to bound the memory.
+
+    Args:
+        x: The gradient of this rank.
+        ranks: The ranks that share the result.
     """
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     pieces = rows.split(max(1, PIECE_ELEMENTS // rows.shape[1]))
     distances, norms = map(torch.cat, zip(*(_distances_and_norms(piece, ranks) for piece in pieces)))
-    eps = torch.finfo(x.dtype).eps * (64 if x.element_size() >= 4 else 1)  # accumulated in 32 bits and rounded once
-    allowed = eps * (norms + norms.max() / 16)  # a row that sums to zero contains only noise
+    # Half types are accumulated in float32 and rounded once; other types are rounded at each addition.
+    eps = torch.finfo(x.dtype).eps * (64 if x.element_size() >= 4 else 1)
+    allowed = eps * (norms + norms.max() / 16)  # relative to other rows, too: a row that sums to zero is only noise
     return bool((distances <= allowed).all() and norms.isfinite().all())
 
 
 def _distances_and_norms(rows: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """Gather copies of the ranks; return each row's largest distance to the first copy, and largest norm.
+    """Gather rows of a gradient over the ranks; compare the copies of each row.
 
     Args:
         rows: Rows of the gradient of this rank, (rows, elements).
         ranks: The ranks that share the result.
+
+    Returns:
+        For each row the largest distance of a rank's copy to that of the first rank, and the largest norm of a copy.
     """
     copies = current_communicator().all_gather(rows.contiguous(), ranks.n, ranks.group).view(ranks.n, *rows.shape)
     copies = copies.to(torch.complex128 if rows.is_complex() else torch.float64)

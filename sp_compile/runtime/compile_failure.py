@@ -17,14 +17,17 @@ from sp_compile.lowering.torch_compat import RestartAnalysis, is_inductor_error
 from sp_compile.runtime.control.message import hash_text
 
 MAX_SHORT_ERROR_LINES = 3  # lines of an error that is not shortened
-NO_FILE = "TORCHDYNAMO_VERBOSE=1 shows the complete error"
+VERBOSE_HINT = "TORCHDYNAMO_VERBOSE=1 shows the complete error"
 
 
 def shorten_failure(error: Exception, subject: str) -> Exception:
-    """Return the error of a compilation with the user's line, in at most `MAX_SHORT_ERROR_LINES` lines.
+    """Return the error of a compilation with the user's line, in a few lines; write the complete error to a file.
+
+    An SpError and a MemoryError are returned unchanged. So is a short error of another compiler than Inductor, with the
+    line as a note. TORCHDYNAMO_VERBOSE=1 disables the function.
 
     Args:
-        error: The error. An SpError, a MemoryError and a short error of another compiler keep their type.
+        error: The error.
         subject: The name of the program.
     """
     if isinstance(error, SpError | RestartAnalysis | MemoryError) or os.environ.get("TORCHDYNAMO_VERBOSE") == "1":
@@ -36,23 +39,23 @@ def shorten_failure(error: Exception, subject: str) -> Exception:
         return error
     text = shorten_error(error)
     where = f"{subject}: compiling {line} failed" if line else f"{subject}: compiling the program failed"
-    failure = SpError("SP243", f"{where}: {text.rstrip('.')}.", f"{_write_error(error, subject)}. {COMPARE}")
-    failure.__suppress_context__ = True
+    failure = SpError("SP243", f"{where}: {text.rstrip('.')}.", f"{_write_error(error, subject)}. {COMPARE_HINT}")
+    failure.__suppress_context__ = True  # the traceback of `error` would be printed before it
     return failure
 
 
-COMPARE = (
+COMPARE_HINT = (
     "Look for the cause there, and compare with compiler='aot_eager', and with torch.compile without this backend."
 )
 
 
 def _write_error(error: Exception, subject: str) -> str:
-    """Write the complete error to a file, and return the sentence that names its folder."""
-    owner = str(os.getuid()) if hasattr(os, "getuid") else ""
+    """Write the complete error to a file, and return a sentence about where it is, without a period."""
+    owner = str(os.getuid()) if hasattr(os, "getuid") else ""  # users of a machine have different folders
     folder = Path(tempfile.gettempdir(), f"sp_compile_{hash_text(f'{owner} {subject} {shorten_error(error)}'):x}")
     try:
         folder.mkdir(exist_ok=True, mode=0o700)
         (folder / f"rank{process_rank()}.txt").write_text("".join(traceback.format_exception(error)))
     except OSError:
-        return NO_FILE
+        return VERBOSE_HINT
     return f"The complete error is in {folder}"

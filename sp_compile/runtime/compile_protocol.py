@@ -62,17 +62,18 @@ class CompileProtocol:
                 if ranks.has_other_processes:
                     self._all_gather(ranks, mine if self.opened else STOP_VERB)
             except RankMismatchError as error:
-                self.opened &= error.__cause__ is not None  # a rank that did not arrive, not another operation
+                if error.__cause__ is None:  # the ranks run another operation; the cause is set if a rank is lost
+                    self.opened = False
         if not self.opened:
             self.remaining = []
-        for mismatch in self.stopped_groups.values():
+        for mismatch in self.stopped_groups.values():  # raise the first one, if any
             raise mismatch
 
     def exchange(self, ranks: Ranks, name: str, value: Any) -> list[Any]:
-        """Return the value of every rank, in the order of the ranks.
+        """Return the value of every rank, in the order of the ranks; None for a rank that skips this exchange.
 
-        Earlier exchanges that this rank does not use are run first, without a value of it. The value is None for a rank
-        that does not reach this exchange.
+        Earlier exchanges that this rank has skipped are run first, without a value of this rank, since the other ranks
+        run them.
 
         Args:
             ranks: The group of the exchange.
@@ -111,12 +112,13 @@ class CompileProtocol:
         return error
 
     def _run_next(self, error: Exception | None) -> None:
-        """Run the next exchange for the other ranks: send the error of this rank, ignore the result."""
+        """Run the next exchange for the other ranks: send the error of this rank, if any, and ignore the result."""
         ranks, name = self.remaining.pop(0)
-        # The ranks of another group do not know an error that this rank received.
-        received = SpError(error.code, error.cause, error.fix) if isinstance(error, RemoteError) else None
+        if isinstance(error, RemoteError):  # received in one group; the ranks of this group may not know it
+            sent: SpError | None = SpError(error.code, error.cause, error.fix)
+        else:
+            sent = not_compiled(error)
         if ranks.has_other_processes:
-            sent = received or not_compiled(error)
             self._all_gather(ranks, Message(COMPILE_VERB, name, error=sent, expects_answer=True))
 
     def _all_gather(self, ranks: Ranks, mine: Message) -> list[Message]:
@@ -125,11 +127,13 @@ class CompileProtocol:
         Raises:
             RankMismatchError: If the operations differ or a rank is lost. The group stops.
         """
+        messages: list[Message] = []
+        cause: SpError | None = None  # the error of the wait for a lost rank
         try:
-            messages, cause = all_gather_messages(ranks, mine) or [], None
+            messages = all_gather_messages(ranks, mine) or []
             error = describe_operation_mismatch(messages)
         except SpError as lost_rank:
-            messages, cause, error = [], lost_rank, lost_rank
+            cause = error = lost_rank
         if error is not None:
             self.remaining = [exchange for exchange in self.remaining if exchange[0] != ranks]
             self.stopped_groups[ranks] = RankMismatchError(error.code, error.cause, error.fix)

@@ -55,11 +55,11 @@ def declare_groups(mesh: DeviceMesh | Sequence[dist.ProcessGroup | None], measur
         raise SpError("SP614", "declare_groups: there is no default process group.")
     ranks = ranks_of(dist.group.WORLD)
     declarations: list[_Declaration] = all_gather_object(ranks, "declares", "groups", _make_declaration(mesh, measure))
-    axes = _agreed_axes(declarations)
+    axes = _agreed_axes(declarations)  # label of an axis -> the ranks of each of its groups
     # The name of this rank's group of each axis (None outside of the mesh), and the ranks of all groups of the axis.
     entries = declarations[dist.get_rank()].axes
     groups = [(entry[0] if entry else None, axes[label]) for label, entry in entries.items()]
-    # Communicators over several axes.
+    # The same for the communicators over several axes; `union` is None if these axes form no full grid.
     for labels in label_subsets(list(axes)):
         union = reduce_partitions([axes[label] for label in labels])
         if union is not None and union not in [partition for _, partition in groups]:
@@ -67,10 +67,10 @@ def declare_groups(mesh: DeviceMesh | Sequence[dist.ProcessGroup | None], measur
     hosts = [declaration.host for declaration in declarations]
     members = {name: partition for name, partition in groups if name is not None}
     table = KnownGroups(members, {rank: hosts.index(host) for rank, host in enumerate(hosts)})
-    # Time the all-reduces, if every group can reduce tensors of the device.
+    # Time the all-reduces, if every group has a backend for tensors of the device.
     device = _device_of_messages()
-    passed = [entry for declaration in declarations for entry in declaration.axes.values() if entry]
-    if measure and all(f"{device.type}:" in backends for _, _, backends in passed):
+    passed_groups = [entry for declaration in declarations for entry in declaration.axes.values() if entry]
+    if measure and all(f"{device.type}:" in backends for _, _, backends in passed_groups):
         table = replace(table, lines=measure_reductions(groups, device, make_exchange(ranks, MEASURE_VERB)))
     add_declared(table)
     return table
@@ -106,10 +106,17 @@ def _make_declaration(mesh: Any, measure: Any) -> _Declaration:
 
 
 def _groups_of(mesh: Any) -> dict[str, Any]:
-    """Return the process group of this rank for each axis of `mesh`; None if it is in no group."""
+    """Return the process group of this rank for each axis of the argument `mesh`; None if it is in no group.
+
+    The label of an axis is its name, or its number if it has none.
+
+    Raises:
+        SpError: The argument is neither a mesh nor a list of groups (SP615).
+    """
     if isinstance(mesh, DeviceMesh):
         labels = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-        return dict(zip(labels, mesh.get_all_groups() if mesh.get_coordinate() is not None else [None] * mesh.ndim))
+        is_in_mesh = mesh.get_coordinate() is not None
+        return dict(zip(labels, mesh.get_all_groups() if is_in_mesh else [None] * mesh.ndim))
     if not isinstance(mesh, list | tuple) or not mesh:
         cause = "mesh: expected a DeviceMesh, or for each axis the process group of this rank"
         raise SpError("SP615", f"{cause}, got {mesh if mesh == [] else type(mesh).__name__}.")
@@ -135,12 +142,14 @@ def _agreed_axes(declarations: Sequence[_Declaration]) -> dict[str, Partition]:
     axes: dict[str, Partition] = {}
     for label in declarations[0].axes:
         entries = [declaration.axes[label] for declaration in declarations]
-        passed = [entry[1] if entry else None for entry in entries]  # the ranks of each rank's group
-        axes[label] = tuple(sorted({group for group in passed if group}))
-        for rank, passed_group in enumerate(passed):
-            if not axes[label] or any(rank in group and group != passed_group for group in axes[label]):
-                cause = f"rank {rank} passes the group {passed_group} of axis {label!r}, the ranks pass "
-                raise SpError("SP618", f"declare_groups: {cause}{list(axes[label])}.")
+        passed_groups = [entry[1] if entry else None for entry in entries]  # the ranks of the group of each rank
+        axes[label] = tuple(sorted({group for group in passed_groups if group}))
+        for rank, passed_group in enumerate(passed_groups):
+            is_in_other_group = any(rank in group and group != passed_group for group in axes[label])
+            if not axes[label] or is_in_other_group:
+                expected = f"groups of axis {label!r} without common ranks, each passed by all of its ranks"
+                got = f"{passed_group} from rank {rank}, and {list(axes[label])} from all ranks"
+                raise SpError("SP618", f"declare_groups: expected {expected}, got {got}.")
     return axes
 
 
@@ -161,13 +170,13 @@ def _find_communicator(union: Partition, label: str, declarations: Sequence[_Dec
         axis_group = members[0].axes[label]
         assert axis_group is not None
         backends = axis_group[2]
-        shared = set.intersection(*(set(member.existing) for member in members))
-        reusable = [entry for entry in members[0].existing if entry in shared and entry[1:] == (ranks, backends)]
+        known_to_all = set.intersection(*(set(member.existing) for member in members))
+        reusable = [entry for entry in members[0].existing if entry in known_to_all and entry[1:] == (ranks, backends)]
         is_member = dist.get_rank() in ranks
         if reusable:
             name = reusable[0][0]
-        else:  # every rank of the program takes part
-            backend = backends if backends != world[2] else None
+        else:  # new_group requires that every rank of the program calls it
+            backend = backends if backends != world[2] else None  # None: those of the default group
             group = dist.new_group(list(ranks), group_timeout(dist.group.WORLD), backend)
             name = group.group_name if is_member else ""
         if is_member:
@@ -176,7 +185,7 @@ def _find_communicator(union: Partition, label: str, declarations: Sequence[_Dec
 
 
 def _device_of_messages() -> torch.device:
-    """Return the device whose tensors the collectives of the default group take, to time them on it."""
+    """Return the device of tensors that collectives of the default group accept, to time them with such tensors."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or dist.get_backend() == "gloo":
         return torch.device("cpu")

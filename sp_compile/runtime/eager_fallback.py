@@ -59,17 +59,18 @@ _prepared_fsdp: set[str] = set()  # classes of models whose parts were prepared 
 
 def warn_eager_fallback(fallback: EagerFallback) -> None:
     """Warn on rank 0, once for each code object, with the reason and a fix. Dynamo's hook calls it."""
-    target, code, reason, text = fallback
+    target, code, reason, text = fallback  # module or name of a function, its code, kind of cause, Dynamo's message
     name = name_of_callable(target)
+    is_graph_break = reason is EagerReason.GRAPH_BREAK
     if process_rank() > 0 or (name, code) in _warned:
         return
-    if reason is EagerReason.GRAPH_BREAK and name in _prepared_fsdp:
+    if is_graph_break and name in _prepared_fsdp:  # FSDP's hooks are expected to end its graphs
         return
     _warned.add((name, code))
     fix = EAGER_FIXES[reason]
-    if reason is EagerReason.GRAPH_BREAK and isinstance(target, torch.nn.Module) and find_fsdp_submodules(target):
+    if is_graph_break and isinstance(target, torch.nn.Module) and find_fsdp_submodules(target):
         fix = FSDP_FIX
-        _warned_fsdp.add(name)
+        _warned_fsdp.add(name)  # so that `warn_fsdp_submodules` does not repeat it
     cause = EAGER_CAUSES.get(reason, text)
     log.warning(EAGER_WARNING, name, code.co_filename, code.co_firstlineno, cause, fix)
 
@@ -94,7 +95,10 @@ def warn_fsdp_submodules(model: torch.nn.Module) -> None:
 
 
 def mute_fsdp_warning(model: torch.nn.Module) -> None:
-    """Turn off warnings about FSDP parts of a model and its submodules, which were prepared to run on shards."""
+    """Turn off the warnings about graph breaks by FSDP in a model and its submodules.
+
+    `compile_under_fsdp` calls it: there the results between the graphs stay sharded.
+    """
     _prepared_fsdp.update(name_of_callable(module) for module in model.modules() if find_fsdp_submodules(module))
 
 

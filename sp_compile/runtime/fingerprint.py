@@ -52,16 +52,16 @@ class TextLine(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgramDigest:
-    """Digest of a program."""
+    """Digest of a program, and its operations as text, to locate a difference."""
 
     digest: int = 0  # equal for programs that ranks may run together
     lines: tuple[TextLine, ...] = ()  # operations in order
 
     def first_difference(self, ranks: Ranks) -> list[str]:
-        """Return the line of each rank at the first difference, for an error; [] if there is none.
+        """Return the line of each rank at the first difference of their programs, for an error; [] if there is none.
 
         Every rank of the group must call it. The ranks exchange digests of each line and, if there is a difference, one
-        line each. Lines whose own text differs are preferred to lines that differ only in the results that they use.
+        line each. A line whose op differs is preferred to an earlier one that differs only in the results that it uses.
 
         Args:
             ranks: The ranks of the group.
@@ -69,17 +69,18 @@ class ProgramDigest:
         Returns:
             One line for each rank, in rank order.
         """
+        # hashes[rank][line] is [hash of its op, hash of the op with the results that it uses].
         hashes: list[list[list[int]]] = _gather_programs(
             ranks, [[hash_text(line.name), hash_text(line.text)] for line in self.lines]
         )
         shortest, longest = min(map(len, hashes)), max(map(len, hashes))
-        # hashes[rank][line] is [hash of its own text, hash of its text with the results that it uses].
+        # All ops are compared before all ops with the results that they use.
         positions = [(kind, line) for kind in (0, 1) for line in range(shortest)]
         differing = (line for kind, line in positions if len({program[line][kind] for program in hashes}) > 1)
-        first = next(differing, shortest)
-        if first == longest:
+        first = next(differing, shortest)  # without a difference, the first line that only longer programs have
+        if first == longest:  # no program has this line
             return []
-        if first == len(self.lines):
+        if first == len(self.lines):  # this program ends before it
             return _gather_programs(ranks, "nothing more")
         _, name, trace = self.lines[first]
         short = name if len(name) <= TEXT_WIDTH else name[: TEXT_WIDTH - 3] + "..."
@@ -92,17 +93,20 @@ def _gather_programs(ranks: Ranks, mine: Any) -> list[Any]:
 
 
 def program_subject(gm: GraphModule) -> str:
-    """Return the name of a program for messages: the compiled function and its first computing line.
+    """Return the name of a program for messages, with its first line that computes: "Decoder at FILE:12".
 
-    That of a model is its class; frames of decorators around its forward are skipped.
+    A model is named by its class, with a line of its forward itself, not of decorators around it. Other programs are
+    named by the compiled function; without stack traces the name is "a program".
     """
     traces = [stack_trace(node) for node in gm.graph.nodes if node.op == "call_function"]
     model = compiled_model()
-    code = None if model is None else getattr(inspect.unwrap(model.forward), "__code__", None)
-    name = class_name(model) if model is not None else ""
-    of_model = (first_frame(trace, code, name) for trace in traces if code is not None)
-    found = next(filter(None, of_model), "")
-    return found or next(filter(None, map(first_frame, traces)), "a program")
+    if model is not None:
+        code = getattr(inspect.unwrap(model.forward), "__code__", None)
+        frames = (first_frame(trace, code, class_name(model)) for trace in traces if code is not None)
+        subject = next(filter(None, frames), "")
+        if subject:
+            return subject
+    return next(filter(None, map(first_frame, traces)), "a program")
 
 
 class NodeText(NamedTuple):
@@ -110,10 +114,12 @@ class NodeText(NamedTuple):
 
     node: Node  # the node
     call: str  # the op
-    operands: tuple[int | str | None, ...]  # number of each node argument; "input 3", or 3 for the 4th op
+    operands: tuple[
+        int | str | None, ...
+    ]  # per argument: "input 3", 3 for the result of the 4th op, None for a constant
     spec: str  # nesting of the arguments
-    constants: tuple[str, ...]  # the other arguments, and the value of a constant
-    body: tuple[NodeText, ...]  # lines of the region that it names
+    constants: tuple[str, ...]  # the arguments that are no nodes; for an attribute, its value
+    body: tuple[NodeText, ...]  # texts of the nested graph, if the node is an attribute that is one
     checkpoint: str  # enclosing checkpoint, which affects collectives of the backward
 
     @property
@@ -130,8 +136,9 @@ def graph_lines(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
         gm: The graph.
         inside: Text of the enclosing checkpoint, if the graph is a region; "" for a complete program.
     """
+    # Text of each checkpointed region, numbered in the order of their appearance.
     checkpoints: defaultdict[Any, str] = defaultdict(lambda: f"in checkpoint {len(checkpoints)}")
-    numbers: dict[Node, int | str] = {}
+    numbers: dict[Node, int | str] = {}  # as in `NodeText.operands`
     inputs, operations = count(), count()
     lines: list[NodeText] = []
     for node in gm.graph.nodes:
@@ -156,20 +163,24 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
     """Return the digest of the collectives of a graph, or of all ops if it has none.
 
     Ranks that have other shards of the weights, such as tensor-parallel ranks, compare it: their collectives must be
-    equal, not their shapes. Each line is an op and the ops that it depends on, without inputs and constants.
+    equal, not their shapes. A line of the digest has an op and the ops whose results it uses. It has no constants, and
+    does not distinguish the inputs, since these may differ as well.
     """
     nodes = graph_lines(gm)
     inlined = list(inline_bodies(nodes))
-    digest_text = [f"{x.call} {x.checkpoint}" for x in inlined if is_collective(x.node)]
+    digest_text = [f"{text.call} {text.checkpoint}" for text in inlined if is_collective(text.node)]
     if not digest_text:
         digest_text = [
-            f"{x.node.op} {_target_text(x.node)} {x.operands} {x.spec}" for x in nodes if x.node.op != "output"
+            f"{text.node.op} {_target_text(text.node)} {text.operands} {text.spec}"
+            for text in nodes
+            if text.node.op != "output"
         ]
     lines = []
-    for x in inlined:
-        if x.node.op not in ("placeholder", "output"):
-            operands = ["input" if isinstance(operand, str) else operand for operand in x.operands]
-            lines.append(TextLine(f"{x.call} {operands} {x.spec}", x.call or x.node.name, stack_trace(x.node)))
+    for text in inlined:
+        if text.node.op not in ("placeholder", "output"):
+            operands = ["input" if isinstance(operand, str) else operand for operand in text.operands]
+            name = text.call or text.node.name
+            lines.append(TextLine(f"{text.call} {operands} {text.spec}", name, stack_trace(text.node)))
     return ProgramDigest(hash_text("\n".join(digest_text)), tuple(lines))
 
 
@@ -183,13 +194,13 @@ def graph_digest(gm: GraphModule, names: Mapping[str, str] = MappingProxyType({}
         names: Names of its inputs, from `input_names`.
     """
     digest_text, lines = [], []
-    for x in inline_bodies(graph_lines(gm)):
-        name = " ".join(filter(None, [x.node.name, x.call, *x.constants, x.value, x.checkpoint]))
-        line = TextLine(f"{name} {x.operands} {x.spec}", name, stack_trace(x.node))
+    for text in inline_bodies(graph_lines(gm)):
+        name = " ".join(filter(None, [text.node.name, text.call, *text.constants, text.value, text.checkpoint]))
+        line = TextLine(f"{name} {text.operands} {text.spec}", name, stack_trace(text.node))
         digest_text.append(line.text)
-        if x.node.op == "placeholder":
-            value = x.value or "a number that may change, as lengths do under dynamic=True"
-            line = TextLine(value, f"input {names.get(x.node.name) or x.node.name}: {value}", "")
+        if text.node.op == "placeholder":  # messages show an input by the user's name and its value
+            value = text.value or "a number that may change, as lengths do under dynamic=True"
+            line = TextLine(value, f"input {names.get(text.node.name) or text.node.name}: {value}", "")
         lines.append(line)
     return ProgramDigest(hash_text("\n".join(digest_text)), tuple(lines))
 
@@ -208,10 +219,10 @@ def _call_text(node: Node) -> str:
 
 
 def input_names(gm: GraphModule) -> dict[str, str]:
-    """Return the name in messages of each input, by name of its node.
+    """Return the name of each input for messages, by the name of its node.
 
-    It is that of the user's argument if it is unique, else that of the node.
-    The name is "" for a symbol that only describes memory (strides, offsets), which may differ between ranks.
+    It is the name of the user's argument, or that of the node if several inputs belong to the argument. It is "" for a
+    symbol that only describes memory (strides, offsets), which may differ between ranks and is not compared.
     """
     nodes = gm.graph.find_nodes(op="placeholder")
     argument_names = [argument_name(node) for node in nodes]
@@ -247,7 +258,7 @@ def _argument_text(node: Node, leaf: Any) -> str:
     if isinstance(leaf, torch.device):
         return leaf.type
     if isinstance(leaf, str) and is_collective(node):
-        reduction, _, group = leaf.rpartition(" ")  # "3", or "sum 3" of sp::reduce_pair
+        reduction, _, group = leaf.rpartition(" ")  # ("", "", "3") for the group "3"; sp::reduce_pair has "sum 3"
         is_group = known_process_group(group) and (not reduction or reduction.isalpha())
         return reduction if is_group else leaf
     return repr(leaf)

@@ -4,8 +4,9 @@ There is one exchange of a few bytes a call, before the compiled graph: each ran
 rank that could not compile takes part as well, so that its error reaches the others instead of blocking them in a
 collective. A program with several groups has one guard for each, nested: `run` of the outer one is the inner one.
 
-Values on an accelerator would have to be awaited. Their checksums are added to `channel.later` and sent with the next
-call, as its `earlier` values. A refusal is the error of a call that changes an input whose memory another input shares.
+Checksums of values on an accelerator are complete only after the device has computed them. They are added to
+`channel.later` and sent with the next call, as its `earlier` values. A refusal is the error of a call that changes an
+input in place whose memory another input shares.
 
     GuardedProgram(run, ranks, ...)(*args)      # exchange a message with ranks, then run(*args)
 """
@@ -60,7 +61,7 @@ from .settings_digest import mode_fields
 from .sharded_values import GatheredProgram, any_sharded, any_traced, call_refusal, unwrap_arguments
 
 OTHER_GRADIENTS = SpError(
-    "SP637", "the ranks of this group go backward from other gradients of what the program has returned"
+    "SP637", "the ranks of this group run the backward with different gradients of the results of the program"
 )
 OTHER_OPTIONS = "the ranks of this group were given different options, or are in different modes"
 OTHER_VALUES_EARLIER = (
@@ -69,8 +70,8 @@ OTHER_VALUES_EARLIER = (
 )
 SPLIT_ON_SOME = "backend='sp' could compile this program on some ranks of this group only"
 LEFT_PARTIAL = (
-    "param_grads='partial' leaves gradients to a DDP or FSDP, and none averages them over these ranks, or weights were "
-    "changed on some ranks only: "
+    "param_grads='partial' requires that DDP or FSDP averages the gradients over these ranks. Either none does, or "
+    "weights were changed on some ranks only: "
 )
 LEFT_PARTIAL_FIX = (
     "Apply DDP or fully_shard over a group that includes these ranks, not over the mesh's axis of replicas alone, or "
@@ -115,8 +116,8 @@ class GuardedProgram:
 
     @cached_property
     def _record(self) -> ProgramRecord:
-        """Return the description of the program, which is part of every call; without addresses of objects."""
-        reason = re.sub("0x[0-9a-f]+", "", self.info.unsplit_reason)
+        """Return the description of the program, which is a part of the message of every call."""
+        reason = re.sub("0x[0-9a-f]+", "", self.info.unsplit_reason)  # addresses of objects differ between ranks
         trained, dtypes = self.inputs.trained, self.inputs.dtypes
         return ProgramRecord(self.info.options, self.program.digest, reason, trained, dtypes, self.info.training)
 
@@ -127,15 +128,18 @@ class GuardedProgram:
 
     @cached_property
     def _reported_inputs(self) -> list[tuple[int, str]]:
-        """Return index and name of the inputs that every call describes: all but parameters, and `always`."""
+        """Return index and name of the inputs that every call describes.
+
+        These are all but parameters, and the parameters whose values every call compares (`inputs.always`).
+        """
         is_parameter = self.parameters or ()
         return [(i, name) for i, name in self._named_inputs if not is_parameter[i] or name in self.inputs.always]
 
     @cached_property
     def _sharding_inputs(self) -> list[bool]:
-        """Return flags of the inputs that are tested for fake or sharded values.
+        """Return for each input whether it is tested for a fake or sharded value.
 
-        These are all but parameters, and one parameter, since all or no parameters are fake.
+        These are all but parameters, and the first parameter, since either all parameters are fake or none is.
         """
         parameters = self.parameters or ()
         return [not is_parameter or not any(parameters[:i]) for i, is_parameter in enumerate(parameters)]
@@ -144,8 +148,8 @@ class GuardedProgram:
         """Compare the call over the ranks, then run the program."""
         refuse_transforms()
         tested_args = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
-        is_traced = any_traced(tested_args)  # nothing is executed, and no message exchanged
-        # Agree on the call.
+        is_traced = any_traced(tested_args)  # a call with fake tensors runs nothing, so no message is exchanged
+        # Agree on the call. `written` are the inputs that the program changes in place.
         written = self.run.written if isinstance(self.run, GatheredProgram) else self.boundary.written
         refusal = call_refusal(args, sorted(written), self.inputs.names) if written and not is_traced else None
         with mark_agreed():
@@ -175,17 +179,17 @@ class GuardedProgram:
 
         Args:
             args: Arguments of the call.
-            refusal: Error of a call that this rank refuses, see the module docstring.
+            refusal: Error of a call that changes an input in place whose memory another input shares, or None.
 
         Raises:
             SpError: On every rank, if the ranks do not agree or one has failed.
         """
         if self.parameters is None:
             self.parameters = [isinstance(a, torch.nn.Parameter) for a in args]
-        channel, subject, every = channel_of(self.ranks), self.info.subject, self.info.check_every
+        channel, subject, check_every = channel_of(self.ranks), self.info.subject, self.info.check_every
         model, number = (0, 0) if channel is None else channel.count_call(subject, [*compress(args, self.parameters)])
-        compares_all = model not in self.called or (every > 0 and number % every == 0)
-        self.called.discard(model)  # until the ranks agree; a refused call is compared again in full
+        compares_all = model not in self.called or (check_every > 0 and number % check_every == 0)
+        self.called.discard(model)  # until the ranks agree: the call after an error is compared in full
         # Announce the call, and receive the messages of the other ranks.
         earlier = {} if channel is None else channel.take_earlier()
         error = not_compiled(self.error) or refusal
@@ -194,7 +198,7 @@ class GuardedProgram:
             mine = replace(mine, mode=mode_fields(), inputs=self._describe_inputs(args, compares_all, channel, mine))
         has_raised = channel is not None and channel.raised is not None
         messages = all_gather_messages(self.ranks, mine)
-        if messages is None:  # no difference, or all ranks raise an error of another group
+        if messages is None:  # the ranks agree; they may have an error that all received from another group
             problem, operation_mismatch = wrap_error(self.error) or refusal, None
         else:
             operation_mismatch = describe_operation_mismatch(messages)
@@ -202,25 +206,29 @@ class GuardedProgram:
         if problem is None:
             self.called.add(model)
             return mine
-        # Notify the inner groups, whose other ranks wait for this call.
+        # Notify the groups of the inner guards, whose other ranks wait for this call.
         inner = self.run
         while isinstance(inner, GuardedProgram):
             all_gather_messages(inner.ranks, STOP_VERB)
             inner = inner.run
-        # A rank that has raised in a step meets the others, which are still in that step, at its next call.
+        # A rank that has raised in a step, and whose program caught it, announces its next call while the other ranks
+        # are still in that step, such as at its backward.
         raised = describe_raised(messages or ())
         if raised and operation_mismatch is not None:
-            if has_raised and len(involved_groups()) == 1:  # the others raise now, so that the next exchange fits
-                return self._agree(args, refusal)
+            if has_raised and len(involved_groups()) == 1:
+                return self._agree(args, refusal)  # the others raise now, and then announce the same call as this rank
             abort_if_connected(channel, messages or (), mine)
-        raise (problem if operation_mismatch is not None else problem.with_context(raised)) from self.error
+        if operation_mismatch is None:  # the error of a mismatch has the exceptions already
+            problem = problem.with_context(raised)
+        raise problem from self.error
 
     def _describe_inputs(
         self, args: Sequence[Any], compares_all: bool, channel: ControlChannel | None, mine: Message
     ) -> dict[str, InputRecord]:
         """Return the records of the inputs of a call, by name.
 
-        Values on an accelerator are compared at the next call: their checksums are added to `channel.later`.
+        A record has the size, and the checksum of a compared value: of a few elements for a large argument that is
+        compared in every call. Values on an accelerator are compared at the next call, by checksums in `channel.later`.
 
         Args:
             args: Arguments of the call.
@@ -231,22 +239,26 @@ class GuardedProgram:
         inputs, records = self.inputs, {}
         compared = inputs.always | inputs.equal if compares_all else inputs.always
         sampled = frozenset() if compares_all else inputs.arguments
-        on_device: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)  # tensors by description
+        # device -> description -> value
+        on_device: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
         for i, name in self._named_inputs if compares_all else self._reported_inputs:
             arg, checksums = args[i], {"checksum": "", "sample": ""}
             size = _value_size(arg) + (f" in shards {arg.sharding}" if isinstance(arg, Sharded) else "")
             if self.error is None and (name in compared or name in sampled) and isinstance(arg, torch.Tensor):
                 value = local_value(arg)
                 is_sample = name not in compared and not is_cheap_to_compare(value)
-                value = sample_view(value, FEW_FLOATS, mine.number) if is_sample else value
+                if is_sample:
+                    value = sample_view(value, FEW_FLOATS, mine.number)
                 if channel is None or not is_on_accelerator(value):
                     checksums["sample" if is_sample else "checksum"] = checksum(value)
                 elif value.numel():
-                    on_device[value.device][f"value of {'part of ' if is_sample else ''}{name} when it {mine}"] = value
+                    part = "part of " if is_sample else ""
+                    on_device[value.device][f"value of {part}{name} when it {mine}"] = value
             is_weight = isinstance(arg, torch.nn.Parameter) and name not in inputs.always
             records[name] = InputRecord(size, checksums["checksum"], checksums["sample"], is_weight)
         if channel is not None:
-            channel.later += [(list(x), start_checksums(list(x.values()))) for x in on_device.values()]
+            for values in on_device.values():
+                channel.later.append((list(values), start_checksums(list(values.values()))))
         return records
 
     def _difference(self, messages: Sequence[Message]) -> SpError | None:
@@ -281,12 +293,12 @@ class GuardedProgram:
 
     @cached_property
     def connected(self) -> list[Ranks]:
-        """Return the groups of this guard and of the guards inside; an exception in the program ends them all."""
+        """Return the groups of this guard and of its inner guards; an exception in the program ends them all."""
         return [self.ranks, *(self.run.connected if isinstance(self.run, GuardedProgram) else [])]
 
     @contextmanager
     def _run_marked(self, operation: Message) -> Iterator[None]:
-        """Mark that the program runs in the context, and publish exceptions for ranks that wait for this one."""
+        """Mark that the program runs `operation` in the context, and publish its exceptions to waiting ranks."""
         with self._announce_failure(operation), mark_running(self.connected):
             yield
 
@@ -307,7 +319,9 @@ class GuardedProgram:
 
     @torch.compiler.disable
     def _start_backward(self, mine: Message, row_results: frozenset[int], grads: Sequence[Any]) -> None:
-        """Compare the gradients of replicated results, since each rank continues with those of its rows.
+        """Check at the start of a backward that all ranks run it, with equal gradients of replicated results.
+
+        Each rank continues with the gradients of its rows only, so that different ones would not be noticed later.
 
         Args:
             mine: The announcement of the backward.
@@ -324,7 +338,7 @@ class GuardedProgram:
                 continue
             name = f"gradient of result {i}"
             if not isinstance(grad, torch.Tensor) or isinstance(grad, FakeTensor) or is_wrapper(grad):
-                fields[name] = "none" if grad is None else ""
+                fields[name] = "none" if grad is None else ""  # values without plain memory are not compared
             elif channel is not None and is_on_accelerator(grad):  # compared at the next call
                 channel.later.append(([f"value of the {name} when it {mine}"], start_cpu_copy(summarize(grad)[None])))
             else:
@@ -360,7 +374,11 @@ class InProcesses:
 
 
 def _grad_field(grad: torch.Tensor) -> str:
-    """Return the summary of a CPU gradient, a message field, see `summarize`; a scalar needs no tensor."""
+    """Return the summary of a gradient on the CPU, a text that `is_close` compares up to rounding.
+
+    It has the norm and two projections of the elements (`summarize`). The summary of one element, such as a loss, is
+    computed without tensor operations, which take longer.
+    """
     if grad.numel() == 1 and not grad.is_complex():
         value = grad.item()
         return f"{SUMMARY_PREFIX}{abs(value)!r} {value!r}"

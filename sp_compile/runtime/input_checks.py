@@ -1,9 +1,8 @@
 """Find the inputs with equal values on all ranks of a group, and select those that the ranks compare.
 
-The ranks compare values or sizes before they run the program. At compilation the ranks exchange digests of their inputs
-(`InputDigests`), from which the facts follow that the passes rely on (`InputFacts`). Each call compares the inputs that
-`ComparedInputs` selects. A label numbers the tensors (input_0) or the symbols (size_0); it is equal on all ranks, which
-the names of inputs may not be.
+At compilation the ranks exchange digests of their inputs (`InputDigests`). From these follow facts on which the passes
+rely (`InputFacts`). Before each call the ranks compare the inputs that `ComparedInputs` selects. A label numbers the
+tensors (input_0) or the symbols (size_0) among the inputs. It is equal on all ranks, in contrast to names of inputs.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ def input_digests(gm: GraphModule, inputs: Sequence[Any], options: str) -> Input
     """Return the digests of a Dynamo graph's inputs and options, which this rank sends to its groups."""
     values = {label: value_digest(local_value(x)) for label, x in zip(_input_labels(inputs), inputs) if label}
     with use_real_tensors():
-        tensors = enumerate(local_tensors(inputs))
-        constants = [f"input_{i}" for i, x in tensors if x.ndim > 1 and is_constant(x)]
+        numbered_tensors = enumerate(local_tensors(inputs))  # in the order of labels
+        constants = [f"input_{i}" for i, x in numbered_tensors if x.ndim > 1 and is_constant(x)]
     return InputDigests(values, frozenset(constants), options)
 
 
 @register_sendable
 @dataclass(frozen=True)
 class InputDigests:
-    """Digests of the inputs of one rank."""
+    """Digests of the inputs of one rank, as text."""
 
     values: dict[str, str]  # digest of each input, by label
     constants: frozenset[str]  # labels of the tensors whose elements are all equal
@@ -56,8 +55,8 @@ def combine_facts(mine: InputDigests, all_digests: Sequence[InputDigests | None]
         mine: The digests of this rank.
         all_digests: The digests of each rank; None for one that does not compile.
     """
-    values = [digests.values if digests is not None else {} for digests in all_digests]
-    differing = frozenset(label for label in mine.values if len({rank.get(label) for rank in values}) > 1)
+    values_of_ranks = [digests.values if digests is not None else {} for digests in all_digests]
+    differing = frozenset(label for label in mine.values if len({values.get(label) for values in values_of_ranks}) > 1)
     return InputFacts(
         differing=differing, equal=frozenset(mine.values) - differing, constants=mine.constants - differing
     )
@@ -130,7 +129,7 @@ class GraphInput(NamedTuple):
 
     @property
     def is_data(self) -> bool:
-        """Return True for tensors with dims that are data of the call."""
+        """Return True for tensors with dims that are no parameters or buffers: the data of the call."""
         return isinstance(self.value, torch.Tensor) and self.value.ndim > 0 and not self.is_state
 
 
@@ -144,8 +143,8 @@ def _graph_inputs(gm: GraphModule, inputs: Sequence[Any]) -> list[GraphInput]:
 class ComparedInputs:
     """Names of the inputs of a program that the ranks of a group compare.
 
-    The sizes of parameters, and the values in `equal`, are compared on the first call of each model and every
-    `check_every` calls.
+    The complete comparison, of the sizes of parameters and the values in `equal`, is made on the first call of each
+    model and every `check_every` calls.
     """
 
     names: Sequence[str] = ()  # of all inputs; "" for those whose sizes may differ
@@ -173,7 +172,7 @@ def sequence_inputs(gm: GraphModule, inputs: Sequence[Any], shards: Collection[i
         if isinstance(x.value, torch.Tensor) and (x.is_state or node_info(x.node).parameter):
             if x.node.users:
                 state.add(x.name)
-        elif i not in shards and not isinstance(x.value, Sharded):
+        elif i not in shards and not isinstance(x.value, Sharded):  # a replicated argument
             arguments.add(x.name)
     trained = tuple(x.name for x in graph_inputs if isinstance(x.value, torch.Tensor) and x.value.requires_grad)
     names = [x.name for x in graph_inputs]
@@ -187,20 +186,20 @@ def group_inputs(
 ) -> ComparedInputs:
     """Return the compared inputs of a program with its own collectives, for the guard of one group.
 
-    Sizes are not compared for parts that ranks may split unevenly, and for Python scalars where each rank has its own
-    data, since the scalars may belong to that data.
+    Sizes are compared, with two exceptions: those of parts that ranks may split unevenly, such as shards of a weight,
+    and, if each rank has its own data, Python scalars, which may be sizes of that data.
 
     Args:
         gm: Dynamo's graph.
         inputs: Its inputs.
         facts: Facts of the inputs on the group.
-        labels: The inputs whose equal values the program relies on, as in `InputFacts`; None to compare no values.
+        labels: Labels of the inputs on whose equal values the program relies; None to compare no values.
     """
     graph_inputs = _graph_inputs(gm, inputs)
     has_own_data = any(x.is_data and x.label in facts.differing for x in graph_inputs)
-    names = []
+    names = []  # "" for inputs whose sizes are not compared
     for x in graph_inputs:
-        is_part = not x.is_data and x.label in facts.differing  # such as a shard of a weight, which may be uneven
+        is_part = not x.is_data and x.label in facts.differing
         belongs_to_data = has_own_data and is_python_number(x.node)
         names.append("" if is_part or belongs_to_data else x.name)
     tensors = [x for x in graph_inputs if isinstance(x.value, torch.Tensor)]
@@ -208,7 +207,7 @@ def group_inputs(
     equal = {x.name for x in tensors if x.label in (facts.equal or ()) and not isinstance(x.value, DTensor)}
     return ComparedInputs(
         names,
-        frozenset(x.name for x in tensors if x.label in (labels or ()) and x.name in weights),
+        equal=frozenset(x.name for x in tensors if x.label in (labels or ()) and x.name in weights),
         always=frozenset(equal - weights if labels is not None else ()),
         trained=tuple(x.name for x in tensors if x.value.requires_grad and x.name not in weights),
         dtypes=_dtypes(graph_inputs),

@@ -27,22 +27,21 @@ def find_input_mismatch(
 ) -> SpError | None:
     """Return the error of ranks whose programs or inputs differ, or None.
 
-    Differences are reported in this order: gradients that are required, sizes, programs, values, samples of values.
+    Differences are reported in this order: dtypes, required gradients, sizes, programs, values, samples of values.
 
     Args:
-        messages: Message of each rank.
-        lines: Lines of the ranks at the first difference of their programs.
+        messages: Message of each rank about its call.
+        lines: A line of each rank at the first difference of their programs, from `ProgramDigest.first_difference`.
         compared: The inputs that the ranks compare.
         has_shards: True if each rank passes its rows of some inputs.
     """
-    # The records of each rank by name of the input, and the names of inputs that differ, tensors before symbols.
-    inputs = _common_inputs(messages)
+    inputs = _common_inputs(messages)  # for each rank the records of its inputs, by name
     common = [name for name in inputs[0] if all(name in records for records in inputs)]
-    if len(common) == min(map(len, inputs)):  # additional inputs are shown by the lines of the program
+    if len(common) == min(map(len, inputs)):  # a rank has no other inputs; `lines` show those of the other ranks
         inputs = [{name: records[name] for name in common} for records in inputs]
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _is_different([records.get(name) for records in inputs])]
-    names.sort(key=lambda name: name in first and _is_python_scalar(first[name]))
+    names.sort(key=lambda name: name in first and _is_python_scalar(first[name]))  # tensors before numbers
     mismatch = _find_dtype_mismatch([message.program.dtypes for message in messages])
     if mismatch is None and not names:
         mismatch = _find_gradient_mismatch([message.program.trained for message in messages])
@@ -57,8 +56,8 @@ def find_input_mismatch(
     if same_names and not sizes_differ and not is_same_program and lines:
         heading = "What differs first"
         rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
-    same_inputs = "the same inputs as the others"
-    rows = [row or (same_inputs if is_same_program or names or lines else "another graph") for row in rows]
+    has_reason = is_same_program or names or lines  # else only the digests of the programs differ
+    rows = [row or ("the same inputs as the others" if has_reason else "another graph") for row in rows]
     if sizes_differ:
         are_numbers = bool(names) and _is_python_scalar(first[names[0]])
         difference = "different numbers" if are_numbers else "inputs of different sizes"
@@ -78,7 +77,7 @@ def find_input_mismatch(
 def _value_error(
     is_later: bool, names: Sequence[str], rows: Sequence[str], compared: ComparedInputs, has_shards: bool
 ) -> SpError:
-    """Return the error of ranks whose inputs have different values.
+    """Return the error of ranks whose inputs have different values: batches, weights and buffers, or both.
 
     Args:
         is_later: True if this is not the first call.
@@ -87,14 +86,16 @@ def _value_error(
         compared: The inputs that the ranks compare.
         has_shards: True if each rank passes its rows of some inputs.
     """
-    differing, given = set(names), f"the {len(rows)} ranks of this group were given different"
-    if compared.arguments >= differing:
-        error = _data_error(format_mismatch(f"{given} batches ({_shorten_names(names)})", rows), has_shards)
-    elif compared.equal - compared.arguments - compared.always >= differing:  # weights and buffers
+    differing, summary = set(names), f"the {len(rows)} ranks of this group were given different"
+    weights = compared.equal - compared.arguments - compared.always  # with buffers
+    if differing <= compared.arguments:
+        error = _data_error(format_mismatch(f"{summary} batches ({_shorten_names(names)})", rows), has_shards)
+    elif differing <= weights:
         cause = format_mismatch(f"weights or buffers differ between ranks ({_shorten_names(names)})", rows)
         error = SpError("SP635", cause) if is_later else SpError("SP642", cause)
     else:
-        error = SpError("SP633", format_mismatch(f"{given} values", rows))
+        error = SpError("SP633", format_mismatch(f"{summary} values", rows))
+    # Inputs on whose equality at compilation the program relies, though the user has not stated it.
     assumed = compared.always | compared.equal if compared.is_assumed else set()
     return error if assumed.isdisjoint(names) else SpError(error.code, error.cause, f"{error.fix} {LATER_CAUSE}")
 
@@ -103,21 +104,23 @@ def describe_by_rank(texts: Sequence[str]) -> str:
     """Return the ranks with each text: "rank 0, 2 is in eval(), rank 1 is in train()"; "" if the texts are equal."""
     if len(set(texts)) <= 1:
         return ""
-    ranks = {text: [str(rank) for rank, x in enumerate(texts) if x == text] for text in texts}
-    return ", ".join(f"rank {', '.join(numbers)} {text}" for text, numbers in ranks.items())
+    ranks_by_text: dict[str, list[str]] = {}
+    for rank, text in enumerate(texts):
+        ranks_by_text.setdefault(text, []).append(str(rank))
+    return ", ".join(f"rank {', '.join(ranks)} {text}" for text, ranks in ranks_by_text.items())
 
 
 def _find_dtype_mismatch(dtypes: Sequence[Mapping[str, str]]) -> SpError | None:
-    """Return the error of ranks whose inputs have other dtypes, or None.
+    """Return the error of ranks whose inputs have different dtypes, or None.
 
     Args:
-        dtypes: The dtype of each input, for each rank.
+        dtypes: For each rank the dtype of each input, by name. An input that a rank lacks is no difference.
     """
     names = [name for name in dtypes[0] if len({rank.get(name, dtypes[0][name]) for rank in dtypes}) > 1]
     if not names:
         return None
-    of_ranks = [dict.fromkeys(rank[name] for name in names if name in rank) for rank in dtypes]
-    by_rank = describe_by_rank([f"is {' and '.join(found)}" for found in of_ranks])
+    distinct = [dict.fromkeys(rank[name] for name in names if name in rank) for rank in dtypes]  # dtypes of each rank
+    by_rank = describe_by_rank([f"is {' and '.join(rank_dtypes)}" for rank_dtypes in distinct])
     rows = format_rank_rows(dtypes, names)
     return SpError("SP640", format_mismatch(f"{by_rank} ({_shorten_names(names)})", rows))
 
@@ -128,7 +131,12 @@ def _shorten_names(names: Sequence[str]) -> str:
 
 
 def _data_error(cause: str, has_shards: bool) -> SpError:
-    """Return the error of different data; a sharding sampler is correct only if each rank passes its rows."""
+    """Return the error of ranks with different batches; its fix depends on how the batches are loaded.
+
+    Args:
+        cause: The cause of the error.
+        has_shards: True if each rank passes its rows of some inputs, so that another one may be in shards by mistake.
+    """
     if has_shards:
         return SpError("SP636", cause)
     has_integration = any(f"sp_compile.integrations.{name}" in sys.modules for name in ("transformers", "accelerate"))
@@ -156,12 +164,16 @@ def _find_gradient_mismatch(trained: Sequence[Sequence[str]]) -> SpError | None:
 
 
 def _common_inputs(messages: Sequence[Message]) -> list[dict[str, InputRecord]]:
-    """Return the described inputs of each rank. Parameters are included if all ranks describe them."""
+    """Return for each rank the records of its inputs by name, without weights that only some ranks have compared."""
     common = set.intersection(*(set(message.inputs) for message in messages))
-    return [{name: x for name, x in message.inputs.items() if not x.weight or name in common} for message in messages]
+    return [
+        {name: record for name, record in message.inputs.items() if not record.weight or name in common}
+        for message in messages
+    ]
 
 
 def _is_different(records: Sequence[InputRecord | None]) -> bool:
-    """Return True if the inputs differ. A missing checksum equals any checksum."""
-    sums = {record.checksum for record in records if record and record.checksum}
-    return len({record and record.size for record in records}) > 1 or len(sums) > 1
+    """Return True if the record of one input differs between ranks. A missing checksum equals any checksum."""
+    sizes = {None if record is None else record.size for record in records}  # None for a rank without the input
+    checksums = {record.checksum for record in records if record is not None and record.checksum}
+    return len(sizes) > 1 or len(checksums) > 1

@@ -31,24 +31,24 @@ _warned_reasons: set[str] = set()  # texts of earlier warnings
 
 
 def warn_one_rank(session: CompileSession) -> None:
-    """Warn on rank 0, once for each reason, if there is only one rank for the sequence.
+    """Warn on rank 0, once for each reason, if there is only one rank for the sequence although others exist.
 
-    A program on a single device without torchrun and without a process group is not warned of, nor is one with its own
-    collectives and without a mesh for a sequence.
+    There is no warning for a program on a single device, without torchrun and without a process group, nor for one
+    with its own collectives and without a mesh for a sequence.
 
     Args:
         session: The session of the compilation.
     """
     if not session.splits or session.problem is not None or session.ranks.n > 1 or process_rank() > 0:
         return
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    num_started = int(os.environ.get("WORLD_SIZE", "1"))  # processes that torchrun has started
     if not (dist.is_available() and dist.is_initialized()):
-        if started > 1 and os.environ.get("RANK", "0") == "0":
-            _warn_once(NO_GROUP, started)
+        if num_started > 1 and os.environ.get("RANK", "0") == "0":
+            _warn_once(NO_GROUP, num_started)
         return
-    world = dist.get_world_size()
-    if world > 1:
-        _warn_once(ONE_RANK_OF_MESH, world, world, world)
+    world_size = dist.get_world_size()
+    if world_size > 1:
+        _warn_once(ONE_RANK_OF_MESH, world_size, world_size, world_size)
     else:
         _warn_once(ONE_RANK)
 

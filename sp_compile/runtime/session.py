@@ -70,18 +70,20 @@ class CompileSession:
         mode: The mode of `torch.compile`.
 
     Attributes:
+        given: The options by name, as the user passed them; they may be invalid.
+        options: The options, or the defaults if an option is invalid.
+        has_mesh: True if the user has passed a mesh.
+        names_sequence: True if the options name the ranks or the dims of a sequence.
         groups: Groups of the program's own collectives, in the order of their appearance.
-        ranks: Ranks over which the sequence is split.
-        splits: False if no rank remains for the sequence.
+        splits: True if the program may be split along a sequence: it has no groups, or the mesh has a further axis.
+        split: True once the program is being split, so that the guard compares the ranks of the sequence.
+        ranks: Ranks over which the sequence is split; a single rank if there are none.
+        problem: The error of an invalid mesh, or None.
+        sequence: [ranks] if the program has both groups and ranks for a sequence, else [].
+        all_groups: The groups, and the ranks of the sequence.
         facts: Known facts of the inputs on each group, by name of the group.
         grids: Relation of the groups to each other, by name.
         aligned: Groups whose ranks all have the same rows of the sequence; None for all.
-        given: The options by name, as the user passed them; they may be invalid.
-        options: The options, or the defaults if an option is invalid.
-        names_sequence: True if the options name the ranks or the dims of a sequence.
-        problem: The error of an invalid mesh, or None.
-        sequence: [ranks] if the program has groups and a sequence, else [].
-        all_groups: The groups, and the ranks of the sequence.
     """
 
     def __init__(
@@ -131,7 +133,9 @@ class CompileSession:
             self._protocol.start(self.sequence)
 
     def exchange_facts(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
-        """Find the inputs that are equal on the ranks of each group, and the relation of the groups.
+        """Set `facts`, the inputs that are equal on the ranks of each group, and `grids`, the relation of the groups.
+
+        Passes on the program's own collectives read them. A program without such collectives exchanges nothing.
 
         Raises:
             SpError: If the mesh is invalid, this rank lacks a group, or the options differ between ranks.
@@ -141,11 +145,11 @@ class CompileSession:
         if not self.groups:
             return
         options = str({name: getattr(self.options, name) for name in JOINT_OPTIONS})
-        mine = input_digests(gm, inputs, options)
+        own_digests = input_digests(gm, inputs, options)
         for ranks in self.groups:
-            all_digests = self._protocol.exchange(ranks, "inputs", mine)
+            all_digests = self._protocol.exchange(ranks, "inputs", own_digests)
             check_options(all_digests)
-            self.facts[ranks.group] = combine_facts(mine, all_digests)
+            self.facts[ranks.group] = combine_facts(own_digests, all_digests)
         self._place_groups()
 
     def _check_axis(self) -> None:
@@ -161,7 +165,11 @@ class CompileSession:
                 )
 
     def _place_groups(self) -> None:
-        """Set `grids`, `aligned` and the grids of `facts`, which relate the groups to each other."""
+        """Set `grids`, how the ranks of each group are arranged in the other groups, such as along the axes of a mesh.
+
+        In each group the ranks exchange their ranks in the other groups. `aligned` are the groups whose ranks all have
+        the same rank in the group of the sequence, and so the same rows.
+        """
         self.grids = group_grids(self.all_groups, lambda ranks, place: self._protocol.exchange(ranks, "place", place))
         self.facts = {name: replace(facts, grid=self.grids[name]) for name, facts in self.facts.items()}
         if self.sequence:
@@ -179,7 +187,7 @@ class CompileSession:
         machine = measure.machine(self.ranks, device, make_exchange(self.ranks, MEASURE_VERB))
         for ranks in self.all_groups:  # over the axes of a grid this gives the minimum of all ranks
             machines = self._protocol.exchange(ranks, "machine", machine)
-            machine = min(filter(None, machines), key=astuple)
+            machine = min(filter(None, machines), key=astuple)  # None from ranks that have failed
         return machine
 
     @contextmanager
@@ -203,7 +211,7 @@ class CompileSession:
             thread.start()
         try:
             yield
-            title = f"compiling the backward of {subject}"
+            title = f"compiling the backward of {subject}"  # AOTAutograd may compile it at the first backward
             wrap_late_backward(lambda: show_progress(title))
         finally:
             done.set()
@@ -216,8 +224,8 @@ class CompileSession:
         """Return True if all ranks have the same joint graph and the same facts of its inputs.
 
         If so, passes decide the same on every rank. Called once a compilation; the result is the same on every rank.
-        Each group forwards the results of earlier groups, which reach all ranks if the groups are the axes of a grid.
-        Otherwise the result is False.
+        Each group exchanges whether the ranks of earlier groups agree. If the groups are the axes of a grid, this
+        reaches all ranks; if they are not, the result is False.
         """
         is_same, digest = self._is_grid(), self._program_hash(gm)
         for ranks in self.all_groups:
@@ -237,11 +245,14 @@ class CompileSession:
         return True
 
     def _program_hash(self, gm: GraphModule) -> int:
-        """Return a hash of what passes read: the graph, the groups of its collectives, facts of inputs."""
+        """Return a hash of what passes on collectives read: the graph, its groups and their relation, facts of inputs.
+
+        Names of groups differ between ranks, so groups are named by their number.
+        """
         numbers = {ranks.group: i for i, ranks in enumerate(self.all_groups)}
         groups = [sorted(numbers.get(name, -1) for name in named_groups(node)) for node in gm.graph.nodes]
         facts = [self.facts[ranks.group] for ranks in self.groups]
-        labels = [[sorted(names) for names in (x.differing, x.equal or (), x.constants)] for x in facts]
+        labels = [[sorted(names) for names in (fact.differing, fact.equal or (), fact.constants)] for fact in facts]
         relations = [
             [sorted(numbers[name] for name in names) for names in (grid.level, grid.parallel, grid.enclosing)]
             for grid in self.grids.values()
@@ -276,7 +287,7 @@ class CompileSession:
         meets_at_call = self._protocol.opened and not stopped
         if meets_at_call or error is None:
             return error
-        if self._protocol.opened:  # ranks of another group wait there for this rank's call
+        if self._protocol.opened:  # ranks of other groups have compiled, and wait for this rank at the call
             publish_stop(str(error).replace("\n", " "), subject=program_subject(gm), within=broken_context())
         sp_error = wrap_error(error)
         assert sp_error is not None
@@ -284,14 +295,15 @@ class CompileSession:
 
     @contextmanager
     def publish_interrupt(self, gm: GraphModule) -> Iterator[None]:
-        """Publish an interrupt of this rank in the context, so that other ranks do not wait."""
+        """Publish a KeyboardInterrupt or exit of this rank in the context, so that other ranks do not wait for it."""
         try:
             yield
-        except Exception:
+        except Exception:  # an error, which `finish` and the guard send to the other ranks
             raise
         except BaseException as error:
             subject = program_subject(gm)
-            publish_stop(f"{type(error).__name__} when it compiles {subject}", subject=subject, within=broken_context())
+            text = f"{type(error).__name__} when it compiles {subject}"
+            publish_stop(text, subject=subject, within=broken_context())  # it replaces the last notice of this rank
             raise
 
     def guard(
@@ -320,21 +332,22 @@ class CompileSession:
             eager: True for eager code, where inputs that share memory need no check.
         """
         info, boundary = self._describe_program(gm, local, unsplit_reason), boundary or GraphBoundary()
-        # A program that is not split takes full tensors.
+        # A program that is not split takes full tensors, so sharded arguments are gathered.
         if self.split:
             gathers = bool(unsplit_reason)
         else:
             gathers = not self.groups and any_sharded(example_inputs)
         if run is not None and gathers:
             run = GatheredProgram(run, eager)
-        # Check the ranks of the sequence, then those of each group.
+        # The innermost guard is that of the ranks of the sequence, around it are those of the groups.
         if self.split:
             run = self._guard_sequence(run, error, gm, example_inputs, local, boundary, info)
-            error = None
+            error = None  # the inner guard raises it
         elif error is not None and not self.groups:
             publish_stop(str(error), subject=info.subject)  # for ranks that this rank cannot reach
             run = GuardedProgram(None, SINGLE_RANK, info, ProgramDigest(), ComparedInputs(), error)
         for ranks in reversed(self.groups):  # the first group is checked first, as in CompileProtocol.start
+            # The inputs whose equal values the passes rely on, if they have run.
             labels = joint.common_inputs.get(ranks.group) if joint is not None and run is not None else None
             inputs = group_inputs(gm, example_inputs, self.facts.get(ranks.group, InputFacts()), labels)
             backward = joint is not None and ranks.group in joint.backward
@@ -346,16 +359,17 @@ class CompileSession:
 
     def _describe_program(self, gm: GraphModule, local: GraphModule | None, unsplit_reason: str) -> ProgramInfo:
         """Return the facts that the guards of all groups share; the arguments are those of `guard`."""
-        exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
+        collectives = filter(is_collective, local.graph.nodes) if local is not None else ()
+        argument_names = {node.name: argument_name(node) for node in gm.graph.find_nodes(op="placeholder")}
         return ProgramInfo(
-            program_subject(gm),
-            settings_fields({"mode": self.mode, **self.given}),
-            describe_training(),
-            unsplit_reason,
-            self.options.param_grads == "partial",
-            self.options.check_every,
-            exchange_sources(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")}),
-            node_lines(local.graph) if local is not None else {},
+            subject=program_subject(gm),
+            options=settings_fields({"mode": self.mode, **self.given}),
+            training=describe_training(),
+            unsplit_reason=unsplit_reason,
+            leaves_partial=self.options.param_grads == "partial",
+            check_every=self.options.check_every,
+            exchange_sources=exchange_sources(collectives, argument_names),
+            lines=node_lines(local.graph) if local is not None else {},
         )
 
     def _guard_sequence(
@@ -372,12 +386,15 @@ class CompileSession:
 
         The arguments are those of `guard`, and the facts of `_describe_program`.
         """
-        program, is_run = ProgramDigest(), run is not None and local is not None
+        program = ProgramDigest()  # of a failed compilation
         if run is not None and local is not None:
             program = exchange_digest(gm) if info.unsplit_reason else graph_digest(local, input_names(gm))
+        is_run = run is not None and local is not None
         inputs = sequence_inputs(gm, example_inputs, boundary.own_rows, is_run)
-        gradients = self.options.outputs != "local"
-        return GuardedProgram(run, self.ranks, info, program, inputs, error, boundary, True, gradients)
+        gradients = self.options.outputs != "local"  # those of local results are of the rows of a rank
+        return GuardedProgram(
+            run, self.ranks, info, program, inputs, error, boundary, backward=True, gradients=gradients
+        )
 
 
 def _parse_or_default(options: Mapping[str, Any]) -> SPConfig:
@@ -389,7 +406,7 @@ def _parse_or_default(options: Mapping[str, Any]) -> SPConfig:
 
 
 def _resolve_or_single(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:
-    """Return the ranks of the sequence and None; for an invalid mesh a single rank and the error."""
+    """Return the ranks of the sequence and None; or, for an invalid mesh, a single rank and the error."""
     try:
         return resolve(mesh, mesh_dim), None
     except Exception as problem:

@@ -1,7 +1,7 @@
 """Collect the options and torch settings that affect the program of a rank, as comparable text.
 
 Ranks compare the text at each call: a setting that differs would give them programs with other collectives. FUNCTORCH
-and INDUCTOR are the settings of torch that change which collectives a graph has and in which order.
+and INDUCTOR are the settings of torch that determine the collectives of a graph and their order.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ IGNORED_SETTINGS = "*debug* *verbose* *.log_* *_path".split()
 def settings_fields(options: Mapping[str, Any]) -> dict[str, str]:
     """Return options, torch settings and versions that determine the collectives of a graph, by name.
 
-    The fields are equal on ranks that would compile one graph to the same collectives. They are collected once, when a
-    program is compiled.
+    Ranks that have equal fields compile a graph to the same collectives. The fields are collected once, when a program
+    is compiled.
 
     Args:
-        options: The options of the backend that the user passed, by name.
+        options: The options of the backend that the user passed, by name; they may be invalid.
     """
     all_options = {**{option.name: option.default for option in fields(SPConfig)}, **options}
-    all_options.pop("mesh", None)  # differs between ranks
+    all_options.pop("mesh", None)  # an object with this rank's groups, which differs between ranks
     settings = {f"option {name}": _without_addresses(value) for name, value in all_options.items()}
     for config, patterns in ((functorch_config, FUNCTORCH), (inductor_config, INDUCTOR)):
         for name, value in config.get_config_copy().items():
@@ -75,7 +75,8 @@ def mode_fields() -> str:
     if is_under_no_sync():
         modes.append("no_sync")
     devices = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])
-    modes += [f"autocast {x} {torch.get_autocast_dtype(x)}" for x in devices if torch.is_autocast_enabled(x)]
+    autocast_devices = [device for device in devices if torch.is_autocast_enabled(device)]
+    modes += [f"autocast {device} {torch.get_autocast_dtype(device)}" for device in autocast_devices]
     return ", ".join(modes)
 
 

@@ -51,10 +51,11 @@ PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def any_traced(args: Sequence[Any]) -> bool:
-    """Return True if an argument is fake, so that nothing is executed."""
+    """Return True if an argument, or the rows that it stores, is fake: such a call is traced and not executed."""
     if not _has_type((Sharded, FakeTensor), args):
         return False
-    return any(isinstance(a.shard_storage.local_like if isinstance(a, Sharded) else a, FakeTensor) for a in args)
+    stored_values = [a.shard_storage.local_like if isinstance(a, Sharded) else a for a in args]
+    return any(isinstance(value, FakeTensor) for value in stored_values)
 
 
 def any_sharded(args: Sequence[Any]) -> bool:
@@ -63,15 +64,15 @@ def any_sharded(args: Sequence[Any]) -> bool:
 
 
 def _has_type(kinds: type | tuple[type, ...], args: Sequence[Any]) -> bool:
-    """Return True if an argument has one of the types. Hundreds of arguments have few types."""
-    return any(issubclass(kind, kinds) for kind in set(map(type, args)))
+    """Return True if one of the arguments, often hundreds, has one of the types; called in each call of a program."""
+    return any(issubclass(kind, kinds) for kind in set(map(type, args)))  # they have few different types
 
 
 def unwrap_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequence[Any]:
     """Return the arguments of the compiled program of one rank for those of a call.
 
-    A sharded value is replaced by its rows, or by the full tensor if the program takes it replicated. Pending
-    collectives are awaited. The order of load-balanced rows is appended.
+    A sharded value is replaced by its rows, or by the full tensor if the program takes it replicated. The result of a
+    pending collective is awaited. If the rows are load-balanced, the tensors of their order are appended.
 
     Args:
         args: Arguments of the call.
@@ -104,7 +105,8 @@ class GatheredProgram:
         tensors = {i: x for i, x in enumerate(gathered) if isinstance(x, torch.Tensor)}
         versions = tensor_versions([*tensors.values()])
         out = self.run(*gathered)
-        changed = [*compress(tensors, versions != tensor_versions([*tensors.values()]))]
+        has_changed = versions != tensor_versions([*tensors.values()])
+        changed = [*compress(tensors, has_changed)]  # indices of the arguments that the program has written to
         for i in changed:
             if isinstance(args[i], Sharded):
                 write(args[i], tensors[i])
@@ -124,18 +126,16 @@ def _unwrap_argument(arg: Any, layout: Layout | None, orders: RowPermutation | N
         return wait_async_tensor(arg)
     if not isinstance(arg, Sharded):
         return arg
-    return (
-        arg.full()
-        if layout is None
-        else to_local(arg, replace(layout, balanced=orders if layout.is_balanced else None))
-    )
+    if layout is None:
+        return arg.full()
+    return to_local(arg, replace(layout, balanced=orders if layout.is_balanced else None))
 
 
 def input_orders(args: Sequence[Any], layouts: Mapping[int, Layout]) -> RowPermutation | None:
     """Return the order of load-balanced rows of a call, or None if the program takes no balanced rows.
 
-    All balanced arguments and results of a call have one order, that of the first balanced argument. If this one is not
-    balanced yet, it is the order of the original rows.
+    All balanced arguments and results of a call have one order, that of the first argument that the program takes in
+    balanced rows. If the value that is passed there is in its original order, the order is the identity.
 
     Args:
         args: Arguments of the call.
@@ -161,8 +161,9 @@ class ShardedProgram:
     def __call__(self, *args: Any) -> Any:
         """Run the program on the rows of this rank; return its results, of which sharded ones are wrapped.
 
-        The outputs of `run` are results, then written arguments, the row order of balanced results, and the tokens and
-        operands of deferred results. Only results are returned, with those that are views of each other rebuilt.
+        The outputs of `run` are the results, then the new values of written arguments, the three tensors of the row
+        order of balanced results, and the tokens and operands of deferred results. Only the results are returned, of
+        which some are recreated as views of others.
         """
         out = self.run(*args)
         self.calls += 1
@@ -171,16 +172,17 @@ class ShardedProgram:
         orders = RowPermutation(*order_tensors) if order_tensors else input_orders(args, boundary.layouts)
         wrapped: dict[tuple[Any, ...], torch.Tensor] = {}  # a value that is returned twice is wrapped once
         for i, result in boundary.results.items():
-            # The key has the length, as a window of a value may have the same rows as the value.
+            # A window of a value may have the same rows on this rank as the value; the lengths differ.
             key = id(result.deferred or values[i]), result.layout, result.length, *result.parts.items()
             if key not in wrapped:
                 wrapped[key] = self._wrap(result, values[i], orders, args, out)
             values[i] = wrapped[key]
         for i, number in boundary.writes.items():
             write(args[i], values[number])
+        # Omit the tokens and operands, then the row order and the written arguments.
         num_outputs = len(values) if boundary.num_program_outputs is None else boundary.num_program_outputs
-        values = values[: num_outputs - len(boundary.writes) - len(boundary.balanced_order)]
-        return type(out)(rebuild_views(values, args, boundary))
+        num_results = num_outputs - len(boundary.writes) - len(boundary.balanced_order)
+        return type(out)(rebuild_views(values[:num_results], args, boundary))
 
     def _wrap(
         self,
@@ -232,9 +234,10 @@ class ShardedProgram:
         return Origin(text, partial(agree_to_read, self.ranks))
 
     def _value(self, length: Size, args: Sequence[Any]) -> int | torch.SymInt:
-        """Return the value of a symbolic length in a call; it remains symbolic if the arguments are fake.
+        """Return the value of a symbolic length in a call.
 
-        DDPOptimizer compiles each bucket for the fake results of the previous one.
+        It remains symbolic in a call with fake arguments, as of DDPOptimizer, which compiles each bucket for the fake
+        results of the previous one.
         """
         if isinstance(length, int):
             return length
@@ -254,8 +257,8 @@ def rebuild_views(values: Sequence[Any], args: Sequence[Any], edges: GraphBounda
     """
     results = list(values)
     for view in edges.views:
-        base = (args if view.of_argument else values)[view.base]
-        sources = edges.symbols if view.symbols else {}
+        base = args[view.base] if view.of_argument else values[view.base]
+        sources = edges.symbols if view.symbols else {}  # a view with constant sizes needs no values of symbols
         symbol_values = {symbol: _argument_at(args, source) for symbol, source in sources.items()}
         results[view.number] = make_view(base, view.steps_at(base, symbol_values))
     return results[: len(results) - edges.hidden]
@@ -281,9 +284,10 @@ def has_sharded_outputs(ranks: Ranks) -> bool:
 def simulate_sharded_outputs(
     results: Sequence[Any], args: Sequence[Any], edges: GraphBoundary, on_read: Callable[[str], None]
 ) -> Sequence[Any]:
-    """Return the full results of a dry run without ranks, with the sharding of those of a real run.
+    """Return the full results of a dry run without ranks as sharded values, as a real run returns them.
 
-    A result that is sharded along a part of a dim is passed to the next graph replicated.
+    The next graph of the model then takes them in shards. A result that is sharded along a part of a dim stays a plain
+    tensor, since a real run gathers it before the next graph.
 
     Args:
         results: Results of the program.
@@ -313,7 +317,7 @@ def call_refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[st
         if not isinstance(arg, torch.Tensor):
             continue
         if type(arg) in PLAIN_TYPES and arg.layout is torch.strided and arg.data_ptr() >= last_end:
-            continue  # the common case
+            continue  # it begins after all changed arguments; a fast test, as for most parameters
         arg_range = _memory_range(arg)
         for i, written_range in zip(written, written_ranges):
             if i == k or not arg_range.intersects(written_range):
@@ -326,8 +330,10 @@ def call_refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[st
 
 
 def _plain_argument(arg: torch.Tensor) -> torch.Tensor:
-    """Return the argument, or the full tensor of a gathered sharded value, for its address in memory."""
-    return arg if not isinstance(arg, Sharded) or arg.shard_storage.full is None else arg.shard_storage.full
+    """Return the tensor whose memory an argument has: the full tensor of a gathered sharded value, or the argument."""
+    if isinstance(arg, Sharded) and arg.shard_storage.full is not None:
+        return arg.shard_storage.full
+    return arg
 
 
 class MemoryRange(NamedTuple):
@@ -361,13 +367,13 @@ def _memory_range(arg: torch.Tensor) -> MemoryRange:
 
 
 def _argument_at(args: Sequence[Any], source: tuple[int, int | None]) -> Any:
-    """Return the argument, or the length of its dim, that is the value of a symbol, see `symbol_sources`."""
+    """Return the value of a symbol in a call: the argument, or the length of its dim, that `symbol_sources` names."""
     i, dim = source
     return args[i] if dim is None else args[i].shape[dim]
 
 
 def symbol_sources(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | None]]:
-    """Return the input index, and the dim of a tensor, at which each symbolic length is read in a call.
+    """Return for each symbolic length the index of an input, and its dim, whose length it is in a call.
 
     The dim is None for a symbol that is itself an input. The graph is in the global view, before it is split.
 
@@ -375,7 +381,8 @@ def symbol_sources(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | No
     """
     sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
-        value = node.meta.get("val") if node_info(node).local is None else node_info(node).local
+        local = node_info(node).local  # the shard of a sharded input
+        value = node.meta.get("val") if local is None else local
         if isinstance(value, torch.SymInt):
             sources.setdefault(as_size(value), (i, None))
         for dim, extent in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):

@@ -44,18 +44,19 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
     fields = {name: value_digest(local_value(x.detach())) for name, x in state if not _is_sharded_over(x, ranks)}
     error = None
     if not fields:
-        error = SpError("SP652", f"model: {type(inner).__name__} has no weight that these ranks share.")
+        expected = "a weight or buffer that every rank has in full"
+        error = SpError("SP652", f"model: expected {expected}, got a {type(inner).__name__} without one.")
     mine = Message("compares", f"the weights of {type(inner).__name__}", fields=fields, error=error)
     all_fields = [message.fields for message in require_agreement(ranks, mine)]  # [] if all are equal
     names = dict.fromkeys(name for rank_fields in all_fields for name in rank_fields)
-    differing = [name for name in names if len({rank_fields.get(name) for rank_fields in all_fields}) > 1]
+    differing = [name for name in names if len({rank_fields.get(name) for rank_fields in all_fields}) > 1]  # or missing
     if differing:
         rows = format_rank_rows(all_fields, differing)
-        raise SpError("SP651", format_mismatch("the ranks of this group hold different weights", rows))
+        raise SpError("SP651", format_mismatch("the ranks of this group have different weights", rows))
 
 
 def _is_sharded_over(x: torch.Tensor, ranks: Ranks) -> bool:
-    """Return True for a DTensor that is sharded over these ranks, so that its local values differ."""
+    """Return True for a DTensor of which at least two of these ranks have different shards, which are not compared."""
     if not isinstance(x, DTensor) or ranks.process_group is None:
         return False
     members = {*dist.get_process_group_ranks(ranks.process_group)}

@@ -94,7 +94,7 @@ DIFFER = {
 WRONG = {
     _three_dims_on_one_rank: "SP504: rank 1: attention: q, k, v",
     _way_home_on_one_rank: "SP507: rank 1: attention: kv_grads: expected 'travel' or 'scatter', got 'fly'.",
-    _odd_zigzag: "SP454: rank 0, 1: attention: layout",
+    _odd_zigzag: "SP454: rank 0, 1: attention: q, k, v",
     _heads: "SP453: rank 0, 1: attention: ulysses_attention",
     _no_factor: "SP453: rank 0, 1: attention: hybrid_attention",
 }

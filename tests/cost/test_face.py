@@ -453,9 +453,9 @@ def wrong() -> Any:
         (["plan", f"{__name__}:small", "--memory", "much"], "SP722: memory"),
         (
             ["explain", f"{__name__}:small", "--option", "memory=True"],
-            "SP732: --option memory: an argument of explain (explain always predicts the memory)",
+            "SP732: --option memory: expected an option of the backend, got an argument of explain. Omit it: explain always",
         ),
-        (["explain", f"{__name__}:small", "--memory"], "SP731: explain: unknown argument '--memory' (explain always"),
+        (["explain", f"{__name__}:small", "--memory"], "SP731: explain: unknown argument '--memory'. Omit it: explain"),
         (["plan", f"{__name__}:small", "--option", "ranks=8"], "SP732: --option ranks"),
         (["verify", f"{__name__}:small", "--tiles", "3"], "SP731: verify: unknown argument '--tiles 3'"),
     ],

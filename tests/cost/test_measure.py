@@ -78,7 +78,10 @@ def test_a_rank_that_cannot_measure(ranks: Ranks, tmp_path: Path, where: str) ->
     for _ in range(2):
         assert (
             ranks.run(2, fails, where, str(tmp_path))
-            == ["SP608: rank 1: MemoryError: no memory. Correct the error of that rank."] * 2
+            == [
+                "SP608: rank 1: MemoryError: no memory. Correct the error of that rank, which its own output shows in full."
+            ]
+            * 2
         )
 
 

@@ -28,8 +28,9 @@ from sp_compile.passes.report import Report
 from sp_compile.planner import plan as plan_module
 from sp_compile.planner.byte_sizes import parse_bytes, parse_unit
 from sp_compile.planner.plan import NOT_CALLED, SEVERAL_GRAPHS, TILE_COUNTS, StepPlan, Variant
-from sp_compile.planner.planned_steps import REPLICATED_STATE, SHARDED_STATE, AttentionChoice, PlanConfig, StepPlanner
+from sp_compile.planner.planned_steps import AttentionChoice, PlanConfig, StepPlanner
 from sp_compile.planner.report_json import plan_json
+from sp_compile.planner.step_peaks import REPLICATED_STATE, SHARDED_STATE
 
 
 def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -297,24 +298,24 @@ def test_the_best_estimate_is_dry_run_until_exact() -> None:
         **{"config": step.config, "host": 100 * share, "memory": holds[share], "phase": "loss", "kept": 100.0},
         **{"fits": holds[share] <= 100, "is_measured": True, "most_tiles": 0, "seconds": 1.0},
     }
-    plan_module._update_rows(planner, plan, plan_module._unplanned_best(plan, 2), refines=True)
+    plan_module._update_rows(planner, plan, plan_module._rows_to_examine(plan, 2), adds_estimates=True)
     more = plan.of(2)
     assert more is not None
     assert (more.offload, more.host, more.is_measured) == (0.75, 75, False)
-    plan_module._update_rows(planner, plan, plan_module._unplanned_best(plan, 2), refines=True)
+    plan_module._update_rows(planner, plan, plan_module._rows_to_examine(plan, 2), adds_estimates=True)
     best = plan.of(2)
     assert best is not None
     assert (best.offload, best.memory, best.is_measured) == (0.75, 95, True)
-    assert plan_module._unplanned_best(plan, 2) == []
+    assert plan_module._rows_to_examine(plan, 2) == []
     holds[0.75] = 40.0  # less than has to go
     plan.rows = [here, replace(more, is_measured=False)]
-    plan_module._update_rows(planner, plan, plan.rows[1:], refines=False)
+    plan_module._update_rows(planner, plan, plan.rows[1:], adds_estimates=False)
     assert [row.offload for row in plan.rows] == [0.0, 0.75]
     plan.rows[1] = replace(more, is_measured=False)
-    plan_module._update_rows(planner, plan, plan.rows[1:], refines=True)
+    plan_module._update_rows(planner, plan, plan.rows[1:], adds_estimates=True)
     assert [row.offload for row in plan.rows] == [0.0, 0.75, 0.5]
     plan.rows.append(second)
-    plan_module._update_rows(planner, plan, [second], refines=True)
+    plan_module._update_rows(planner, plan, [second], adds_estimates=True)
     assert second not in plan.rows
 
 
@@ -349,15 +350,15 @@ def test_a_dry_run_of_few_layers_gives_the_share() -> None:
 def test_near_misses_are_dry_run_once() -> None:
     near, far = variant(1.0, 105, False, False), variant(1.0, 120, False, False)
     plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [near, far])
-    assert plan_module._unplanned_best(plan, 2) == [near]
-    assert plan_module._unplanned_best(plan, 2, near=False) == []
+    assert plan_module._rows_to_examine(plan, 2) == [near]
+    assert plan_module._rows_to_examine(plan, 2, near=False) == []
     slow, guess = variant(1.02, 70, True, True), variant(1.02, 80, False, True, attention="gather")
     plan.rows = [near, far, slow]
-    assert plan_module._unplanned_best(plan, 2) == [near], "it would be faster than what fits"
+    assert plan_module._rows_to_examine(plan, 2) == [near], "it would be faster than what fits"
     plan.rows = [near, guess]
-    assert plan_module._unplanned_best(plan, 2) == [guess, near]
+    assert plan_module._rows_to_examine(plan, 2) == [guess, near]
     plan.rows = [near, replace(slow, seconds=1.005)]
-    assert plan_module._unplanned_best(plan, 2) == [], "what fits is as good"
+    assert plan_module._rows_to_examine(plan, 2) == [], "what fits is as good"
 
 
 def test_nothing_more_is_tried_where_nothing_can_be_faster() -> None:

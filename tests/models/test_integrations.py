@@ -135,7 +135,7 @@ def test_one_process_compiles(fresh: Any, given: dict[str, Any]) -> None:
     ("given", "words"),
     [
         ({"dynamo_backend": "inductor"}, "SP821.*'inductor'"),
-        ({"sp_options": {"mesh": None}}, "SP822: sp_options: 'mesh'"),
+        ({"sp_options": {"mesh": None}}, "SP822: sp_options: unexpected option 'mesh'"),
         ({"fsdp_plugin": 1}, "SP823: fsdp_version: expected 2, got 1.*fsdp_config={'version': 2}"),
     ],
 )

@@ -88,7 +88,7 @@ def _no_dims(rank: int, group: Any) -> Tensor:
 
 WRONG = {
     _unequal_shards: "rank 1: x [5] torch.float32",
-    _bad_op: "SP501: rank 1: inclusive_scan: Unknown op 'summ' (did you mean 'sum'?)",
+    _bad_op: "SP501: rank 1: inclusive_scan: op: expected one of sum, prod, max, min, logsumexp, got 'summ' (did you mean 'sum'?)",
     _other_op: "op=max",
     _other_function: "rank 1 calls linear_scan: a [4] torch.float32",
     _attention_on_one_rank: "about to run different operations",

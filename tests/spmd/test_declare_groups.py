@@ -89,22 +89,21 @@ def refused(what: str) -> str:
     return "no error"
 
 
+OVERLAP = (
+    "SP618: declare_groups: expected groups of axis '{}' without common ranks, each passed by all of its ranks, got "
+)
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
         ("no mesh", "SP615: declare_groups: rank 1, 2, 3: mesh: expected a DeviceMesh"),
         ("other axes", "rank 1 passes axes ('0',) and measure=True, rank 0 axes ('0', '1') and measure=True."),
         ("measure", "rank 2 passes axes ('dp', 'sp') and measure=True, rank 0 axes ('dp', 'sp') and measure=False"),
-        (
-            "left out",
-            "SP618: declare_groups: rank 2 passes the group None of axis '1', the ranks pass [(0, 2), (1, 3)].",
-        ),
-        ("empty axis", "SP618: declare_groups: rank 0 passes the group None of axis '1', the ranks pass []."),
+        ("left out", OVERLAP.format("1") + "None from rank 2, and [(0, 2), (1, 3)] from all ranks."),
+        ("empty axis", OVERLAP.format("1") + "None from rank 0, and [] from all ranks."),
         ("no axes", "SP615: declare_groups: rank 0, 1, 2, 3: mesh: "),
-        (
-            "overlap",
-            "SP618: declare_groups: rank 0 passes the group (0,) of axis '0', the ranks pass [(0,), (0, 1, 2, 3)].",
-        ),
+        ("overlap", OVERLAP.format("0") + "(0,) from rank 0, and [(0,), (0, 1, 2, 3)] from all ranks."),
     ],
 )
 def test_bad_declarations_raise_on_every_rank(ranks: Ranks, what: str, message: str) -> None:

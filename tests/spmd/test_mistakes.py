@@ -166,7 +166,11 @@ def of_this_rank(act: Callable[[int], str]) -> str:
         ),
         (evaluation_without_grad, "SP610: rank 0 is in eval(), rank 1 is in train(): ", "mode no_grad"),
         (sampled_tokens, "SP634: the 2 ranks of this group were given different batches (ids). ", "Sample on one rank"),
-        (partial_without_fsdp, "SP635: param_grads='partial' leaves gradients to a DDP or FSDP, ", "fully_shard over"),
+        (
+            partial_without_fsdp,
+            "SP635: param_grads='partial' requires that DDP or FSDP averages the gradients",
+            "fully_shard over",
+        ),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )

@@ -94,7 +94,7 @@ def run_of(how: str) -> tuple[str, str, float]:
         (
             "skips",
             r"^SP621: rank 1 did not arrive: rank 0 .*\n  last operation of rank 0, 1: (runs the backward.*|calls Floats at )"
-            r"spmd/test_waits.py:\d+ .*\n(.*\n)*Likely causes: a rank that has skipped",
+            r"spmd/test_waits.py:\d+ .*\n(.*\n)*Likely causes: another rank has skipped",
         ),
         (
             "fails",

@@ -20,10 +20,9 @@ NAME = "SP"  # member of accelerate's DynamoBackend
 
 @contextmanager
 def register_backend_name() -> Iterator[None]:
-    """Add "sp" to accelerate's backends within a context.
+    """Add "sp" to accelerate's backends within a context, in which `TorchDynamoPlugin(backend="sp")` is valid.
 
-    Inside it, `TorchDynamoPlugin(backend="sp")` is valid. The backends are an Enum, which has no public method to add a
-    member.
+    The backends are an Enum. It has no public method to add a member, so its private tables are changed.
 
     Returns:
         A context manager that yields None.
@@ -89,7 +88,7 @@ class WeightSaver:
 
 
 def use_fsdp(state: Any, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Make an AcceleratorState that of FSDP, as accelerate does on GPUs only.
+    """Set the fields of an AcceleratorState for FSDP; accelerate itself sets them on GPUs only.
 
     Args:
         state: The state of an Accelerator on several ranks.
@@ -107,11 +106,11 @@ def use_fsdp(state: Any, plugin: FullyShardedDataParallelPlugin) -> None:
 
 @contextmanager
 def choose_fsdp_units() -> Iterator[None]:
-    """Leave heads, and other leaf modules of `torch.nn`, to the unit of their parent when accelerate shards a model.
+    """Make accelerate shard heads, and other leaf modules of `torch.nn`, as parts of their parents in the context.
 
-    FSDP's hooks end a graph at each unit, and torch.compile skips the code of `torch.nn`, so that a head that is a unit
-    of its own would run eagerly on gathered rows. Only an input embedding next to sharded layers stays one, since
-    `compile_under_fsdp` compiles it.
+    A unit is a module to which `fully_shard` is applied. FSDP's hooks end a graph at each unit, and torch.compile skips
+    the code of `torch.nn`, so that a head that is a unit of its own would run eagerly on gathered rows. Only an input
+    embedding next to sharded layers stays a unit, since `compile_under_fsdp` compiles it.
 
     Returns:
         A context manager that yields None.
@@ -119,13 +118,14 @@ def choose_fsdp_units() -> Iterator[None]:
     fully_shard, has_layers = torch.distributed.fsdp.fully_shard, False
 
     def shard_unit(module: Any, **kwargs: Any) -> Any:
-        """Run `fully_shard` unless the module is to stay in the unit of its parent."""
+        """Run `fully_shard`, which accelerate calls for each unit, unless the module is to be a part of its parent."""
         nonlocal has_layers
         if isinstance(module, (list, torch.nn.ModuleList, torch.nn.ModuleDict)):
-            return module  # the last norm and the head, or modules without a forward
+            return module  # [last norm, head], or modules without a forward
         is_leaf = type(module).__module__.startswith("torch.nn.modules") and not [*module.children()]
         is_sharded = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))  # with its parent
-        if is_leaf and (is_sharded or not (has_layers and isinstance(module, torch.nn.Embedding))):
+        is_embedding = has_layers and isinstance(module, torch.nn.Embedding)
+        if is_leaf and (is_sharded or not is_embedding):
             return module
         has_layers = True
         return fully_shard(module, **kwargs)

@@ -47,14 +47,14 @@ from sp_compile.lowering.torch_compat import (
 from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, Message, StopNotice
 from .store import package_store, query_store
 
-WAIT_SLICE = timedelta(seconds=1)  # of a wait, during which Python handles no signal
+WAIT_SLICE = timedelta(seconds=1)  # longest part of a wait during which Python handles no signal
 READ_SECONDS = 10.0  # seconds within which all ranks should read a value
-HEARTBEAT_PATIENCE = 2.0  # seconds of a wait before the store is read
-RETRY_HINT = 5.0  # seconds within which a rank that has raised in a call makes the next one
-CONNECT_CAUSE = timedelta(seconds=60)  # timeout of connecting after all ranks have arrived
+STORE_DELAY = 2.0  # seconds of a wait before the store is read
+RETRY_SECONDS = 5.0  # seconds within which a rank that has raised in a call makes the next one
+CONNECT_TIMEOUT = timedelta(seconds=60)  # timeout of connecting after all ranks have arrived
 FEW_INTEGERS = 8  # largest exchange whose buffers are reused, in integers
 POLL_INTERVAL = 0.005  # seconds between checks for ranks that have not connected
-STOPPED_CAUSE = 1000  # characters of the published reason of a stop
+MAX_NOTICE_WIDTH = 1000  # characters of the published reason of a stop
 HEARTBEAT_INTERVAL = 2.0  # seconds between heartbeats of a rank that compiles
 TWO_THREADS = "two threads of this process call programs over one process group, so their exchanges have no order."
 
@@ -72,9 +72,10 @@ class GatherBuffers(NamedTuple):
 
     @classmethod
     def of(cls, form: tuple[int, torch.dtype], ranks: int) -> GatherBuffers:
-        """Return new buffers for a number of integers, a dtype and a number of ranks."""
-        with torch.inference_mode(False), torch.device("cpu"):  # so that the buffers stay writable
-            mine, out = torch.empty(form[0], dtype=form[1]), torch.empty(ranks, form[0], dtype=form[1])
+        """Return new buffers for a form, the number of integers and their dtype, and a number of ranks."""
+        count, dtype = form
+        with torch.inference_mode(False), torch.device("cpu"):  # inference tensors could not be written later
+            mine, out = torch.empty(count, dtype=dtype), torch.empty(ranks, count, dtype=dtype)
         options = _without_timeout(dist.distributed_c10d.AllgatherOptions())
         return cls(mine.numpy(), out.numpy(), [mine], [[*out.unbind()]], options)
 
@@ -98,18 +99,18 @@ class ControlChannel:
     raised: tuple[int, str] | None = None  # this rank and its exception since the last exchange
     thread: int = 0  # the thread that calls programs
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)  # calls of each program and model
-    # checksums by name that are compared at the next call
+    # (descriptions of values, their checksums) that are compared at the next call
     later: list[tuple[list[str], PendingChecksums]] = field(default_factory=list)
-    known: int = 0  # number of models so far
+    num_models: int = 0  # number of models so far
     exchanges: int = 0  # number of exchanges so far
     heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)  # start of the last wait, heartbeats, time of the last one
     announced: int = -1  # number of exchanges before the last one whose wait was announced in the store
     warned: float = 0.0  # start of the read whose wait was logged
     process: int = field(default_factory=os.getpid)  # PID of the process that created the channel; see `_channels`
-    # live models by the identities of their parameters
+    # live models, each its number and weak references to its parameters, by the identities of the parameters
     models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
-    # buffers of small exchanges that are not in use
-    memory: dict[tuple[int, torch.dtype], GatherBuffers] = field(default_factory=dict)
+    # buffers of small exchanges that are not in use, by form
+    free_buffers: dict[tuple[int, torch.dtype], GatherBuffers] = field(default_factory=dict)
 
     def gather(self, mine: Sequence[int], dtype: torch.dtype, message: Message) -> list[list[int]]:
         """Return the integers of every rank; each rank passes the same number of them.
@@ -123,24 +124,24 @@ class ControlChannel:
             SpError: If a rank does not arrive within the group's timeout or is lost, or the channel is already broken.
         """
         form = len(mine), dtype
-        memory = self.memory.pop(form, None)
-        memory = memory or GatherBuffers.of(form, len(self.last_fields))  # a second thread allocates its own buffers
-        memory.mine[:] = mine
-        self._exchange(memory.start, (memory,), message)
-        found: list[list[int]] = memory.out.tolist()
+        buffers = self.free_buffers.pop(form, None)  # removed, so that a second thread allocates its own
+        buffers = buffers or GatherBuffers.of(form, len(self.last_fields))
+        buffers.mine[:] = mine
+        self._exchange(buffers.start, (buffers,), message)
+        gathered: list[list[int]] = buffers.out.tolist()
         if len(mine) <= FEW_INTEGERS:
-            self.memory[form] = memory
-        return found
+            self.free_buffers[form] = buffers
+        return gathered
 
     def _exchange(self, start: Callable[[Any], Any], tensors: tuple[Any, ...], message: Message) -> None:
-        """Start an exchange of the communicator and wait for it.
+        """Start an exchange of the communicator and wait for it; arguments and errors are those of `gather`.
 
         Args:
-            start: Function that starts the exchange.
+            start: Starts the exchange on the Gloo communicator, and returns its work handle.
             tensors: Buffers that it reads and writes.
             message: The operation of this rank.
         """
-        if os.getpid() != self.process:  # its bytes would be mixed with those of the rank
+        if os.getpid() != self.process:  # the sockets are shared, so its bytes would be mixed with those of the rank
             raise SpError("SP682", "a process that was forked from a rank calls a program of the rank's process group.")
         self.check_broken()
         start_time, finished = time.monotonic(), False
@@ -165,18 +166,18 @@ class ControlChannel:
                 if not self.broken:
                     self.broken = f"rank {dist.get_rank()} {message} and was interrupted"
                     publish_stop(f"it {message} and was interrupted", continues=True, within=self.name)
-                # Its destructor would wait for missing ranks, and its threads free tensors after Python's exit.
+                # The communicator's destructor would wait for missing ranks, and its threads free tensors after exit.
                 leak((self.gloo, *tensors))
 
     def _connect(self, message: Message, start_time: float) -> None:
         """Connect all ranks after all have arrived, since connecting cannot be interrupted.
 
-        A rank that stops waiting is removed from the count of arrived ranks.
+        The store counts the arrived ranks. A rank that stops waiting is removed from the count.
         """
-        counted: list[bool] = []
+        counted: list[bool] = []  # not empty if this rank is in the count
 
         def arrived() -> int:
-            """Count this rank once, and return the number of ranks that arrived."""
+            """Count this rank once, and return the number of ranks that have arrived."""
             count: int = self.store.add("here", 0 if counted else 1)
             counted.append(True)
             return count
@@ -186,7 +187,7 @@ class ControlChannel:
                 time.sleep(POLL_INTERVAL)
                 self._check_progress(message, start_time)
             me = self.ranks.index(dist.get_rank())
-            self.gloo = gloo_group(self.store, me, len(self.last_fields), min(self.timeout, CONNECT_CAUSE))
+            self.gloo = gloo_group(self.store, me, len(self.last_fields), min(self.timeout, CONNECT_TIMEOUT))
         except RuntimeError as error:
             raise self.fail_timeout(message, time.monotonic() - start_time, error) from error
         finally:
@@ -194,20 +195,22 @@ class ControlChannel:
                 query_store(lambda: self.store.add("here", -1), 0)
 
     def _check_progress(self, message: Message, start_time: float) -> None:
-        """Raise SpError if the wait exceeds the timeout, or another rank has stopped."""
-        waited, alive = time.monotonic() - start_time, self._has_compiling_rank(start_time)
+        """Raise SpError if a wait exceeds the timeout, or another rank has stopped; announce and log a long wait."""
+        waited = time.monotonic() - start_time
+        is_compiling = self._has_compiling_rank(start_time)  # then the wait may exceed any timeout
         if message.verb == READ_VERB and waited > READ_SECONDS and self.warned != start_time:
             self.warned, advice = start_time, ERRORS["SP604"].fix
             log.warning(
                 "rank %d %s %s and waits for the other ranks. %s", dist.get_rank(), *_read_line(message), advice
             )
-        is_late = waited > self.timeout.total_seconds() and not alive
-        stopped = self._find_stop(message) if waited > HEARTBEAT_PATIENCE else NO_RANK
-        if waited > HEARTBEAT_PATIENCE and self.announced != self.exchanges and len(self.ranks) > 2:
+        is_late = waited > self.timeout.total_seconds() and not is_compiling
+        stopped = self._find_stop(message) if waited > STORE_DELAY else NO_RANK
+        if waited > STORE_DELAY and self.announced != self.exchanges and len(self.ranks) > 2:
             self.announced = self.exchanges
             with suppress(RuntimeError):
                 query_store(self._announce_wait, None)
-        is_lost = not stopped.continues or (stopped.raised and (message.verb != CALL_VERB or waited > RETRY_HINT))
+        # A rank that has raised may catch the exception and come to the next call, for which a call waits a while.
+        is_lost = not stopped.continues or (stopped.raised and (message.verb != CALL_VERB or waited > RETRY_SECONDS))
         if is_late or is_lost:
             raise self.fail_timeout(message, waited)
 
@@ -232,13 +235,13 @@ class ControlChannel:
     def fail_timeout(
         self, message: Message, waited: float, error: BaseException | None = None, place: str = ""
     ) -> SpError:
-        """Mark the channel as broken and return the error of a failed wait.
+        """Mark the channel as broken, publish this, and return the error of a failed wait.
 
         Args:
             message: The operation of this rank.
             waited: Duration of the wait in seconds.
-            error: The cause, if any.
-            place: Description of the collective.
+            error: The error of the communicator, if any.
+            place: Description of the collective of the program that failed; "" for an exchange of messages.
         """
         stopped = self._find_stop(message)
         if stopped.raised:
@@ -250,22 +253,24 @@ class ControlChannel:
         cause = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
         details = (f", in {place}" if place else "") + cause
         operation = " ".join(_read_line(message)).strip()
-        absent = self._absent_ranks(0.0 if place else waited)
+        absent = self._absent_ranks(0.0 if place else waited)  # only waits for messages are announced
         who = f"rank {', '.join(map(str, absent))}" if absent else "other ranks"
-        wait = f"{operation} and timed out after {waited:.0f} s, because {who} did not arrive{details}"
-        first = f"{who} did not arrive: rank {dist.get_rank()} {operation} and timed out after {waited:.0f} s{details}"
-        stop = [f"rank {stopped.rank} stopped: {stopped.text}"] if stopped.text else []
-        self.broken = "\n".join([first, *last_calls, f"  {stop[0]}" if stop else LIKELY_CAUSE])
-        text = "; ".join([f"it {wait}", *stop]).replace("\n", " ")
-        # It may take part in exchanges of other groups.
-        publish_stop(text, of={self.name: self.exchanges}, within=self.name)
+        timeout = f"{operation} and timed out after {waited:.0f} s"
+        stop = f"rank {stopped.rank} stopped: {stopped.text}" if stopped.text else ""
+        heading = f"{who} did not arrive: rank {dist.get_rank()} {timeout}{details}"
+        self.broken = "\n".join([heading, *last_calls, f"  {stop}" if stop else LIKELY_CAUSE])
+        text = f"it {timeout}, because {who} did not arrive{details}" + (f"; {stop}" if stop else "")
+        # The notice is for this group only: this rank may take part in exchanges of others.
+        publish_stop(text.replace("\n", " "), counts={self.name: self.exchanges}, within=self.name)
         return SpError("SP622", self.broken) if message.verb == READ_VERB else SpError("SP621", self.broken)
 
     def _absent_ranks(self, waited: float) -> list[int]:
         """Return the ranks that do not wait in this exchange; [] if that is not known, as after a short wait."""
         others = [rank for rank in self.ranks if rank != dist.get_rank()]
-        if len(others) == 1 or waited < 2 * HEARTBEAT_PATIENCE:
-            return others if len(others) == 1 else []
+        if len(others) == 1:
+            return others
+        if waited < 2 * STORE_DELAY:  # ranks that wait may not have announced it yet
+            return []
         with suppress(RuntimeError):  # the rank that hosts the store is lost
             return [rank for rank in others if query_store(partial(self._waiting_at, rank), -1) != self.exchanges]
         return []
@@ -279,19 +284,19 @@ class ControlChannel:
         """Write to the store that this rank waits in its next exchange, for the errors of the others."""
         self.store.set(f"waits/{dist.get_rank()}", str(self.exchanges))
 
-    def break_group(self, found: StopNotice, operation: str) -> SpError:
+    def break_group(self, notice: StopNotice, operation: str) -> SpError:
         """Mark the channel as broken by a rank that has raised, and return the error.
 
         The notice is published for the ranks that wait for this one.
 
         Args:
-            found: The notice of the rank that has raised.
+            notice: The notice of the rank that has raised.
             operation: The operation of this rank.
         """
         me = dist.get_rank()
-        here = "" if found.rank == me else f"\n  rank {me} waited for it: this rank {operation}"
-        self.broken = f"rank {found.rank} raised {found.text}{here}\n  {GROUP_ENDED}"
-        self.ended = replace(found, exchanges={self.name: self.exchanges}, within=self.name, continues=False)
+        own_wait = "" if notice.rank == me else f"\n  rank {me} waited for it: this rank {operation}"
+        self.broken = f"rank {notice.rank} raised {notice.text}{own_wait}\n  {GROUP_ENDED}"
+        self.ended = replace(notice, exchanges={self.name: self.exchanges}, within=self.name, continues=False)
         _store_notice(self.ended)
         return SpError("SP661", self.broken)
 
@@ -303,9 +308,10 @@ class ControlChannel:
     def find_raised(self) -> StopNotice | None:
         """Return the notice of a rank that has raised since the last exchange, or None."""
         last = _read_last_stop(self.name)
-        others = last.rank != dist.get_rank() or last.within == self.name
-        known = any(map(self._is_since, _own_stop))  # this rank has raised as well, and continues
-        return last if last.raised and others and self._is_since(last) and not known else None
+        continues = any(map(self._is_current, _own_stop))  # this rank has raised as well, and does not wait
+        if not last.raised or self._is_own(last) or continues or not self._is_current(last):
+            return None
+        return last
 
     def count_call(self, program: str, parameters: Sequence[torch.nn.Parameter]) -> tuple[int, int]:
         """Count a call of a program, and return the number of its model and of the call."""
@@ -315,51 +321,55 @@ class ControlChannel:
         return key[1], self.calls[key]
 
     def model(self, parameters: Sequence[torch.nn.Parameter]) -> int:
-        """Return the number of the model with these parameters, by first call; 0 without parameters."""
+        """Return the number of the model with these parameters, from 1 in the order of first calls; 0 without any."""
         if not parameters:
             return 0
         key = tuple(map(id, parameters))
         if key not in self.models:
-            self.known += 1
+            self.num_models += 1
             forget = partial(_forget_model, self.models, key)  # before an address is reused by another parameter
-            self.models[key] = self.known, [weakref.ref(one, forget) for one in parameters]
+            self.models[key] = self.num_models, [weakref.ref(parameter, forget) for parameter in parameters]
         return self.models[key][0]
 
-    def reset_counters(self, everyone: Sequence[Message]) -> None:
-        """Restart the counts of calls and models after the ranks have detected a mismatch."""
+    def reset_counters(self, messages: Sequence[Message]) -> None:
+        """Restart the counts after a mismatch; new models get numbers that no rank has used (`messages` of all)."""
         for counted in (self.calls, self.later, self.models):
             counted.clear()
-        self.known = max(self.known, *(one.model for one in everyone))
+        self.num_models = max(self.num_models, *(message.model for message in messages))
 
     def take_earlier(self) -> dict[str, str]:
-        """Return the checksums of earlier calls that are not yet compared, by name."""
-        waiting, self.later = self.later, []
-        return {name: value for names, one in waiting for name, value in zip(names, one.read(), strict=True)}
+        """Return the checksums of `later` by description, waiting for their copies, and clear `later`."""
+        pending, self.later = self.later, []
+        return {name: value for names, sums in pending for name, value in zip(names, sums.read(), strict=True)}
 
     def _find_stop(self, message: Message) -> StopNotice:
-        """Return the notice of another rank that stopped since the last exchange, or NO_RANK.
-
-        A rank that cannot compile one program still takes part in calls of others, over groups that are not broken.
-        """
+        """Return the notice of another rank that does not come to the exchange of `message`, or NO_RANK."""
         last = _read_last_stop(self.name)
-        mine = last.rank == dist.get_rank() and last.within != self.name
-        if mine or (last.rank not in self.ranks and not last.raised) or not self._is_since(last):
+        is_of_other_group = last.rank not in self.ranks and not last.raised
+        if self._is_own(last) or is_of_other_group or not self._is_current(last):
             return NO_RANK
-        will_join = message.verb == CALL_VERB and last.subject not in ("", message.subject)
-        is_missing = last.within == self.name or not (will_join or any(map(self._is_since, _own_stop)))
-        return last if is_missing else NO_RANK
+        if last.within == self.name:  # this group is broken
+            return last
+        # A rank that cannot compile one program still calls others; after this rank has stopped as well, both go on.
+        calls_other = message.verb == CALL_VERB and last.subject not in ("", message.subject)
+        return NO_RANK if calls_other or any(map(self._is_current, _own_stop)) else last
 
-    def _is_since(self, one: StopNotice) -> bool:
-        known = one.exchanges.get(self.name)
-        return known == self.exchanges or (one.within == self.name and known == self.exchanges - 1)
+    def _is_own(self, notice: StopNotice) -> bool:
+        """Return True for a notice of this rank, unless another rank has published it as the end of the group."""
+        return notice.rank == dist.get_rank() and notice.within != self.name
+
+    def _is_current(self, notice: StopNotice) -> bool:
+        """Return True for a notice since the last exchange of this group, or in it, if the notice breaks the group."""
+        known = notice.exchanges.get(self.name)
+        return known == self.exchanges or (notice.within == self.name and known == self.exchanges - 1)
 
     def _has_compiling_rank(self, start_time: float) -> bool:
         """Return True if a compiling rank has sent a recent heartbeat during the wait."""
-        wait, seen, _ = self.heartbeats
-        count, now = query_store(lambda: self.store.add("compiles", 0), seen), time.monotonic()
-        if wait != start_time:
+        last_wait, last_count, _ = self.heartbeats
+        count, now = query_store(lambda: self.store.add("compiles", 0), last_count), time.monotonic()
+        if last_wait != start_time:  # the wait has just started: earlier heartbeats are not recent
             self.heartbeats = start_time, count, start_time - 4 * HEARTBEAT_INTERVAL
-        elif count != seen:
+        elif count != last_count:
             self.heartbeats = start_time, count, now
         return now - self.heartbeats[2] < 4 * HEARTBEAT_INTERVAL
 
@@ -374,11 +384,12 @@ _waiting_channels = threading.Event()  # set while this process waits for other 
 
 
 def _forget_model(models: dict[tuple[int, ...], Any], key: tuple[int, ...], _reference: Any) -> None:
+    """Remove a model; called by the weak reference to one of its parameters when that is deleted."""
     models.pop(key, None)
 
 
 def _read_line(message: Message) -> tuple[str, str]:
-    """Return the operation of a rank, and the line of a read."""
+    """Return the operation of a rank, and the user's line of a read; "" for another operation."""
     return str(message), message.note if message.verb == READ_VERB else ""
 
 
@@ -400,7 +411,7 @@ def publish_stop(
     text: str,
     continues: bool = False,
     subject: str = "",
-    of: dict[str, int] | None = None,
+    counts: dict[str, int] | None = None,
     within: str = "",
     raised: bool = False,
 ) -> None:
@@ -410,32 +421,33 @@ def publish_stop(
         text: The reason.
         continues: True if the rank may take part in the next call.
         subject: The program that it cannot call; "" for all.
-        of: Number of exchanges of each group; None for all groups.
+        counts: Number of exchanges of each group that the notice is for; None for all groups.
         within: The group whose exchange is broken; "" for none.
         raised: True if the program raised while it ran.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
-    counts = {name: 0 for name, *_ in process_groups()} | {one.name: one.exchanges for one in _channels.values()}
-    exchanges = counts if of is None else of
-    _store_notice(StopNotice(dist.get_rank(), text[:STOPPED_CAUSE], continues, exchanges, subject, within, raised))
+    if counts is None:
+        counts = {name: 0 for name, *_ in process_groups()}
+        counts |= {channel.name: channel.exchanges for channel in _channels.values()}
+    _store_notice(StopNotice(dist.get_rank(), text[:MAX_NOTICE_WIDTH], continues, counts, subject, within, raised))
 
 
 def _store_notice(notice: StopNotice) -> None:
     """Write a notice to the store for each of its groups."""
     _own_stop[:] = [notice]
     with suppress(RuntimeError):  # the rank that hosts the store is lost
-        store, written = package_store(), json.dumps(astuple(notice))
-        query_store(lambda: [store.set(f"stopped/{name}", written) for name in notice.exchanges], None)
+        store, payload = package_store(), json.dumps(astuple(notice))
+        query_store(lambda: [store.set(f"stopped/{name}", payload) for name in notice.exchanges], None)
 
 
 def broken_context() -> str:
-    """Return `within` of the last notice of this rank, for the next notice."""
+    """Return the group that the last notice of this rank has named as broken, which the next notice repeats; or ""."""
     return _own_stop[0].within if _own_stop else ""
 
 
 def _read_last_stop(group: str) -> StopNotice:
-    """Return the last stop notice of a group."""
+    """Return the last stop notice of a group, or NO_RANK."""
     store, key = package_store(), f"stopped/{group}"
     try:
         payload = query_store(lambda: store.get(key) if store.check([key]) else b"", b"")
@@ -454,12 +466,12 @@ def channel_of(ranks: Ranks) -> ControlChannel | None:
     group = ranks.process_group
     if group is None or not isinstance(current_communicator(), FunctionalCommunicator):
         return None
-    found = _channels.get(group)  # as on every call
-    if found is not None or not ranks.has_other_processes:
-        return found
-    made = _created_channels.setdefault(dist.group.WORLD, Counter())
-    made[ranks.group] += 1
-    store = dist.PrefixStore(f"sp_compile/{ranks.group}/{made[ranks.group]}", group_store(group))
+    channel = _channels.get(group)
+    if channel is not None or not ranks.has_other_processes:
+        return channel
+    created = _created_channels.setdefault(dist.group.WORLD, Counter())
+    created[ranks.group] += 1
+    store = dist.PrefixStore(f"sp_compile/{ranks.group}/{created[ranks.group]}", group_store(group))
     members = dist.get_process_group_ranks(group)  # holds no reference to the group, which may be destroyed
     _channels[group] = ControlChannel(ranks.group, members, store, group_timeout(group), ["joined the group"] * ranks.n)
     return _channels[group]

@@ -20,8 +20,8 @@ from .channel import ControlChannel, publish_stop
 from .message import Message, StopNotice
 from .watch import abort_groups, involved_groups, raised_rank
 
-CAUSE = 500  # characters of an exception that other ranks repeat
-_agreed_errors = "_sp_compile_known"  # attribute of exceptions that the other ranks raise as well, or have received
+MAX_EXCEPTION_WIDTH = 500  # characters of an exception that other ranks repeat
+_AGREED_ATTRIBUTE = "_sp_compile_known"  # attribute of exceptions that the other ranks raise as well, or have received
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def mark_agreed() -> Iterator[None]:
     try:
         yield
     except SpError as error:
-        setattr(error, _agreed_errors, True)
+        setattr(error, _AGREED_ATTRIBUTE, True)
         raise
 
 
@@ -45,31 +45,37 @@ def announce_failures(
     Args:
         channel: The channel of the group, or None.
         mine: The message of this rank about its operation.
-        places: Collectives as `exchange_sources` returns them.
-        lines: Lines of nodes as `node_lines` returns them.
+        places: The user's lines of the program's collectives, from `exchange_sources`.
+        lines: The user's lines of its nodes, from `node_lines`.
+
+    Raises:
+        SpError: In place of the error of a lost connection, if another rank has raised (SP661), or is lost (SP621).
     """
     start = time.monotonic()
     try:
         yield
     except BaseException as error:
-        if channel is None or hasattr(error, _agreed_errors) or (channel.broken and isinstance(error, SpError)):
+        is_known = hasattr(error, _AGREED_ATTRIBUTE)  # the other ranks raise it as well, or have received it
+        if channel is None or is_known or (channel.broken and isinstance(error, SpError)):
             raise
         if is_lost_connection(error):
             place, notice = failed_exchange(error, places), raised_rank()
-            if notice is None:
+            if notice is None:  # no rank has raised
                 raise channel.fail_timeout(mine, time.monotonic() - start, error, place) from error
             group_error = channel.break_group(notice, f"{mine}, in {place}" if place else str(mine))
             abort_groups(notice)
             raise group_error from error
-        channel.raised = _publish_failure(error, str(mine), failed_line(error, lines) or failed_exchange(error, places))
+        # An exception of this rank itself.
+        line = failed_line(error, lines) or failed_exchange(error, places)
+        channel.raised = _publish_failure(error, str(mine), line)
         raise
 
 
 def abort_if_connected(channel: ControlChannel | None, messages: Sequence[Message], mine: Message) -> None:
     """End the groups of a program after a rank has raised in it, if there is more than one group.
 
-    The other groups have ranks that wait for this rank in the program. Without such groups the ranks run the next call
-    together: see `GuardedProgram`.
+    Ranks of the other groups wait in the program for this rank. With one group no rank waits: all ranks have exchanged
+    their messages, and can run the next call together.
 
     Args:
         channel: The channel of the group, or None.
@@ -85,9 +91,9 @@ def abort_if_connected(channel: ControlChannel | None, messages: Sequence[Messag
 
 
 def _publish_failure(error: BaseException, operation: str, line: str) -> tuple[int, str]:
-    """Publish that this rank has raised, and add the rank and the line to the exception.
+    """Publish that this rank has raised, and add the rank and the line to the text of the exception.
 
-    The type of the exception does not change.
+    The type of the exception does not change, since the user's code may catch it.
 
     Args:
         error: The exception.
@@ -97,14 +103,14 @@ def _publish_failure(error: BaseException, operation: str, line: str) -> tuple[i
     Returns:
         The rank, and the text for other ranks.
     """
-    setattr(error, _agreed_errors, True)
+    setattr(error, _AGREED_ATTRIBUTE, True)
     where = f"at {line}, when it {operation}" if line else f"when it {operation}"
-    cause = f"{type(error).__name__}: {str(error)[:CAUSE]}".removesuffix(": ")
+    cause = f"{type(error).__name__}: {str(error)[:MAX_EXCEPTION_WIDTH]}".removesuffix(": ")
     publish_stop(f"{cause}, {where}", continues=True, raised=True)
-    own = f"rank {dist.get_rank()} raised this {where}"
-    is_plain = type(error).__str__ is BaseException.__str__ and len(error.args) == 1
-    if is_plain and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\n{own}",)
-    else:
-        error.add_note(own)
+    own_line = f"rank {dist.get_rank()} raised this {where}"
+    has_plain_text = type(error).__str__ is BaseException.__str__ and len(error.args) == 1
+    if has_plain_text and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{own_line}",)
+    else:  # a note is shown in tracebacks only, but is possible for every exception
+        error.add_note(own_line)
     return dist.get_rank(), f"{cause}, {where}"

@@ -76,9 +76,9 @@ class Message:
 
     @property
     def header(self) -> list[int]:
-        """Return the hash of what ranks compare, and the flags of an error and an answer, as three integers.
+        """Return three integers: the hash of what ranks compare, and whether there is an error, and an answer.
 
-        If the headers are equal and without flags, the ranks agree and send no body.
+        Each rank sends its header first. If all are equal, with no error and no answer, no rank sends its body.
         """
         values = [*self.fields.items(), *self.inputs.items(), *self.earlier.items()]
         contents = [self.verb, self.subject, self.model, self.number, self.note, self.mode, self.program.hash, values]
@@ -100,12 +100,12 @@ CALL_VERB = "calls"
 COMPILE_VERB = "compiles"
 READ_VERB = "reads"  # a sharded value
 LIKELY_CAUSE = (
-    "Likely causes: a rank that has skipped a batch or a backward, left the loop early, was killed, or destroyed its "
-    "process group; that runs this part of the model eagerly (torch.compiler.disable, another backend, the recompile "
-    "limit, a dispatch mode such as FlopCounterMode); that has caught an exception of this step and continued; or that "
-    "has started another collective of the group (a barrier or all_reduce under `if rank == 0`)."
+    "Likely causes: another rank has skipped a batch or a backward, left the loop early, was killed, or destroyed its "
+    "process group; it runs this part of the model eagerly (torch.compiler.disable, another backend, the recompile "
+    "limit, a dispatch mode such as FlopCounterMode); it has caught an exception of this step and continued; or it has "
+    "started another collective of the group (a barrier or all_reduce under `if rank == 0`)."
 )
-GROUP_ENDED = "The process group cannot be used any more, as exchanges were under way."
+GROUP_ENDED = "The process group cannot be used any more, since some of its collectives did not end."
 BACKWARD = "runs the backward of"  # in the device's autograd thread, if it has one
 STOP_VERB = Message("stops")
 MEASURE_VERB = Message("measures", "how fast the ranks are")
@@ -113,15 +113,16 @@ MEASURE_VERB = Message("measures", "how fast the ranks are")
 
 @dataclass(frozen=True)
 class StopNotice:
-    """Reason why a rank stopped, published for ranks that wait for it.
+    """Reason why a rank stopped, which it writes to the store for ranks that wait for it.
 
-    Groups that are created later are not affected, as their number of exchanges is not in the notice.
+    It concerns the next exchange of each of its groups: a notice with another number of exchanges is out of date, and
+    groups that are created later are not in it.
     """
 
     rank: int  # the rank that stopped, or that raised first
     text: str  # the reason
     continues: bool  # True if it may take part in the next call
-    exchanges: dict[str, int]  # number of exchanges of each group
+    exchanges: dict[str, int]  # number of exchanges of each group until the rank stopped
     subject: str = ""  # the program that it cannot call; "" for all
     within: str = ""  # the group whose next exchange is broken permanently; "" for none
     raised: bool = False  # raised while its program ran, so that others may wait inside of theirs
@@ -155,10 +156,10 @@ register_sendable(ProgramRecord)
 
 
 def _encode_value(value: Any) -> Any:
-    """Return a value as JSON values; types that JSON lacks become {"of": type, "is": parts}."""
+    """Return a value as JSON values. Types that JSON lacks become objects: {"of": "tuple", "is": [1, 2]} for (1, 2)."""
     if isinstance(value, list):
         return [_encode_value(item) for item in value]
-    parts: Any = None
+    parts: Any = None  # the parts from which `_sendable[kind]` creates the value; None for a JSON value
     kind = type(value).__name__
     if is_dataclass(value) and kind in _sendable:
         parts = [(f.name, getattr(value, f.name)) for f in fields(value)]

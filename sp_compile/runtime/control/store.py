@@ -18,12 +18,13 @@ T = TypeVar("T")
 
 
 def query_store(ask: Callable[[], T], otherwise: T) -> T:
-    """Return the result of a store query, or `otherwise` if the store does not answer.
+    """Return the result of a store query, or `otherwise` if the store does not answer within `STORE_TIMEOUT`.
 
-    The store does not answer if its rank was stopped. Exceptions of the query are raised.
+    It does not answer if the rank that hosts it was stopped. A query cannot be interrupted, so it runs in a thread.
+    Exceptions of the query are raised.
     """
-    for pending in [*_pending_queries]:
-        pending.join(STORE_TIMEOUT)  # it may be answered by now
+    for pending in [*_pending_queries]:  # of earlier calls, which the store may have answered by now
+        pending.join(STORE_TIMEOUT)
         if pending.is_alive():
             return otherwise
     answer: Future[T] = Future()
@@ -36,7 +37,7 @@ def query_store(ask: Callable[[], T], otherwise: T) -> T:
             answer.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()  # before it is stored, as other threads of this rank join it
+    thread.start()  # before it is stored, since other calls join stored threads, which must have started
     _pending_queries[:] = [*(query for query in _pending_queries if query.is_alive()), thread]
     try:
         return answer.result(STORE_TIMEOUT)

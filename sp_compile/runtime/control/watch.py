@@ -41,18 +41,20 @@ def mark_running(groups: Sequence[Ranks]) -> Iterator[None]:
     Raises:
         SpError: If a group was ended during the run, since the results of its collectives are invalid.
     """
-    thread, channels = threading.get_ident(), [channel for channel in map(channel_of, groups) if channel is not None]
-    outermost = thread not in _active_runs
-    if outermost:
-        _active_runs[thread], _recent_groups[:] = next(_run_numbers), groups
+    thread = threading.get_ident()
+    channels = [channel for channel in map(channel_of, groups) if channel is not None]
+    is_outermost = thread not in _active_runs  # guards of several groups are nested; the outer one has all groups
+    if is_outermost:
+        _active_runs[thread] = next(_run_numbers)
+        _recent_groups[:] = groups
         _start_watching()
     try:
         yield
     finally:
-        if outermost:
+        if is_outermost:
             del _active_runs[thread]
     for channel in channels:
-        if channel.ended is not None:
+        if channel.ended is not None:  # the watch thread has aborted the collectives, so their results are invalid
             channel.check_broken()
 
 
@@ -62,18 +64,22 @@ _recent_groups: list[Ranks] = []  # the groups of the program that runs, or ran 
 
 
 def abort_groups(notice: StopNotice, everywhere: bool = False) -> None:
-    """Abort the collectives of all groups of the program that runs or ran last.
+    """Abort the collectives of all groups of the program that runs or ran last, so that their waits raise.
 
     Args:
         notice: The notice of the rank that has raised.
-        everywhere: If True, abort all groups that this rank shares with that rank, as the program waits in one of them.
+        everywhere: If True, abort all groups that this rank shares with that rank, as is required if the program still
+            waits after its own groups were aborted.
     """
     names, progress = {channel.name for channel in involved_groups()}, _progress_state()
     for group in all_groups():
-        if everywhere and _progress_state() != progress:  # the program has continued; new groups do not belong to it
+        if everywhere and _progress_state() != progress:  # the program has continued, so it waits in no further group
             return
         channel = channel_of(ranks_of(group))
-        if channel is not None and (channel.name in names or (everywhere and notice.rank in channel.ranks)):
+        if channel is None:
+            continue
+        is_shared = everywhere and notice.rank in channel.ranks
+        if channel.name in names or is_shared:
             if not channel.broken:
                 channel.break_group(notice, "ran a program")
             abort_waits(group)
@@ -86,7 +92,11 @@ def involved_groups() -> list[ControlChannel]:
 
 def raised_rank() -> StopNotice | None:
     """Return the notice of a rank that has raised in the running program, from the store, or None."""
-    return next(filter(None, (channel.ended or channel.find_raised() for channel in involved_groups())), None)
+    for channel in involved_groups():
+        notice = channel.ended or channel.find_raised()
+        if notice is not None:
+            return notice
+    return None
 
 
 class _Watcher:
@@ -108,13 +118,13 @@ class _Watcher:
         if not self._is_stalled():
             self.notice = None
             return
-        if self.notice is not None:
-            if _progress_state() == self.progress:  # the program still waits, in a group that it has not aborted
+        if self.notice is not None:  # the last check has aborted the groups of the program
+            if _progress_state() == self.progress:  # it still waits, in a collective of another group
                 abort_groups(self.notice, everywhere=True)
             return
         self.notice = raised_rank()
         if self.notice is not None:
-            if not _active_runs:  # only autograd waits, as in DDP, whose error is Gloo's
+            if not _active_runs:  # only autograd waits, as in DDP: its error will be Gloo's, without the cause
                 log.error(
                     "rank %d raised %s; aborting the collectives that wait for it", self.notice.rank, self.notice.text
                 )
@@ -123,14 +133,14 @@ class _Watcher:
     def _is_stalled(self) -> bool:
         """Return True if a program or its autograd runs and no thread has progressed since the last check."""
         threads = {*_active_runs, *backward_threads()}
-        after, progress = {thread: _cpu_seconds(thread) for thread in threads}, _progress_state()
-        before, self.cpu_seconds = self.cpu_seconds, after
-        is_same, self.progress = progress == self.progress, progress
-        return (
-            is_same
-            and bool(threads)
-            and all(after[t] - before.get(t, -WATCH_INTERVAL) < IDLE_SECONDS * WATCH_INTERVAL for t in threads)
-        )
+        cpu_seconds, progress = {thread: _cpu_seconds(thread) for thread in threads}, _progress_state()
+        before = self.cpu_seconds
+        # The default makes a thread that is new since the last check count as progress.
+        used = [seconds - before.get(thread, -WATCH_INTERVAL) for thread, seconds in cpu_seconds.items()]
+        are_idle = all(seconds < IDLE_SECONDS * WATCH_INTERVAL for seconds in used)
+        is_same = progress == self.progress
+        self.cpu_seconds, self.progress = cpu_seconds, progress
+        return bool(threads) and is_same and are_idle
 
 
 def _progress_state() -> list[tuple[int | str, int]]:
@@ -165,7 +175,7 @@ def _watch_loop() -> None:
             if _recent_groups and dist.is_initialized():
                 watcher.poll()
         except Exception as error:  # groups or the store may be destroyed concurrently
-            log.debug("a look at the ranks failed: %r", error)
+            log.debug("the check of the running program failed: %r", error)
 
 
 def _stop_watching() -> None:

@@ -219,12 +219,12 @@ def test_out_is_for_no_gradient() -> None:
 
 X = torch.zeros(3, 6, 4)
 WRONG: dict[str, tuple[Any, ...]] = {
-    "SP503: all_to_all_permute: scatter_dim: expected -3 to 2 for x of shape [3, 6, 4], got 3": (X, 3, 0),
+    "SP503: all_to_all_permute: scatter_dim: expected -3 to 2 for a tensor of shape [3, 6, 4], got 3": (X, 3, 0),
     "SP503: all_to_all_permute: gather_dim": (X, 0, -4),
     "SP542": (X, 1, -2),
     "SP502: all_to_all_permute: gather_dim: expected an int, got 1.0": (X, 0, 1.0),
     "SP502: all_to_all_permute: x": ([1.0], 0, 1),
-    "for x of shape []": (torch.zeros(()), 0, 1),
+    "for a tensor of shape []": (torch.zeros(()), 0, 1),
     "dim 0 of x has size 3, which is not a multiple of the 2 ranks (shape [3, 6, 4] on each rank, [3, 12, 4] over all ranks). Pad that dim to 4":
         (X, 0, 1),
     "SP504: all_to_all_permute: out: expected [6, 3, 4] torch.float32 on cpu, got [6, 3, 4] torch.float64": (
