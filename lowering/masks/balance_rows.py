@@ -97,7 +97,7 @@ def order_tensors(order: ChunkOrder, device: torch.device) -> tuple[Tensor, Tens
 
 
 def identity_order(length: int, n: int, device: torch.device) -> list[Tensor]:
-    """Return (order, inverse, encoded chunks) of a sequence whose rows are not moved, as results of ``sp::deal``."""
+    """Return (order, inverse, encoded chunks), as `balanced_rows` does, of a sequence whose rows are not moved."""
     order = ChunkOrder.of(np.array([[0], [length]]))
     return [*order_tensors(order, device), torch.from_numpy(order.encode(n))]
 
@@ -137,7 +137,7 @@ def _merge_continued(table: Ints) -> Ints:
 
 
 def fake_orders(length: Any, n: int, device: torch.device) -> list[Tensor]:
-    """Return fake tensors (order, inverse, encoded chunks), the first results of ``sp::deal``.
+    """Return fake tensors (order, inverse, encoded chunks), the first results of `balanced_rows`.
 
     Args:
         length: The number of positions.

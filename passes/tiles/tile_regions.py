@@ -202,7 +202,7 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
         seed: A node of the view at which the region starts.
         sorts: The groups of `sort_groups`, of nodes of the local graph.
     """
-    narrow = _input_width(view, seed)  # elements per row of narrow rows; MIN_WIDENING times as many are wide
+    narrow = _input_width(view, seed)  # elements per row; rows with MIN_WIDENING times this number are wide
 
     def continues(node: Node) -> bool:
         """Return True if the region includes users of the node: its rows are wide or thin, or it is a sum."""
@@ -301,7 +301,7 @@ def _make_region(view: TokenView, nodes: set[Node], narrow: int) -> TileRegion:
     Args:
         view: The token view.
         nodes: Nodes of the view.
-        narrow: Number of elements per row of the seed's operands; wide rows have MIN_WIDENING times as many.
+        narrow: Number of elements per row of the seed's operands; rows with MIN_WIDENING times this are wide.
     """
     ordered = [n for n in view.gm.graph.nodes if n in nodes]
     operands = dict.fromkeys(x for n in ordered for x in n.all_input_nodes if x not in nodes and is_tensor(x))
