@@ -248,6 +248,7 @@ class JointPasses(Passes):
         """
         if self.job.session.groups:
             return None
+        # After a change of this package's sources, older results must not be loaded.
         return f"sp_compile joint {sources_digest(*passes.__path__, str(Path(__file__).parents[2]))}"
 
 

@@ -125,7 +125,8 @@ class OffloadValues(Pass):
         """Choose storages of at most `max_bytes` in total, and return the bytes of each.
 
         Used if the option `offload` is a share of the saved bytes. Storages are chosen in the order of their benefit,
-        the bytes times the seconds for which they are not on the device.
+        the bytes times the seconds for which they are not on the device. A storage is identified by the node x whose
+        value fills it.
         """
         chosen, storages = dict[Node, int](), schedule.saved.storages
         for x in sorted(storages, key=schedule.freed_byte_seconds, reverse=True):
@@ -136,11 +137,11 @@ class OffloadValues(Pass):
     def _choose_fitting(self, schedule: _OffloadSchedule, excess: Mapping[Node, float]) -> dict[Node, int]:
         """Choose a small set of storages whose offloading removes the excess; return the bytes of each.
 
-        Used for offload="auto". A storage helps at the nodes between its copy to the host and its copy back. The node
-        with the largest excess comes first: the smallest storage that removes its excess is chosen, or else the one
-        with the largest benefit (`freed_byte_seconds`). This is repeated until no excess remains. At a node where all
-        storages together do not suffice, all of them are chosen. At the end, storages that later choices have made
-        unnecessary are dropped.
+        Used for offload="auto". A storage is identified by the node x whose value fills it. It helps at the nodes
+        between its copy to the host and its copy back. At the node with the largest excess, the smallest storage that
+        removes the excess is chosen, or else the one with the largest benefit (`freed_byte_seconds`). This is repeated
+        until no excess remains, or no storage that helps. At the end, storages that later choices have made unnecessary
+        are dropped.
 
         Args:
             schedule: The copies of any set of storages.
@@ -186,10 +187,16 @@ class OffloadValues(Pass):
         A copy starts directly after the node that computes its value. Its wait (sp::offloaded) is inserted before the
         first node that is expected to run after the end of the copy, or else before the output.
 
+        Args:
+            graph: The forward graph.
+            schedule: The expected times of nodes and copies.
+            chosen: The nodes whose values fill the storages to copy.
+
         Returns:
             The seconds that the end of the forward waits for copies.
         """
         self.edit(graph)
+        # Seconds from the start of the forward until each node starts, and until each copy ends.
         times, ends, output = schedule.forward, schedule.copies(chosen).ends, graph.output_node()
         # Values whose copy has no wait yet, in order; and the copy of each value.
         pending, host_copies = deque[Node](), dict[Node, Node]()
@@ -213,11 +220,17 @@ class OffloadValues(Pass):
         A copy starts early enough to end before the first reader of its value. Before that reader follow the wait for
         the copy (sp::reloaded), and views of the copy for the saved values in the storage.
 
+        Args:
+            graph: The backward graph.
+            schedule: The expected times of nodes and copies.
+            chosen: The nodes of the forward whose values fill the storages to copy.
+
         Returns:
             The seconds that the backward waits at its start for copies.
         """
         self.edit(graph)
         saved, times, order = schedule.saved, schedule.backward, schedule.order
+        # Seconds after the start of the backward at which each copy starts; below 0 if it should start earlier.
         begins, nodes = schedule.copies(chosen).begins, [n for n in graph.nodes if n.op != "placeholder"]
         # `begins` starts with the storage that is read last. Copies and waits at the same node have to be in the order
         # of reads, so each is inserted before the ones already there. Of these, the first copy and wait at each node:
@@ -332,7 +345,16 @@ class _OffloadSchedule:
     """
 
     def __init__(self, saved: _SavedValues, forward: Graph, backward: Graph, machine: Machine) -> None:
+        """Compute when each node runs, and where each storage is used last and is read first in the backward.
+
+        Args:
+            saved: The saved values, and their storages by the nodes that fill them.
+            forward: The forward graph.
+            backward: The backward graph.
+            machine: The speed of compute and of copies.
+        """
         self.saved, self.machine = saved, machine
+        # Seconds from the start of a partition until each of its nodes starts.
         self.forward, self.backward = _node_times(forward, machine), _node_times(backward, machine)
         self.forward_times, self.backward_times = list(self.forward.values()), list(self.backward.values())
         self.order = {n: i for i, n in enumerate([*self.forward, *self.backward])}  # numbers of nodes
@@ -362,6 +384,9 @@ class _OffloadSchedule:
         One copy runs at a time in each direction. A copy to the host starts when its value is computed and the previous
         copy has ended. Copies back are scheduled in reverse, from the storage that is read last, each as late as
         possible: it ends before the first read of its value, and before the next copy starts.
+
+        Args:
+            chosen: The nodes x whose values fill the storages. `self.forward[x]` is the time at which x runs.
         """
         ends, begins, offloaded = dict[Node, float](), dict[Node, float](), dict[Node, range]()
         seconds = {x: copy_seconds(self.saved.storages[x].nbytes, self.machine) for x in chosen}
@@ -393,6 +418,7 @@ class _OffloadSchedule:
             if nodes:
                 changes[nodes.start] += chosen[x]
                 changes[nodes.stop] -= chosen[x]
+        # Go through the nodes in order, with the bytes that are offloaded at each.
         remaining, next_changes, offloaded_bytes = dict[int, float](), deque(sorted(changes.items())), 0
         for i, nbytes in excess:
             while next_changes and next_changes[0][0] <= i:

@@ -27,10 +27,10 @@ class PartitionPasses(Passes):
     steps = (OverlapCollectives,)
 
     def apply(self, gm: GraphModule, context: PartitionContext) -> int:
-        """Run the passes on the forward, then on the backward of the context; return the number of changes."""
+        """Run `steps` on the forward, then on the backward in the context if any; return the number of changes."""
         changes = super().apply(gm, context)
         if context.backward is not None:
-            self.gm = context.backward
+            self.gm = context.backward  # the graph that the steps edit
             changes += super().apply(context.backward, context)
             self.gm = gm
         return changes

@@ -48,7 +48,10 @@ class SaveAttentionInCheckpoints(Pass):
     provides = frozenset({"saved attention"})
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Mark the forward nodes whose results a policy saves and a backward reads, and return their number."""
+        """Mark nodes of the forward as saved for the backward, and return their number.
+
+        They compute results that an attention backward reads, and a policy of selective checkpointing saves them.
+        """
         saved_nodes = {x for node in gm.graph.nodes for x in _forward_nodes(node) if is_saved(x)}
         for node in saved_nodes:
             mark_must_save(node)

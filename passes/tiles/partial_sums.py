@@ -76,7 +76,7 @@ def _match_product(gm: GraphModule, x: Node) -> SumParts | None:
     The product may be transposed: (a @ b).T is returned as the parts b.T and a.T.
     """
     is_transposed = False
-    order = permutation_of(x)
+    order = permutation_of(x)  # None unless x is a permutation of dims
     while order is not None and is_identity(order[:-2]):  # permutes at most the last two dims
         is_transposed ^= not is_identity(order)  # two transpositions cancel
         x = OpCall(x).operands[0]

@@ -62,7 +62,7 @@ class RunInTiles(Pass):
             _materialize_deferred(gm)
             return 0
         assert job.input_placements is not None
-        settle_dtypes(gm.graph)
+        settle_dtypes(gm.graph)  # meta["val"] of the nodes then has the dtypes of autocast regions
         # A copy of the graph in which propagation places the rows of each value, with tiles in the role of ranks.
         view = token_view(gm, job.input_placements, job.ranks.n, max(2, option) if isinstance(option, int) else 2)
         regions = [region for region in find_regions(view) if self._can_tile(view, region)]
@@ -118,10 +118,10 @@ class RunInTiles(Pass):
             f"{tiles} tiles of {length} of {total} rows: intermediate values of {_format_size(nbytes)} become "
             f"{_format_size(tile_bytes)}"
         )
-        if program.gradients:
-            text += (
-                f"; {'the backward recomputes it' if is_recomputed else 'its gradients are computed in the same loop'}"
-            )
+        if is_recomputed:
+            text += "; the backward recomputes it"
+        elif program.gradients:
+            text += "; its gradients are computed in the same loop"
         if region.shared:
             text += "; results with other readers are computed twice"
         self.note(node, text)
@@ -156,7 +156,7 @@ class RunInTiles(Pass):
                 seed = self.compute(aten.randint.default, (1 << 62, []), last, options)
             tiled = self.compute(sp.tiled.default, (rows, replicated, tiles, program.name, seed), last)
             replacements = {x: self._merge_rows(view, x, tiled, i) for i, x in enumerate(region.results)}
-        for node in reversed(late_nodes):
+        for node in reversed(late_nodes):  # move them after the last result, in their order
             replacements[region.results[-1]].append(node)
         inside = {view.to_local[n] for n in region.nodes}
         for x, replacement in replacements.items():

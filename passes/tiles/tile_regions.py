@@ -147,6 +147,7 @@ def find_regions(view: TokenView) -> Iterator[TileRegion]:
             grown -= nodes
             nodes = _drop_unreachable(view, grown)
         _add_group(view, groups, seed, nodes)
+    # Rows that are repeated for one region only are repeated in it. Update the sets in place.
     for seed, nodes in groups.items():
         copies = _row_copies(view, seed, nodes)
         for group in groups.values():
@@ -163,7 +164,7 @@ def _add_group(view: TokenView, groups: dict[Node, set[Node]], seed: Node, nodes
     shared nodes remain in the earlier group.
 
     Args:
-        view: The token view.
+        view: The token view: a copy of the local graph, with the placement of the rows of each value.
         groups: The nodes of each region so far, by its first seed; changed in place.
         seed: The seed of the new region.
         nodes: Its nodes.
@@ -198,7 +199,7 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
     of about the width of the seed's operands.
 
     Args:
-        view: The token view.
+        view: The token view: a copy of the local graph, with the placement of the rows of each value.
         seed: A node of the view at which the region starts.
         sorts: The groups of `sort_groups`, of nodes of the local graph.
     """
@@ -228,7 +229,7 @@ def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
     They are added to the region, so that the repeated rows are not stored.
 
     Args:
-        view: The token view.
+        view: The token view: a copy of the local graph, with the placement of the rows of each value.
         seed: The seed of the region.
         nodes: The nodes of the region.
     """
@@ -287,7 +288,7 @@ def outside_readers(view: TokenView, node: Node, nodes: Iterable[Node]) -> list[
     """Return the nodes of the local graph that read `node` and do not belong to `nodes`.
 
     Args:
-        view: The token view.
+        view: The token view: a copy of the local graph; `view.to_local` maps its nodes to those of the local graph.
         node: A node of the view.
         nodes: Nodes of the view, such as those of a region.
     """
@@ -299,7 +300,7 @@ def _make_region(view: TokenView, nodes: set[Node], narrow: int) -> TileRegion:
     """Return the region of these nodes: their order, operands, and results with readers outside.
 
     Args:
-        view: The token view.
+        view: The token view: a copy of the local graph, with the placement of the rows of each value.
         nodes: Nodes of the view.
         narrow: Number of elements per row of the seed's operands; rows with MIN_WIDENING times this are wide.
     """

@@ -164,12 +164,12 @@ def _is_finite(node: Node, finite_nodes: Set[Node], ones: Set[Node]) -> bool:
         ones: Those among them whose padded rows are still ones.
     """
     call = OpCall(node)
-    if node.target in DIVISION_OPS:
+    if node.target in DIVISION_OPS:  # by a constant other than 0
         return isinstance(call["other"], (int, float)) and call["other"] != 0
     if node.target in POWER_OPS:
         exponent = call["exponent"]
         return isinstance(exponent, (int, float)) and exponent >= 1 and exponent % 1 == 0
-    if node.target in EXPONENTIAL_OPS:
+    if node.target in EXPONENTIAL_OPS:  # of 1, or of a log-probability, neither of which overflows
         return any(x in ones or (x in finite_nodes and x.target in LOGARITHM_OPS) for x in node.all_input_nodes)
     if node.target in CHOICE_OPS:
         choices = call["self"], call["other"]
@@ -203,7 +203,7 @@ def _framed_placement(node: Node) -> Placement:
     """
     call = OpCall(node)
     dim, (frame, outer) = call.dim(), call_frame(call)
-    rows = frame.local_length(call["n"])  # in the form of the shape, if the length is symbolic
+    rows = frame.local_length(call["n"])  # if symbolic, the expression that is a factor in the shape
     inner = exact_quotient(as_sizes(node.meta["val"].shape)[dim], size_product((outer, rows)))
     return Shard(dim, Frame.full(rows), outer, inner) if inner is not None else REPLICATE
 
@@ -256,6 +256,7 @@ class _TokenViewBuilder:
         if node.target is operator.getitem:
             return is_tensor(node) and self.copies[node.args[0]].op == "call_function"
         rule = rule_of(node)
+        # Not an op without a rule, with fixed placements of its operands, or with an exchange.
         if rule is None or rule.operand_placements is not None or transfer_of(node.target) is not None:
             return False
         if node.target.namespace == "sp" and node.target not in SORTED_ROWS:

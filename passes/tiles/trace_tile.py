@@ -72,7 +72,10 @@ class TileFunction:
         self.view, self.region, self.places, self.length, self.sizes = view, region, places, length, sizes
 
     def shape(self, node: Node, length: Any, sizes: Extents) -> list[Any]:
-        """Return the shape of a node's value in a tile with `length` rows, with symbols replaced by `sizes`."""
+        """Return the shape of a node's value in a tile with `length` rows, with symbols replaced by `sizes`.
+
+        The value of a node of the view has the rows of a rank. ROWS is a symbol for their number in a tile.
+        """
         shard, shape = self.view.rows(node), list(as_sizes(node.meta["val"].shape))
         if shard is not None:  # the dim may be merged, such as [B * S, D]: only S is replaced
             shape[shard.dim] = size_product((shard.outer, ROWS, shard.inner))
