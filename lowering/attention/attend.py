@@ -187,6 +187,7 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
     if may_have_fills(masking.score):
         block_calls = list(_merge_same_queries(block_calls, masking.predicate, selector))
     yield from (QueryStrip([call]) for call in packed_calls)
+    # Blocks with the same queries are consecutive. A BAND is not merged with blocks for kernels without windows.
     for _, group in groupby(block_calls, key=lambda call: (call[0].query_rows, call[0].kind is Kind.BAND)):
         calls = list(group)
         # A kernel without tensor masks creates none per query, and could not run a part of a causal block: no cut.
@@ -218,6 +219,7 @@ def _max_strip_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block,
 
     These are the scores of a dense kernel, or the tensor mask and its gradient. Without either, it is all rows.
     """
+    # The number of (rows, keys) matrices: one per batch entry and head, unless a mask broadcasts.
     if kernel.dense or mask_grad:
         matrices = q.shape[0] * q.shape[1]
     elif masking.mask is not None:
@@ -227,7 +229,7 @@ def _max_strip_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block,
     max_elements = GPU_SCORES if kernel.dense else GPU_BIAS
     if q.device.type == "cpu":
         max_elements = CPU_SCORES
-    max_elements //= num_saved_tensors(masking.score)
+    max_elements //= num_saved_tensors(masking.score)  # a score function has several tensors of this size
     return max(1, min(block.q_len, max_elements // (matrices * block.k_len)))
 
 
@@ -333,7 +335,8 @@ def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *argumen
     After it, its output and lse may be copied to the results. ``workspace`` is that of a kernel that is not dense.
     """
     args, _ = LocalArgs.of(arguments)
-    workspace = _score_bytes(q, k, v, args, False, 4 if args.dropout_p else 3) or workspace
+    num_score_tensors = 4 if args.dropout_p else 3  # of a dense kernel at a time
+    workspace = _score_bytes(q, k, v, args, False, num_score_tensors) or workspace
     rows = size_hint(q.shape[:3].numel())
     out_bytes = rows * size_hint(v.shape[3]) * q.element_size()
     lse_bytes = rows * accumulation_dtype(q.dtype).itemsize
@@ -352,7 +355,8 @@ def _backward_workspace(
     call has half of the queries, and adds to existing results.
     """
     args, mask_grad, packed = _parse_backward(arguments)
-    workspace = _score_bytes(q, k, v, args, mask_grad, 6 if args.score else 5) or workspace
+    num_score_tensors = 6 if args.score else 5  # of a dense kernel at a time
+    workspace = _score_bytes(q, k, v, args, mask_grad, num_score_tensors) or workspace
     widening = accumulation_dtype(q.dtype).itemsize // q.element_size()  # 2 for half types, else 1
     grad_bytes, key_grad_bytes = operand_bytes(q, k, v), operand_bytes(k, v)  # of the kernel, in q's dtype
     sent_bytes = key_grad_bytes * widening if packed else 0
@@ -475,7 +479,7 @@ def attend_backward(
         dq.add(block_dq, queries)
         dk.add(block_dk, keys)
         dv.add(block_dv, keys)
-        if dbias is not None and isinstance(block, Block):
+        if dbias is not None and isinstance(block, Block):  # the gradient of the block's part of an additive mask
             masking.add_grad(dmask, dbias, block)
     # Sum, and undo the sign that was moved from the scale to q.
     q_total, *key_totals = (accumulator.total() for accumulator in (dq, dk, dv))

@@ -155,10 +155,11 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tens
     Bytes: (n - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
     args, optional = ShardArgs.of(arguments)
-    mask_rows = bool(optional[1:] and optional[1])
+    mask_rows = len(optional) > 1 and bool(optional[1])
     q, k, v = autocast(q, k, v)
     keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *optional[:1])
-    layout = _to_zigzag(args, mask_rows) if args.balance else args  # of the queries during the computation
+    # With ``balance``, queries are exchanged for the zigzag layout during the computation.
+    layout = _to_zigzag(args, mask_rows) if args.balance else args
     q = to_zigzag_rows([q], args.n, args.group)[0] if args.balance else q
     out = attention(q, k, v, autocast_args(_local_args(layout, q, 1, mask_rows)), keys, args.sinks, args.lse)
     out = _zero_padding_lse(out, layout)

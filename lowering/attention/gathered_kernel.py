@@ -81,7 +81,7 @@ class GatheredKeys(NamedTuple):
             dmask = accumulate(dmask, part_dmask) if mask_grad else part_dmask
             if packed:
                 dk, dv = split_keys_values(self._reduce_scatter(dk, self._keeps_rank_order(args)), k, v)
-            elif self.frame is not None:
+            elif self.frame is not None:  # one rank: add the padded rows that `_gather` has removed
                 dk, dv = (pad_to_frame(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
             key_grads.append((dk, dv))
         assert dq is not None

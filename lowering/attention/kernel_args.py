@@ -140,7 +140,10 @@ class Kernel:
         return self.is_for_device(key) and self._supports_capability(key.device) and self.switch()
 
     def _supports_capability(self, device: torch.device) -> bool:
-        """Return True if the device has a supported CUDA capability, or if there is no restriction."""
+        """Return True if the device has a CUDA capability that the kernel supports.
+
+        `capability` is the minimum, and `generations` are the major versions.
+        """
         if self.capability == (0, 0) and self.generations is None:
             return True
         capability = _device_capability(device)
@@ -156,6 +159,7 @@ class Kernel:
         # Only a dense kernel, which stores all scores, has dropout; a fused one also supports score functions.
         if not self.dense and (key.dropout or key.head_dim == 0 or (key.score and not self.fused)):
             return False
+        # aten's flash attention runs the implementation that the user has activated.
         if self.flash is not None and self.flash != _active_flash_attention():
             return False
         # `repeatable` is the maximum head dim for which the backward is deterministic.

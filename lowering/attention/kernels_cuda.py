@@ -65,6 +65,7 @@ def _unused_rng_state(q: Tensor) -> Tensor:
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
     """Run cuDNN's forward on q (B, Hq, Q, D), k and v; return out (B, Hq, Q, E) and lse (B, Hq, Q)."""
+    # No bias, with lse, no dropout, no debug mask.
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         *pad_last_dim(_padded_width(q, v), q, k, v), None, True, 0.0, args.causal, False, scale=args.scale
     )
@@ -78,6 +79,7 @@ def cudnn_backward(
     grad, query, key, value, out = pad_last_dim(_padded_width(q, v), grad, q, k, v, out)
     lse = mask_empty(lse).contiguous().unsqueeze(-1)
     unused = _unused_rng_state(q)
+    # No bias and no sequences (None), no dropout (0.0).
     grads = aten._scaled_dot_product_cudnn_attention_backward(
         grad, query, key, value, out, lse, unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, args.causal,
         scale=args.scale,
@@ -128,6 +130,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Te
     """Run FlashAttention's forward on q (B, Hq, Q, D), k and v; return out (B, Hq, Q, E) and lse (B, Hq, Q)."""
     layout = _FlashLayout.of(q, k, args)
     query, key, value = layout.to_kernel(*pad_last_dim(_padded_width(q, v), q, k, v))
+    # No dropout (0.0) and no debug mask (False).
     out, lse, *_ = aten._flash_attention_forward(
         query, key, value, *layout.ends, *layout.max_length, 0.0, layout.causal, False, scale=args.scale,
         **layout.window_args,
@@ -293,6 +296,7 @@ def efficient_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tupl
     query, key, value = pad_last_dim(_padded_width(q, v), q, k, v)
     layout, (mask_type, window) = _EfficientLayout.of(q, k, args), _efficient_mask(args)
     added = _combine_bias_and_mask(q, args, k.shape[2])  # one additive mask, or None
+    # No dropout (0.0), with lse (True).
     out, lse, *_ = aten._efficient_attention_forward(
         *layout.pack_queries(query), *(layout.pack_keys(x, q.shape[1]) for x in (key, value)),
         None if added is None else added.expand(*q.shape[:3], k.shape[2]), *layout.ends, *layout.max_length, 0.0,

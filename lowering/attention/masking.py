@@ -170,7 +170,8 @@ class CallMask:
         allowed = None if causal else self.evaluate_predicate(block)
         bias = self._mask_block(block)
         if bias is not None and bias.dtype == torch.bool:
-            allowed, bias = bias if allowed is None else allowed & bias, None
+            allowed = bias if allowed is None else allowed & bias
+            bias = None
         # Dropout and the score function.
         keep_mask, keep_prob = None, 1.0
         if self.dropout is not None:

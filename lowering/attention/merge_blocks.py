@@ -80,6 +80,7 @@ def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         lse: (B, H, S), the log-sum-exps with sinks.
         sinks: (H,), any floating dtype.
     """
+    # The sink has the value 0, so that its score has the gradient weight * (0 - sum(grad * out)), summed over all rows.
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - mask_empty(lse))
     return -(weights * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -168,11 +168,14 @@ class LocalArgs(AttentionArgs):
         Args:
             learned: (num_learned(),), the concatenated gradients of the floating-point tables.
         """
-        ends = accumulate(x.numel() if x.is_floating_point() else 0 for x in self.tables)
-        return [
-            learned[end - x.numel() : end].view(x.shape) if x.is_floating_point() else None
-            for end, x in zip(ends, self.tables)
-        ]
+        views, first = list[Tensor | None](), 0
+        for table in self.tables:
+            if not table.is_floating_point():
+                views.append(None)
+                continue
+            views.append(learned[first : first + table.numel()].view(table.shape))
+            first += table.numel()
+        return views
 
     def table_grads(self, learned: Tensor) -> list[Tensor | None]:
         """Return the gradient of each table in its dtype, for autograd; None for a table of integers.

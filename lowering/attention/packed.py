@@ -74,6 +74,7 @@ class PackedRows:
     @cached_property
     def _packed_positions(self) -> Tensor:
         """Return the index of each packed row (a row of a sequence) among all rows: int64 (total,)."""
+        # The first row of each sequence among all rows, minus that among the packed rows.
         shifts = self.table[1, :-1] - self.ends[:-1]
         return torch.arange(self.side.total, device=self.table.device) + self._repeat_per_row(shifts)
 
@@ -202,7 +203,7 @@ def _split_by_length(
     # Split calls into parts (lists of sequences) that fit CUDA's grid.
     max_runs = MAX_SEQUENCES // batch
     if row_bytes is None:
-        max_runs //= 3  # both sides may have rows between two sequences
+        max_runs //= 3  # the queries and the keys between two runs are sequences, too
     parts: list[Sequence[AttendedRun]] = []
     for call in calls:
         runs, step = call.runs(), max(1, max_runs)

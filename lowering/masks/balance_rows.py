@@ -120,7 +120,8 @@ def reorder_table(vector: Pieces, order: ChunkOrder) -> Tensor:
     """
     table = cut_pieces(vector.table, order.firsts)
     by_position = np.argsort(order.firsts)
-    chunks = by_position[np.searchsorted(order.firsts[by_position], table[0], "right") - 1]  # of each piece
+    # The chunk that contains each piece.
+    chunks = by_position[np.searchsorted(order.firsts[by_position], table[0], "right") - 1]
     table[0] += (order.offsets - order.firsts)[chunks]
     return pad_table(_merge_continued(table[:, np.argsort(table[0])]), vector.batch, vector.length)
 

@@ -152,7 +152,7 @@ class BlockPlanner:
         return self._cover_tile(tile)
 
     def _cover_tile(self, tile: CellPair) -> list[Block]:
-        """Return the blocks of a tile, for kernels without windows.
+        """Return the blocks of a tile (a rectangle of queries and keys), for kernels without windows.
 
         It is one MASKED block if it is small, strips of a band (lower <= key - query <= upper), or else halved.
         """
@@ -286,7 +286,9 @@ class BlockPlanner:
                 (query_value, query_slope), (key_value, key_slope) = query_line, key_line
                 if key_slope <= 0 or query_slope != -key_slope:
                     return None
-                shifts.add(of_key[0] - of_query[0] + -(query_value + key_value + linear.constant) // key_slope)
+                # With i and j counted from the first query and key: key_slope * (j - i) <= -first_sum.
+                first_sum = query_value + key_value + linear.constant
+                shifts.add(of_key[0] - of_query[0] + -first_sum // key_slope)
         return shifts.pop() if len(shifts) == 1 else None
 
     def _cover_causal(self, q: Range, k: Range, shift: int, undecided: tuple[str, ...]) -> Iterator[Block]:
@@ -324,17 +326,17 @@ class BlockPlanner:
         return blocks + [Block.of(q, keys, Kind.FULL) for keys in full_ranges]
 
     def _cut_causal(self, q: Range, k: Range, shift: int) -> Iterator[int]:
-        """Yield the rows at which to cut a causal block, some of which may be outside q.
+        """Yield the rows at which to cut q for `_cover_causal`; some may be outside q.
 
-        They are those that do not see exactly one key more than the previous row: the first rows of query segments, and
-        the rows that first see all keys, or the first key of a further segment.
+        They are the rows that do not see exactly one key more than the previous row: the first row of each query
+        segment, the row after the first one that sees all keys, and the first row that sees a further key segment.
         """
         yield from index_boundaries(self._q_rows)
         (first_index, _), *_ = index_intervals(self._q_rows, *q)
         segments = index_intervals(self._k_rows, *k)
         end = segments[-1][1] + 1
         for index in [end, *(start for start, _ in segments[1:])]:
-            yield q[0] + index - shift - first_index
+            yield q[0] + index - shift - first_index  # the row whose query has the index (index - shift)
 
     def _best_cut(self, q: Range, k: Range, undecided: tuple[str, ...]) -> int | None:
         """Return the row at which to cut q, near its middle; None to keep q.

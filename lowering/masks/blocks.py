@@ -203,7 +203,7 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     if lower > upper:
         return []
     rows, keys = q[1] - q[0], k[1] - k[0]
-    # Keep only the queries [first, end) that have a key, and the keys [low, high) that have a query.
+    # Keep only the queries [first, end) that see a key, and the keys [low, high) that a query sees.
     first, end = max(0, -upper), min(rows, keys - lower)
     if first >= end:
         return []
@@ -238,16 +238,18 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
         keys: The number of keys, at most queries - 2.
     """
     left, right = window
+    is_clipped = right is not None and right >= keys
     if left is not None:
-        return right is not None and right < keys
-    return right is None or right < keys or right >= queries - 1
+        return right is not None and not is_clipped
+    excludes_no_key = right is not None and right >= queries - 1
+    return not is_clipped or excludes_no_key
 
 
 def split_run(run: AttendedRun) -> list[AttendedRun]:
     """Return a run whose window has only a right limit above 0 as two runs: a causal and a full one.
 
-    The last `right` queries see all keys. The runs can share packed calls with other runs, and need only
-    FULL and CAUSAL blocks. Other runs are returned unchanged.
+    The last `right` queries see all keys. The two runs can share packed calls with other runs, and need only FULL and
+    CAUSAL blocks. Other runs are returned unchanged.
     """
     left, right = run.window
     if left is not None or not right:
@@ -448,7 +450,8 @@ def _count_reached(queries: int, keys: int, distance: int) -> int:
 
     def sum_clamped(stop: int) -> int:
         """Return the sum of all integers x < stop, each clamped to [0, keys]."""
-        clamped = max(stop - keys, 0)  # number of summands that are clamped to ``keys``
-        return (max(stop, 0) - clamped) * (min(max(stop, 0), keys) - 1) // 2 + clamped * keys
+        unclamped = min(max(stop, 0), keys)  # the summands 0, 1, .., unclamped - 1
+        clamped = max(stop - keys, 0)  # the number of summands that count as ``keys``
+        return unclamped * (unclamped - 1) // 2 + clamped * keys
 
     return sum_clamped(queries + distance + 1) - sum_clamped(distance + 1)

@@ -103,6 +103,7 @@ def _find_edge(rows: Range, verdict: Callable[[Range], Verdict], last: bool) -> 
     low, high = rows
     while high - low > 1:
         middle = (low + high) // 2
+        # The half in which to look first: if it may have an attending pair, the row is there.
         near, far = ((middle, high), (low, middle)) if last else ((low, middle), (middle, high))
         low, high = near if verdict(near) is not False else far
     return low
@@ -220,7 +221,8 @@ class CellGrid:
             # of_query + of_key + constant == 0: the bounds that of_query must overlap, for each key cell.
             lows, highs = -sums.of_key.highs - sums.linear.constant, -sums.of_key.lows - sums.linear.constant
             order = np.argsort(lows, kind="stable")
-            # For each query cell, the first candidate in this order and the number of candidates.
+            # In this order, the running maximum of highs also ascends, so that the candidates of a query cell are
+            # consecutive: find the first one and their number.
             firsts = np.searchsorted(np.maximum.accumulate(highs[order]), sums.of_query.lows, "left")
             counts = np.maximum(np.searchsorted(lows[order], sums.of_query.highs, "right") - firsts, 0)
             if counts.sum() <= limit:
@@ -318,6 +320,7 @@ class CellGrid:
             first_sum = np.where(is_line, of_query.firsts[rows] + of_key.firsts[keys] + sums.linear.constant, 0)
             # The sum is 0 where key - query is numerator / size.
             numerator, size = -first_sum * np.sign(step), np.where(is_line, np.abs(step), 1)
+            # An equation limits key - query on both sides, an inequality above (step > 0) or below.
             limits, is_equation = undecided[c] & is_line, sums.linear.relation == "=="
             ceiling = -(-numerator // size)
             upper = np.where(limits & (is_equation | (step > 0)), np.minimum(upper, numerator // size), upper)

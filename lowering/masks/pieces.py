@@ -235,7 +235,7 @@ def _fit_pieces(values: Ints) -> Ints:
         starts = np.append(starts, length - 1)
     # Move the last position of a piece to the next one if it fits there better.
     ends = np.append(starts[1:], length) - 1
-    starts[1:] -= _last_fits_next(values, starts, ends)
+    starts[1:] -= _last_fits_next(values, starts, ends)  # True is 1
     ends = np.append(starts[1:], length) - 1
     first, last = values[:, starts], values[:, ends]
     slopes = np.where(ends > starts, values[:, np.minimum(starts + 1, length - 1)] - first, 0)

@@ -157,14 +157,14 @@ def _interval_remainder(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _interval_less(a: Bounds, b: Bounds) -> Verdict:
-    """Return the verdict of x < y for all x and y within these bounds."""
+    """Return True if x < y for all x and y within these bounds, False if for none, None if for some."""
     if a[1] < b[0]:
         return True
     return False if a[0] >= b[1] else None
 
 
 def _interval_equal(a: Bounds, b: Bounds) -> Verdict:
-    """Return the verdict of x == y for all x and y within these bounds."""
+    """Return True if x == y for all x and y within these bounds, False if for none, None if for some."""
     if a[1] < b[0] or b[1] < a[0]:
         return False
     return True if a[0] == a[1] == b[0] == b[1] else None
@@ -414,7 +414,7 @@ def as_linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
     if isinstance(expr, sympy.Eq | sympy.Ne):
         relation, difference = expr.rel_op, expr.lhs - expr.rhs
     elif isinstance(expr, Relational):
-        relation, difference = "<=", expr.lts - expr.gts
+        relation, difference = "<=", expr.lts - expr.gts  # the smaller side minus the greater one
     else:
         return None
     size_values = {sympy.Symbol(f"n{i}", integer=True): size for i, size in enumerate(sizes)}

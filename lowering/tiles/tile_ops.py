@@ -34,8 +34,8 @@ def tile_length(rows: int, tiles: int) -> int:
 def _iterate_tiles(program: TileProgram, rows: Tensors, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
     """Yield (body, first row, number of rows) of each tile, with the program's body for its length.
 
-    The body for ANY_LENGTH supports all lengths but 1, since sizes of 1 broadcast: there are then fewer tiles, whose
-    lengths differ by at most one.
+    A program has one body per length. Its only body may be for ANY_LENGTH, which supports all lengths but 1, since
+    sizes of 1 broadcast. The lengths then differ by at most one, and there are fewer tiles if they would have one row.
     """
     total, first = rows[0].shape[program.rows[0]], 0
     if ANY_LENGTH in program.bodies:
@@ -63,7 +63,7 @@ def _run_tiles(
     kinds: Sequence[str], rows: Tensors, shared: Tensors, tiles: int, name: str, seed: Tensor | None,
     cotangents: Sequence[Tensor] = (),
 ) -> Tensors:  # fmt: skip
-    """Run a program tile by tile, and return its results, its gradients, or both.
+    """Run a program, the graphs of one tile, on all tiles in turn, and return its results, its gradients, or both.
 
     Each tile seeds the generators with ``seed`` plus the index of its first row, so that a backward that recomputes the
     tile draws the same numbers. The state of the generators is restored at the end.
@@ -117,7 +117,7 @@ def _values_of(program: TileProgram, kinds: Sequence[str]) -> list[TileValue]:
     replays=False,  # the seed is read on the CPU in every call
 )
 def tiles_forward(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
-    """Return the results of all tiles: rows, or sums over the tiles.
+    """Run a program's forward on each tile, and return its results: rows of all tiles, or sums over them.
 
     Shapes: rows (.., R, ..), shared any -> as the program defines. Peak: intermediate values of a tile, in addition
     to operands and results.
@@ -131,7 +131,7 @@ def tiles_forward(rows: Tensors, shared: Tensors, tiles: int, program: str, seed
     replays=False,
 )
 def tiles_at_once(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
-    """Return the results of all tiles, followed by gradients for a cotangent of 1.
+    """Run a program's forward and backward on each tile; return its results, then the gradients for a cotangent of 1.
 
     Shapes: as of ``tiles_forward``; gradients as their operands.
     """
@@ -146,7 +146,7 @@ def tiles_at_once(rows: Tensors, shared: Tensors, tiles: int, program: str, seed
 def tiles_backward(
     cotangents: Tensors, rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None
 ) -> Tensors:
-    """Return the gradients of the operands that need one; each tile is recomputed for them.
+    """Recompute a program on each tile, and return the gradients of the operands that need one.
 
     Shapes: cotangents as the differentiable results; gradients as their operands.
     """
@@ -231,7 +231,7 @@ def _grads_per_operand(num_operands: int, program: TileProgram, grads: Tensors) 
 
 @composite(f"tiled({TILE_ARGUMENTS}) -> Tensor[]")
 def run_tiled(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
-    """Run the program on all rows, tile by tile, differentiable once.
+    """Run a program, the graphs of one tile (``tile_program.py``), on all rows, tile by tile; differentiable once.
 
     Shapes: rows (.., R, ..), shared any -> as the program defines; tiles of ceil(R / tiles) rows, the last one shorter.
     If the program supports any length, the lengths of tiles differ by at most one, and each has two rows or more.

@@ -124,6 +124,8 @@ def _pad_rows(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tens
 def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *placement_args: Any) -> Tensor:
     """Shift the rows: row i of the result is row i - before of x, or ``fill`` outside x.
 
+    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
+
     Shapes: dim of length -> length + before + after, either of which may be negative. Any dtype.
     Source: constant_pad_nd.
     """
@@ -141,6 +143,8 @@ def conv1d(
     groups: int = 1, *placement_args: Any,
 ) -> Tensor:  # fmt: skip
     """Convolve along the sequence, with ``before`` and ``after`` rows of zeros at the two ends.
+
+    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: ([B,] C, S), (O, C / groups, K), (O,) -> ([B,] O, (S + before + after - width) // stride + 1), where width =
     dilation * (K - 1) + 1.
@@ -167,6 +171,7 @@ def conv_along(
     """Convolve images along several dims, one of which is the sequence, such as the rows of an image.
 
     Along ``dim`` there are ``before`` and ``after`` rows of zeros at the two ends; the other dims have ``padding``.
+    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: ([B,] C, H, W), (O, C / groups, K, L), (O,) -> ([B,] O, H', W') for images, and with one more dim for
     volumes. Source: aten.convolution.
@@ -183,7 +188,9 @@ def conv_along(
 
 @composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {WINDOW_ARGUMENTS}", padded="nearest")
 def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *placement_args: Any) -> Tensor:
-    """Average windows of ``width`` rows, zeros at the ends included.
+    """Average windows of ``width`` rows, with ``before`` and ``after`` rows of zeros at the two ends.
+
+    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.avg_pool1d.
     """
@@ -202,7 +209,8 @@ def max_pool1d(
 ) -> Tensor:
     """Return the maximum of each window: every ``dilation``-th of ``width`` rows.
 
-    ``fill``, the value outside the sequence, is usually -inf, as in torch.
+    There are ``before`` and ``after`` rows of ``fill`` at the two ends, which is usually -inf, as in torch.
+    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.max_pool1d.
     """
@@ -219,6 +227,9 @@ def unfold(
     x: Tensor, dim: int, before: int, after: int, fill: float, width: int, stride: int, *placement_args: Any
 ) -> Tensor:
     """Return every window of ``width`` rows, as a last dim.
+
+    There are ``before`` and ``after`` rows of ``fill`` at the two ends.
+    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: dim of length -> (length + before + after - width) // stride + 1, and a last dim of width. Any dtype.
     Source: aten.unfold.
@@ -250,7 +261,7 @@ def wrapped_rows(shift: int, frame: FrameArg, s: int) -> WrappedRows:
     """Return the wrapped rows of a roll by 0 < abs(shift) < length, for a sequence with padding.
 
     They are the first `shift` positions of the result, whose sources are at the end of the sequence, or for a negative
-    shift the last ones.
+    shift the last ones. All ranks read the same local rows [low, high), which contain those that wrap on any rank.
 
     Args:
         shift: Number of rows, as of `roll`.
@@ -259,7 +270,7 @@ def wrapped_rows(shift: int, frame: FrameArg, s: int) -> WrappedRows:
     """
     _, _, start, length = frame[:4]
     first = start if shift > 0 else start + length + shift
-    delta = length - shift if shift > 0 else -(length + shift)
+    delta = length - shift if shift > 0 else -(length + shift)  # from a position to its source
     low, last = first % s, first + abs(shift)
     high = low + abs(shift)
     if high > s:  # they are on several ranks, at different local rows
