@@ -214,6 +214,7 @@ class _RingGradients:
     """
 
     def __init__(self, ring: RingKeys) -> None:
+        """Start with no gradients. `pending` is the shift in progress, which receives the sum of earlier ranks."""
         self.ring, self.num_added, self.pending = ring, 0, None
 
     def add(self, key_grads: Tensor) -> None:
@@ -241,6 +242,7 @@ class _ScatteredGradients:
     pending = None  # no shift is in progress between steps
 
     def __init__(self, ring: RingKeys) -> None:
+        """Start with no gradients; `step_grads` collects those of each step."""
         self.ring = ring
         self.step_grads: list[Tensor] = []
 

@@ -115,6 +115,7 @@ class Pieces:
 
     @cached_property
     def _start_list(self) -> list[int]:
+        """Return the first positions of all pieces as Python numbers, which `bisect` searches faster."""
         return self.starts.tolist()
 
     @cached_property
@@ -148,6 +149,7 @@ def table_size(length: Any) -> Any:
 
 
 def _fake_pieces(vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Return fake results of ``sp::pieces``: a table for each vector (B, S), whose size depends on S only."""
     return [x.new_empty([table_size(x.shape[1])], dtype=torch.int64, device="cpu") for x in vectors]
 
 

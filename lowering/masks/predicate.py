@@ -126,6 +126,7 @@ def _compile_operation(operation: Callable[[Any, Any], Any], operands: list[Eval
 
 
 def _unsupported_node_error(expr: Any) -> SpError:
+    """Return the error of a predicate with a sympy node that cannot be evaluated."""
     return SpError("SP442", f"mask predicate: expected supported functions, got {type(expr).__name__} in {expr}.")
 
 
@@ -171,6 +172,7 @@ def _interval_equal(a: Bounds, b: Bounds) -> Verdict:
 
 
 def _interval_not(verdict: Verdict) -> Verdict:
+    """Return the verdict of the negated condition; None (unknown) remains None."""
     return None if verdict is None else not verdict
 
 
@@ -346,6 +348,7 @@ def _syntax_error(text: str, cause: object) -> SpError:
 
 
 def _is_condition(expr: Any) -> bool:
+    """Return True for a comparison or a Boolean of comparisons; a symbol is a number, although sympy permits both."""
     return isinstance(expr, sympy.logic.boolalg.Boolean) and not expr.is_Symbol
 
 

@@ -106,6 +106,7 @@ class _ScoreInterpreter(Interpreter):
     """Interpreter of a score function for scores of one shape."""
 
     def __init__(self, name: str, score: Tensor, replacements: Mapping[Any, Callable[..., Any]]) -> None:
+        """Interpret the score function `name` for these scores; `replacements` run in place of operators."""
         super().__init__(SCORES[name].graph)
         self.score, self.replacements = score, replacements
 

@@ -57,6 +57,7 @@ class TilePart:
     supported_sizes: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Run the graph as traced until `compile` is called; record the strides that it expects."""
         self.run = self.graph
         self.strides = [None if is_symbolic(x) else tuple(x.stride()) for x in self.inputs]
 

@@ -253,7 +253,7 @@ class WrappedRows(NamedTuple):
 
     @property
     def source(self) -> tuple[int, int]:
-        """Return the source rows [low, high) of the local rows, relative to a rank's first."""
+        """Return the rows [low, high), relative to a rank's first row, from which its wrapped rows are read."""
         return self.low + self.delta, self.high + self.delta
 
 

@@ -106,7 +106,7 @@ class LowerExchanges(Pass):
     provides = frozenset({"lowered collectives"})
 
     def apply(self, gm: GraphModule, context: JointContext) -> int:
-        """Replace every exchange (collective of this package) in place, and return their number."""
+        """Replace every exchange, an sp:: op, by functional collectives and ATen ops, in place; return their number."""
         return lower_exchanges(gm, torch_compat.inductor_decompositions() if context.options.uses_inductor else None)
 
 
@@ -222,6 +222,7 @@ class JointPasses(Passes):
     job: JointContext
 
     def __init__(self, context: JointContext | None = None) -> None:
+        """Check that earlier passes provide what each pass requires. The default context is that of one rank."""
         check_pass_order(iterate_passes(JointPasses), JOINT_PROPERTIES)
         super().__init__(context or JointContext())
 

@@ -46,6 +46,7 @@ class PartitionedPasses(Passes):
     job: PartitionContext
 
     def __init__(self, context: PartitionContext | None = None) -> None:
+        """Check that earlier passes provide what each pass requires. The default context is that of one rank."""
         check_pass_order(iterate_passes(PartitionedPasses))
         super().__init__(context or PartitionContext(SINGLE_RANK))
 

@@ -30,7 +30,7 @@ MEMORY_SHARE = 1 / 8  # share of the device memory above which an inside is tile
 
 
 def inner_bytes(region: TileRegion) -> int:
-    """Return the bytes of the region's inside, such as logits: the wide values that it computes from narrow rows."""
+    """Return the bytes of the region's inside, such as logits: the results of the products that widen its rows."""
     return sum(map(node_bytes, region.seed_products))
 
 

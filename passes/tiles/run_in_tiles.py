@@ -299,4 +299,5 @@ def _late_nodes(view: TokenView, region: TileRegion) -> list[Node]:
 
 
 def _format_size(nbytes: int) -> str:
+    """Return the size as text, such as "1.5 MiB"."""
     return f"{nbytes / 2**20:.1f} MiB"
