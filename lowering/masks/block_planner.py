@@ -78,14 +78,20 @@ class BlockPlanner:
         halved until bounds decide the parts (`cover`).
         """
         tiles = self._nonempty_tiles() if self._row_vectors or self._col_vectors else None
-        if tiles is None:
-            all_blocks = tuple(self.all_blocks())
-            # Many or masked blocks, as those of a window, become bands if possible, for kernels with windows.
-            is_costly = len(all_blocks) > MAX_PARTS or has_masked(all_blocks)
-            bands = self.band_blocks() if is_costly else None
-            return BlockPlan((), bands or all_blocks, lambda: all_blocks)
-        # For kernels that support windows: runs (rectangles with a window), and blocks that no run describes. For other
-        # kernels: functions that create the blocks of each tile.
+        if tiles is not None:
+            return self._plan_tiles(tiles)
+        all_blocks = tuple(self.all_blocks())
+        # Many or masked blocks, as those of a window, become bands if possible, for kernels with windows.
+        is_costly = len(all_blocks) > MAX_PARTS or has_masked(all_blocks)
+        bands = self.band_blocks() if is_costly else None
+        return BlockPlan((), bands or all_blocks, lambda: all_blocks)
+
+    def _plan_tiles(self, tiles: Sequence[CellPair]) -> BlockPlan:
+        """Return the plan of an attention whose attending pairs are in these tiles (rectangles of queries and keys).
+
+        It has two forms. For kernels that support windows: runs (rectangles with a window), which are packed into few
+        calls, and blocks that no run describes. For other kernels: functions that create the blocks of each tile.
+        """
         runs, others, tile_blocks = list[AttendedRun](), list[Block](), list[TileBlocks]()
         for tile in tiles:
             known_runs = _known_runs(tile)

@@ -223,18 +223,7 @@ def _fit_pieces(values: Ints) -> Ints:
         Starts, lows, highs and slopes, (4, pieces).
     """
     length = values.shape[1]
-    # Runs of equal steps: the i-th has the positions starts[i] to ends[i]; adjacent runs share one position.
-    starts = np.concatenate([[0], _slope_changes(values)])
-    ends = np.append(starts[1:], length - 1)
-    run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
-    last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))
-    # A run of one step has two positions. Of consecutive ones every second is a piece; the first one after a long run
-    # is the step between two pieces.
-    chosen = (run_numbers - last_long) % 2 == (last_long < 0)
-    # The position that two adjacent runs share belongs to the first, if that is a piece, too.
-    starts = (starts + np.append(False, chosen[:-1]))[chosen]
-    if not chosen[-1]:
-        starts = np.append(starts, length - 1)
+    starts = _line_starts(values)
     # Move the last position of a piece to the next one if it fits there better.
     ends = np.append(starts[1:], length) - 1
     starts[1:] -= _last_fits_next(values, starts, ends)  # True is 1
@@ -242,6 +231,24 @@ def _fit_pieces(values: Ints) -> Ints:
     first, last = values[:, starts], values[:, ends]
     slopes = np.where(ends > starts, values[:, np.minimum(starts + 1, length - 1)] - first, 0)
     return np.stack([starts, *_batch_bounds(first, last, slopes, ends - starts)])
+
+
+def _line_starts(values: Ints) -> Ints:
+    """Return the first position of each line in vectors (batch, length), greedily from position 0 on.
+
+    Runs are positions with equal steps, of which adjacent ones share a position: 0 0 0 1 2 3 has the runs [0, 2] and
+    [2, 5]. The shared position belongs to the first line, so that the lines start at 0 and 3.
+    """
+    length = values.shape[1]
+    starts = np.concatenate([[0], _slope_changes(values)])  # of runs
+    ends = np.append(starts[1:], length - 1)
+    run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
+    last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))
+    # A long run is a line. Of consecutive runs of two positions every second is one, since the next run shares a
+    # position with it; after a long run, the first one is only the step to the next line.
+    is_line = (run_numbers - last_long) % 2 == (last_long < 0)
+    starts = (starts + np.append(False, is_line[:-1]))[is_line]
+    return starts if is_line[-1] else np.append(starts, length - 1)
 
 
 def _last_fits_next(values: Ints, starts: Ints, ends: Ints) -> Flags:

@@ -13,8 +13,7 @@ Inputs of checkpointed blocks are such values. Values that share a storage, such
 product, are copied as that storage and become views of it again.
 
 torch 2.13's own pass (`torch._functorch._activation_offloading`) accepts marks but no amounts. It supports no ops
-with several outputs (attention) and does not run on a CPU. It waits immediately or at the end of the forward, so that
-all copied values stay on the device until then.
+with several outputs (attention), does not run on a CPU, and keeps copied values on the device until the forward ends.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class OffloadValues(Pass):
         between its copy to the host and its copy back. At the node with the largest excess, the smallest storage that
         removes the excess is chosen, or else the one with the largest benefit (`freed_byte_seconds`). This is repeated
         until no excess remains, or no storage that helps. At the end, storages that later choices have made unnecessary
-        are dropped.
+        are dropped (`_drop_unneeded`).
 
         Args:
             schedule: The copies of any set of storages.
@@ -173,7 +172,20 @@ class OffloadValues(Pass):
                 chosen[x], remaining = bytes_of[x], remaining_with_x
             else:  # its copy waits for the chosen copies, so that x is still on the device at this node
                 rejected.add((worst, x))
-        # Drop storages, the largest first, without which the excess at no node is larger.
+        return self._drop_unneeded(schedule, excess_at, chosen, remaining)
+
+    def _drop_unneeded(
+        self, schedule: _OffloadSchedule, excess_at: Sequence[tuple[int, float]], chosen: dict[Node, int],
+        remaining: dict[int, float],
+    ) -> dict[Node, int]:  # fmt: skip
+        """Return the chosen storages without those, the largest first, without which no node exceeds more memory.
+
+        Args:
+            schedule: The copies of any set of storages.
+            excess_at: Number of a node, and the excess bytes at it without offloading, in order.
+            chosen: Bytes of the chosen storages, by the nodes that fill them.
+            remaining: Excess bytes at each node, by number, if these are offloaded.
+        """
         for x in sorted(chosen, key=chosen.__getitem__, reverse=True):
             others = {y: nbytes for y, nbytes in chosen.items() if y is not x}
             remaining_without_x = schedule.remaining_bytes(excess_at, others)
