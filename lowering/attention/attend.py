@@ -94,7 +94,10 @@ def _kernel_key(
     """
     bias = None if mask is None or mask.dtype == torch.bool else mask.dtype
     kind = Kind.FULL if mask is None or bias is not None else Kind.MASKED  # an additive mask excludes no pair
-    return KernelKey(device, q.dtype, kind, max(q.shape[3], v.shape[3]), rows, dropout, score, bias, mask_grad)
+    head_dim = max(q.shape[3], v.shape[3])
+    return KernelKey(
+        device, q.dtype, kind, head_dim, rows, dropout=dropout, score=score, bias=bias, bias_grad=mask_grad
+    )
 
 
 class KernelSelector:

@@ -149,7 +149,10 @@ def _evaluation_mask(args: PlanArgs, rows: Sequence[Tensor], cols: Sequence[Tens
     predicate, q_rows, k_rows, sizes, *_ = args
     vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
     numbers = {f"n{i}": size for i, size in enumerate(sizes)}
-    return CallMask(BlockPlan(), q_rows, k_rows, predicate, None, vectors, numbers, None, "", [], [], device, 1)
+    return CallMask(
+        BlockPlan(), q_rows, k_rows, predicate, mask=None, vectors=vectors, sizes=numbers, dropout=None, score="",
+        heads=[], tables=[], device=device, batch=1,
+    )  # fmt: skip
 
 
 def _count_block_pairs(masking: CallMask, blocks: Sequence[tuple[float, Block]], batch: int) -> float:

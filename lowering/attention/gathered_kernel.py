@@ -118,7 +118,7 @@ class GatheredKeys(NamedTuple):
     def _gather(self, k: Tensor, v: Tensor, cat: Cat) -> tuple[Tensor, Tensor]:
         """Return all keys and values in sequence order, without padding, for masks that need that order."""
         frame, n = self.frame, self.n
-        if frame is None:
+        if frame is None:  # the keys are replicated
             return k, v
         if n == 1:
             return trim(k, SEQUENCE, frame, 1, 1), trim(v, SEQUENCE, frame, 1, 1)

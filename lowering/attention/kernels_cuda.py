@@ -110,7 +110,8 @@ class _FlashLayout(NamedTuple):
             window_args = {"window_size_left": window.left, "window_size_right": window.right}
         causal = window == CAUSAL_WINDOW
         if args.sequences is None:
-            return _FlashLayout((None, None), (q.shape[2], k.shape[2]), causal, window_args)
+            no_ends = None, None
+            return _FlashLayout(no_ends, (q.shape[2], k.shape[2]), causal, window_args)
         queries, keys = args.sequences
         # For a maximum length of 1, the kernel would assume one sequence per query. A larger maximum is permitted.
         max_length = max(2, queries.max_length), keys.max_length
@@ -198,7 +199,8 @@ class _EfficientLayout(NamedTuple):
     def of(q: Tensor, k: Tensor, args: KernelArgs) -> _EfficientLayout:
         """Return the layout of a call: of a batch, or of packed sequences if ``args`` has any."""
         if args.sequences is None:
-            return _EfficientLayout(None, None, q.shape[0], (None, None), (q.shape[2], k.shape[2]))
+            max_length = q.shape[2], k.shape[2]
+            return _EfficientLayout(queries=None, keys=None, batch=q.shape[0], ends=(None, None), max_length=max_length)
         queries, keys = args.sequences
         ends, max_length = (queries.ends, keys.ends), (queries.max_length, keys.max_length)
         return _EfficientLayout(queries, keys, q.shape[0], ends, max_length)

@@ -178,7 +178,10 @@ class CallMask:
             queries = row_indices(*self._query_rows(block), self.device)
             keys = row_indices(*self._key_rows(block), self.device)
             keep_mask, keep_prob = self.dropout.keep_mask(queries, keys), 1 - self.dropout.p
-        return KernelArgs(scale, causal, allowed, bias, keep_mask, self._score_call(block), keep_prob)
+        score = self._score_call(block)
+        return KernelArgs(
+            scale, causal, allowed=allowed, bias=bias, keep_mask=keep_mask, score=score, keep_prob=keep_prob
+        )
 
     def _score_call(self, block: Block) -> ScoreCall | None:
         """Return the score function with the values of its inputs for a block, for a dense kernel; None without one.

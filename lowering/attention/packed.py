@@ -166,8 +166,8 @@ def _packed_side(bounds: Ints, batch: int, rows: tuple[int, int], pinned: bool) 
     begins = (np.arange(batch)[:, None] * length + (bounds[:, 0] - offset)).ravel()
     ends = np.append(0, np.cumsum(np.tile(lengths, batch)))
     host = torch.from_numpy(np.stack([ends, np.append(begins, batch * length)]).astype(np.int32))
-    total = int(ends[-1])
-    return SequenceSide(host.pin_memory() if pinned else host, total < batch * length, total, int(lengths.max()))
+    table, total = host.pin_memory() if pinned else host, int(ends[-1])
+    return SequenceSide(table, is_scattered=total < batch * length, total=total, max_length=int(lengths.max()))
 
 
 def split_by_length(

@@ -148,7 +148,7 @@ class RingKeys(NamedTuple):
         cotangent.
         """
         if self.steps == 1:
-            yield RingStep(k, v, shard_span(self.frame, self.n, self.stride), None)
+            yield RingStep(k, v, shard_span(self.frame, self.n, self.stride), next_shift=None)
             return
         both = _pack_keys_values(k, v, cat)
         for step in range(self.steps):

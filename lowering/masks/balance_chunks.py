@@ -143,7 +143,8 @@ def _order_chunks(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
     loads = np.bincount(owners, cut.works, n)
     nonempty = lengths > 0
     imbalance = float(loads.max() / loads.mean()) if loads.any() else 1.0
-    return ChunkOrder(firsts[nonempty], lengths[nonempty], imbalance, imbalance)
+    # The caller replaces the imbalance of contiguous shards.
+    return ChunkOrder(firsts[nonempty], lengths[nonempty], imbalance, contiguous_imbalance=imbalance)
 
 
 def _assign_owners(cut: _EvenChunks, n: int) -> Ints:

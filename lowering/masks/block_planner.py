@@ -84,7 +84,7 @@ class BlockPlanner:
         # Many or masked blocks, as those of a window, become bands if possible, for kernels with windows.
         is_costly = len(all_blocks) > MAX_PARTS or has_masked(all_blocks)
         bands = self.band_blocks() if is_costly else None
-        return BlockPlan((), bands or all_blocks, lambda: all_blocks)
+        return BlockPlan(others=bands or all_blocks, create_blocks=lambda: all_blocks)
 
     def _plan_tiles(self, tiles: Sequence[CellPair]) -> BlockPlan:
         """Return the plan of an attention whose attending pairs are in these tiles (rectangles of queries and keys).
@@ -109,8 +109,8 @@ class BlockPlanner:
                 runs += window_runs
         create_blocks = partial(self._merge_tiles, tile_blocks)
         if len(runs) == 1 and not others and self._covers_all(runs[0]):
-            return BlockPlan((), (block_of(runs[0]),), create_blocks)
-        return BlockPlan(tuple(packed_calls(runs)), tuple(others), create_blocks)
+            return BlockPlan(others=(block_of(runs[0]),), create_blocks=create_blocks)
+        return BlockPlan(packed=tuple(packed_calls(runs)), others=tuple(others), create_blocks=create_blocks)
 
     def all_blocks(self) -> Iterator[Block]:
         """Yield the blocks of all queries x all keys, for kernels without windows."""

@@ -120,7 +120,11 @@ class _ConditionSide(NamedTuple):
 
 
 def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _ConditionSide:
-    """Return the sum of (symbol, factor) terms, one side of a linear condition, in every cell."""
+    """Return the sum of (symbol, factor) terms, one side of a linear condition, in every cell.
+
+    A cell is a range of rows in which each symbol is a line, or bounded by one. The result has the bounds of the sum in
+    each cell, its value at the first row and its step per row, and whether these two are exact.
+    """
     zeros = np.zeros_like(cells.offsets)
     lows, highs, slopes = zeros, zeros, zeros  # bounds at the first row of each cell, and the step per row
     for name, factor in terms:
@@ -167,7 +171,7 @@ class CellGrid:
         k: Cells,
         fixed: Mapping[str, Range],
     ) -> None:
-        """Evaluate the linear conditions in every cell.
+        """Evaluate both sides of the linear conditions in every cell, a range of queries or of keys.
 
         Args:
             conditions: The conditions of the predicate.
@@ -357,7 +361,7 @@ def _merge_cells(pairs: list[CellPair]) -> Iterator[CellPair]:
 
 
 def _keep_few_parts(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
-    """Return the parts of a tile if they are few, or long on average; else (), a tile without parts.
+    """Return the parts of a tile (its pairs of cells) if they are few, or long on average; else ().
 
     A kernel would compute each part as a sequence, and many short sequences are slow.
     """

@@ -237,7 +237,7 @@ class JointPasses(Passes):
     def report(self) -> Report:
         """Return the report of the passes that have run: their notes, and the scattered layers."""
         group_sizes = sorted({ranks.n for ranks in self.job.session.groups})
-        report = Report(1, passes=self.job.runs, layers=self.job.layers, parallel=group_sizes)
+        report = Report(n=1, passes=self.job.runs, layers=self.job.layers, parallel=group_sizes)
         report.add(self.job.notes)
         return report
 

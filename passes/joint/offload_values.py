@@ -91,7 +91,9 @@ class OffloadValues(Pass):
             backward.graph.lint()
             backward.recompile()
         seconds = copy_seconds(total, self.machine)
-        context.on_host.append(HostValues(len(chosen), total, saved.nbytes - total, seconds, wait_seconds))
+        context.on_host.append(
+            HostValues(len(chosen), total, kept=saved.nbytes - total, seconds=seconds, waits=wait_seconds)
+        )
         return len(chosen)
 
     def _excess_bytes(self, forward: Graph, backward: Graph, context: PartitionContext) -> dict[Node, float]:

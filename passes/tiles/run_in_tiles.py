@@ -90,7 +90,8 @@ class RunInTiles(Pass):
     def _tile_region(self, view: TokenView, region: TileRegion, tiles: int, job: PassContext) -> bool:
         """Replace the region by an sp::tiled call and report it; return True, or False if it is not tiled.
 
-        Updates `view.to_local`, since the results of the region may be operands of the next regions.
+        A region is a set of token-wise nodes that compute wide values, such as logits. Updates `view.to_local`, since
+        the results of the region may be operands of the next regions.
 
         Args:
             view: The token view; `view.to_local` maps its nodes to those of the local graph.
@@ -130,11 +131,11 @@ class RunInTiles(Pass):
         if region.shared:
             for n in region.nodes:
                 set_node_info(view.to_local[n], recomputed=True)
-        line, layer = node_line(node), node_layer(node)
-        measures = tiles, total, nbytes, tile_bytes
-        job.tiled_regions.append(
-            TiledRegion(node.name, line, *measures, layer, last_line, is_recomputed, bool(region.shared))
-        )
+        tiled_region = TiledRegion(
+            node.name, node_line(node), tiles, rows=total, inside=nbytes, tile=tile_bytes, layer=node_layer(node),
+            ends=last_line, recomputed=is_recomputed, repeated=bool(region.shared),
+        )  # fmt: skip
+        job.tiled_regions.append(tiled_region)
         view.to_local.update(replacements)
         return True
 
@@ -205,7 +206,8 @@ def _materialize_deferred(gm: GraphModule) -> None:
 def _refusal(view: TokenView, region: TileRegion) -> str | None:
     """Return the reason for which the region cannot be tiled, or None if it can be.
 
-    The report contains the reason, unless it is "": a region with fewer than two rows is not worth a note.
+    A region is a set of token-wise nodes that compute wide values, such as logits. The report contains the reason,
+    unless it is "": a region with fewer than two rows is not worth a note.
     """
     nodes = (*region.nodes, *region.rows, *region.replicated)
     if any(_reads_symbols(n) for n in nodes) or symbol_places(view, region) is None:

@@ -262,9 +262,9 @@ def _trace_value(view: TokenView, x: Node, names: Mapping[Any, Any]) -> TileValu
     split_shape = shape if shard is None else split_row_dim(shape, shard, ROWS)
     named_shape = tuple(extent if isinstance(extent, int) else extent.subs(names) for extent in split_shape)
     if shard is not None:
-        return TileValue(named_shape, value.dtype, row_dim(shard))
+        return TileValue(named_shape, value.dtype, dim=row_dim(shard))
     order = order_of_strides(as_sizes(value.stride()))
-    return TileValue(named_shape, value.dtype, None, order=() if is_identity(order) else tuple(order))
+    return TileValue(named_shape, value.dtype, dim=None, order=() if is_identity(order) else tuple(order))
 
 
 def _new_leaves(operands: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
