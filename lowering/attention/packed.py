@@ -237,5 +237,6 @@ def _split_long_short(runs: Sequence[AttendedRun]) -> list[Sequence[AttendedRun]
     # The memory for each possible number of long runs: a call allocates its longest length for each of its runs.
     num_long = np.arange(1, len(runs))
     memory = num_long * descending[0] + (len(runs) - num_long) * descending[1:]
-    is_long = lengths > descending[1 + int(np.argmin(memory))]
+    longest_short = descending[1 + int(np.argmin(memory))]
+    is_long = lengths > longest_short
     return [list(compress(runs, is_long)), list(compress(runs, ~is_long))]

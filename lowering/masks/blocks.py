@@ -239,7 +239,7 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
     """
     left, right = window
     is_clipped = right is not None and right >= keys
-    if left is not None:
+    if left is not None:  # then FlashAttention takes no right limit as `keys`
         return right is not None and not is_clipped
     excludes_no_key = right is not None and right >= queries - 1
     return not is_clipped or excludes_no_key

@@ -39,7 +39,7 @@ class Cells(NamedTuple):
     def bounds(self, i: int) -> dict[str, tuple[int, int]]:
         """Return the inclusive bounds of all symbols in cell i: a condition can be evaluated over them."""
         bounds = {}
-        for name, (lows, highs, slopes) in self.lines.items():
+        for name, (lows, highs, slopes) in self.lines.items():  # bounds at the first row of each cell, step per row
             rise = int(slopes[i] * (self.lengths[i] - 1))
             bounds[name] = int(lows[i]) + min(rise, 0), int(highs[i]) + max(rise, 0)
         return bounds
@@ -299,7 +299,7 @@ class CellGrid:
                 q, pairs = (previous.q[0], q[1]), [previous, *pairs]
                 parts = (*previous.parts, *parts) if previous.parts else ()
             k = min(pair.k[0] for pair in pairs), max(pair.k[1] for pair in pairs)
-            tiles.append(CellPair(q, k, tuple(self._conditions), None, _keep_few_parts(parts)))
+            tiles.append(CellPair(q, k, tuple(self._conditions), band=None, parts=_keep_few_parts(parts)))
             joins_next = True
         return tiles
 
@@ -344,8 +344,8 @@ def without_padding(tile: CellPair, key_ranges: Sequence[Range]) -> Iterator[Cel
             parts = tuple(part for part in tile.parts if low <= part.k[0] < high)
             if len(parts) == 1:
                 yield parts[0]
-            elif parts or not tile.parts:
-                yield CellPair(tile.q, k, tile.undecided, None, parts)
+            elif parts or not tile.parts:  # a tile with parts has no attending pair in a range without one of them
+                yield CellPair(tile.q, k, tile.undecided, band=None, parts=parts)
 
 
 def _merge_cells(pairs: list[CellPair]) -> Iterator[CellPair]:

@@ -106,6 +106,7 @@ def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] 
     if x.target is not aten._grouped_mm.default or x.meta["val"].device.type != "cpu":
         return None
     a, b, ends = x.args[:3]
+    # With operands of two dims, each group of rows gives a matrix.
     return (_transpose(gm, a), b, ends) if a.meta["val"].ndim == b.meta["val"].ndim == 2 else None
 
 

@@ -213,7 +213,11 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
         return view.rows(node) is not None and not is_narrow
 
     def neighbors(node: Node) -> Iterable[Node]:
-        """Return the nodes that belong to the region if `node` does: users, wide operands, and nodes of its sorts."""
+        """Return the nodes that belong to the region if `node` does.
+
+        They are its users if the region continues, its wide operands (or the tuple from which it is read), and all
+        nodes between the same sort of rows and its inverse.
+        """
         users = node.users if continues(node) else ()
         wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * narrow or not is_tensor(x)]
         local_nodes_of_sorts = [n for group in sorts if view.to_local[node] in group for n in group]
