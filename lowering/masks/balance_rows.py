@@ -203,7 +203,7 @@ def balanced_rows(
 
     Returns:
         The positions in the order, int64 (length,); the inverse, int64 (length,); (2, chunks) on the CPU, the first
-        position and the length of each run; and tables as of ``sp::dealt_tables``.
+        position and the length of each chunk; and the results of `balanced_tables`.
 
     Bytes: none. Synchronizes once if vectors are on the device.
     """
@@ -225,7 +225,7 @@ def balanced_tables(vectors: Sequence[Tensor], chunks: Tensor, length: int) -> l
 
     Args:
         vectors: int or bool (B, length) each, replicated.
-        chunks: (2, chunks) on the CPU, the first position and the length of each run of the order.
+        chunks: (2, chunks) on the CPU, the first position and the length of each chunk of the order.
         length: The number of positions.
 
     Returns:

@@ -246,7 +246,7 @@ class BlockPlanner:
             return
         undecided = self._undecided_conditions(q, k)  # conditions that do not hold for all pairs
         segments = index_intervals(self._k_rows, *k)
-        ascends = all(before[0] < after[0] for before, after in pairwise(segments))
+        ascends = all(before[0] < after[0] for before, after in pairwise(segments))  # keys in sequence order
         shift = self._causal_shift(q, k, undecided[0]) if len(undecided) == 1 and ascends else None
         if shift is not None:
             yield from self._cover_causal(q, k, shift, undecided)

@@ -317,7 +317,7 @@ class _SavedValues:
         inputs = {n: backward_inputs[n.name] for n in outputs[n_results:] if n.name in backward_inputs}
         input_storages = _storages_of(forward.find_nodes(op="placeholder"))
         values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in input_storages]
-        total = sum(storage_bytes(values).values())
+        total = sum(storage_bytes(values).values())  # bytes of all saved values
         values_of_storage = defaultdict[int, list[Node]](list)
         for n in values:
             values_of_storage[storage_of(n.meta["val"])].append(n)
