@@ -66,7 +66,8 @@ def _match_parts(gm: GraphModule, x: Node) -> SumParts:
     The forms are "product", "groups" (grouped products) and "rows" (rows that are added by index). Other gradients are
     returned as ("", [x]).
     """
-    x = (move_source(x) or x) if is_cast_op(x) else x  # a cast is not needed: the loop adds in a wide dtype
+    if is_cast_op(x):  # not needed: the loop adds in a wide dtype
+        x = move_source(x) or x
     return _match_product(gm, x) or _scattered_rows(x) or ("", [x])
 
 

@@ -144,7 +144,7 @@ class TileFunction:
             return values[node.args[0]][node.args[1]]
         ruled_call = lookup_rule(node)
         assert ruled_call is not None
-        call, rule = ruled_call
+        call, rule = ruled_call  # the sharding rule states which argument is the shape of the result
         assert rule is not None
         operands = [values[x] for x in call.operands]
         if rule.reshapes:
@@ -179,14 +179,7 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
         # The gradient of an operand without rows, such as a weight, is a sum over the tiles. A tile may return it as
         # the operands of a product (parts) that the loop adds to an accumulator; a form such as "product" selects how.
         sums = [view.rows(operands[i]) is None for i in trained]
-        traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
-        forms_by_length = [forms for _, forms in traced.values()]
-        is_uniform = [len(set(forms_of_one)) == 1 for forms_of_one in zip(*forms_by_length, strict=True)]
-        if not all(is_uniform):  # tiles of both lengths add to the same accumulator, so they need the same form
-            sums = [is_sum and uniform for is_sum, uniform in zip(sums, is_uniform, strict=True)]
-            traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
-    bodies = {n: body for n, (body, _) in traced.items()}
-    _, forms = next(iter(traced.values()))
+        bodies, forms = _trace_bodies(functions, trained, differentiable, at_once, sums)
     # Symbols are renamed in order, so that equal layers have the same code and share one program.
     names = {symbol: sympy.Symbol(f"n{i}", integer=True, positive=True) for i, symbol in enumerate(places)}
     results = tuple(_trace_value(view, x, names) for x in region.results)
@@ -296,6 +289,25 @@ def _compute_gradients(
     """Return torch.autograd.grad outside of autocast, as users call a backward; None for an unused leaf."""
     with disable_autocast(outputs[0].device.type):
         return torch.autograd.grad(outputs, leaves, cotangents, allow_unused=allow_unused)
+
+
+def _trace_bodies(
+    functions: Mapping[int, TileFunction], trained: Sequence[int], differentiable: Sequence[int], at_once: bool,
+    sums: Sequence[bool],
+) -> tuple[dict[int, TileBody], list[str]]:  # fmt: skip
+    """Trace the tiles of each length; return the bodies by length, and the form of each gradient.
+
+    Tiles of all lengths add to the same accumulator, so that a gradient with different forms is not returned as parts.
+    Arguments: as of `_trace_body`.
+    """
+    traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
+    forms_by_length = [forms for _, forms in traced.values()]
+    is_uniform = [len(set(forms_of_one)) == 1 for forms_of_one in zip(*forms_by_length, strict=True)]
+    if not all(is_uniform):
+        sums = [is_sum and uniform for is_sum, uniform in zip(sums, is_uniform, strict=True)]
+        traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
+    _, forms = next(iter(traced.values()))
+    return {n: body for n, (body, _) in traced.items()}, forms
 
 
 def _trace_body(
