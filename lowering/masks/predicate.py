@@ -318,7 +318,7 @@ def _read_node(node: ast.AST) -> Any:
             return _OPERATIONS[type(op)](_read_node(left), _read_node(right))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _PREDICATE_FUNCTIONS:
             return _PREDICATE_FUNCTIONS[name](*map(_read_node, args))
-    expected = "sums, products, comparisons and known functions of integers"
+    expected = f"integers, + - * / // % **, comparisons, & | ~ or {', '.join(_PREDICATE_FUNCTIONS)}"
     raise SyntaxError(f"expected {expected}, got {ast.unparse(node)!r}")
 
 
@@ -334,7 +334,7 @@ def parse_predicate(text: str) -> Any:
     try:
         expr = _read_node(ast.parse(text.strip(), mode="eval").body)
     except _PARSE_ERRORS as error:
-        raise _syntax_error(text, error) from error
+        raise _syntax_error(text, getattr(error, "msg", error)) from error  # msg: without "(<unknown>, line 1)"
     if any(_is_condition(side) for relation in expr.atoms(Relational) for side in relation.args):
         raise _syntax_error(text, "expected comparisons of numbers, got a comparison of conditions")
     if not _is_condition(expr):
