@@ -18,9 +18,9 @@ from sp_compile.lowering.base.library import composite
 
 @composite("sort_rows(Tensor ids, bool stable, bool descending) -> (Tensor keys, Tensor order)", padded="as given")
 def sort_rows(ids: Tensor, stable: bool, descending: bool) -> tuple[Tensor, Tensor]:
-    """Sort the keys of the rows.
+    """Sort the rows by their ids, such as the expert of each row, as torch.sort does.
 
-    Shapes: ids (R,) -> ids[order] (R,) and order (R,), int64. Bytes: none.
+    Shapes: ids (R,) -> keys = ids[order] (R,) and order (R,), int64. Bytes: none.
     """
     return torch.sort(ids, stable=stable, descending=descending)
 
@@ -35,20 +35,21 @@ def to_sorted(x: Tensor, order: Tensor) -> Tensor:
 def from_sorted(x: Tensor, order: Tensor) -> Tensor:
     """Invert ``to_sorted``. Shapes: x (R, ...), order (R,) -> (R, ...). Bytes: none."""
     places = torch.arange(order.shape[0], device=order.device)
-    return x[torch.empty_like(order).scatter(0, order, places)]
+    inverse = torch.empty_like(order).scatter(0, order, places)  # inverse[order[i]] = i
+    return x[inverse]
 
 
 @composite("grouped_mm(Tensor x, Tensor w, Tensor keys, str op) -> Tensor", padded="as given")
 def grouped_mm(x: Tensor, w: Tensor, keys: Tensor, op: str) -> Tensor:
-    """Multiply each row by the matrix of its group.
+    """Multiply each row of x by the matrix of its group: x[r] @ w[keys[r]].
 
-    Shapes: x (R, I), w (E, I, O), keys (R,) -> (R, O). keys are ascending and not negative. Rows with a key of E or
-    more, which come last, have undefined results. Bytes: none.
+    Shapes: x (R, I), w (E, I, O), keys (R,) -> (R, O). Bytes: none.
 
     Args:
         x: (R, I), any dtype that `op` supports.
         w: (E, I, O), dtype of x.
-        keys: (R,), integers.
+        keys: (R,), the group of each row: integers, ascending and not negative. The results of rows with a key of E or
+            more are undefined.
         op: Qualified name of a grouped product of (x, w, end of each group), such as "aten::_grouped_mm".
     """
     groups = torch.arange(w.shape[0], dtype=keys.dtype, device=keys.device)

@@ -20,7 +20,9 @@ _pending_copies: dict[int, torch.cuda.Event] = {}  # events of running copies, b
 
 
 def _start_copy(to: Tensor, of: Tensor, device: torch.device) -> Tensor:
-    """Start a copy on a separate stream, after all work queued on the device so far.
+    """Start a copy on a separate stream, after all work queued on the device so far, and return its target.
+
+    There is one stream per device and direction. `_wait_for_copy` waits for the copy.
 
     Args:
         to: Target of the copy.
@@ -37,7 +39,7 @@ def _start_copy(to: Tensor, of: Tensor, device: torch.device) -> Tensor:
 
 
 def _wait_for_copy(written: Tensor, device: torch.device) -> None:
-    """Make the current stream of the device wait for a copy."""
+    """Make the current stream of the device wait for the copy whose target is `written`."""
     torch.cuda.current_stream(device).wait_event(_pending_copies.pop(written.data_ptr()))
 
 
@@ -58,7 +60,7 @@ def offload(x: Tensor) -> Tensor:
 
 @opaque("offloaded(Tensor(a!) host, Tensor x) -> ()", lambda host, x: None, replays=False)
 def offloaded(host: Tensor, x: Tensor) -> None:
-    """Wait, on the device of x, for the copy to `host`. This is the last use of x."""
+    """Make the device of x wait for the copy of x to `host`, which ``offload`` started. This is the last use of x."""
     if x.is_cuda:
         _wait_for_copy(host, x.device)
 
@@ -79,6 +81,6 @@ def reload(host: Tensor, device: torch.device) -> Tensor:
 
 @opaque("reloaded(Tensor(a!) x) -> ()", lambda x: None, replays=False)
 def reloaded(x: Tensor) -> None:
-    """Wait, on the device of x, for the copy to `x`."""
+    """Make the device of x wait for the copy to x, which ``reload`` started."""
     if x.is_cuda:
         _wait_for_copy(x, x.device)

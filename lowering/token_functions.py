@@ -24,7 +24,10 @@ BODIES: dict[str, FunctionBodies] = {}  # by name, which is equal in all process
 
 
 def register_bodies(bodies: FunctionBodies) -> str:
-    """Register the bodies of a function, and return their name for ``sp::token_function``."""
+    """Register the bodies of a function, and return their name, an argument of ``sp::token_function`` in graphs.
+
+    The name is a hash of their code, so that it is equal in all processes.
+    """
     text = f"{bodies.forward.code}{bodies.backward.code}{sorted(bodies.options.items())}"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     BODIES[name] = bodies

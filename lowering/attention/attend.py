@@ -50,14 +50,14 @@ QueryStrip = list[tuple[Block | PackedCall, Kernel]]  # calls with the same quer
 
 
 def _retry_without_flex(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Run an operator's body again if flex_attention cannot be compiled.
+    """Return the body of an operator with a second run if flex_attention cannot be compiled.
 
-    The error marks flex as unavailable in this process, so that the second run selects other kernels.
+    After the error flex is unavailable in this process, so that the second run selects other kernels.
     """
 
     @wraps(body)
     def run(*args: Any) -> Any:
-        """Run the body, at most twice."""
+        """Run the body; at most twice, since the second run does not use flex."""
         try:
             return body(*args)
         except CannotCompileError:
@@ -67,7 +67,10 @@ def _retry_without_flex(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dmask_shape(args: LocalArgs, is_needed: bool) -> Sequence[int]:
-    """Return the shape of dmask: that of the mask, (number of table elements,), or (0,) if not needed."""
+    """Return the shape of dmask, a result of attend_backward: the gradient of the tensor mask, or of all score tables.
+
+    Those of tables, the tensors that a score function indexes, are flat in one dim. (0,) if no gradient is needed.
+    """
     if not is_needed:
         return (0,)
     return (args.num_learned(),) if args.mask is None else args.mask.shape
@@ -77,28 +80,38 @@ def _kernel_key(
     device: torch.device, q: Tensor, v: Tensor, rows: int, mask: Tensor | None, mask_grad: bool, dropout: bool,
     score: bool,
 ) -> KernelKey:  # fmt: skip
-    """Return the key that selects the kernel of a block without a predicate.
+    """Return the key by which `kernel_for` selects the kernel of a block (queries x keys) without a predicate.
 
     Args:
         device: The device of the call.
         q: The queries.
         v: The values.
-        rows: The smaller number of rows, of queries and keys.
+        rows: The number of queries or of keys, the smaller one.
         mask: A tensor mask, bool or additive.
         mask_grad: Whether the mask needs a gradient.
         dropout: Whether there is dropout.
         score: Whether there is a score function.
     """
     bias = None if mask is None or mask.dtype == torch.bool else mask.dtype
-    kind = Kind.FULL if mask is None or bias is not None else Kind.MASKED
-    return KernelKey(device, q.dtype, kind, max(q.shape[3], v.shape[3]), rows, dropout, score, bias, mask_grad)
+    kind = Kind.FULL if mask is None or bias is not None else Kind.MASKED  # an additive mask excludes no pair
+    head_dim = max(q.shape[3], v.shape[3])
+    return KernelKey(
+        device, q.dtype, kind, head_dim, rows, dropout=dropout, score=score, bias=bias, bias_grad=mask_grad
+    )
 
 
 class KernelSelector:
     """Kernel selection for the blocks and packed calls of one attention."""
 
     def __init__(self, q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> None:
-        """Store the properties of the attention that select kernels."""
+        """Store the properties of the attention by which kernels are selected.
+
+        Args:
+            q: The queries.
+            v: The values.
+            masking: The mask, and its plan: the blocks (queries x keys) in which pairs attend.
+            mask_grad: Whether the mask needs a gradient.
+        """
         dropout, score = masking.dropout is not None, bool(masking.score)
         self._key = _kernel_key(q.device, q, v, 0, masking.mask, mask_grad, dropout, score)
         self._plan, self._has_mask = masking.plan, masking.mask is not None
@@ -109,12 +122,12 @@ class KernelSelector:
         """Return the kernel of a block of this kind.
 
         Args:
-            kind: The kind by the predicate alone.
-            rows: The smaller number of rows, of queries and keys.
+            kind: The kind of the block by the predicate, without the tensor mask.
+            rows: The number of queries or of keys, the smaller one.
             window: The window of a BAND or PACKED call.
             square: Whether the block, or each of its sequences, has the same number of queries and keys.
         """
-        if self._key.kind is Kind.MASKED:
+        if self._key.kind is Kind.MASKED:  # a bool tensor mask applies to every block
             kind = Kind.MASKED
         return kernel_for(self._key._replace(kind=kind, rows=rows, window=window, square=square))
 
@@ -126,10 +139,11 @@ class KernelSelector:
         return self.select(call.kind, min(queries, keys), call.window, queries == keys)
 
     def select_all(self) -> tuple[list[PackedKernelCall], list[BlockCall]]:
-        """Return the packed calls and the other blocks that the attention runs, with their kernels.
+        """Return the calls that the attention runs, with their kernels: packed calls, and blocks.
 
-        A kernel that supports mask tensors would compute a window from a mask. If one is selected for a window or for
-        packed sequences, there are no packed calls, and all pairs are in blocks without windows.
+        A packed call computes several sequences, such as documents, each with a window (a range of keys around each
+        query). Windows are used only if all kernels that would run them support windows. A kernel with tensor masks
+        does not: if one is selected, there are no packed calls, and the plan without windows is used.
         """
         if not self._has_mask and not self.select(Kind.PACKED, self._rows).supports_masks:
             packed = [(call, self._select_for(call)) for call in self._plan.packed]
@@ -141,18 +155,29 @@ class KernelSelector:
         return [], [(block, self._select_for(block)) for block in self._plan.blocks]
 
     def _split_by_length(self, packed: list[PackedKernelCall], other_calls: int) -> Iterator[PackedKernelCall]:
-        """Split packed calls by sequence length if their kernel pads sequences to the longest of the call."""
+        """Yield the packed calls, split by sequence length where a kernel pads the sequences of a call to the longest.
+
+        Args:
+            packed: The packed calls and their kernels.
+            other_calls: The number of other calls of the attention.
+        """
         for kernel, group in groupby(packed, key=lambda pair: pair[1]):
             calls, row_bytes = tuple(call for call, _ in group), self._row_bytes if kernel.pads else None
             yield from ((call, kernel) for call in split_by_length(calls, self._batch, row_bytes, other_calls))
 
 
 def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterator[QueryStrip]:
-    """Yield the kernel calls of an attention in strips of the same queries.
+    """Yield the kernel calls of an attention as strips: lists of calls with the same queries, to merge their results.
 
-    A strip is cut into fewer queries where a kernel would create too large tensors. If masks would be tensors and a
-    fused kernel can evaluate their texts instead, it computes everything in one call. If scores may be fills, all keys
-    of a query are in one block.
+    A strip is cut into fewer queries where a kernel would create too large tensors. If blocks need tensor masks and a
+    fused kernel can evaluate the predicate instead, one call computes all pairs. If a score function may return fills
+    (large finite scores in place of -inf), results cannot be merged, so that all keys of a query are in one block.
+
+    Args:
+        q: The queries.
+        v: The values.
+        masking: The mask, its plan of blocks, and the score function.
+        mask_grad: Whether the mask needs a gradient.
     """
     selector = KernelSelector(q, v, masking, mask_grad)
     packed_calls, block_calls = selector.select_all()
@@ -165,9 +190,10 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
     if may_have_fills(masking.score):
         block_calls = list(_merge_same_queries(block_calls, masking.predicate, selector))
     yield from (QueryStrip([call]) for call in packed_calls)
+    # Blocks with the same queries are consecutive. A BAND is not merged with blocks for kernels without windows.
     for _, group in groupby(block_calls, key=lambda call: (call[0].query_rows, call[0].kind is Kind.BAND)):
         calls = list(group)
-        # A kernel without masks cannot run a part of a causal block, so its blocks are not cut.
+        # A kernel without tensor masks creates none per query, and could not run a part of a causal block: no cut.
         uncut: QueryStrip = [call for call in calls if not call[1].supports_masks]
         if uncut:
             yield uncut
@@ -179,7 +205,10 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
 
 
 def _merge_same_queries(calls: Sequence[BlockCall], predicate: str, selector: KernelSelector) -> Iterator[BlockCall]:
-    """Merge all blocks with the same queries into one MASKED block over all of their keys."""
+    """Yield one MASKED block, with its kernel, in place of all blocks with the same queries.
+
+    It has all keys from the first to the last of these blocks, and evaluates the predicate for each pair.
+    """
     for _, group in groupby(calls, key=lambda call: call[0].query_rows):
         blocks = [block for block, _ in group]
         first, low = blocks[0], min(block.k_off for block in blocks)
@@ -189,41 +218,50 @@ def _merge_same_queries(calls: Sequence[BlockCall], predicate: str, selector: Ke
 
 
 def _max_strip_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block, kernel: Kernel) -> int:
-    """Return the maximum number of query rows of one call whose scores or masks fit GPU_SCORES and others."""
+    """Return the maximum number of query rows of one kernel call, so that its largest tensors are not too large.
+
+    These are the scores of a dense kernel, or the tensor mask and its gradient. Without either, it is all rows.
+    """
+    # The number of (rows, keys) matrices: one per batch entry and head, unless a mask broadcasts.
     if kernel.dense or mask_grad:
         matrices = q.shape[0] * q.shape[1]
     elif masking.mask is not None:
         matrices = masking.mask.shape[0] * masking.mask.shape[1]
     else:
         return block.q_len
-    elements = GPU_SCORES if kernel.dense else GPU_BIAS
+    max_elements = GPU_SCORES if kernel.dense else GPU_BIAS
     if q.device.type == "cpu":
-        elements = CPU_SCORES
-    elements //= num_saved_tensors(masking.score)
-    return max(1, min(block.q_len, elements // (matrices * block.k_len)))
+        max_elements = CPU_SCORES
+    max_elements //= num_saved_tensors(masking.score)  # a score function has several tensors of this size
+    return max(1, min(block.q_len, max_elements // (matrices * block.k_len)))
 
 
 def _slice_block_rows(block: Block, low: int, rows: int, kernel: Kernel) -> Block:
-    """Return the part of a block with its query rows [low, low + rows), clipped to its end, for a strip."""
+    """Return the part of a block with its query rows [low, low + rows), or fewer at its end.
+
+    A part of a causal block has fewer keys, and its last query attends to the last key. Only some kernels compute this
+    form of causal masks; others need a tensor mask.
+    """
     if rows >= block.q_len:
         return block
     rows = min(rows, block.q_len - low)
     sliced = block._replace(q_off=block.q_off + low, q_len=rows)
     if block.kind is not Kind.CAUSAL:
         return sliced
-    # The last row of the slice attends to its own and all earlier keys.
+    # Its last query is row low + rows - 1 of the block, which attends to the keys [0, low + rows).
     return sliced._replace(kind=Kind.CAUSAL if kernel.aligned_at_end else Kind.MASKED, k_len=low + rows)
 
 
 def _block_operands(q: Tensor, k: Tensor, v: Tensor, block: Block | PackedCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views of the block's queries, keys and values, the operands of its kernel."""
+    """Return views of q, k and v with the block's rows, the operands of its kernel."""
     return q.narrow(2, *block.query_rows), k.narrow(2, *block.key_rows), v.narrow(2, *block.key_rows)
 
 
 def _split_scale_sign(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
-    """Return (q * sign, sign, positive scale): PyTorch's causal kernel returns NaN for other scales.
+    """Return (q * sign, sign, positive scale), whose product equals q * scale.
 
-    A scale of 0 becomes a sign of 0 and a scale of 1. The backward multiplies dq by the sign.
+    PyTorch's causal kernel returns NaN for scales that are not positive. A scale of 0 becomes a sign of 0 and a scale
+    of 1. The backward multiplies dq by the sign.
     """
     if scale > 0:
         return q, 1, scale
@@ -232,9 +270,13 @@ def _split_scale_sign(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
 
 
 def _parse_backward(arguments: Sequence[Any]) -> tuple[LocalArgs, bool, str]:
-    """Parse (the fields of LocalArgs, mask_grad, after, packed) to (LocalArgs, mask_grad, packed)."""
+    """Return (LocalArgs, mask_grad, packed) of the arguments after lse of ``attend_backward``, which documents them.
+
+    They are the fields of LocalArgs, mask_grad, and optionally ``after``, which is not read, and ``packed``.
+    """
     args, (mask_grad, *optional) = LocalArgs.of(arguments)
-    return args, mask_grad, optional[1] if len(optional) > 1 else ""
+    packed = optional[1] if len(optional) > 1 else ""
+    return args, mask_grad, packed
 
 
 def _fake_backward(
@@ -247,9 +289,10 @@ def _fake_backward(
 
 
 def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str) -> tuple[Tensor, Tensor]:
-    """Create the results dk and dv, empty: separate, or one for both and a tensor (0,).
+    """Return empty tensors for the results dk and dv: separate ones, or one for both and a tensor (0,).
 
-    ``packed`` is the layout of the one for both, see ``attend_backward``.
+    The one for both is sent without a copy. ``packed`` is its layout: "" for separate tensors; "stack" (2, B, Hkv, Sk,
+    D); "last" (B, Hkv, Sk, D + E), contiguous; "rows" the same shape with the keys outermost in memory.
     """
     if not packed:
         return empty_rows_first(k, dtype), empty_rows_first(v, dtype)
@@ -264,9 +307,18 @@ def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str) -> 
 
 
 def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, tensors: int) -> int:
-    """Return the bytes of ``tensors`` score tensors of one strip if the kernel is dense, else 0.
+    """Return the bytes of the score tensors that one kernel call has at a time if the kernel is dense; else 0.
 
-    Estimates of memory call it before the attention runs, so the kernel is that of the newest device.
+    A dense kernel computes the matrix of scores. Estimates of memory call this before the attention runs, possibly
+    without its device, whose kernel is then the one that is expected on a GPU.
+
+    Args:
+        q: The queries.
+        k: The keys.
+        v: The values.
+        args: The arguments of the attention.
+        mask_grad: Whether the mask needs a gradient.
+        tensors: The number of tensors of the size of the scores.
     """
     queries, keys = size_hint(q.shape[2]), size_hint(k.shape[2])
     device, has_dropout = torch.device("cuda") if q.is_meta else q.device, args.dropout_p > 0
@@ -275,18 +327,19 @@ def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bo
         return 0
     max_scores = CPU_SCORES if device.type == "cpu" else GPU_SCORES
     scores = min(max_scores, size_hint(q.shape[:2].numel()) * queries * keys)
-    tensors += num_saved_tensors(args.score) > 1  # the intermediate scores of a smaller strip
+    tensors += num_saved_tensors(args.score) > 1  # intermediate scores of a score function, in a strip of fewer rows
     return tensors * scores * accumulation_dtype(q.dtype).itemsize
 
 
 def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> int:
     """Return the peak memory of the forward, without its operands and results, in bytes, for estimates.
 
-    A kernel has its ``workspace`` (bytes of a kernel that is not dense), copies of its operands and another lse. Then
-    its output may be copied.
+    It is the larger of two moments. During a kernel call there are its workspace, copies of operands and its own lse.
+    After it, its output and lse may be copied to the results. ``workspace`` is that of a kernel that is not dense.
     """
     args, _ = LocalArgs.of(arguments)
-    workspace = _score_bytes(q, k, v, args, False, 4 if args.dropout_p else 3) or workspace
+    num_score_tensors = 4 if args.dropout_p else 3  # of a dense kernel at a time
+    workspace = _score_bytes(q, k, v, args, False, num_score_tensors) or workspace
     rows = size_hint(q.shape[:3].numel())
     out_bytes = rows * size_hint(v.shape[3]) * q.element_size()
     lse_bytes = rows * accumulation_dtype(q.dtype).itemsize
@@ -298,24 +351,29 @@ def _backward_workspace(
 ) -> int:
     """Return the peak memory of the backward, without its operands and results, in bytes, for estimates.
 
-    It is the larger of two moments. In a kernel call there are its workspace and copies of operands, the lse, the
-    packed tensor of dk and dv that is sent, and its gradients in q's dtype; results of the operator that do not exist
-    yet are subtracted. After the call, its gradients are cast to the accumulation dtype, or dk and dv are copied to
-    the packed tensor; otherwise its gradients are the results. For a zigzag shard each kernel has half of the queries,
-    and adds to existing results.
+    It is the larger of two moments. During a kernel call there are its workspace, copies of operands, the lse, the
+    packed tensor of dk and dv that is sent, and its gradients in q's dtype. The results of the operator, which the
+    estimate must not contain, do not exist yet, so that their bytes are subtracted. After the call, its gradients exist
+    besides the results if they are cast to a wider dtype or copied to the packed tensor. For a zigzag shard each kernel
+    call has half of the queries, and adds to existing results.
     """
     args, mask_grad, packed = _parse_backward(arguments)
-    workspace = _score_bytes(q, k, v, args, mask_grad, 6 if args.score else 5) or workspace
+    num_score_tensors = 6 if args.score else 5  # of a dense kernel at a time
+    workspace = _score_bytes(q, k, v, args, mask_grad, num_score_tensors) or workspace
     widening = accumulation_dtype(q.dtype).itemsize // q.element_size()  # 2 for half types, else 1
     grad_bytes, key_grad_bytes = operand_bytes(q, k, v), operand_bytes(k, v)  # of the kernel, in q's dtype
     sent_bytes = key_grad_bytes * widening if packed else 0
-    # During a kernel call its gradients exist. The operator's results replace them later, unless they are sent.
-    in_kernel = workspace + cpu_copy_bytes(q, k, v) + operand_bytes(lse) + sent_bytes + grad_bytes * (1 - widening)
-    copied = grad_bytes if widening > 1 else key_grad_bytes if packed else 0
+    result_bytes = grad_bytes * widening
+    in_kernel = workspace + cpu_copy_bytes(q, k, v) + operand_bytes(lse) + sent_bytes + grad_bytes - result_bytes
+    after_kernel = 0
+    if widening > 1:
+        after_kernel = grad_bytes
+    elif packed:
+        after_kernel = key_grad_bytes
     is_zigzag = args.q_span[1] > 1
     if widening > 1 and is_zigzag:
-        copied = max(copied, (workspace + operand_bytes(q)) // 2 + key_grad_bytes)
-    return max(in_kernel, copied)
+        after_kernel = max(after_kernel, (workspace + operand_bytes(q)) // 2 + key_grad_bytes)
+    return max(in_kernel, after_kernel)
 
 
 @opaque(
@@ -329,10 +387,11 @@ def _backward_workspace(
 )
 @_retry_without_flex
 def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Compute the softmax average of local queries over local keys.
+    """Compute the softmax average of local queries over local keys: the attention kernel of one rank.
 
-    The mask has the rows of the local queries: (B | 1, Hq | 1, Sq | 1, global key length | 1). Dropout keeps weights by
-    a hash of ``seed``, batch, head, query and key.
+    It runs one kernel per block of queries and keys in which pairs attend, and merges their results. The mask has the
+    rows of the local queries: (B | 1, Hq | 1, Sq | 1, global key length | 1). Dropout keeps weights by a hash of
+    ``seed``, batch, head, query and key.
 
     Args:
         q: (B, Hq, Sq, D), any strides.
@@ -355,6 +414,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Te
             kernel.forward(*_block_operands(q, k, v, block), masking.kernel_args(block, scale, kernel))
             for block, kernel in strip
         ]
+        # The blocks of a strip have the same queries and different keys.
         out, lse = reduce(lambda merged, result: merge(*merged, *result), results)
         accumulator.add(out, lse, strip[0][0].query_rows)
     return accumulator.total()
@@ -406,6 +466,7 @@ def attend_backward(
     dk_buffer, dv_buffer = (None, None) if key_buffers is None else split_keys_values(key_buffers[0], k, v)
     dq, dk, dv = GradAccumulator(q, dtype), GradAccumulator(k, dtype, dk_buffer), GradAccumulator(v, dtype, dv_buffer)
     dmask = q.new_zeros(_dmask_shape(args, mask_grad), dtype=dtype)
+    # Without a tensor mask, dmask is the flat gradient of the tables, to whose views kernels add.
     table_views = enumerate(args.split_tables(dmask) if mask_grad else [])
     table_grads = {f"table{i}": x for i, x in table_views if x is not None}
     bias_grad = args.mask is not None and mask_grad
@@ -421,7 +482,7 @@ def attend_backward(
         dq.add(block_dq, queries)
         dk.add(block_dk, keys)
         dv.add(block_dv, keys)
-        if dbias is not None and isinstance(block, Block):
+        if dbias is not None and isinstance(block, Block):  # the gradient of the block's part of an additive mask
             masking.add_grad(dmask, dbias, block)
     # Sum, and undo the sign that was moved from the scale to q.
     q_total, *key_totals = (accumulator.total() for accumulator in (dq, dk, dv))

@@ -28,16 +28,17 @@ KeySource = GatheredKeys | RingKeys
 def attention(
     q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: KeySource, sinks: Tensor | None = None, lse: bool = False
 ) -> Tensor:
-    """Compute attention of local queries over all keys; save only shards, the output and its log-sum-exps.
+    """Compute attention of local queries over all keys, for every way to exchange the keys (ring, gathered).
 
-    Second derivatives are not supported.
+    It saves only shards, the output and its log-sum-exps: the backward exchanges the keys again. Second derivatives are
+    not supported.
 
     Args:
         q: (B, H, s, D), any floating dtype.
         k: (B, Hkv, t, D).
         v: (B, Hkv, t, E).
         args: Mask, score and dropout arguments of the local queries.
-        keys: The source of keys and values.
+        keys: The exchange that provides the keys and values of all ranks.
         sinks: (H,), a logit per head that takes a share of the weights and has no value. The gradients of q, k and v
             need no further term, because out and lse include the sinks.
         lse: Append each row's log-sum-exp.
@@ -57,7 +58,10 @@ class _AttentionFunction(Function):
         ctx: Any, args: LocalArgs, keys: KeySource, with_lse: bool, q: Tensor, k: Tensor, v: Tensor,
         sinks: Tensor | None, *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Compute out and lse, and save shards; ``tensors`` are those of `LocalArgs.tensors`."""
+        """Compute out (B, H, s, E) and lse (B, H, s), and save shards.
+
+        ``tensors`` are the tensors of ``args``, such as the mask. They are operands so that autograd sees them.
+        """
         out, lse = keys.forward(q, k, v, args.with_tensors(list(tensors)))
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
@@ -73,7 +77,10 @@ class _AttentionFunction(Function):
     @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v, sinks, the mask and the tables, and None for all other operands."""
+        """Return the gradients of q, k, v, sinks, the mask and the tables, and None for all other operands.
+
+        Tables are tensors that a score function indexes, such as a bias per distance.
+        """
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
         args = ctx.args.with_tensors(tensors)
         # The operands after v: sinks, then `LocalArgs.tensors`, of which the mask is the first and tables are the last.
@@ -82,7 +89,8 @@ class _AttentionFunction(Function):
         dsinks = sinks_grad(grad, out, lse, sinks) if needs_sinks else None
         upstream, values = (grad, out, lse), v
         if ctx.with_lse:
-            # An additional value column of ones carries the cotangent of lse to all scores; its output is unused.
+            # d(score) = p * (dout . (v - out) + dlse): a value column of ones, with output 0 and cotangent dlse, adds
+            # the last term.
             ones, zeros = torch.ones_like(v[..., :1]), torch.zeros_like(out[..., :1])
             grad = torch.cat([grad, lse_grad.unsqueeze(-1).to(grad.dtype)], -1)
             upstream, values = (grad, torch.cat([out, zeros], -1), lse), torch.cat([v, ones], -1)

@@ -50,7 +50,7 @@ PlanArgs = tuple[str, Rows, Rows, tuple[int, ...], tuple[Pieces, ...], tuple[Pie
 
 @register_flop_formula(torch.ops.sp.attend, get_raw=True)
 def attend_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_meta: Any) -> int:
-    """Return the FLOPs of ``sp::attend``: two products per pair, with inner dims D and E."""
+    """Return the FLOPs of ``sp::attend``: per pair that attends, a score (D products) and a weighted value (E)."""
     args, _ = LocalArgs.of(arguments)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
     return 2 * _attended_pairs(q, k, args) * (dim + value_dim)
@@ -60,9 +60,9 @@ def attend_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_meta: Any)
 def attend_backward_flops(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any, **_meta: Any
 ) -> int:
-    """Return the FLOPs of ``sp::attend_backward``: five products per pair.
+    """Return the FLOPs of ``sp::attend_backward``: five products per pair that attends.
 
-    The scores, dq and dk use D; dv and the gradient of the weights use E.
+    The scores, dq and dk have D products each; dv and the gradient of the weights have E.
     """
     args, _ = LocalArgs.of(arguments)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
@@ -70,7 +70,11 @@ def attend_backward_flops(
 
 
 def _attended_pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
-    """Return the number of attending (query, key) pairs over all batch entries and query heads."""
+    """Return the number of (query, key) pairs that attend over all batch entries and query heads.
+
+    For fake tensors it is the mean over the ranks. Otherwise it is that of this rank, from tables on the host of the
+    vectors that the mask reads, such as document numbers; if these are not exact, from the vectors on the device.
+    """
     batch, heads, queries, keys = map(size_hint, [*q.shape[:3], k.shape[2]])
     spans = tuple(map(size_hint, args.q_span)), tuple(map(size_hint, args.k_span))
     sizes = tuple(map(size_hint, args.sizes))
@@ -88,7 +92,7 @@ def _attended_pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
 
 
 def _table_values(vector: Pieces) -> Tensor:
-    """Return the values of a vector from its exact table, on the CPU: int64 (1, length)."""
+    """Return the values of a vector from a table of equal lower and upper bounds, on the CPU: int64 (1, length)."""
     lows, _, _ = vector.lines(np.arange(vector.length))
     return torch.from_numpy(lows)[None]
 
@@ -98,7 +102,16 @@ def _count_known_pairs(
     predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...], row_tables: tuple[Pieces, ...] = (),
     col_tables: tuple[Pieces, ...] = (),
 ) -> int:  # fmt: skip
-    """Count the attending pairs of one batch entry from exact tables, so that the device is not read."""
+    """Count the attending pairs of one batch entry from tables of the vectors, so that the device is not read.
+
+    Args:
+        predicate: The mask as a condition on the positions of a query and a key.
+        q_rows: The positions of the queries.
+        k_rows: The positions of the keys.
+        sizes: Numbers that the predicate reads.
+        row_tables: Tables of the vectors over queries that it reads; lower and upper bounds are equal.
+        col_tables: Tables of the vectors over keys that it reads.
+    """
     args = predicate, q_rows, k_rows, sizes, row_tables, col_tables
     plan = plan_blocks(*args) if row_tables or col_tables else tiles_by_position(*args[:4])
     rows, cols = list(map(_table_values, row_tables)), list(map(_table_values, col_tables))
@@ -108,11 +121,14 @@ def _count_known_pairs(
 def _count_planned_pairs(
     plan: BlockPlan, args: PlanArgs, rows: Sequence[Tensor], cols: Sequence[Tensor], batch: int, device: torch.device
 ) -> int:
-    """Count the attending pairs of all batch entries; those of many undecided blocks from a sample.
+    """Count the attending pairs of all batch entries.
+
+    Bands have a closed form. In a masked block, the predicate depends on the pair: bounds of the vectors settle most of
+    its parts, and the predicate is evaluated for the pairs of the others (undecided), or for a sample of these.
 
     Args:
-        plan: Blocks of the attention.
-        args: Arguments from which the plan was made.
+        plan: The blocks of queries x keys in which pairs attend.
+        args: Arguments from which `plan_blocks` made the plan.
         rows: Vectors (B | 1, Sq) that the predicate reads.
         cols: Vectors (B | 1, Sk) that the predicate reads.
         batch: Number of batch entries.
@@ -126,23 +142,29 @@ def _count_planned_pairs(
 
 
 def _evaluation_mask(args: PlanArgs, rows: Sequence[Tensor], cols: Sequence[Tensor], device: torch.device) -> CallMask:
-    """Return a mask without a plan, for `CallMask.evaluate_predicate` of undecided blocks."""
+    """Return a mask whose `evaluate_predicate` evaluates the predicate for the pairs of a block.
+
+    It has no plan. The predicate reads vectors over queries as row0, .., over keys as col0, .., and numbers as n0, ...
+    """
     predicate, q_rows, k_rows, sizes, *_ = args
     vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
     numbers = {f"n{i}": size for i, size in enumerate(sizes)}
-    return CallMask(BlockPlan(), q_rows, k_rows, predicate, None, vectors, numbers, None, "", [], [], device, 1)
+    return CallMask(
+        BlockPlan(), q_rows, k_rows, predicate, mask=None, vectors=vectors, sizes=numbers, dropout=None, score="",
+        heads=[], tables=[], device=device, batch=1,
+    )  # fmt: skip
 
 
 def _count_block_pairs(masking: CallMask, blocks: Sequence[tuple[float, Block]], batch: int) -> float:
-    """Count the attending pairs of undecided (weight, block) in all batch entries; synchronizes once.
+    """Count the attending pairs of blocks in all batch entries by evaluating their predicate; synchronizes once.
 
-    A block of a sample has the weight of all blocks that it represents.
+    Each block has a weight: the number of blocks that it represents in a sample, or 1.
     """
     sums, factors = [], []
     with use_real_tensors():
         for weight, block in blocks:
             allowed = masking.evaluate_predicate(block)
-            assert allowed is not None  # because the block is masked
+            assert allowed is not None  # the block has a predicate
             sums.append(allowed.sum())
             # `allowed` broadcasts to all batch entries and pairs of the block.
             factors.append(weight * (batch * block.q_len * block.k_len // allowed.numel()))
@@ -154,9 +176,18 @@ def _count_block_pairs(masking: CallMask, blocks: Sequence[tuple[float, Block]],
 def _mean_pairs(
     predicate: str, q_span: Sequence[int], k_span: Sequence[int], queries: int, keys: int, sizes: tuple[int, ...]
 ) -> int:
-    """Return the mean number of pairs over the ranks for fake tensors, from conditions on positions only.
+    """Return the mean number of attending pairs over the ranks, for fake tensors.
 
-    The result does not depend on the order of a rank's rows.
+    All ranks need the same number, because a partitioner decides by it. Conditions that read vectors, which have no
+    values, are assumed to hold; those on positions are counted.
+
+    Args:
+        predicate: The mask as a condition on the positions of a query and a key.
+        q_span: The placement of the queries: the number of ranks first (`shard_spans`).
+        k_span: The placement of the keys.
+        queries: Queries per rank.
+        keys: Keys per rank.
+        sizes: Numbers that the predicate reads.
     """
     conditions, ranks = position_conditions(predicate), range(max(q_span[0], k_span[0]))
     query_rows = [span_rows(q_span, queries, rank) for rank in ranks]
@@ -167,7 +198,8 @@ def _mean_pairs(
     row_pairs = [(sort_by_index(q), sort_by_index(k)) for q, k in row_pairs]
     if not depends_on_distance(conditions, sizes):
         return sum(_count_known_pairs(conditions, q, k, sizes) for q, k in row_pairs) // len(ranks)
-    # Pairs of segments with the same lengths and the same distance have the same count.
+    # The predicate depends only on the distance of a query and a key. Pairs of segments (consecutive positions) with
+    # the same lengths and the same distance thus have the same count, which is computed once.
     segment_pairs = Counter((q.length, k.length, k.first - q.first) for qs, ks in row_pairs for q in qs for k in ks)
     counts = (times * _count_pairs_at_distance(conditions, *key, sizes) for key, times in segment_pairs.items())
     return sum(counts) // len(ranks)

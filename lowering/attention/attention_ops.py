@@ -38,8 +38,9 @@ def _attend_in_rings(
 ) -> Tensor:
     """Compute ring attention (a stride of 1), or hybrid attention in neighborhoods of ``stride`` ranks.
 
-    ``args.balance`` exchanges contiguous shards for zigzag ones first, and the result back. For ``steps``, ``grads``
-    and ``mask_rows`` see `ring_attention`.
+    In hybrid attention, each neighborhood exchanges heads for rows, and rings link every stride-th rank. With
+    ``args.balance``, contiguous shards are exchanged for zigzag ones first, and the result back. For ``steps``,
+    ``grads`` and ``mask_rows`` see `ring_attention`.
     """
     if args.balance:
         q, k, v = to_zigzag_rows([q, k, v], args.n, args.group)
@@ -55,14 +56,17 @@ def _attend_in_rings(
 
 
 def _local_args(args: ShardArgs, q: Tensor, stride: int, mask_rows: bool) -> LocalArgs:
-    """Return the arguments of this rank's part; with ``mask_rows`` the mask has the rows of its queries already."""
+    """Return the arguments for this rank's queries, whose rows are selected from the mask.
+
+    With ``mask_rows`` the mask is sharded, too: it has only the rows of this rank.
+    """
     if not mask_rows:
         return args.local(q, stride)
     return replace(replace(args, mask=None).local(q, stride), mask=args.mask)
 
 
 def _to_zigzag(args: ShardArgs, mask_rows: bool) -> ShardArgs:
-    """Return the arguments for operands in the zigzag layout, to which the rows of a sharded mask are exchanged."""
+    """Return the arguments for operands in the zigzag layout; with ``mask_rows`` the mask is exchanged to it, too."""
     layout = args.to_zigzag()
     if not mask_rows or args.mask is None:
         return layout
@@ -70,7 +74,10 @@ def _to_zigzag(args: ShardArgs, mask_rows: bool) -> ShardArgs:
 
 
 def _zero_padding_lse(out: Tensor, args: ShardArgs) -> Tensor:
-    """Set log-sum-exps of padding rows to 0 instead of -inf, so that later arithmetic stays finite."""
+    """Return the result with log-sum-exps of padded rows set to 0 instead of -inf, so that later values are finite.
+
+    Without ``args.lse`` the result has no log-sum-exps and is returned unchanged.
+    """
     return torch.ops.sp.mask(out, SEQUENCE, args.q_frame, 0, args.n, args.group) if args.lse else out
 
 
@@ -148,10 +155,11 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tens
     Bytes: (n - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
     args, optional = ShardArgs.of(arguments)
-    mask_rows = bool(optional[1:] and optional[1])
+    mask_rows = len(optional) > 1 and bool(optional[1])
     q, k, v = autocast(q, k, v)
     keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *optional[:1])
-    layout = _to_zigzag(args, mask_rows) if args.balance else args  # of the queries during the computation
+    # With ``balance``, queries are exchanged for the zigzag layout during the computation.
+    layout = _to_zigzag(args, mask_rows) if args.balance else args
     q = to_zigzag_rows([q], args.n, args.group)[0] if args.balance else q
     out = attention(q, k, v, autocast_args(_local_args(layout, q, 1, mask_rows)), keys, args.sinks, args.lse)
     out = _zero_padding_lse(out, layout)

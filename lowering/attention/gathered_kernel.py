@@ -49,7 +49,7 @@ class GatheredKeys(NamedTuple):
     orders: Sequence[Tensor] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
-        """Return out (B, H, s, E) and lse (B, H, s) of local queries over all keys."""
+        """Gather the keys and values of all ranks, and return out (B, H, s, E) and lse (B, H, s) over all of them."""
         gathered = self._gather_parts(k, v, args, torch.cat)
         results = [args.attend(q, keys, values, span) for keys, values, span in gathered]
         return reduce(lambda merged, result: merge(*merged, *result), results)
@@ -57,10 +57,23 @@ class GatheredKeys(NamedTuple):
     def backward(
         self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv, and the gradient of the mask or the flat gradient of the tables."""
+        """Gather the keys and values again, and return the gradients of the shards.
+
+        Args:
+            upstream: (cotangent of out, out, lse), over all keys.
+            q: (B, H, s, D).
+            k: (B, Hkv, t, D).
+            v: (B, Hkv, t, E).
+            args: The arguments of the attention.
+            mask_grad: Whether the mask or the tables of a score function need a gradient.
+
+        Returns:
+            dq, dk and dv with the shapes of q, k and v, and the gradient of the mask or the flat one of the tables.
+        """
         dq: Tensor | None = None
         dmask: Tensor | None = None
-        key_grads = []  # of each gathered part: dk and dv of this rank's keys
+        key_grads = []  # dk and dv of this rank's keys, from each gathered part
+        # dk and dv of all keys are one tensor, which the reduce-scatter sends without a copy.
         packed = "rows" if self.n > 1 and self.frame is not None else ""
         for keys, values, span in self._gather_parts(k, v, args, wait_then_concat(upstream[0])):
             part_dq, dk, dv, part_dmask = args.grads(upstream, q, keys, values, span, mask_grad, packed=packed)
@@ -68,7 +81,7 @@ class GatheredKeys(NamedTuple):
             dmask = accumulate(dmask, part_dmask) if mask_grad else part_dmask
             if packed:
                 dk, dv = split_keys_values(self._reduce_scatter(dk, self._keeps_rank_order(args)), k, v)
-            elif self.frame is not None:
+            elif self.frame is not None:  # one rank: add the padded rows that `_gather` has removed
                 dk, dv = (pad_to_frame(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
             key_grads.append((dk, dv))
         assert dq is not None
@@ -77,19 +90,21 @@ class GatheredKeys(NamedTuple):
         return dq, dk, dv, dmask
 
     def _keeps_rank_order(self, args: LocalArgs) -> bool:
-        """Return True if queries attend to the gathered keys in rank order, with padding, in one or two parts.
+        """Return True if queries attend to the gathered keys in rank order, which needs no copy of the keys.
 
-        A tensor mask has a column for each key in sequence order. Tensor masks and score functions may also hold fills
-        (large finite numbers in place of -inf), and the results of two parts with fills cannot be merged.
+        In rank order, keys are those of rank 0, then of rank 1, and so on, with padding; zigzag shards are gathered in
+        two parts. A tensor mask prevents it, as it has a column for each key in sequence order. So do fills (large
+        finite scores in place of -inf): the results of two parts with fills cannot be merged.
         """
         if self.frame is None or self.n == 1 or self.orders:
             return False
         return args.mask is None and not may_have_fills(args.score)
 
     def _gather_parts(self, k: Tensor, v: Tensor, args: LocalArgs, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span]]:
-        """Yield keys, values and span of each gathered part: two for zigzag shards in rank order, else one.
+        """Yield (keys, values, span) of each gathered part: two for zigzag shards in rank order, else one.
 
-        Parts in rank order need no copy: their span describes which rows of the sequence they contain.
+        A span describes which rows of the sequence the part contains, in which order. ``cat`` concatenates K and V:
+        torch.cat, or in a backward a function that waits for the cotangent.
         """
         if self.frame is None or not self._keeps_rank_order(args):
             keys, values = self._gather(k, v, cat)
@@ -101,21 +116,23 @@ class GatheredKeys(NamedTuple):
             yield *split_keys_values(rows.movedim(0, SEQUENCE), k, v), span
 
     def _gather(self, k: Tensor, v: Tensor, cat: Cat) -> tuple[Tensor, Tensor]:
-        """Return all keys and values in sequence order, without padding, for calls that need that order."""
+        """Return all keys and values in sequence order, without padding, for masks that need that order."""
         frame, n = self.frame, self.n
-        if frame is None:
+        if frame is None:  # the keys are replicated
             return k, v
         if n == 1:
             return trim(k, SEQUENCE, frame, 1, 1), trim(v, SEQUENCE, frame, 1, 1)
         rows = current_communicator().all_gather(_concat_keys_values(k, v, cat), n, self.group)
         rows = trim(to_sequence_order(rows, frame, n), 0, frame, n, 1)
-        if self.orders:
+        if self.orders:  # the ranks store the sequence in another order
             order, inverse = self.orders
             rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
         return split_keys_values(rows.movedim(0, SEQUENCE), k, v)
 
     def _reduce_scatter(self, both: Tensor, in_rank_order: bool) -> Tensor:
-        """Reduce-scatter the key gradients of a gathered part: (B, Hkv, S, D + E) to (B, Hkv, s, D + E).
+        """Sum the key gradients of a gathered part over the ranks, and return those of this rank's keys.
+
+        Shapes: (B, Hkv, S, D + E) -> (B, Hkv, s, D + E).
 
         Args:
             both: dk and dv of the part, concatenated along the last dim.
@@ -131,5 +148,8 @@ class GatheredKeys(NamedTuple):
 
 
 def _concat_keys_values(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
-    """Concatenate (B, Hkv, s, D) and (B, Hkv, s, E) to (s, B, Hkv, D + E) with one copy, to gather rows."""
+    """Concatenate (B, Hkv, s, D) and (B, Hkv, s, E) to (s, B, Hkv, D + E) with one copy.
+
+    The rows are first, since an all_gather concatenates along dim 0.
+    """
     return cat([x.movedim(SEQUENCE, 0) for x in (k, v)], 3)

@@ -86,7 +86,10 @@ class BiasSupport(NamedTuple):
     grad: bool = False  # the gradient of the bias
 
     def supports(self, key: KernelKey) -> bool:
-        """Return True if the kernel supports the bias of a block with this key, or that it has none."""
+        """Return True if the kernel supports the additive mask (bias) of a block with this key.
+
+        If the block has no bias, return True if the kernel supports blocks without one.
+        """
         if key.bias is None:
             return self.none
         if key.bias_grad and not self.grad:
@@ -129,31 +132,37 @@ class Kernel:
 
     @property
     def supports_masks(self) -> bool:
-        """Return True if it supports mask tensors."""
+        """Return True if the kernel supports mask tensors."""
         return self.kinds is None or Kind.MASKED in self.kinds
 
     def can_run(self, key: KernelKey) -> bool:
-        """Return True if it can run a block with this key on its device, in this process."""
+        """Return True if the kernel can run a block with this key on its device, in this process."""
         return self.is_for_device(key) and self._supports_capability(key.device) and self.switch()
 
     def _supports_capability(self, device: torch.device) -> bool:
-        """Return True if the device has a supported CUDA capability, or if there is no restriction."""
+        """Return True if the device has a CUDA capability that the kernel supports.
+
+        `capability` is the minimum, and `generations` are the major versions.
+        """
         if self.capability == (0, 0) and self.generations is None:
             return True
         capability = _device_capability(device)
         return self.capability <= capability and (self.generations is None or capability[0] in self.generations)
 
     def is_for_device(self, key: KernelKey) -> bool:
-        """Return True if it can run a block with this key on some device of the key's type.
+        """Return True if the kernel can run a block with this key on some device of the key's type, such as a GPU.
 
-        The device itself is not read, so that all ranks get the same answer.
+        The capability of the device is not read, so that all ranks get the same answer.
         """
         if self.device not in (None, key.device.type):
             return False
+        # Only a dense kernel, which stores all scores, has dropout; a fused one also supports score functions.
         if not self.dense and (key.dropout or key.head_dim == 0 or (key.score and not self.fused)):
             return False
+        # aten's flash attention runs the implementation that the user has activated.
         if self.flash is not None and self.flash != _active_flash_attention():
             return False
+        # `repeatable` is the maximum head dim for which the backward is deterministic.
         if torch.are_deterministic_algorithms_enabled() and not _is_within(key.head_dim, self.repeatable):
             return False
         return (
@@ -172,21 +181,21 @@ def _is_within(width: int, limit: int | None) -> bool:
 
 
 def _active_flash_attention() -> str:
-    """Return the active implementation if ``BLOCK_KERNELS`` has entries for it, else "" for torch's own."""
+    """Return "FA3" or "FA4" if the user has activated this implementation of aten's flash attention, else ""."""
     active = active_flash_attention()
     return active if active in ("FA3", "FA4") else ""
 
 
 @cache
 def _device_capability(device: torch.device) -> tuple[int, int]:
-    """Return the CUDA capability of a device; on HIP one that all available kernels support."""
+    """Return the CUDA capability of a device, such as (9, 0); on HIP (8, 0), which the kernels for HIP support."""
     return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
 def mask_empty(lse: Tensor) -> Tensor:
-    """Mask rows without keys in weights exp(score - lse): replace their lse of -inf by +inf.
+    """Return lse with -inf, that of rows without keys, replaced by +inf.
 
-    Their weights are then 0, and not NaN.
+    The weights exp(score - lse) of such a row are then 0, and not NaN.
     """
     return torch.where(lse == -torch.inf, torch.inf, lse)
 
@@ -197,11 +206,11 @@ def operand_bytes(*xs: Tensor) -> int:
 
 
 def cpu_copy_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Return the bytes of contiguous copies of q, k and v for the CPU kernel; 0 without copies.
+    """Return the bytes of contiguous copies of q, k and v for the CPU kernel; 0 if they are not worth their cost.
 
-    Each row is read once for every few rows of the other side, and contiguous rows are read faster. From 512 rows on
-    both sides on this saves 1 to 15 % of the kernel's time (float32 and float64; no gain for half types, which the
-    kernel packs itself), and a copy costs less than 1 %.
+    The kernel reads each key once for every few queries, and reads contiguous rows faster. With at least 512 queries
+    and 512 keys, copies save 1 to 15 % of the kernel's time and cost less than 1 %. Half types gain nothing, since the
+    kernel packs them itself.
     """
     if q.device.type != "cpu" or q.dtype in HALF or min(size_hint(q.shape[2]), size_hint(k.shape[2])) < 512:
         return 0
@@ -213,10 +222,9 @@ _MAX_COPIED_BYTES = 64 << 20  # the maximum bytes of these copies
 
 
 def pad_last_dim(width: int, *xs: Tensor) -> list[Tensor]:
-    """Pad the last dim with zeros to ``width``, as kernels require it, and make it contiguous.
+    """Return the tensors with the last dim padded with zeros to ``width`` and contiguous, as kernels require it.
 
-    Zeros change neither scores nor the first elements of outputs, to which callers trim results. The kernels assume
-    that the last dim is contiguous.
+    Zeros change neither scores nor the first elements of outputs, to which callers trim results.
     """
     padded = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
     return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]

@@ -32,7 +32,10 @@ aten = torch.ops.aten
 
 
 def _additive_mask(args: KernelArgs, q: Tensor) -> Tensor | None:
-    """Return `allowed` and the bias as one additive mask of q's dtype, as the CPU kernel requires."""
+    """Return the bool mask (`allowed`) and the bias as one additive mask of q's dtype, as the CPU kernel requires.
+
+    None without either.
+    """
     bias = None if args.bias is None else args.bias.to(q.dtype)
     if args.allowed is None:
         return bias
@@ -45,7 +48,10 @@ def _copy_rows(*xs: Tensor) -> Sequence[Tensor]:
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-    """Run PyTorch's CPU flash kernel on operands that are padded to one width, as it requires."""
+    """Run PyTorch's CPU flash kernel; return out (B, Hq, Q, E) and lse (B, Hq, Q).
+
+    It requires equal head dims, so that operands are padded, and out is trimmed.
+    """
     mask, width = _additive_mask(args, q), max(q.shape[-1], v.shape[-1])
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         *_copy_rows(*pad_last_dim(width, q, k, v)), 0.0, args.causal, attn_mask=mask, scale=args.scale
@@ -58,7 +64,10 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Ten
 def _cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
-    """Run the backward of PyTorch's CPU flash kernel, padded as in `_cpu_forward`; dbias is None."""
+    """Run the backward of PyTorch's CPU flash kernel; return dq, dk, dv, and None, since it has no gradient of a bias.
+
+    It requires equal head dims, so that operands are padded, and gradients are trimmed.
+    """
     mask, width = _additive_mask(args, q), max(q.shape[-1], v.shape[-1])
     grad, query, key, value, out = pad_last_dim(width, grad, q, k, v, out)
     query, key, value = _copy_rows(query, key, value)
@@ -72,12 +81,15 @@ def _cpu_backward(
 
 
 def _fused_width(x: Tensor) -> int:
-    """Return the width to which flex pads x: its head dim, at least 16, the minimum of products in Triton."""
+    """Return the width to which x is padded for flex: its head dim, but at least 16, the minimum of Triton's tl.dot."""
     return max(x.shape[-1], 16)
 
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-    """Run flex_attention on all queries and keys of a call, for the texts in ``args.pairs``."""
+    """Run flex_attention on all queries and keys of a call; return out (B, Hq, Q, E) and lse (B, Hq, Q).
+
+    ``args.pairs`` has the texts of the mask and the score function, which it compiles.
+    """
     assert args.pairs is not None
     query, key = pad_last_dim(_fused_width(q), q, k)
     (value,) = pad_last_dim(_fused_width(v), v)
@@ -88,7 +100,10 @@ def _fused_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[T
 def _fused_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
-    """Run flex_attention's backward; it adds the gradients of tables to ``args.table_grads`` in place."""
+    """Run flex_attention's backward; return dq, dk, dv and None (no gradient of a bias).
+
+    Adds the gradients of the score function's tables to ``args.table_grads`` in place.
+    """
     assert args.pairs is not None
     query, key = pad_last_dim(_fused_width(q), q, k)
     grad, value, out = pad_last_dim(_fused_width(v), grad, v, out)
@@ -133,26 +148,29 @@ def _apply_dropout(weights: Tensor, args: KernelArgs) -> Tensor:
 
 
 def _softmax_weights(scores: Tensor, lse: Tensor, args: KernelArgs) -> Tensor:
-    """Return the weights (B, Hq, Q, K) of a block's keys in the softmax over all keys.
+    """Return the weights (B, Hq, Q, K) of a block's keys in the softmax over all keys: exp(scores - lse).
+
+    Rows may consist of fills: large finite numbers, at most -MIN_FILL, that models use in place of -inf. The rounded
+    lse of such a row does not contain the number of its keys, so that its softmax is computed from the scores. The
+    block then contains all keys of the row, as keys are not split for a mask that may have such rows.
 
     Args:
         scores: (B, Hq, Q, K), masked.
         lse: (B, Hq, Q), over all keys; in a forward, over the block's. A row of -inf has weights 0.
-        args: Arguments of the call. If its score function may return fills, the block must contain all keys.
+        args: Arguments of the call.
     """
     if args.score is not None and may_have_fills(args.score.name):
         return scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
     has_only_fills = (lse <= -MIN_FILL) & (lse != -torch.inf)
     if args.bias is None or (lse.is_cpu and not has_only_fills.any()):  # a GPU would wait for the value
         return torch.exp(scores - mask_empty(lse).unsqueeze(-1))
-    # In a row of fills only (large finite numbers in place of -inf), the rounded log-sum-exp does not encode their
-    # number, so the softmax is computed from the scores. Keys are never split for a mask that may have such a row.
-    weights = torch.exp(scores - torch.where(has_only_fills, scores.amax(-1), mask_empty(lse)).unsqueeze(-1))
+    shift = torch.where(has_only_fills, scores.amax(-1), mask_empty(lse))
+    weights = torch.exp(scores - shift.unsqueeze(-1))
     return weights.div_(torch.where(has_only_fills, weights.sum(-1), 1.0).unsqueeze(-1))
 
 
 def _math_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-    """Compute softmax(scores) @ v and the log-sum-exps with matrix products."""
+    """Compute out = softmax(scores) @ v (B, Hq, Q, E) and lse (B, Hq, Q) with matrix products, on any device."""
     scores = _masked_scores(_scaled_scores(q, k, args), args)
     lse = scores.logsumexp(-1)
     weights = _apply_dropout(_softmax_weights(scores, lse, args), args)
@@ -163,14 +181,18 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Te
 def _math_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
-    """Compute the gradients with matrix products, from scores that are computed again."""
+    """Compute dq, dk, dv and dbias (None if not needed) with matrix products, from scores that are computed again.
+
+    ``grad`` is the cotangent of out. The gradients of the score function's tables are added to ``args.table_grads``.
+    """
     heads, dtype = k.shape[1], accumulation_dtype(q.dtype)
     scaled = _scaled_scores(q, k, args)
     weights = _softmax_weights(_masked_scores(scaled, args), lse, args)
     grouped_grad = _group_heads(grad, heads, dtype)
     dv = _group_heads(_apply_dropout(weights, args), heads, dtype).mT @ grouped_grad
     dweights = _apply_dropout((grouped_grad @ v.to(dtype).mT).view(weights.shape), args)
-    # The gradient of the softmax; the sum of weights * dweights over all keys is that of grad * out.
+    # The gradient of the softmax: weights * (dweights - sum(weights * dweights)). The sum over all keys, of which this
+    # block has only some, equals sum(grad * out).
     delta = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     dscores = weights * (dweights - delta)
     del weights, dweights  # a score function saves tensors of the same size
@@ -229,13 +251,13 @@ BLOCK_KERNELS = (
 
 
 def kernel_for(key: KernelKey) -> Kernel:
-    """Return the first kernel that can run the block on this device, for the call of the block."""
+    """Return the kernel that runs a block with this key: the first in order of preference that supports it."""
     return next(kernel for kernel in BLOCK_KERNELS if kernel.can_run(key))
 
 
 def expected_kernel(key: KernelKey) -> Kernel:
-    """Return the kernel for the newest device of this type, for estimates of time and memory.
+    """Return the kernel that would run a block on the newest device of the key's type, for estimates.
 
-    All ranks get the same result, independent of their own device.
+    The own device is not read, so that all ranks get the same result.
     """
     return next(kernel for kernel in BLOCK_KERNELS if kernel.is_for_device(key))

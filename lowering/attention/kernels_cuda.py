@@ -46,17 +46,17 @@ aten = torch.ops.aten
 
 
 def _padded_width(q: Tensor, v: Tensor) -> int:
-    """Return the larger head dim, rounded up to a multiple of 8: the width to which operands are padded."""
+    """Return the larger head dim of q and v, rounded up to a multiple of 8, as the kernels require it."""
     return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
 
 
 def _trim_grads(q: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
-    """Trim gradients of padded operands to the head dims of q (and k) and v; dbias is None."""
+    """Return (dq, dk, dv, None), trimmed to the head dims of q and v; None is the gradient of a bias."""
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], None
 
 
 def _unused_rng_state(q: Tensor) -> Tensor:
-    """Return a placeholder of the random state, which backward kernels take also without dropout."""
+    """Return a placeholder for the random state, an argument of the backward kernels that only dropout reads."""
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
@@ -64,7 +64,8 @@ def _unused_rng_state(q: Tensor) -> Tensor:
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-    """Run cuDNN's forward; return out (B, Hq, Q, E) and lse (B, Hq, Q). Shapes: see ``kernel_args.py``."""
+    """Run cuDNN's forward on q (B, Hq, Q, D), k and v; return out (B, Hq, Q, E) and lse (B, Hq, Q)."""
+    # No bias, with lse, no dropout, no debug mask.
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         *pad_last_dim(_padded_width(q, v), q, k, v), None, True, 0.0, args.causal, False, scale=args.scale
     )
@@ -74,10 +75,11 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Te
 def cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
-    """Run cuDNN's backward; return dq, dk, dv and None. Shapes: see ``kernel_args.py``."""
+    """Run cuDNN's backward for grad, the cotangent of out; return dq, dk, dv and None (no gradient of a bias)."""
     grad, query, key, value, out = pad_last_dim(_padded_width(q, v), grad, q, k, v, out)
     lse = mask_empty(lse).contiguous().unsqueeze(-1)
     unused = _unused_rng_state(q)
+    # No bias and no sequences (None), no dropout (0.0).
     grads = aten._scaled_dot_product_cudnn_attention_backward(
         grad, query, key, value, out, lse, unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, args.causal,
         scale=args.scale,
@@ -98,21 +100,25 @@ class _FlashLayout(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, args: KernelArgs) -> _FlashLayout:
-        """Create the layout of a call from its shapes, window and sequences."""
+        """Return the layout of a call, from its shapes, window and sequences, as arguments of the kernel.
+
+        A window is a range of keys around the position of each query; sequences are those of a packed (varlen) call.
+        """
         window = CAUSAL_WINDOW if args.causal else args.window
         window_args: dict[str, int | None] = {}
         if window not in (FULL_WINDOW, CAUSAL_WINDOW):
             window_args = {"window_size_left": window.left, "window_size_right": window.right}
         causal = window == CAUSAL_WINDOW
         if args.sequences is None:
-            return _FlashLayout((None, None), (q.shape[2], k.shape[2]), causal, window_args)
+            no_ends = None, None
+            return _FlashLayout(no_ends, (q.shape[2], k.shape[2]), causal, window_args)
         queries, keys = args.sequences
-        # With one query per sequence the kernel would assume one sequence per query; 2 is an upper bound.
+        # For a maximum length of 1, the kernel would assume one sequence per query. A larger maximum is permitted.
         max_length = max(2, queries.max_length), keys.max_length
         return _FlashLayout((queries.ends, keys.ends), max_length, causal, window_args)
 
     def to_kernel(self, *xs: Tensor) -> list[Tensor]:
-        """Convert (B, H, S, X) to (B, S, H, X), or to (B * S, H, X) for sequences; views if possible."""
+        """Convert (B, H, S, X) to (B, S, H, X), or for packed sequences to (B * S, H, X); views if possible."""
         swapped = [x.transpose(1, 2) for x in xs]
         return swapped if self.ends[0] is None else [x.flatten(0, 1) for x in swapped]
 
@@ -122,15 +128,16 @@ class _FlashLayout(NamedTuple):
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-    """Run FlashAttention's forward; return out (B, Hq, Q, E) and lse (B, Hq, Q)."""
+    """Run FlashAttention's forward on q (B, Hq, Q, D), k and v; return out (B, Hq, Q, E) and lse (B, Hq, Q)."""
     layout = _FlashLayout.of(q, k, args)
     query, key, value = layout.to_kernel(*pad_last_dim(_padded_width(q, v), q, k, v))
+    # No dropout (0.0) and no debug mask (False).
     out, lse, *_ = aten._flash_attention_forward(
         query, key, value, *layout.ends, *layout.max_length, 0.0, layout.causal, False, scale=args.scale,
         **layout.window_args,
     )  # fmt: skip
     if args.sequences is not None:
-        # Its lse is (H, B * Q), and some sequences may have no keys.
+        # The kernel returns lse as (H, B * Q), with +inf for rows without keys.
         lse = lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
         lse = torch.where(lse == torch.inf, -torch.inf, lse)
     return layout.from_kernel(q.shape[0], out)[0][..., : v.shape[-1]], lse
@@ -139,7 +146,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Te
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
-    """Run FlashAttention's backward; return dq, dk, dv and None. Shapes: see ``kernel_args.py``."""
+    """Run FlashAttention's backward for grad, the cotangent of out; return dq, dk, dv and None (no bias gradient)."""
     layout = _FlashLayout.of(q, k, args)
     grad, query, key, value, out = layout.to_kernel(*pad_last_dim(_padded_width(q, v), grad, q, k, v, out))
     lse, unused = mask_empty(lse), _unused_rng_state(q)
@@ -161,16 +168,19 @@ _MIN_SCORE = -torch.finfo(torch.float32).max * math.log(2)
 
 
 def supports_efficient_window(window: Window, square: bool) -> bool:
-    """Return True if efficient attention supports the window in forward and backward.
+    """Return True if memory-efficient attention supports the window in forward and backward.
 
-    Its backward (of torch 2.13; fixed later) counts a window from the first query and key, its forward from the last
-    ones. They agree if the numbers of queries and keys are equal.
+    A window that is not simply causal needs equal numbers of queries and keys (``square``): up to torch 2.13, the
+    backward aligns a window with the first query and key, but the forward aligns it with the last ones.
     """
     return window in (FULL_WINDOW, CAUSAL_WINDOW) or (window.right == 0 and square)
 
 
 def _efficient_mask(args: KernelArgs) -> tuple[int, dict[str, int]]:
-    """Return the kernel's mask type and its window argument, which counts the query's own position."""
+    """Return the mask type and the window, as a keyword argument, of efficient attention.
+
+    Its window size includes the query's own position; `args.window.left` does not.
+    """
     left, right = args.window
     mask_type = _EFFICIENT_CAUSAL if args.causal or right == 0 else 0
     return mask_type, {} if left is None else {"window_size": left + 1}
@@ -187,68 +197,79 @@ class _EfficientLayout(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, args: KernelArgs) -> _EfficientLayout:
-        """Create the layout of a call from its shapes and sequences."""
+        """Return the layout of a call: of a batch, or of packed sequences if ``args`` has any."""
         if args.sequences is None:
-            return _EfficientLayout(None, None, q.shape[0], (None, None), (q.shape[2], k.shape[2]))
+            max_length = q.shape[2], k.shape[2]
+            return _EfficientLayout(queries=None, keys=None, batch=q.shape[0], ends=(None, None), max_length=max_length)
         queries, keys = args.sequences
         ends, max_length = (queries.ends, keys.ends), (queries.max_length, keys.max_length)
         return _EfficientLayout(queries, keys, q.shape[0], ends, max_length)
 
     def pack_queries(self, *xs: Tensor) -> list[Tensor]:
-        """Convert tensors (B, H, S, X) or (B, H, S) to the kernel's layout."""
+        """Convert tensors of the queries to the kernel's layout, which has rows before heads.
+
+        (B, H, S, X) becomes (B, S, H, X), or (1, rows, H, X) for packed sequences; an lse (B, H, S) the same without X.
+        """
         swapped = [x.transpose(1, 2) for x in xs]
         return swapped if self.queries is None else [self.queries.pack(x) for x in swapped]
 
     def pack_keys(self, x: Tensor, heads: int) -> Tensor:
-        """Convert (B, Hkv, S, X) to the kernel's layout and repeat key heads for the query heads."""
+        """Convert keys or values (B, Hkv, S, X) to the kernel's layout, with key heads repeated to ``heads``.
+
+        The kernel requires equal numbers of query and key heads.
+        """
         rows, heads_per_key_head = x.transpose(1, 2), heads // x.shape[1]
         rows = rows if self.keys is None else self.keys.pack(rows)
         return rows if heads_per_key_head == 1 else rows.repeat_interleave(heads_per_key_head, 2)
 
     def unpack_queries(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Undo `pack_queries`; rows that belong to no sequence are filled with ``fill``."""
+        """Convert a result of the queries back to (B, H, S, X); rows of no sequence are filled with ``fill``."""
         return (x if self.queries is None else self.queries.unpack(x, self.batch, fill)).transpose(1, 2)
 
     def unpack_keys(self, x: Tensor, heads: int) -> Tensor:
-        """Apply the transpose of `pack_keys`: sum over the query heads of a key head."""
+        """Convert the gradient of keys or values back to (B, Hkv, S, X), with Hkv = ``heads``.
+
+        The gradients of repeated key heads are summed.
+        """
         rows = x.unflatten(2, (heads, -1)).sum(3)
         return (rows if self.keys is None else self.keys.unpack(rows, self.batch)).transpose(1, 2)
 
     def unpack_lse(self, lse: Tensor) -> Tensor:
-        """Convert the kernel's log-sum-exps to (B, H, S)."""
+        """Convert the kernel's log-sum-exps, which are padded along S, to (B, H, S)."""
         if self.queries is None:
             return lse[..., : self.max_length[0]]
         return self.unpack_queries(self.queries.unpad_per_sequence(lse), -torch.inf)
 
     def pack_lse(self, lse: Tensor) -> Tensor:
-        """Convert log-sum-exps (B, H, S) to the kernel's padded form."""
+        """Convert log-sum-exps (B, H, S) to the kernel's form, padded with +inf to a multiple of ROW_ALIGNMENT rows."""
         if self.queries is None:
             return F.pad(lse, (0, -lse.shape[-1] % ROW_ALIGNMENT), value=torch.inf)
         return self.queries.pad_per_sequence(*self.pack_queries(lse))
 
 
 def _is_bias_aligned(bias: Tensor, keys: int) -> bool:
-    """Return True if efficient attention can read the bias without a copy.
+    """Return True if efficient attention can read the additive mask (B | 1, H | 1, Q | 1, K) without a copy.
 
-    It reads 16 bytes at a time, so rows must be aligned and must not end before a read does.
+    It reads 16 bytes at a time, so each row must start at an aligned element, and its length must be a multiple.
     """
     if bias.shape[3] != keys or bias.stride(3) != 1:
         return False
     strides = [stride for stride, size in zip(bias.stride()[:3], bias.shape) if size > 1]
-    return all(x % _ALIGNED_ELEMENTS == 0 for x in (keys, bias.storage_offset(), *strides))
+    return all(offset % _ALIGNED_ELEMENTS == 0 for offset in (keys, bias.storage_offset(), *strides))
 
 
 def _combine_bias_and_mask(q: Tensor, args: KernelArgs, keys: int) -> Tensor | None:
-    """Combine bias and mask to one bias (B | 1, H | 1, Q | 1, K); return None without either.
+    """Return the bias and the bool mask as one additive mask (B | 1, H | 1, Q | 1, K); None without either.
 
-    The kernel requires one bias with aligned rows. A copy is necessary if there is a mask or if rows are not aligned.
+    The kernel requires aligned rows (`_is_bias_aligned`). A bias without aligned rows is copied to padded rows.
     """
     bias = args.bias
     if args.allowed is not None:
         bias = torch.where(args.allowed, q.new_zeros(()) if bias is None else bias, -torch.inf)
     if bias is None or _is_bias_aligned(bias, keys):
         return bias
-    rows = bias.new_zeros((*bias.shape[:3], keys + -keys % _ALIGNED_ELEMENTS))[..., :keys]
+    padded_keys = keys + -keys % _ALIGNED_ELEMENTS
+    rows = bias.new_zeros((*bias.shape[:3], padded_keys))[..., :keys]
     return rows.copy_(bias)
 
 
@@ -262,6 +283,7 @@ def _rows_without_keys(added: Tensor, args: KernelArgs, queries: int) -> Tensor:
         args: Arguments of the call; with ``causal``, later keys than the query's do not count.
         queries: The number of queries.
     """
+    # The kernel treats scores up to this one as -inf; float16 has no smaller finite number.
     keys, masked_score = added.shape[3], -torch.inf if added.dtype == torch.float16 else _MIN_SCORE
     if not args.causal:
         return added.amax(-1) <= masked_score
@@ -272,10 +294,11 @@ def _rows_without_keys(added: Tensor, args: KernelArgs, queries: int) -> Tensor:
 
 
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-    """Run efficient attention's forward; return out (B, Hq, Q, E) and lse (B, Hq, Q)."""
+    """Run memory-efficient attention's forward; return out (B, Hq, Q, E) and lse (B, Hq, Q)."""
     query, key, value = pad_last_dim(_padded_width(q, v), q, k, v)
     layout, (mask_type, window) = _EfficientLayout.of(q, k, args), _efficient_mask(args)
-    added = _combine_bias_and_mask(q, args, k.shape[2])
+    added = _combine_bias_and_mask(q, args, k.shape[2])  # one additive mask, or None
+    # No dropout (0.0), with lse (True).
     out, lse, *_ = aten._efficient_attention_forward(
         *layout.pack_queries(query), *(layout.pack_keys(x, q.shape[1]) for x in (key, value)),
         None if added is None else added.expand(*q.shape[:3], k.shape[2]), *layout.ends, *layout.max_length, 0.0,
@@ -283,17 +306,21 @@ def efficient_forward(q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tupl
     )  # fmt: skip
     out, lse = layout.unpack_queries(out), layout.unpack_lse(lse)
     if added is not None:
-        lse = lse.masked_fill(_rows_without_keys(added, args, q.shape[2]), -torch.inf)  # 0 there, and out as well
+        # The kernel returns out and lse 0 for rows without keys.
+        lse = lse.masked_fill(_rows_without_keys(added, args, q.shape[2]), -torch.inf)
     return out[..., : v.shape[-1]], lse
 
 
 def efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> Gradients:
-    """Run efficient attention's backward; return dq, dk, dv and the bias gradient or None."""
+    """Run memory-efficient attention's backward; return dq, dk, dv and the gradient of the bias, or None.
+
+    ``grad`` is the cotangent of out. The gradient of the bias is computed if ``args.bias_grad``.
+    """
     grad, query, key, value, out = pad_last_dim(_padded_width(q, v), grad, q, k, v, out)
     layout, (mask_type, window) = _EfficientLayout.of(q, k, args), _efficient_mask(args)
-    added = _combine_bias_and_mask(q, args, k.shape[2])
+    added = _combine_bias_and_mask(q, args, k.shape[2])  # one additive mask, or None
     grad, query, out = layout.pack_queries(grad, query, out)
     bias, unused = args.bias if args.bias_grad else None, _unused_rng_state(q)
     dq, dk, dv, dadded = aten._efficient_attention_backward(
@@ -309,9 +336,9 @@ def efficient_backward(
 
 
 def _bias_grad(grad: Tensor, shape: torch.Size, causal: bool) -> Tensor:
-    """Sum the kernel's bias gradient (B, H, Q, K) in float32 to the bias's shape.
+    """Sum the kernel's gradient of the bias (B, H, Q, K) over the dims along which the bias broadcasts, in float32.
 
-    Pairs that a causal block skips are uninitialized memory, so they are set to 0 first.
+    The kernel does not write the pairs that a causal mask excludes, so they are set to 0 first.
     """
     if causal:
         grad = grad.tril_(grad.shape[3] - grad.shape[2])

@@ -29,9 +29,10 @@ def masked_attention(
     heads: list[Tensor] | None = None, attn_mask: Tensor | None = None, sinks: Tensor | None = None,
     tables: list[Tensor] | None = None, lse: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute ``scaled_dot_product_attention`` with a predicate in place of a mask tensor.
+    """Compute ``scaled_dot_product_attention`` of unsharded tensors, with a predicate in place of a mask tensor.
 
-    See ``masks/predicate.py`` for predicates. Leading dims are batch dims, then heads; they broadcast. With
+    A predicate is the text of a condition on the indices of a query and a key, such as "(k <= q) & (q - k < 4)"; see
+    ``masks/predicate.py``. Leading dims are batch dims, then heads; they broadcast. With
     ``enable_gqa`` k and v may have fewer heads. A query that attends to no key has output 0.
 
     Args:
@@ -86,7 +87,7 @@ def _has_autocast(device: str) -> bool:
 
 
 def autocast(*xs: Tensor) -> list[Tensor]:
-    """Cast tensors as autocast casts the operands of ``scaled_dot_product_attention``."""
+    """Return the tensors, cast as autocast casts the operands of ``scaled_dot_product_attention`` if it is enabled."""
     device = xs[0].device.type
     if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return list(xs)
@@ -95,7 +96,7 @@ def autocast(*xs: Tensor) -> list[Tensor]:
 
 
 def autocast_args(args: LocalArgs) -> LocalArgs:
-    """Cast a floating-point mask as `autocast` casts q, k and v, because kernels require their dtype."""
+    """Return the arguments with an additive mask cast as `autocast` casts q, k and v, since kernels require it."""
     return args if args.mask is None else replace(args, mask=autocast(args.mask)[0])
 
 
@@ -104,8 +105,8 @@ def _expand_mask(mask: Tensor, batch: torch.Size, headless: bool) -> Tensor:
 
     If ``headless``, the operands have no dim of heads, and the mask broadcasts to (*batch, Sq, Sk).
     """
-    mask = mask[(None,) * max(2 - mask.ndim, 0)]
-    mask = mask.unsqueeze(-3) if headless or mask.ndim == 2 else mask
+    mask = mask[(None,) * max(2 - mask.ndim, 0)]  # insert leading dims: at least (Sq, Sk)
+    mask = mask.unsqueeze(-3) if headless or mask.ndim == 2 else mask  # insert the dim of heads
     if mask.shape[:-3].numel() == 1:
         return mask.reshape(1, *mask.shape[-3:])
     return mask.expand(*batch, *mask.shape[-3:]).reshape(batch.numel(), *mask.shape[-3:])
@@ -114,9 +115,9 @@ def _expand_mask(mask: Tensor, batch: torch.Size, headless: bool) -> Tensor:
 def _to_four_dims(
     q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reshape q, k and v to (B, heads, S, width) each.
+    """Broadcast q, k and v to the batch dims ``batch`` and reshape them to (B, heads, S, width) each.
 
-    A single key head for all query heads is not expanded: the kernels group heads.
+    k and v keep their number of heads, even if all query heads broadcast over it: the kernels group query heads.
     """
     key_heads = torch.broadcast_shapes(k.shape[-3:-2], v.shape[-3:-2])
     heads = q.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(q.shape[-3:-2], key_heads)

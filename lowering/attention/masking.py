@@ -60,7 +60,7 @@ class Dropout(NamedTuple):
         if args.dropout_p <= 0:
             return None
         if args.seed is None:
-            raise SpError("SP431", f"sp::attend: dropout_p={args.dropout_p} needs a seed, got None.")
+            raise SpError("SP431", f"seed of sp::attend: expected a tensor for dropout_p={args.dropout_p}, got None.")
         batch, heads = (torch.arange(size, device=q.device) for size in q.shape[:2])
         if args.split_heads > 1:
             heads += current_communicator().rank(args.group) % args.split_heads * q.shape[1]
@@ -68,6 +68,9 @@ class Dropout(NamedTuple):
 
     def keep_mask(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return the mask of kept weights, bool (B, H, Q, K), True with probability 1 - p.
+
+        It is a hash of the global position of each weight, so that the backward computes the same mask again, and each
+        block and rank its part of it.
 
         Args:
             queries: int64 (Q,), global indices of the queries.
@@ -83,7 +86,9 @@ class Dropout(NamedTuple):
         numbers.mul_(_HASH_HALF_FACTORS[0])
         numbers ^= numbers >> 15
         numbers.add_(second).mul_(_HASH_HALF_FACTORS[1])
-        return numbers >= min(int(self.p * 2**32) - 2**31, 2**31 - 1)  # int32 numbers are uniform from -2**31 on
+        # The numbers are uniform in [-2**31, 2**31): a part p of them is below this threshold.
+        threshold = min(int(self.p * 2**32) - 2**31, 2**31 - 1)
+        return numbers >= threshold
 
 
 def _split_int64(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,14 +97,14 @@ def _split_int64(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mix_bits(x: Tensor) -> Tensor:
-    """Mix the bits of x so that every bit of the result depends on every bit of x."""
+    """Return a hash of each int64: every bit of the result depends on every bit of x (splitmix64's finalizer)."""
     x = (x ^ _logical_shift_right(x, 30)) * _HASH_FACTORS[1]
     x = (x ^ _logical_shift_right(x, 27)) * _HASH_FACTORS[2]
     return x ^ _logical_shift_right(x, 31)
 
 
 def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift x right and fill with zeros instead of the sign bit."""
+    """Return x shifted right by some bits, filled with zeros instead of the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -123,7 +128,7 @@ class CallMask:
 
     @staticmethod
     def of(q: Tensor, k: Tensor, args: LocalArgs) -> "CallMask":
-        """Create the mask from the arguments of ``sp::attend``, and plan the blocks in which pairs attend.
+        """Return the mask of an ``sp::attend``, with a plan of the blocks (queries x keys) in which pairs attend.
 
         Raises:
             SpError: If there is dropout without a seed.
@@ -132,6 +137,7 @@ class CallMask:
         k_rows = local_valid_rows(args.k_span, k.shape[2], args.group)
         sizes, plan = tuple(int(size) for size in args.sizes), BlockPlan()
         if q.shape[0] * q.shape[1] and q_rows and k_rows:
+            # Bounds, on the host, of the vectors that the predicate reads, such as document numbers.
             tables = tuple(map(Pieces.of, args.make_pieces()))
             row_tables, col_tables = tables[: len(args.rows)], tables[len(args.rows) :]
             plan = plan_blocks(args.predicate, q_rows, k_rows, sizes, row_tables, col_tables)
@@ -142,14 +148,14 @@ class CallMask:
         )  # fmt: skip
 
     def kernel_args(self, block: Block | PackedCall, scale: float, kernel: Kernel) -> KernelArgs:
-        """Return the kernel arguments of a block or a packed call.
+        """Return the kernel arguments of a block or a packed call: its masks, dropout and score function.
 
         Args:
             block: The block or packed call.
             scale: The factor of the scores.
             kernel: The kernel that runs the block.
         """
-        # Kernels that evaluate mask texts, and windows without mask tensors.
+        # Cases without mask tensors: a fused kernel evaluates the texts itself, other kernels have windows.
         if kernel.fused:
             texts = self.plan, self.q_rows, self.k_rows, self.predicate, self.score
             values = self.vectors, self.sizes, self.heads, self.tables, self.mask
@@ -164,17 +170,24 @@ class CallMask:
         allowed = None if causal else self.evaluate_predicate(block)
         bias = self._mask_block(block)
         if bias is not None and bias.dtype == torch.bool:
-            allowed, bias = bias if allowed is None else allowed & bias, None
+            allowed = bias if allowed is None else allowed & bias
+            bias = None
         # Dropout and the score function.
         keep_mask, keep_prob = None, 1.0
         if self.dropout is not None:
             queries = row_indices(*self._query_rows(block), self.device)
             keys = row_indices(*self._key_rows(block), self.device)
             keep_mask, keep_prob = self.dropout.keep_mask(queries, keys), 1 - self.dropout.p
-        return KernelArgs(scale, causal, allowed, bias, keep_mask, self._score_call(block), keep_prob)
+        score = self._score_call(block)
+        return KernelArgs(
+            scale, causal, allowed=allowed, bias=bias, keep_mask=keep_mask, score=score, keep_prob=keep_prob
+        )
 
     def _score_call(self, block: Block) -> ScoreCall | None:
-        """Return the score function with its inputs for a block, for dense kernels; None without one."""
+        """Return the score function with the values of its inputs for a block, for a dense kernel; None without one.
+
+        Its inputs are vectors per head, tables, and symbols such as the indices of queries and keys.
+        """
         if not self.score:
             return None
         values: dict[str, Any] = {f"head{i}": x[:, None, None] for i, x in enumerate(self.heads)}
@@ -184,9 +197,10 @@ class CallMask:
         return ScoreCall(self.score, values)
 
     def evaluate_predicate(self, block: Block) -> Tensor | None:
-        """Evaluate the block's remaining conditions for each pair: bool (B | 1, 1, Q | 1, K | 1).
+        """Return True for each pair of the block that attends: bool (B | 1, 1, Q | 1, K | 1).
 
-        None if it has none, because all of its pairs attend.
+        The block's conditions are the parts of the predicate that the plan has not settled. Without any, all pairs
+        attend, and the result is None.
         """
         if not block.conditions:
             return None
@@ -197,7 +211,11 @@ class CallMask:
         return allowed.view([1] * (4 - allowed.ndim) + list(allowed.shape))
 
     def _symbol_value(self, name: str, block: Block) -> Any:
-        """Return a symbol's values for a block in a shape that broadcasts to (B, 1, Q, K); an int for a size."""
+        """Return the values of a symbol of the predicate in a block, as a tensor that broadcasts to (B, 1, Q, K).
+
+        The symbols are q and k (indices of query and key), b (the batch entry), vectors of the queries or the keys, and
+        sizes, whose value is an int.
+        """
         if name in self.sizes:
             return self.sizes[name]
         if name == "b":
@@ -218,15 +236,15 @@ class CallMask:
         return take_rows(mask, 3, *self._key_rows(block)) if mask.shape[3] > 1 else mask
 
     def _query_rows(self, block: Block) -> tuple[Rows, int, int]:
-        """Return the block's queries for `row_indices`: all local rows, its first row, its end (exclusive)."""
+        """Return the block's queries as arguments of `row_indices`: all local rows, its first row, its end."""
         return self.q_rows, block.q_off, block.q_off + block.q_len
 
     def _key_rows(self, block: Block) -> tuple[Rows, int, int]:
-        """Return the block's keys for `row_indices`: all local rows, its first row, its end (exclusive)."""
+        """Return the block's keys as arguments of `row_indices`: all local rows, its first row, its end."""
         return self.k_rows, block.k_off, block.k_off + block.k_len
 
     def add_grad(self, dmask: Tensor, block_dmask: Tensor, block: Block) -> None:
-        """Add the gradient of a block's bias to that of the tensor mask in place, after its backward.
+        """Add the gradient of a block's part of an additive mask to that of the mask, in place.
 
         Args:
             dmask: The gradient of the mask, in the shape of the mask.

@@ -27,7 +27,7 @@ from .kernel_args import mask_empty
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the outputs and log-sum-exps of attention over two disjoint sets of keys.
+    """Return the output and log-sum-exps of attention over two disjoint sets of keys, from those over each set.
 
     Computed in one pass: Inductor fuses the expression, and eager CUDA tensors use the kernel in
     ``triton/merge_kernel.py``. Logits of any size are safe.
@@ -49,15 +49,15 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def merge_pointwise(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``merge`` with pointwise operations of PyTorch: on the CPU, and when a compiler fuses them."""
+    """Compute ``merge`` with pointwise ops, for the CPU and for compilers, which fuse them."""
     weight_a, weight_b, lse = _merge_weights(lse_a, lse_b)
     return out_a.to(lse.dtype) * weight_a + out_b.to(lse.dtype) * weight_b, lse
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add one key per head with logit ``sinks`` and value 0 to the softmax of a finished attention.
+    """Add one key per head, with logit ``sinks`` and value 0, to the softmax of a finished attention.
 
-    The output is computed from the new lse. A partitioner that saves both for the backward needs no other tensor.
+    Returned out and lse are all that the backward needs.
 
     Args:
         out: (B, H, S, E), any floating dtype.
@@ -72,7 +72,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of ``sinks`` (H,), from results that include the sinks as by `add_sinks`.
+    """Return the gradient of ``sinks`` (H,), the logits of one additional key per head that `add_sinks` adds.
 
     Args:
         grad: (B, H, S, E), the cotangent of ``out``.
@@ -80,17 +80,21 @@ def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         lse: (B, H, S), the log-sum-exps with sinks.
         sinks: (H,), any floating dtype.
     """
+    # The sink has the value 0, so that its score has the gradient weight * (0 - sum(grad * out)), summed over all rows.
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - mask_empty(lse))
     return -(weights * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights (..., S, 1) of two outputs in their merged output, and the merged lse (..., S)."""
+    """Return (weight_a, weight_b, lse): the weights (..., S, 1) of two outputs in their sum, and its lse (..., S).
+
+    Rows without keys have an lse of -inf; if both are -inf, both weights are 0.
+    """
     max_lse = torch.maximum(lse_a, lse_b)
     finite_max = torch.where(max_lse == -torch.inf, 0.0, max_lse)
     exp_a, exp_b = torch.exp(lse_a - finite_max), torch.exp(lse_b - finite_max)
     total = exp_a + exp_b
-    # The larger of the two is 1, so the total is less than 1 only if both are 0.
+    # The larger of exp_a and exp_b is 1, so that the total is less than 1 only if both are 0.
     divisor = total.clamp_min(1.0)
     return (exp_a / divisor).unsqueeze(-1), (exp_b / divisor).unsqueeze(-1), finite_max + torch.log(total)
 
@@ -100,7 +104,9 @@ def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor
     lambda out, lse, block, block_lse: None,
 )
 def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
-    """Merge a block into the accumulators ``out`` and ``lse`` in place, in ring steps after the first.
+    """Merge the results of a block into the accumulators ``out`` and ``lse`` in place, in ring steps after the first.
+
+    ``merge`` describes the computation.
 
     Args:
         out: (..., S, E), contiguous, in lse's dtype.
@@ -124,9 +130,9 @@ def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> No
 
 
 def _rows_with_keys(lse: Tensor) -> slice:
-    """Return the slice from the first to the last row that attends to a key, to merge only these rows.
+    """Return the slice from the first to the last row with an lse that is not -inf: only these rows are merged.
 
-    In most steps of a ring this is half of a zigzag shard.
+    Other rows attend to no key of the block. In most steps of a ring they are half of a zigzag shard.
     """
     rows = (lse != -torch.inf).flatten(0, -2).any(0).nonzero()
     return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0)
@@ -134,7 +140,10 @@ def _rows_with_keys(lse: Tensor) -> slice:
 
 @opaque("add_into(Tensor(a!) total, Tensor part) -> ()", lambda total, part: None)
 def add_into(total: Tensor, part: Tensor) -> None:
-    """Add ``part`` to ``total`` in place; opaque, see the module. Shapes: any, equal. Bytes: none."""
+    """Add ``part`` to ``total`` in place. Shapes: any, equal. Bytes: none.
+
+    The operator is opaque, since a compiler could postpone plain additions and store all parts until then.
+    """
     total.add_(part)
 
 
@@ -150,11 +159,14 @@ class WrittenRows:
     """Record of the written rows of a buffer: parts are copied to new rows, and added or merged to others."""
 
     def __init__(self, length: int) -> None:
-        """Create a record of ``length`` unwritten rows."""
+        """Create the record of a buffer with ``length`` rows, none of which is written."""
         self._is_written = np.zeros(length, np.bool_)
 
     def add(self, rows: tuple[int, int]) -> list[RowRange]:
-        """Mark the rows (offset, length) as written; return them in order, split into new and written ranges."""
+        """Mark the rows (offset, length) as written, and return them as ranges.
+
+        The rows of a range were either all unwritten before (`is_new`) or all written.
+        """
         offset, length = rows
         is_written = self._is_written[offset : offset + length]
         ranges = [RowRange(offset + start, length, is_new) for start, length, is_new in _split_by_state(is_written)]
@@ -162,12 +174,13 @@ class WrittenRows:
         return ranges
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Return the unwritten rows as a list of (offset, length), for the caller to fill at the end."""
+        """Return the rows that are not written, as a list of (offset, length); the caller fills them at the end."""
         return [(offset, length) for offset, length, is_new in _split_by_state(self._is_written) if is_new]
 
 
 def _split_by_state(is_written: Flags) -> list[RowRange]:
-    """Split rows into ranges of equal flags in ``is_written``, one per row; offsets count from its start."""
+    """Return the ranges of consecutive rows with equal flags, from one flag per row: [1, 1, 0] has two ranges."""
+    # The first row of each range, and the end of the last one.
     edges = [0, *(np.flatnonzero(np.diff(is_written)) + 1).tolist(), len(is_written)]
     return [RowRange(start, stop - start, not is_written[start]) for start, stop in pairwise(edges) if start < stop]
 
@@ -191,7 +204,10 @@ class GradAccumulator:
         self._written = WrittenRows(like.shape[2])
 
     def add(self, part: Tensor, rows: tuple[int, int]) -> None:
-        """Add ``part`` (B, H, length, D) to the rows (offset, length); write it where nothing is written yet."""
+        """Add ``part`` (B, H, length, D) to the rows (offset, length) of the gradient.
+
+        Rows that have no value yet are written. A first part with all rows becomes the sum without a copy.
+        """
         parts = self._written.add(rows)
         if self._total is None and rows == (0, self._like.shape[2]) and part.dtype == self._dtype:
             self._total = part
@@ -207,7 +223,10 @@ class GradAccumulator:
         return self._total
 
     def total(self) -> Tensor:
-        """Return the sum, 0 in unwritten rows; in an own buffer in the memory layout of `empty_rows_first`."""
+        """Return the sum (B, H, S, D), which is 0 in rows without a part.
+
+        Unless the caller has passed a buffer, its memory layout is (B, S, H, D), as of `empty_rows_first`.
+        """
         total = self._buffer()
         for gap in self._written.gaps():
             total.narrow(2, *gap).zero_()
@@ -233,7 +252,7 @@ class SoftmaxAccumulator:
         self._written = WrittenRows(q.shape[2])
 
     def add(self, out: Tensor, lse: Tensor, rows: tuple[int, int]) -> None:
-        """Merge a part into the accumulator.
+        """Add the results of a kernel call: merge them by lse with earlier ones of the same queries.
 
         Args:
             out: (B, H, length, width).
@@ -245,9 +264,9 @@ class SoftmaxAccumulator:
             self._total = out, lse
             return
         total = self._buffers()
-        if not all(part.is_new for part in parts):  # merged results need the precision of lse
+        if not all(part.is_new for part in parts):  # `out` of several calls is merged in the precision of lse
             total = self._total = total[0].to(lse.dtype), total[1]
-        if parts == [(*all_rows, False)]:
+        if parts == [(*all_rows, False)]:  # all rows are merged: no copy is needed
             self._total = merge(*total, out, lse)
             return
         for offset, length, is_new in parts:
@@ -264,7 +283,10 @@ class SoftmaxAccumulator:
         return self._total
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """Return (out, lse), contiguous, out in q's dtype; 0 and -inf in unwritten rows, which have no keys."""
+        """Return out (B, H, S, width) in q's dtype and lse (B, H, S), contiguous.
+
+        Rows without a part, which attend to no key, have out 0 and lse -inf.
+        """
         out, lse = self._buffers()
         for gap in self._written.gaps():
             out.narrow(2, *gap).zero_()

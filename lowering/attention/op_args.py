@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -65,28 +65,29 @@ class AttentionArgs:
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """Parse these arguments from an operator's positional arguments.
+        """Parse the fields of this class from an operator's positional arguments.
 
         Returns:
-            The dataclass, and the remaining arguments. The dispatcher omits trailing arguments with default values.
+            The dataclass, and the arguments after its fields. The latter may be fewer than in the schema, as the
+            dispatcher omits trailing arguments with default values.
         """
         names = cls.__match_args__
         return cls(*args[: len(names)]), args[len(names) :]
 
     def to_flat(self) -> tuple[Any, ...]:
-        """Return the arguments in the operator's order, for a call of the operator."""
+        """Return the fields in order, as positional arguments of the operator."""
         return tuple(getattr(self, name) for name in self.__match_args__)
 
     def make_pieces(self) -> list[Tensor]:
-        """Return the tables of rows and cols, which the plan of an attention reads.
+        """Return one table for each vector of rows and cols: bounds of its values on the host (``masks/pieces.py``).
 
-        Tables that do not exist yet are created, which synchronizes with the device. A vector that is passed several
-        times gets one table.
+        The plan of an attention reads them to skip blocks. Tables that do not exist yet are created, which synchronizes
+        with the device. A vector that is passed several times gets one table.
         """
         vectors = [*self.rows, *self.cols]
         if self.pieces or not vectors:
             return self.pieces
-        distinct = {id(x): x for x in vectors}
+        distinct = {id(x): x for x in vectors}  # tensors compare elementwise, so their ids are the keys
         tables = dict(zip(distinct, torch.ops.sp.pieces(list(distinct.values())), strict=True))
         return [tables[id(x)] for x in vectors]
 
@@ -104,13 +105,13 @@ class LocalArgs(AttentionArgs):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, k_span: Span, after: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention of the local queries over these keys only, for a later merge with other keys.
+        """Compute attention of the local queries over some keys, whose result is merged with that of other keys.
 
         Args:
             q: (B, H, s, D).
             k: (B, Hkv, t, D).
             v: (B, Hkv, t, E).
-            k_span: The span of the keys.
+            k_span: The span of the keys: which rows of the sequence they are (``masks/spans.py``).
             after: Tensors that must exist before the operator runs, such as the shift of the next keys.
 
         Returns:
@@ -122,28 +123,33 @@ class LocalArgs(AttentionArgs):
         self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, k_span: Span, mask_grad: bool,
         after: list[Tensor] | None = None, packed: str = "",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return dq, dk, dv and the gradient of the mask or of the tables, as far as these keys contribute.
+        """Return the contribution of some keys to the gradients: dq, dk, dv, and that of the mask or of the tables.
+
+        Those of tables, the tensors that a score function indexes, are concatenated and flat.
 
         Args:
-            upstream: The cotangent, and the out and lse over all keys.
-            q: As in `attend`, and so are k, v, k_span and after.
-            k: The keys.
-            v: The values.
-            k_span: The span of the keys.
+            upstream: (cotangent of out, out, lse), over all keys.
+            q: (B, H, s, D).
+            k: (B, Hkv, t, D).
+            v: (B, Hkv, t, E).
+            k_span: The span of the keys, as in `attend`.
             mask_grad: Whether the mask or the tables need a gradient.
             after: Tensors that must exist before the operator runs.
-            packed: "" or the layout in which dk and dv are packed in place of dk (see ``sp::attend_backward``).
+            packed: "", or a layout of ``sp::attend_backward`` for one tensor with dk and dv, which is returned as dk.
         """
         grad, out, lse = upstream
         args = replace(self, k_span=k_span).to_flat()
         return torch.ops.sp.attend_backward(grad, q, k, v, out, lse, *args, mask_grad, after, packed)
 
     def tensors(self) -> list[Tensor | None]:
-        """Return the tensors that a backward must save; `with_tensors` restores them."""
+        """Return all tensors in the fields, in order, so that autograd can save them; `with_tensors` restores them."""
         return [self.mask, self.seed, *self.rows, *self.cols, *self.pieces, *self.heads, *self.tables]
 
     def with_tensors(self, tensors: list[Tensor | None]) -> LocalArgs:
-        """Return a copy with other `tensors()`, in their order, so that autograd can save tensors separately."""
+        """Return a copy with these tensors in place of `tensors()`, in the same order.
+
+        An autograd function saves the tensors separately, and keeps a copy of the arguments in which they are None.
+        """
         mask, seed, *vectors = tensors
         names, remaining = ("rows", "cols", "pieces", "heads", "tables"), iter(vectors)
         lists: dict[str, Any] = {name: list(islice(remaining, len(getattr(self, name)))) for name in names}
@@ -157,19 +163,26 @@ class LocalArgs(AttentionArgs):
         return sum(x.numel() for x in self.tables if x.is_floating_point())
 
     def split_tables(self, learned: Tensor) -> list[Tensor | None]:
-        """Split the flat gradient of the learned tables into a view per table; None for other tables.
+        """Return a view of the flat gradient for each table, in its shape; None for a table of integers.
 
         Args:
-            learned: (num_learned(),), the concatenated gradients.
+            learned: (num_learned(),), the concatenated gradients of the floating-point tables.
         """
-        ends = accumulate(x.numel() if x.is_floating_point() else 0 for x in self.tables)
-        return [
-            learned[end - x.numel() : end].view(x.shape) if x.is_floating_point() else None
-            for end, x in zip(ends, self.tables)
-        ]
+        views, first = list[Tensor | None](), 0
+        for table in self.tables:
+            if not table.is_floating_point():
+                views.append(None)
+                continue
+            views.append(learned[first : first + table.numel()].view(table.shape))
+            first += table.numel()
+        return views
 
     def table_grads(self, learned: Tensor) -> list[Tensor | None]:
-        """Split the flat gradient as `split_tables`; cast each part to its table's dtype for autograd."""
+        """Return the gradient of each table in its dtype, for autograd; None for a table of integers.
+
+        Args:
+            learned: (num_learned(),), the concatenated gradients of the floating-point tables.
+        """
         return [None if x is None else x.to(table.dtype) for x, table in zip(self.split_tables(learned), self.tables)]
 
 
@@ -189,14 +202,14 @@ class ShardArgs(AttentionArgs):
     balance: bool  # whether the operator exchanges contiguous shards for zigzag ones, and back
 
     def local(self, q: Tensor, stride: int) -> LocalArgs:
-        """Return the arguments of this rank's part of the attention, after the exchange in its neighborhood.
+        """Return the arguments of this rank's part of the attention: with its heads and its rows of the mask.
 
-        Mask rows, heads and the span of the queries are those of this rank. ``k_span`` is empty: `attend` and `grads`
-        set it.
+        If adjacent ranks (a neighborhood) exchange heads for rows, they are those after the exchange. ``k_span`` is
+        empty here: `LocalArgs.attend` and `LocalArgs.grads` set it.
 
         Args:
             q: (B, H, s, D), this rank's queries; only its device and width are read.
-            stride: The number of ranks of a neighborhood.
+            stride: The number of ranks of a neighborhood; 1 without an exchange of heads.
         """
         seed = self.seed
         if self.dropout_p and seed is None:
@@ -210,14 +223,13 @@ class ShardArgs(AttentionArgs):
         )  # fmt: skip
 
     def local_sinks(self, stride: int) -> Tensor | None:
-        """Return the sinks of this rank's heads in a neighborhood of ``stride`` ranks."""
+        """Return the sinks of this rank's heads if ``stride`` adjacent ranks split the heads; None without sinks."""
         return None if self.sinks is None else self._local_heads(self.sinks, 0, stride)
 
     def _local_heads(self, x: Tensor, dim: int, stride: int) -> Tensor:
-        """Select this rank's heads, one of ``stride`` equal parts of x along ``dim``.
+        """Return this rank's heads: one of ``stride`` equal parts of x along ``dim``.
 
-        The ranks of a neighborhood have the parts in order. The rank is read at run time, so that the graph is equal on
-        every rank.
+        Adjacent ranks have the parts in order. The rank is read at run time, so that the graph is equal on every rank.
         """
         if stride == 1:
             return x
@@ -226,10 +238,10 @@ class ShardArgs(AttentionArgs):
         return x.index_select(dim, first + torch.arange(heads, device=x.device))
 
     def _local_mask(self, stride: int) -> Tensor | None:
-        """Return the rows of the mask for all queries of this rank's neighborhood, and for this rank's heads.
+        """Return the rows of the mask for the queries that this rank computes, and its heads; None without a mask.
 
-        A neighborhood is the `stride` adjacent ranks that exchange heads for queries (see the module docstring). Dims
-        of size 1 broadcast and remain.
+        If ``stride`` adjacent ranks exchange heads for queries, these are the queries of all of them. Dims of size 1
+        broadcast and remain.
         """
         mask, n, group = self.mask, self.n, self.group
         if mask is None or (n == 1 and not is_padded(self.q_frame, 1)):
@@ -241,6 +253,6 @@ class ShardArgs(AttentionArgs):
         return mask if mask.shape[HEADS] == 1 else self._local_heads(mask, HEADS, stride)
 
     def to_zigzag(self) -> ShardArgs:
-        """Return a copy for operands that are in the zigzag layout already, so that ``balance`` is False."""
+        """Return a copy for operands in the zigzag layout (2 chunks per rank), which need no exchange (``balance``)."""
         q_frame, k_frame = ([*frame[:4], 2] if len(frame) else frame for frame in (self.q_frame, self.k_frame))
         return replace(self, q_frame=q_frame, k_frame=k_frame, balance=False)

@@ -68,28 +68,32 @@ class PackedRows:
         return self.side.max_length
 
     def _repeat_per_row(self, numbers: Tensor) -> Tensor:
-        """Repeat a number of each sequence for each of its packed rows: (sequences,) to (total,)."""
+        """Repeat the number of each sequence for each of its rows: (sequences,) to (total,)."""
         return numbers.repeat_interleave(self.ends.diff(), output_size=self.side.total)
 
     @cached_property
     def _packed_positions(self) -> Tensor:
-        """Return the index of each packed row in all rows, to copy between them: int64 (total,)."""
+        """Return the index of each packed row (a row of a sequence) among all rows: int64 (total,)."""
+        # The first row of each sequence among all rows, minus that among the packed rows.
         shifts = self.table[1, :-1] - self.ends[:-1]
         return torch.arange(self.side.total, device=self.table.device) + self._repeat_per_row(shifts)
 
     @cached_property
     def _padded_positions(self) -> tuple[Tensor, slice, Tensor]:
-        """Return the index of the packed rows into (sequences, heads, max_length), the padded form of an lse."""
+        """Return an index of a tensor (sequences, heads, max_length) that selects the packed rows, as (total, heads).
+
+        It consists of the sequence of each row, all heads, and the row within its sequence.
+        """
         sequence = self._repeat_per_row(torch.arange(len(self.ends) - 1, device=self.table.device))
         return sequence, slice(None), torch.arange(self.side.total, device=self.table.device) - self.ends[sequence]
 
     def pack(self, x: Tensor) -> Tensor:
-        """Pack all rows (B, S, ...) to packed rows (1, total, ...); a view if every row belongs to a sequence."""
+        """Return the rows of x (B, S, ...) that belong to sequences, as (1, total, ...); a view if all rows do."""
         rows = x.flatten(0, 1)
         return (rows.index_select(0, self._packed_positions) if self.side.is_scattered else rows)[None]
 
     def unpack(self, x: Tensor, batch: int, fill: float = 0.0) -> Tensor:
-        """Undo `pack`; rows that belong to no sequence are filled with ``fill``."""
+        """Undo `pack`: (1, total, ...) to (B, S, ...), with ``fill`` in rows that belong to no sequence."""
         rows = x[0]
         if self.side.is_scattered:
             rows = x.new_full((self.size, *x.shape[2:]), fill).index_copy_(0, self._packed_positions, rows)
@@ -106,7 +110,7 @@ class PackedRows:
         return padded
 
     def unpad_per_sequence(self, x: Tensor) -> Tensor:
-        """Undo `pad_per_sequence`, for an lse that the kernel returned."""
+        """Undo `pad_per_sequence` for an lse that the kernel returned: (sequences, H, length) to (1, total, H)."""
         return x[self._padded_positions][None]
 
 
@@ -118,7 +122,7 @@ class PackedSequences(NamedTuple):
 
     @staticmethod
     def of(call: PackedCall, batch: int, device: torch.device, unpadded: bool) -> PackedSequences:
-        """Create both sides from a call with asynchronous copies to the device.
+        """Return the queries and keys of a packed call, whose tables are copied to the device asynchronously.
 
         Args:
             call: The packed call.
@@ -134,7 +138,11 @@ class PackedSequences(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _packed_sides(call: PackedCall, batch: int, unpadded: bool, pinned: bool) -> tuple[SequenceSide, SequenceSide]:
-    """Return both sides of a call; cached, so that host memory outlives an asynchronous copy."""
+    """Return the query side and the key side of the sequences of a call, on the host.
+
+    With ``unpadded`` they have only sequences that have both queries and keys. Otherwise rows between two sequences are
+    sequences of their own, without keys. The cache keeps the memory while it is copied to the device.
+    """
     if unpadded:
         runs = call.runs()
         queries, keys = [run.q for run in runs], [run.k for run in runs]
@@ -145,7 +153,7 @@ def _packed_sides(call: PackedCall, batch: int, unpadded: bool, pinned: bool) ->
 
 
 def _packed_side(bounds: Ints, batch: int, rows: tuple[int, int], pinned: bool) -> SequenceSide:
-    """Return one side of a call, from its boundaries in one batch entry.
+    """Return one side (queries or keys) of a call for all batch entries, from its sequences in one batch entry.
 
     Args:
         bounds: (sequences, 2), first row and end of each sequence of a batch entry.
@@ -154,17 +162,18 @@ def _packed_side(bounds: Ints, batch: int, rows: tuple[int, int], pinned: bool) 
         pinned: Whether to use pinned host memory.
     """
     (offset, length), lengths = rows, bounds[:, 1] - bounds[:, 0]
+    # First row of each sequence among all rows, and its end among the rows of sequences (cu_seqlens).
     begins = (np.arange(batch)[:, None] * length + (bounds[:, 0] - offset)).ravel()
     ends = np.append(0, np.cumsum(np.tile(lengths, batch)))
     host = torch.from_numpy(np.stack([ends, np.append(begins, batch * length)]).astype(np.int32))
-    total = int(ends[-1])
-    return SequenceSide(host.pin_memory() if pinned else host, total < batch * length, total, int(lengths.max()))
+    table, total = host.pin_memory() if pinned else host, int(ends[-1])
+    return SequenceSide(table, is_scattered=total < batch * length, total=total, max_length=int(lengths.max()))
 
 
 def split_by_length(
     calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, other_calls: int = 0
 ) -> tuple[PackedCall, ...]:
-    """Split calls until they fit CUDA's grid and waste little memory.
+    """Split packed calls of one attention until they fit CUDA's grid and waste little memory.
 
     Args:
         calls: The packed calls.
@@ -172,10 +181,10 @@ def split_by_length(
         row_bytes: Bytes of a query row, for a kernel that allocates memory for each sequence as for the longest of its
             call; None for other kernels. Such calls are split where sequence lengths differ much, into at most
             MAX_CALLS unless a call still allocates more than MAX_PADDING times the number of rows.
-        other_calls: The number of other calls.
+        other_calls: The number of the attention's other kernel calls.
 
     Returns:
-        Calls with the same sequences.
+        Calls with the same sequences in total.
     """
     if row_bytes is None and all(batch * len(call.queries) <= MAX_SEQUENCES for call in calls):
         return calls
@@ -186,11 +195,15 @@ def split_by_length(
 def _split_by_length(
     calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, other_calls: int
 ) -> tuple[PackedCall, ...]:
-    """Compute `split_by_length` where a call may have to be split; cached for equal calls."""
+    """Return the calls of `split_by_length` if one may have to be split. Equal calls, as of each layer, are cached.
+
+    A kernel with ``row_bytes`` allocates memory for each sequence of a call as for the longest. The call that allocates
+    the most is split into long and short sequences, until it allocates at most `max_ratio` times the rows in use.
+    """
     # Split calls into parts (lists of sequences) that fit CUDA's grid.
     max_runs = MAX_SEQUENCES // batch
     if row_bytes is None:
-        max_runs //= 3  # both sides may have rows between two sequences
+        max_runs //= 3  # the queries and the keys between two runs are sequences, too
     parts: list[Sequence[AttendedRun]] = []
     for call in calls:
         runs, step = call.runs(), max(1, max_runs)
@@ -207,22 +220,23 @@ def _split_by_length(
 
 
 def _padded_lengths(runs: Sequence[AttendedRun]) -> Ints:
-    """Return the number of query rows of each run, padded to ROW_ALIGNMENT, as the kernel allocates it."""
+    """Return the number of query rows of each run (sequence), rounded up to ROW_ALIGNMENT, as kernels allocate it."""
     lengths = np.array([run.q[1] - run.q[0] for run in runs])
     return lengths + -lengths % ROW_ALIGNMENT
 
 
 def _allocated_rows(runs: Sequence[AttendedRun]) -> int:
-    """Return the number of query rows for which one call of these sequences allocates memory."""
+    """Return the query rows for which one call allocates memory: the longest length for each of the sequences."""
     return len(runs) * int(_padded_lengths(runs).max())
 
 
 def _split_long_short(runs: Sequence[AttendedRun]) -> list[Sequence[AttendedRun]]:
-    """Split runs of several lengths into two parts that need the least memory together."""
+    """Split runs (sequences) into the long and the short ones, so that two calls allocate the least memory."""
     lengths = _padded_lengths(runs)
     descending = -np.sort(-lengths)
-    # Memory for each number of runs in the long part: every part allocates its longest length for each of its runs.
+    # The memory for each possible number of long runs: a call allocates its longest length for each of its runs.
     num_long = np.arange(1, len(runs))
     memory = num_long * descending[0] + (len(runs) - num_long) * descending[1:]
-    is_long = lengths > descending[1 + int(np.argmin(memory))]
+    longest_short = descending[1 + int(np.argmin(memory))]
+    is_long = lengths > longest_short
     return [list(compress(runs, is_long)), list(compress(runs, ~is_long))]

@@ -46,14 +46,15 @@ class RingStep(NamedTuple):
 
 
 def window_hops(window: int, rows: int, n: int) -> int:
-    """Return the number of preceding ranks whose keys a causal window reaches: the ring's steps - 1.
+    """Return the number of preceding ranks whose keys a causal window reaches; a ring has one step more.
 
     Args:
         window: The number of keys of a query, counted backward from its own position.
         rows: The number of rows per rank, in sequence order.
         n: The number of ranks.
     """
-    # Comparisons instead of a division, so that the result is a Python number while sizes are symbolic.
+    # The first query of a rank reads window - 1 rows before its own. Comparisons instead of a division, so that the
+    # result is a Python number while sizes are symbolic.
     return next((hops for hops in range(n - 1) if window <= hops * rows + 1), n - 1)
 
 
@@ -69,15 +70,17 @@ class RingKeys(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of ranks of the ring: of n, every stride-th."""
+        """Return the number of ranks of a ring, which links every stride-th of the n ranks."""
         return self.n // self.stride
 
     def shift(self, offset: int) -> str:
-        """Return the route on which each rank sends to the rank ``offset`` places further in its ring."""
+        """Return the name of the route by which each rank sends to the rank ``offset`` places further in its ring."""
         return routes.shift_route(self.group, offset, self.stride)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
-        """Return out (B, H, s, E) and lse (B, H, s) of local queries over the keys of all steps.
+        """Rotate keys and values, and return out (B, H, s, E) and lse (B, H, s) of local queries over all keys.
+
+        In each step, the queries attend to the keys that have arrived, and the next ones are being received.
 
         Args:
             q: (B, H, s, D), any floating dtype.
@@ -92,7 +95,7 @@ class RingKeys(NamedTuple):
             after = _drop_none(step.next_shift, last_result)
             block_out, block_lse = args.attend(q, step.keys, step.values, step.span, after)
             if out is None:
-                # The accumulator of several blocks; a single block needs none. The next block waits for this one and
+                # Cast out to the dtype in which several blocks are accumulated. The next block waits for this block and
                 # not for its cast: a compiler that has not written the cast yet would write it a second time.
                 out = block_out if self.steps == 1 else block_out.to(block_lse.dtype)
                 lse, last_result = block_lse, block_out
@@ -104,20 +107,26 @@ class RingKeys(NamedTuple):
     def backward(
         self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return dq, dk, dv, and the gradient of the mask or the flat gradient of the tables.
+        """Rotate keys and values again, and return dq, dk, dv, and the gradient of the mask or the flat one of tables.
+
+        In each step, the gradients of the keys that are on this rank are computed. They are sent to the ranks that own
+        the keys, and summed there.
 
         Args:
-            upstream: The cotangent, out and lse of the forward.
-            q: As in `forward`, and so are k, v and args.
-            k: This rank's shard.
-            v: This rank's shard.
+            upstream: (cotangent of out, out, lse), over all keys.
+            q: (B, H, s, D).
+            k: (B, Hkv, t, D), this rank's shard.
+            v: (B, Hkv, t, E), this rank's shard.
             args: Arguments of the local queries.
             mask_grad: Whether the mask or the tables need a gradient.
         """
         dq: Tensor | None = None
         dmask: Tensor | None = None
+        # If fewer steps than ranks are needed, gradients always rotate: a scatter would need a part of every rank.
         key_grads = RING_GRADIENTS["travel" if self.steps < self.size else self.grads](self)
-        packed = "" if self.steps == 1 else "stack" if _can_stack(k, v) else "last"
+        packed = ""  # the layout of one tensor for dk and dv, which is sent; "" for separate tensors
+        if self.steps > 1:
+            packed = "stack" if _can_stack(k, v) else "last"
         for step in self._ring_steps(k, v, wait_then_concat(upstream[0])):
             after = _drop_none(step.next_shift, key_grads.pending, dq)
             step_dq, dk, dv, step_dmask = args.grads(
@@ -133,9 +142,13 @@ class RingKeys(NamedTuple):
         return dq, dk, dv, dmask
 
     def _ring_steps(self, k: Tensor, v: Tensor, cat: Cat) -> Iterator[RingStep]:
-        """Yield each step's keys and values while the shift of those of the next step is in progress."""
+        """Yield each step's keys and values while the shift of those of the next step is in progress.
+
+        ``cat`` concatenates keys and values to one tensor: torch.cat, or in a backward a function that waits for the
+        cotangent.
+        """
         if self.steps == 1:
-            yield RingStep(k, v, shard_span(self.frame, self.n, self.stride), None)
+            yield RingStep(k, v, shard_span(self.frame, self.n, self.stride), next_shift=None)
             return
         both = _pack_keys_values(k, v, cat)
         for step in range(self.steps):
@@ -147,7 +160,7 @@ class RingKeys(NamedTuple):
 
 
 def _drop_none(*tensors: Tensor | None) -> list[Tensor]:
-    """Return the tensors that are not None, as the ``after`` of an attention: it runs after they exist."""
+    """Return the tensors that are not None, for the argument ``after`` of an attention, which runs after they exist."""
     return [x for x in tensors if x is not None]
 
 
@@ -160,28 +173,29 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def wait_then_concat(tensor: Tensor) -> Cat:
-    """Return a concatenation that a compiler does not move before ``tensor``; see ``sp::pack``.
+    """Return a function like torch.cat that a compiler does not move before ``tensor``, the cotangent of a backward.
 
-    A compiler would otherwise run the exchanges of forward and backward once, and save all keys and values.
+    A compiler would otherwise merge the equal exchanges of forward and backward, and save all keys and values.
     """
     return lambda xs, dim: torch.ops.sp.pack(xs, dim, tensor)
 
 
 def _can_stack(k: Tensor, v: Tensor) -> bool:
-    """Return True if keys and values are known to have equal widths, so that they are packed by stacking."""
+    """Return True if keys and values are known to have equal widths, so that they are stacked into one tensor."""
     return is_known(k.shape[3] == v.shape[3])
 
 
 def _pack_keys_values(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
-    """Pack (B, Hkv, s, D) and (B, Hkv, s, E) with one copy, for any strides.
+    """Return keys (B, Hkv, s, D) and values (B, Hkv, s, E) as one tensor, with one copy.
 
-    With equal widths to (2, B, Hkv, s, D), because kernels read consecutive rows faster; else to (B, Hkv, s, D + E).
+    Its shape is (2, B, Hkv, s, D) for equal widths, since kernels read consecutive rows faster; otherwise it is
+    (B, Hkv, s, D + E).
     """
     return cat([k.unsqueeze(0), v.unsqueeze(0)], 0) if _can_stack(k, v) else cat([k, v], 3)
 
 
 def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a packed tensor, or its gradient, into views of keys and values, for any number of rows.
+    """Return views of the keys and of the values in a packed tensor, or of their gradients.
 
     Args:
         both: (2, B, Hkv, S, D) or (B, Hkv, S, D + E).
@@ -200,16 +214,19 @@ class _RingGradients:
     """
 
     def __init__(self, ring: RingKeys) -> None:
+        """Start with no gradients. `pending` is the shift in progress, which receives the sum of earlier ranks."""
         self.ring, self.num_added, self.pending = ring, 0, None
 
     def add(self, key_grads: Tensor) -> None:
-        """Add the packed gradients of the keys of one step, which belong to a rank one place further back.
+        """Add the packed gradients of one step's keys to the sum that rotates with the keys, and send it.
 
-        Adds the received sum to ``key_grads`` in place and sends it to the next rank, in the last step to the owner.
+        The sum of earlier ranks has been received during the step. It is added to ``key_grads`` in place and sent to
+        the next rank; after the last step, to the rank that owns the keys.
         """
         self.num_added += 1
         if self.pending is not None:
             key_grads = key_grads.add_(current_communicator().wait(self.pending))
+        # In the last step, the keys have moved steps - 1 places from their owner.
         hops = 1 if self.num_added < self.ring.steps else 1 - self.ring.steps
         self.pending = current_communicator().start_shift(key_grads, self.ring.shift(hops))
 
@@ -225,6 +242,7 @@ class _ScatteredGradients:
     pending = None  # no shift is in progress between steps
 
     def __init__(self, ring: RingKeys) -> None:
+        """Start with no gradients; `step_grads` collects those of each step."""
         self.ring = ring
         self.step_grads: list[Tensor] = []
 
@@ -233,7 +251,10 @@ class _ScatteredGradients:
         self.step_grads.append(key_grads)
 
     def collect(self) -> Tensor:
-        """Exchange the gradients of all steps, and return those of this rank's keys, summed over the ranks."""
+        """Send the gradients of all steps to the owners of the keys, in one all-to-all.
+
+        Returns the packed gradients of this rank's keys, summed over the ranks.
+        """
         ring = self.ring
         by_owner = torch.ops.sp.pack_by_owner(self.step_grads, ring.stride, ring.group)
         route = routes.cross_route(ring.group, ring.stride)

@@ -22,7 +22,10 @@ from .op_args import HEADS, SEQUENCE, ShardArgs
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> list[Tensor]:
-    """Exchange shards q, k and v of all heads for this rank's heads with the rows of its neighborhood.
+    """Exchange this rank's rows of all heads for the rows of its neighborhood of some heads (Ulysses).
+
+    A neighborhood is ``ranks`` adjacent ranks. The exchange is one all-to-all among them, or two if keys have another
+    length than queries.
 
     Args:
         q: (B, H, s, D).
@@ -46,7 +49,7 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> li
 
 
 def to_sequence(out: Tensor, args: ShardArgs, ranks: int) -> Tensor:
-    """Exchange the result's heads back for this rank's rows.
+    """Exchange the result, all rows of a neighborhood of this rank's heads, for this rank's rows of all heads.
 
     Args:
         out: (B, H / ranks, ranks * s, E).
@@ -68,9 +71,9 @@ def _repeat_key_heads(x: Tensor, ranks: int) -> Tensor:
 
 
 def _neighborhood_frame(frame: FrameArg, length: int) -> FrameArg:
-    """Return a frame of the ``length`` rows of a neighborhood, for ``sp::all_to_all``.
+    """Return a frame in which all ``length`` rows of a neighborhood are valid, with the layout of ``frame``.
 
-    The exchange then removes no padding. Zigzag rows arrive in sequence order: the first chunks of all ranks, then
-    their second chunks in reverse.
+    ``sp::all_to_all`` then removes no padding. Zigzag rows arrive in sequence order: the first chunks of all ranks,
+    then their second chunks in reverse.
     """
     return [1, length, 0, length, frame_folds(frame)]

@@ -34,15 +34,15 @@ def to_zigzag_rows(xs: list[Tensor], n: int, group: str, back: bool = False) -> 
     """
     if n == 1:
         return xs
-    rows = [x.movedim(SEQUENCE, 0) for x in xs]
-    flat = torch.cat([r.flatten(1) for r in rows], 1)
-    maps = (_unfold, _fold) if back else (_fold, _unfold)
-    moved = LinearMap.apply(flat, *maps, n, group).split([r.shape[1:].numel() for r in rows], 1)
-    return [m.unflatten(1, r.shape[1:]).movedim(0, SEQUENCE) for m, r in zip(moved, rows, strict=True)]
+    rows_first = [x.movedim(SEQUENCE, 0) for x in xs]
+    flat = torch.cat([x.flatten(1) for x in rows_first], 1)  # one exchange for all tensors
+    maps = (_unfold, _fold) if back else (_fold, _unfold)  # the exchange and its adjoint
+    exchanged = LinearMap.apply(flat, *maps, n, group).split([x.shape[1:].numel() for x in rows_first], 1)
+    return [y.unflatten(1, x.shape[1:]).movedim(0, SEQUENCE) for y, x in zip(exchanged, rows_first, strict=True)]
 
 
 def _fold(x: Tensor, n: int, group: str) -> Tensor:
-    """Exchange contiguous rows (s, ..) for zigzag rows: send this rank's two chunks to their owners."""
+    """Exchange contiguous rows (s, ..) for zigzag rows (s, ..): send each of this rank's two chunks to its owner."""
     chunks = x.unflatten(0, (2, x.shape[0] // 2)).index_select(0, _chunks_by_owner(n, group, x.device))
     return current_communicator().all_to_all(chunks, 2, routes.fold_route(group)).flatten(0, 1)
 
@@ -55,10 +55,10 @@ def _unfold(x: Tensor, n: int, group: str) -> Tensor:
 
 
 def _chunks_by_owner(n: int, group: str, device: torch.device) -> Tensor:
-    """Return the order of this rank's contiguous chunks 2r, 2r + 1 by their zigzag owners: int64 (2,).
+    """Return the order of this rank's contiguous chunks 2r, 2r + 1 by their zigzag owners: [0, 1] or [1, 0], int64.
 
-    An all-to-all sends blocks in ascending order of ranks. The order is [0, 1] for the first n of the 2n chunks and
-    [1, 0] for the others, whose owners descend. It is its own inverse.
+    An all-to-all sends blocks in ascending order of ranks. In the zigzag layout, rank r has the chunks r and
+    2n - 1 - r: the owners of the first n chunks ascend, those of the others descend. The order is its own inverse.
     """
     in_second_half = torch.ops.sp.rank(group, device) * 2 >= n
     first = in_second_half.to(torch.int64)

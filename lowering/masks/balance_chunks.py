@@ -42,18 +42,21 @@ class ChunkOrder(NamedTuple):
 
     @property
     def offsets(self) -> Ints:
-        """Return the offset of each chunk's first row in the new order."""
+        """Return where each chunk begins in the new order: the rows of all chunks before it."""
         return np.cumsum(self.lengths) - self.lengths
 
     def encode(self, n: int) -> Ints:
-        """Encode firsts and lengths as (2, max_chunk_count(n)), padded with zeros to a static shape."""
+        """Return firsts and lengths as int64 (2, max_chunk_count(n)), padded with zeros.
+
+        An operator returns it, whose shape must not depend on the number of chunks.
+        """
         encoded = np.zeros((2, max_chunk_count(n)), np.int64)
         encoded[:, : len(self.firsts)] = self.firsts, self.lengths
         return encoded
 
     @staticmethod
     def of(encoded: Ints) -> ChunkOrder:
-        """Decode an order from `encode`; its imbalances are unknown and set to 1."""
+        """Return the order of a result of `encode`. Its imbalances are unknown and set to 1."""
         firsts, lengths = encoded[:, encoded[1] > 0]
         return ChunkOrder(firsts, lengths, 1.0, 1.0)
 
@@ -73,19 +76,19 @@ class _EvenChunks(NamedTuple):
 
     @property
     def min_rank_work(self) -> float:
-        """Return the share of the heaviest chunk in the work, a lower bound of the busiest rank's share."""
+        """Return the share of the heaviest chunk in all work: the busiest rank has at least this share."""
         total = self.works.sum()
         return float(self.works.max() / total) if total else 0.0
 
 
 def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, back: int = 0) -> ChunkOrder:
-    """Assign positions to n ranks in chunks.
+    """Assign positions of a sequence to n ranks in chunks, so that all ranks have similar work.
 
-    Tries increasing numbers of chunks per rank until the busiest rank has at most BALANCE_TOLERANCE times the mean
-    work; otherwise uses the best order.
+    Work is the number of pairs that attend. Tries increasing numbers of chunks per rank until the busiest rank has at
+    most BALANCE_TOLERANCE times the mean work; otherwise returns the best order.
 
     Args:
-        work: A function that returns the work before positions.
+        work: A function from sorted positions to the work of all queries before each of them.
         length: The number of positions.
         n: The number of ranks.
         rows: The number of rows of each rank; the last one may have fewer positions.
@@ -97,8 +100,8 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
     """
 
     def cut(chunks: int) -> _EvenChunks:
-        """Cut each rank's rows into this number of chunks."""
-        is_large = np.tile(np.arange(chunks) < rows % chunks, n)
+        """Cut the contiguous shard of each rank into this number of chunks, whose lengths differ by at most one."""
+        is_large = np.tile(np.arange(chunks) < rows % chunks, n)  # chunks with one row more than others
         edges = np.append(0, np.cumsum(rows // chunks + is_large))
         works = np.diff(np.array(work([min(int(edge), length) for edge in edges]), np.float64))
         is_fixed = (edges[:-1] < front) | (edges[1:] > length - back)
@@ -106,7 +109,7 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
 
     imbalance_of = operator.attrgetter("imbalance")
     best = contiguous = _order_chunks(cut(1), length, n)
-    coarse_cuts = []  # cuts of which no order is balanced
+    coarse_cuts = []  # cuts with a chunk that alone has too much work for a rank
     for chunks in _chunk_counts(min(rows, MAX_CHUNKS, max(rows // CHUNK_ROWS, MIN_CHUNKS))):
         if best.imbalance <= BALANCE_TOLERANCE:
             break
@@ -115,7 +118,7 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
             coarse_cuts.append(current)
         else:
             best = min(best, _order_chunks(current, length, n), key=imbalance_of)
-    # Without a balanced order, a coarse cut may still have a better one.
+    # If no order is balanced, that of a coarse cut may still be better than the best one so far.
     for current in reversed(coarse_cuts):
         if best.imbalance > BALANCE_TOLERANCE and best.imbalance > n * current.min_rank_work:
             best = min(best, _order_chunks(current, length, n), key=imbalance_of)
@@ -123,13 +126,16 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
 
 
 def _chunk_counts(limit: int) -> Iterator[int]:
-    """Yield the numbers of chunks per rank to try in turn, from few to the limit."""
+    """Return the numbers of chunks per rank to try, in ascending order up to the limit."""
     counts = [*range(2, 16), 16, 24, 32, 48, MAX_CHUNKS]
     return (count for count in counts if count <= limit)
 
 
 def _order_chunks(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
-    """Return the order of these chunks in which ranks have similar work, and its imbalance."""
+    """Return the order of these chunks in which ranks have similar work, with its imbalance.
+
+    The last chunks may exceed the sequence of ``length`` positions: they are shortened, or left out if empty.
+    """
     owners = _assign_owners(cut, n)
     starts, ends = cut.edges[:-1], np.minimum(cut.edges[1:], length)
     order = np.lexsort((starts, owners))  # by owner, then by position
@@ -137,19 +143,21 @@ def _order_chunks(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
     loads = np.bincount(owners, cut.works, n)
     nonempty = lengths > 0
     imbalance = float(loads.max() / loads.mean()) if loads.any() else 1.0
-    return ChunkOrder(firsts[nonempty], lengths[nonempty], imbalance, imbalance)
+    # The caller replaces the imbalance of contiguous shards.
+    return ChunkOrder(firsts[nonempty], lengths[nonempty], imbalance, contiguous_imbalance=imbalance)
 
 
 def _assign_owners(cut: _EvenChunks, n: int) -> Ints:
-    """Return the rank that owns each chunk.
+    """Return the rank that owns each chunk, int64 (chunks,).
 
-    Chunks are assigned by decreasing work to the rank with the least work that has capacity for a chunk of that size.
+    Chunks are assigned by decreasing work to the rank with the least work that has capacity for a chunk of that length:
+    each rank gets the number of rows of its contiguous shard. Fixed chunks remain on their ranks.
     """
     works, is_large, is_fixed = cut.works, cut.is_large, cut.is_fixed
     contiguous_owners = np.repeat(np.arange(n), len(works) // n)
     owners = np.where(is_fixed, contiguous_owners, -1)
     loads = np.bincount(contiguous_owners[is_fixed], works[is_fixed], n)
-    # Numbers of small and of large chunks that each rank still takes.
+    # The numbers of small and of large chunks that each rank still lacks.
     capacities = [np.bincount(contiguous_owners[(is_large == kind) & ~is_fixed], minlength=n) for kind in (False, True)]
     for chunk in np.argsort(-works, kind="stable"):
         if is_fixed[chunk]:
@@ -164,14 +172,19 @@ def _assign_owners(cut: _EvenChunks, n: int) -> Ints:
 
 
 def _exchange_chunks(cut: _EvenChunks, owners: Ints, loads: np.ndarray) -> None:
-    """Exchange chunks of the busiest rank for lighter ones of less busy ranks while its load shrinks.
+    """Exchange single chunks of the busiest rank for lighter ones of less busy ranks, as long as that helps.
 
-    Changes owners (chunks,), and loads (n,), the work of each rank.
+    Each step makes the exchange after which the larger load of both ranks is smallest.
+
+    Args:
+        cut: The chunks.
+        owners: The rank of each chunk, (chunks,); changed in place.
+        loads: The work of each rank, (n,); changed in place.
     """
-    enough = BALANCE_TOLERANCE * loads.mean()
+    balanced_load = BALANCE_TOLERANCE * loads.mean()
     for _ in range(MAX_EXCHANGES * len(loads)):
         busiest = loads.argmax()
-        if loads[busiest] <= enough:
+        if loads[busiest] <= balanced_load:
             return
         partners = np.argsort(loads, kind="stable")[:EXCHANGE_PARTNERS]
         own_chunks = np.flatnonzero((owners == busiest) & ~cut.is_fixed)
@@ -181,6 +194,7 @@ def _exchange_chunks(cut: _EvenChunks, owners: Ints, loads: np.ndarray) -> None:
         # For each pair of chunks: the work that moves, and the larger load of both ranks after the exchange.
         moved = cut.works[own_chunks][:, None] - cut.works[partner_chunks]
         larger_load = np.maximum(loads[busiest] - moved, loads[owners[partner_chunks]] + moved)
+        # Only chunks of equal lengths can be exchanged, since the ranks keep their numbers of rows.
         larger_load[cut.is_large[own_chunks][:, None] != cut.is_large[partner_chunks]] = np.inf
         i, j = np.unravel_index(larger_load.argmin(), larger_load.shape)
         if larger_load[i, j] >= loads[busiest]:

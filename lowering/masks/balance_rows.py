@@ -38,16 +38,18 @@ def balance_rows(
     front: int = 0,
     back: int = 0,
 ) -> ChunkOrder:
-    """Balance positions over n ranks for attention with these predicates.
+    """Return an order of the sequence in which n ranks, each with a run of it, attend to similar numbers of pairs.
+
+    The number of pairs is planned from the mask predicates and bounds of the vectors that they read.
 
     Args:
         predicates: The mask predicates.
         weights: The number of attentions with each predicate.
         sizes: The values n<i> of all predicates.
-        vectors: The vectors row<i> and col<i> of all predicates.
+        vectors: The tables of the vectors row<i> and col<i> of all predicates.
         length: The number of positions.
         n: The number of ranks.
-        stride: The number of neighboring ranks that split the heads, so that each has all their rows.
+        stride: The number of adjacent ranks that split the heads: each computes the rows of all of them.
         front: The number of positions at the beginning that are not moved.
         back: The number of positions at the end that are not moved.
 
@@ -58,7 +60,7 @@ def balance_rows(
     plans = [plan_blocks(predicate, all_rows, all_rows, sizes, vectors, vectors) for predicate in predicates]
 
     def work(positions: Sequence[int]) -> list[int]:
-        """Return the weighted number of pairs before each position."""
+        """Return the weighted number of pairs of all queries before each of these positions."""
         totals = [0] * len(positions)
         for plan, weight in zip(plans, weights):
             totals = [total + weight * pairs for total, pairs in zip(totals, count_pairs_before(plan, positions))]
@@ -73,7 +75,9 @@ def balance_rows(
 
 
 def order_tensors(order: ChunkOrder, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the positions in the new order, and the inverse, int64 (length,), without synchronization.
+    """Return the positions in the new order, and the inverse permutation, int64 (length,) each on the device.
+
+    Does not synchronize with the device.
 
     Args:
         order: The order of chunks.
@@ -81,7 +85,8 @@ def order_tensors(order: ChunkOrder, device: torch.device) -> tuple[Tensor, Tens
     """
     length, by_position = int(order.lengths.sum()), np.argsort(order.firsts)
     shifts, lengths = order.firsts - order.offsets, order.lengths
-    # Within a chunk, both a position and its place in the order are an index plus a constant.
+    # In a chunk, a position is its place in the order plus a shift. Send the shifts and the lengths of the chunks: in
+    # the new order, and for the inverse in the order of positions.
     host = torch.from_numpy(np.stack([shifts, lengths, -shifts[by_position], lengths[by_position]]))
     index = torch.arange(length, device=device)
     positions, inverse = (
@@ -92,29 +97,40 @@ def order_tensors(order: ChunkOrder, device: torch.device) -> tuple[Tensor, Tens
 
 
 def identity_order(length: int, n: int, device: torch.device) -> list[Tensor]:
-    """Return the order, its inverse and its chunks, for an argument whose rows are not moved."""
+    """Return (order, inverse, encoded chunks), as `balanced_rows` does, of a sequence whose rows are not moved."""
     order = ChunkOrder.of(np.array([[0], [length]]))
     return [*order_tensors(order, device), torch.from_numpy(order.encode(n))]
 
 
 def ordered_positions_table(order: ChunkOrder) -> Tensor:
-    """Return the table (see `pieces.py`) of the positions in the new order, which replaces ``q`` or ``k``."""
+    """Return a table, as of ``sp::pieces``, of the vector of positions in the new order.
+
+    A predicate reads this vector in place of q or k, the index of a row.
+    """
     slopes = np.ones_like(order.firsts)
     table = np.stack([order.offsets, order.firsts, order.firsts, slopes])
     return pad_table(_merge_continued(table), 1, int(order.lengths.sum()))
 
 
 def reorder_table(vector: Pieces, order: ChunkOrder) -> Tensor:
-    """Return the table of a vector whose values are permuted to the new order, without reading the values."""
+    """Return the table of a vector whose values are permuted to the new order, computed from the vector's table.
+
+    A table describes a vector in pieces, from their first positions on (``sp::pieces``). Pieces are cut at the
+    boundaries of chunks, and move with their chunks.
+    """
     table = cut_pieces(vector.table, order.firsts)
     by_position = np.argsort(order.firsts)
-    chunks = by_position[np.searchsorted(order.firsts[by_position], table[0], "right") - 1]  # of each piece
+    # The chunk that contains each piece.
+    chunks = by_position[np.searchsorted(order.firsts[by_position], table[0], "right") - 1]
     table[0] += (order.offsets - order.firsts)[chunks]
     return pad_table(_merge_continued(table[:, np.argsort(table[0])]), vector.batch, vector.length)
 
 
 def _merge_continued(table: Ints) -> Ints:
-    """Remove the pieces of a table that continue the line of the previous piece, as cuts at chunks create."""
+    """Return a table (4, pieces) without the pieces that continue the line of the previous piece.
+
+    Cuts at the boundaries of chunks create such pieces.
+    """
     starts, lows, highs, slopes = table
     rise = slopes[:-1] * np.diff(starts)
     continues = (lows[1:] == lows[:-1] + rise) & (highs[1:] == highs[:-1] + rise) & (slopes[1:] == slopes[:-1])
@@ -122,7 +138,7 @@ def _merge_continued(table: Ints) -> Ints:
 
 
 def fake_orders(length: Any, n: int, device: torch.device) -> list[Tensor]:
-    """Return fake tensors (order, inverse, chunks), from which all derived shapes follow.
+    """Return fake tensors (order, inverse, encoded chunks), the first results of `balanced_rows`.
 
     Args:
         length: The number of positions.
@@ -134,19 +150,19 @@ def fake_orders(length: Any, n: int, device: torch.device) -> list[Tensor]:
 
 
 def _fake_tables(vectors: Sequence[Tensor], length: Any) -> list[Tensor]:
-    """Return fake results of `_ordered_tables` for vectors of any length."""
+    """Return fake results of `_ordered_tables`: the table of the positions, and two tables for each vector."""
     lengths = [length, *2 * [x.shape[1] for x in vectors]]
     return [torch.empty([table_size(x)], dtype=torch.int64, device="cpu") for x in lengths]
 
 
 def _fake_balanced(vectors: Sequence[Tensor], *others: Any) -> list[Tensor]:
-    """Return fake results of `balanced_rows`."""
+    """Return fake results of `balanced_rows`, whose arguments these are."""
     _predicates, _weights, _sizes, length, _front, _back, n, _stride, device = others
     return [*fake_orders(length, n, device), *_fake_tables(vectors, length)]
 
 
 def _ordered_tables(tables: Sequence[Tensor], order: ChunkOrder) -> list[Tensor]:
-    """Return the tables of the positions in the order, of each vector, and of each vector in the order."""
+    """Return the tables of the positions in the order, of each vector, and of each vector permuted to the order."""
     return [ordered_positions_table(order), *tables, *(reorder_table(Pieces.of(table), order) for table in tables)]
 
 
@@ -168,9 +184,10 @@ def balanced_rows(
     stride: int,
     device: torch.device,
 ) -> list[Tensor]:
-    """Compute an order of replicated positions in which n equal runs of them have similar work.
+    """Compute an order of the sequence in which n equal runs have similar work: numbers of pairs that attend.
 
-    The first max(front) and the last max(back) positions are not moved.
+    It is computed from replicated vectors, so that all ranks get the same order without communication. The first
+    max(front) and the last max(back) positions are not moved.
 
     Args:
         vectors: int or bool (B, length) each, replicated.
@@ -186,7 +203,7 @@ def balanced_rows(
 
     Returns:
         The positions in the order, int64 (length,); the inverse, int64 (length,); (2, chunks) on the CPU, the first
-        position and the length of each run; and tables as of ``sp::dealt_tables``.
+        position and the length of each chunk; and the results of `balanced_tables`.
 
     Bytes: none. Synchronizes once if vectors are on the device.
     """
@@ -208,7 +225,7 @@ def balanced_tables(vectors: Sequence[Tensor], chunks: Tensor, length: int) -> l
 
     Args:
         vectors: int or bool (B, length) each, replicated.
-        chunks: (2, chunks) on the CPU, the first position and the length of each run of the order.
+        chunks: (2, chunks) on the CPU, the first position and the length of each chunk of the order.
         length: The number of positions.
 
     Returns:

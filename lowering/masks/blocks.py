@@ -63,7 +63,7 @@ class Block(NamedTuple):
 
     @staticmethod
     def of(q: Range, k: Range, kind: Kind, conditions: tuple[str, ...] = (), window: Window = FULL_WINDOW) -> Block:
-        """Return a block from ranges [low, high) of rows."""
+        """Return the block of the query rows and key rows in these ranges [low, high)."""
         return Block(q[0], q[1] - q[0], k[0], k[1] - k[0], kind, conditions, window)
 
     @property
@@ -110,7 +110,7 @@ class PackedCall(NamedTuple):
         return self.keys[0], self.keys[-1] - self.keys[0]
 
     def runs(self) -> list[AttendedRun]:
-        """Return the sequences that have both queries and keys."""
+        """Return the sequences that have both queries and keys, as runs with the window of the call."""
         sides = zip(pairwise(self.queries), pairwise(self.keys))
         return [AttendedRun(q, k, self.window) for q, k in sides if q[0] < q[1] and k[0] < k[1]]
 
@@ -136,7 +136,7 @@ class BlockPlan:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Return the blocks, created on first use: a window has many, which kernels with windows never need."""
+        """Return the blocks for kernels without windows, created on first use: a window has many of them."""
         return tuple(self.create_blocks())
 
 
@@ -158,26 +158,26 @@ class AttendedRun(NamedTuple):
         return self.k[1] - self.k[0]
 
     def can_use_window(self, window: Window) -> bool:
-        """Return True if the same pairs attend in another window, so that the run can join a call with it.
+        """Return True if the same pairs of the run attend in another window, so that it can join a call with it.
 
-        False for at least two more queries than keys, unless it is the run's own window: kernels support only some
-        windows there (`supports_window`).
+        In a document of 3 rows, a window with 2 or more keys to the left has the same effect as one without a left
+        limit. False for at least two more queries than keys, for which kernels support only some windows
+        (`supports_window`), unless it is the run's own window.
         """
         if window == self.window:
             return True
         if self.num_queries > self.num_keys + 1:
             return False
         left, right = self.window
-        return _has_same_effect(window.left, left, self.num_keys - 1) and _has_same_effect(
-            window.right, right, self.num_queries - 1
-        )
+        is_same_left = _has_same_effect(window.left, left, self.num_keys - 1)
+        return is_same_left and _has_same_effect(window.right, right, self.num_queries - 1)
 
 
 def _has_same_effect(limit: int | None, run_limit: int | None, farthest: int) -> bool:
-    """Return True if the limit of a window, on one side, allows the same keys as that of a run.
+    """Return True if a limit, the left or right one of a window, allows the same keys of a run as the run's own limit.
 
     Args:
-        limit: Limit of the window; None for no limit.
+        limit: Limit of another window; None for no limit.
         run_limit: Limit of the run's own window.
         farthest: Largest distance from a query of the run to a key on this side.
     """
@@ -185,21 +185,25 @@ def _has_same_effect(limit: int | None, run_limit: int | None, farthest: int) ->
 
 
 def tile_runs(tile: CellPair) -> list[AttendedRun] | None:
-    """Return the pairs of a tile as runs, by its band; None if only the predicate determines them."""
+    """Return the attending pairs of a tile as runs (rectangles with a window); None if no window describes them.
+
+    The band of a tile states that the pairs with band[0] <= key - query <= band[1] attend.
+    """
     if not tile.undecided:
         return [AttendedRun(tile.q, tile.k, FULL_WINDOW)]
     return None if tile.band is None else _band_runs(tile.q, tile.k, *tile.band)
 
 
 def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
-    """Return the pairs with lower <= key - query <= upper, relative to the first key and query, as runs.
+    """Return the pairs with lower <= key - query <= upper as runs: rectangles with a window.
 
-    They are several if kernels do not support the window of one run.
+    Keys and queries count from the first ones of their ranges. `k <= q` and `q - k < 3` on 9 x 9 rows (lower -2, upper
+    0) is one run with Window(left=2, right=0). There are several if kernels do not support the window of one run.
     """
     if lower > upper:
         return []
     rows, keys = q[1] - q[0], k[1] - k[0]
-    # The queries [first, end) that have a key, and the keys [low, high) that have a query.
+    # Keep only the queries [first, end) that see a key, and the keys [low, high) that a query sees.
     first, end = max(0, -upper), min(rows, keys - lower)
     if first >= end:
         return []
@@ -207,13 +211,15 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     q, k = (q[0] + first, q[0] + end), (k[0] + low, k[0] + high)
     rows, keys = end - first, high - low
     lower, upper = lower + first - low, upper + first - low
-    # The limits as numbers of keys around the query, where the last query is at the last key; None if none is beyond.
+    # A window counts keys around the position of the query, and the last query has the position of the last key. A
+    # limit is None if it excludes no key.
     left = None if lower <= 1 - rows else keys - rows - lower
     right = None if upper >= keys - 1 else upper - (keys - rows)
     window = Window(left, right)
     if rows <= keys + 1 or supports_window(window, rows, keys):
         return [AttendedRun(q, k, window)]
-    # Queries that see the first key; those that see neither or both ends; those that see the last key.
+    # Cut at the first query that sees the last key, and at the first one that does not see the first key: the windows
+    # of the parts have fewer limits.
     first_at_last_key = 0 if right is None else rows - 1 - right
     first_without_first_key = rows if left is None else rows - keys + left + 1
     cuts = sorted({0, rows, *(cut for cut in (first_at_last_key, first_without_first_key) if 0 < cut < rows)})
@@ -232,26 +238,29 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
         keys: The number of keys, at most queries - 2.
     """
     left, right = window
-    if left is not None:
-        return right is not None and right < keys
-    return right is None or right < keys or right >= queries - 1
+    is_clipped = right is not None and right >= keys
+    if left is not None:  # then FlashAttention takes no right limit as `keys`
+        return right is not None and not is_clipped
+    excludes_no_key = right is not None and right >= queries - 1
+    return not is_clipped or excludes_no_key
 
 
 def split_run(run: AttendedRun) -> list[AttendedRun]:
-    """Split off the last queries, which see all keys, if the window has only a right limit above 0.
+    """Return a run whose window has only a right limit above 0 as two runs: a causal and a full one.
 
-    The remaining run is causal, so that it can share a packed call with others, and FULL and CAUSAL blocks suffice.
+    The last `right` queries see all keys. The two runs can share packed calls with other runs, and need only FULL and
+    CAUSAL blocks. Other runs are returned unchanged.
     """
     left, right = run.window
     if left is not None or not right:
         return [run]
-    first_full = run.q[1] - right
+    first_full = run.q[1] - right  # the query before it sees exactly the last key, as in a causal window
     causal_run = AttendedRun((run.q[0], first_full), run.k, CAUSAL_WINDOW)
     return [causal_run, AttendedRun((first_full, run.q[1]), run.k, FULL_WINDOW)]
 
 
 def part_runs(tile: CellPair) -> list[AttendedRun] | None:
-    """Return the runs of a tile's parts, or of a tile that has no parts; None if those of one are unknown."""
+    """Return the runs of all parts of a tile, or of a tile without parts; None if no window describes one of them."""
     runs = list[AttendedRun]()
     for part in tile.parts or (tile,):
         known_runs = tile_runs(part)
@@ -262,22 +271,34 @@ def part_runs(tile: CellPair) -> list[AttendedRun] | None:
 
 
 def need_no_windows(runs: Sequence[AttendedRun]) -> bool:
-    """Return True if FULL and CAUSAL blocks can compute the runs.
+    """Return True if FULL and CAUSAL blocks, which all kernels support, can compute the runs.
 
-    Each must be full or causal, and two runs must share all queries or none.
+    Each run must be full or causal, and two runs must have the same queries or share none.
     """
-    queries = list(dict.fromkeys(run.q for run in runs))
+    query_ranges = list(dict.fromkeys(run.q for run in runs))
     is_plain = all(run.window in (FULL_WINDOW, CAUSAL_WINDOW) for run in runs)
-    return is_plain and all(before[1] <= after[0] for before, after in pairwise(queries))
+    return is_plain and all(before[1] <= after[0] for before, after in pairwise(query_ranges))
+
+
+def halve_block(block: Block) -> list[Block]:
+    """Return the two halves of a block, cut across its longer side."""
+    q, k = block.query_range, block.key_range
+    if block.q_len >= block.k_len:
+        cut = q[0] + block.q_len // 2
+        halves = [((q[0], cut), k), ((cut, q[1]), k)]
+    else:
+        cut = k[0] + block.k_len // 2
+        halves = [(q, (k[0], cut)), (q, (cut, k[1]))]
+    return [Block.of(*half, block.kind, block.conditions) for half in halves]
 
 
 def has_masked(blocks: Sequence[Block]) -> bool:
-    """Return True if a block is MASKED, so that the planner tries bands or runs in place of the blocks."""
+    """Return True if a block is MASKED: its predicate must be evaluated for each pair, so planners try windows."""
     return any(block.kind is Kind.MASKED for block in blocks)
 
 
 def block_of(run: AttendedRun) -> Block:
-    """Return a run as one block: FULL, CAUSAL, or a BAND for kernels that support its window."""
+    """Return a run as one block: FULL, CAUSAL, or for kernels that support its window a BAND."""
     if run.window == FULL_WINDOW:
         return Block.of(run.q, run.k, Kind.FULL)
     is_causal = run.window == CAUSAL_WINDOW and run.num_queries == run.num_keys
@@ -297,7 +318,7 @@ def as_band(block: Block) -> Block:
 
 
 def run_blocks(run: AttendedRun, conditions: tuple[str, ...]) -> Iterator[Block]:
-    """Yield the FULL and CAUSAL blocks of a run in a full or causal window, for kernels without windows.
+    """Yield the FULL and CAUSAL blocks of a run whose window is full or causal, for kernels without windows.
 
     Args:
         run: The run.
@@ -306,17 +327,17 @@ def run_blocks(run: AttendedRun, conditions: tuple[str, ...]) -> Iterator[Block]
     if run.window == FULL_WINDOW:
         yield Block.of(run.q, run.k, Kind.FULL)
         return
-    square_begin = run.k[1] - run.num_queries  # all queries see the keys before; the others are square
+    square_begin = run.k[1] - run.num_queries  # all queries see the keys before it; those from it on are square
     if run.k[0] < square_begin:
         yield Block.of(run.q, (run.k[0], square_begin), Kind.FULL)
     yield Block.of(run.q, (square_begin, run.k[1]), Kind.CAUSAL, conditions)
 
 
 def packed_calls(runs: Sequence[AttendedRun]) -> list[PackedCall]:
-    """Return few packed calls that compute all runs.
+    """Return few packed calls (one kernel call for several sequences) that compute all runs.
 
-    A call has one window. Either each run keeps its window or each moves to the narrowest one that allows the same
-    pairs; the choice with fewer calls is returned.
+    A call has one window for all of its sequences. Either each run keeps its own window, or each gets the narrowest
+    window of all runs in which the same pairs attend; the choice with fewer calls is returned.
     """
     runs = [row_run for run in runs for row_run in _split_single_rows(run)]
     by_own_window: dict[Window, list[AttendedRun]] = {}
@@ -325,17 +346,18 @@ def packed_calls(runs: Sequence[AttendedRun]) -> list[PackedCall]:
     windows = sorted(by_own_window, key=lambda window: window.count(None))  # windows without limits last
     by_narrowest: dict[Window, list[AttendedRun]] = {window: [] for window in windows}
     for run in runs:
-        by_narrowest[next(window for window in windows if run.can_use_window(window))].append(run)
+        narrowest = next(window for window in windows if run.can_use_window(window))
+        by_narrowest[narrowest].append(run)
     if by_own_window == by_narrowest:
         return _group_calls(by_own_window)
     return min(_group_calls(by_narrowest), _group_calls(by_own_window), key=len)
 
 
 def _split_single_rows(run: AttendedRun) -> list[AttendedRun]:
-    """Split a run in which each query sees one key, as of one-token documents, into runs of one row.
+    """Return a run in which each query sees only its own key, as in one-token documents, as runs of one row.
 
-    Any window allows the only pair of a row, so these runs join a packed call of another window and need no call of
-    their own. A longer run keeps its window: its rows would be more than LONG_ROWS sequences of a call.
+    Any window allows the only pair of a row, so that these runs can join a packed call with another window. A run of
+    more than LONG_ROWS rows, which would be too many sequences, and other runs are returned unchanged.
     """
     rows = run.num_queries
     if run.window != SELF_WINDOW or rows > LONG_ROWS or rows != run.num_keys:
@@ -345,20 +367,20 @@ def _split_single_rows(run: AttendedRun) -> list[AttendedRun]:
 
 
 def _group_calls(runs_by_window: Mapping[Window, Sequence[AttendedRun]]) -> list[PackedCall]:
-    """Return the packed calls that compute these runs, each in the window that is its key."""
+    """Return the packed calls that compute these runs, of which those of one dict entry have the window of its key."""
     return [merge_runs(chain, window) for window, runs in runs_by_window.items() for chain in _chain_runs(runs)]
 
 
 def _chain_runs(runs: Sequence[AttendedRun]) -> list[list[AttendedRun]]:
-    """Group runs, sorted by queries, into few lists with ascending queries and keys, one per packed call.
+    """Group runs, sorted by queries, into few lists in which queries and keys ascend, one list per packed call.
 
-    A document in both chunks of a zigzag rank is several runs, and the keys of one begin before those of the previous
-    one end. If runs only joined the list of the previous run, all documents after it would need another call.
+    A document in both chunks of a zigzag rank is several runs, whose keys do not ascend. So that the runs after it can
+    join an earlier list, all lists are candidates for a run, not only the list of the previous run.
     """
     chains = list[list[AttendedRun]]()
     for run in runs:
         fitting = [chain for chain in chains if chain[-1].q[1] <= run.q[0] and chain[-1].k[1] <= run.k[0]]
-        if fitting:
+        if fitting:  # the list whose last key is the nearest, so that others remain open for runs with earlier keys
             max(fitting, key=lambda chain: chain[-1].k[1]).append(run)
         else:
             chains.append([run])
@@ -366,11 +388,11 @@ def _chain_runs(runs: Sequence[AttendedRun]) -> list[list[AttendedRun]]:
 
 
 def merge_runs(runs: Sequence[AttendedRun], window: Window) -> PackedCall:
-    """Merge runs with ascending queries and keys, which fit the window, into one packed call.
+    """Return one packed call with this window for runs whose queries and keys ascend: each is a sequence.
 
     Queries between two runs become a sequence without keys, and keys between them one without queries.
     """
-    boundaries = [(runs[0].q[0], runs[0].k[0])]
+    boundaries = [(runs[0].q[0], runs[0].k[0])]  # (first query, first key) of each sequence, then the ends
     for run in runs:
         last_key = boundaries[-1][1]
         for boundary in ((run.q[0], last_key), (run.q[0], run.k[0]), (run.q[1], run.k[1])):
@@ -381,13 +403,14 @@ def merge_runs(runs: Sequence[AttendedRun], window: Window) -> PackedCall:
 
 
 def count_pairs(plan: BlockPlan) -> int:
-    """Return the number of attending (query, key) pairs, for FLOPs; all pairs of a MASKED block count."""
+    """Return the number of (query, key) pairs that attend, to count FLOPs; all pairs of a MASKED block count."""
     return sum(_count_attended(run, run.q[1]) for run in _plan_runs(plan))
 
 
 def count_pairs_before(plan: BlockPlan, rows: Sequence[int]) -> list[int]:
-    """Return the number of pairs of all queries before each of these sorted rows, to balance work."""
-    # Of runs that contain rows[i], the pairs before it; of runs that end in (rows[i - 1], rows[i]], all pairs.
+    """Return the number of attending pairs of all queries before each of these sorted rows, to balance work."""
+    # A run counts in two ways: for the rows inside of it, its pairs before the row; for all later rows, all its pairs.
+    # The latter are added to the first row at or after its end, and accumulated over the rows at the end.
     inside_pairs, ended_pairs = [0] * len(rows), [0] * (len(rows) + 1)
     for run in _plan_runs(plan):
         begin, end = bisect_right(rows, run.q[0]), bisect_left(rows, run.q[1])
@@ -398,7 +421,7 @@ def count_pairs_before(plan: BlockPlan, rows: Sequence[int]) -> list[int]:
 
 
 def _plan_runs(plan: BlockPlan) -> Iterator[AttendedRun]:
-    """Yield the blocks and the sequences of packed calls as runs, to count pairs; MASKED blocks as full."""
+    """Yield the blocks and the sequences of packed calls of a plan as runs, to count pairs; MASKED blocks as full."""
     for block in plan.others:
         window = CAUSAL_WINDOW if block.kind is Kind.CAUSAL else block.window
         yield AttendedRun(block.query_range, block.key_range, window)
@@ -407,7 +430,11 @@ def _plan_runs(plan: BlockPlan) -> Iterator[AttendedRun]:
 
 
 def _count_attended(run: AttendedRun, row: int) -> int:
-    """Count the pairs of a run's queries before ``row``; the window counts from the last query and key."""
+    """Return the number of pairs in a run's window whose query is before ``row``.
+
+    They are the pairs within the right limit, without those beyond the left limit. The window counts from the position
+    of the last query, which is that of the last key.
+    """
     queries, keys, (left, right) = row - run.q[0], run.num_keys, run.window
     shift = keys - run.num_queries  # the key at the position of query i is i + shift
     allowed_right = queries * keys if right is None else _count_reached(queries, keys, shift + right)
@@ -416,11 +443,15 @@ def _count_attended(run: AttendedRun, row: int) -> int:
 
 
 def _count_reached(queries: int, keys: int, distance: int) -> int:
-    """Count the pairs whose key index is at most the query index plus ``distance``."""
+    """Return the number of pairs whose key index is at most the query index plus ``distance``.
+
+    Query i has i + distance + 1 such keys, clamped to [0, keys].
+    """
 
     def sum_clamped(stop: int) -> int:
-        """Return the sum over x < stop of x, clamped to [0, keys]."""
-        clamped = max(stop - keys, 0)  # number of summands that count as ``keys``
-        return (max(stop, 0) - clamped) * (min(max(stop, 0), keys) - 1) // 2 + clamped * keys
+        """Return the sum of all integers x < stop, each clamped to [0, keys]."""
+        unclamped = min(max(stop, 0), keys)  # the summands 0, 1, .., unclamped - 1
+        clamped = max(stop - keys, 0)  # the number of summands that count as ``keys``
+        return unclamped * (unclamped - 1) // 2 + clamped * keys
 
     return sum_clamped(queries + distance + 1) - sum_clamped(distance + 1)

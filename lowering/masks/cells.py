@@ -14,7 +14,7 @@ documents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from . import predicate as language
 from .pieces import Flags, Ints, Pieces, sorted_unique
-from .predicate import Linear
+from .predicate import Linear, Verdict
 from .spans import Rows
 
 Range = tuple[int, int]  # local rows [low, high)
@@ -37,16 +37,18 @@ class Cells(NamedTuple):
     lines: dict[str, tuple[Ints, Ints, Ints]]  # (lows, highs, slopes) of each symbol, relative to the cell's first row
 
     def bounds(self, i: int) -> dict[str, tuple[int, int]]:
-        """Return the inclusive bounds of all symbols in cell i, over which any condition can be evaluated."""
+        """Return the inclusive bounds of all symbols in cell i: a condition can be evaluated over them."""
         bounds = {}
-        for name, (lows, highs, slopes) in self.lines.items():
+        for name, (lows, highs, slopes) in self.lines.items():  # bounds at the first row of each cell, step per row
             rise = int(slopes[i] * (self.lengths[i] - 1))
             bounds[name] = int(lows[i]) + min(rise, 0), int(highs[i]) + max(rise, 0)
         return bounds
 
 
 def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
-    """Return all cells of the local queries or keys.
+    """Return the cells of the local queries or keys: ranges of rows in which each vector is a line, or bounded by one.
+
+    Rows are cut where a vector's piece begins, such as a document, and where their indices are not consecutive.
 
     Args:
         rows: The valid rows.
@@ -70,7 +72,7 @@ def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
 
 
 def valid_ranges(rows: Rows) -> list[Range]:
-    """Return the valid rows as ranges of local rows, which are more than one if padding is between them."""
+    """Return the valid rows as ranges of local rows: several if there is padding between them."""
     ranges: list[Range] = []
     for _, offset, length in rows:
         if ranges and ranges[-1][1] == offset:
@@ -78,6 +80,33 @@ def valid_ranges(rows: Rows) -> list[Range]:
         else:
             ranges.append((offset, offset + length))
     return ranges
+
+
+def trim_range(rows: Range, verdict: Callable[[Range], Verdict]) -> Range:
+    """Return ``rows`` without the rows at both ends that have no attending pair; an empty range if none has one.
+
+    Args:
+        rows: A range of queries or of keys.
+        verdict: Returns False if no row of a range has an attending pair, else True or None.
+    """
+    if verdict(rows) is False:
+        return rows[0], rows[0]
+    first, last = _find_edge(rows, verdict, last=False), _find_edge(rows, verdict, last=True)
+    return (first, last + 1) if first <= last else (rows[0], rows[0])
+
+
+def _find_edge(rows: Range, verdict: Callable[[Range], Verdict], last: bool) -> int:
+    """Return the first row, or with ``last`` the last one, that may have an attending pair, by bisection.
+
+    If no row has one, the results for the first and the last row are in the wrong order.
+    """
+    low, high = rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        # The half in which to look first: if it may have an attending pair, the row is there.
+        near, far = ((middle, high), (low, middle)) if last else ((low, middle), (middle, high))
+        low, high = near if verdict(near) is not False else far
+    return low
 
 
 class _ConditionSide(NamedTuple):
@@ -91,11 +120,15 @@ class _ConditionSide(NamedTuple):
 
 
 def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _ConditionSide:
-    """Return the sum of (symbol, factor) terms in every cell: one side of a linear condition."""
+    """Return the sum of (symbol, factor) terms, one side of a linear condition, in every cell.
+
+    A cell is a range of rows in which each symbol is a line, or bounded by one. The result has the bounds of the sum in
+    each cell, its value at the first row and its step per row, and whether these two are exact.
+    """
     zeros = np.zeros_like(cells.offsets)
-    lows, highs, slopes = zeros, zeros, zeros
+    lows, highs, slopes = zeros, zeros, zeros  # bounds at the first row of each cell, and the step per row
     for name, factor in terms:
-        low, high, slope = (factor * x for x in cells.lines[name])
+        low, high, slope = (factor * x for x in cells.lines[name])  # a negative factor exchanges the bounds
         lows, highs, slopes = lows + np.minimum(low, high), highs + np.maximum(low, high), slopes + slope
     rise = slopes * (cells.lengths - 1)
     return _ConditionSide(lows + np.minimum(rise, 0), highs + np.maximum(rise, 0), lows, slopes, lows == highs)
@@ -138,7 +171,7 @@ class CellGrid:
         k: Cells,
         fixed: Mapping[str, Range],
     ) -> None:
-        """Evaluate the linear conditions in every cell.
+        """Evaluate both sides of the linear conditions in every cell, a range of queries or of keys.
 
         Args:
             conditions: The conditions of the predicate.
@@ -154,10 +187,11 @@ class CellGrid:
         ]
 
     def tiles(self) -> list[CellPair] | None:
-        """Return tiles, sorted by queries, that contain each attendable pair once.
+        """Return tiles (rectangles of queries and keys), sorted by queries, that contain each attending pair once.
 
-        Queries that meet one key cell form a tile with it. Adjacent queries that meet several form one tile together,
-        with all keys between the first and the last of these, in which every condition remains.
+        A query cell that meets one key cell, such as that of the same document, forms a tile with it. Adjacent query
+        cells that meet several form one tile together, with all keys from the first to the last of these, in which
+        every condition is evaluated.
 
         Returns:
             The tiles; None if cells meet too many others.
@@ -165,7 +199,8 @@ class CellGrid:
         candidates = self._candidate_pairs()
         if candidates is None:
             return None
-        rows, keys = candidates
+        rows, keys = candidates  # the number of the query cell and of the key cell of each pair of cells
+        # Pairs of cells in which every condition may hold; for each condition, pairs in which it may also not hold.
         meets, undecided = np.ones(len(rows), np.bool_), []
         for c in range(len(self._conditions)):
             always, sometimes = self._verdicts(c, rows, keys)
@@ -174,13 +209,14 @@ class CellGrid:
         return self._join_pairs(rows[meets], keys[meets], np.stack(undecided)[:, meets])
 
     def _candidate_pairs(self) -> tuple[Ints, Ints] | None:
-        """Return the numbers of the query cell and the key cell of candidate pairs, sorted by queries.
+        """Return the query cells and the key cells, by number, of pairs of cells that may meet, sorted by query cell.
 
-        All pairs that meet are among them. If all pairs are too many, an equation limits them: the key cells whose
-        bounds overlap those of a query cell. None if that is still too many.
+        All pairs that meet are among them. If there are few cells, these are all pairs. Otherwise an equation of the
+        predicate, such as that of document numbers, limits the key cells to those whose bounds overlap the bounds of a
+        query cell. None if these are too many as well, or if there is no equation.
         """
         n, m = len(self._q.offsets), len(self._k.offsets)
-        limit, fewest = MAX_CELL_PAIRS * (n + m), None
+        limit, fewest = MAX_CELL_PAIRS * (n + m), None  # fewest: the smallest set of candidates so far
         if n * m <= limit:
             return np.repeat(np.arange(n), m), np.tile(np.arange(m), n)
         for sums in self._sums:
@@ -189,7 +225,8 @@ class CellGrid:
             # of_query + of_key + constant == 0: the bounds that of_query must overlap, for each key cell.
             lows, highs = -sums.of_key.highs - sums.linear.constant, -sums.of_key.lows - sums.linear.constant
             order = np.argsort(lows, kind="stable")
-            # For each query cell, the first candidate in this order and the number of candidates.
+            # In this order, the running maximum of highs also ascends, so that the candidates of a query cell are
+            # consecutive: find the first one and their number.
             firsts = np.searchsorted(np.maximum.accumulate(highs[order]), sums.of_query.lows, "left")
             counts = np.maximum(np.searchsorted(lows[order], sums.of_query.highs, "right") - firsts, 0)
             if counts.sum() <= limit:
@@ -197,11 +234,13 @@ class CellGrid:
         if fewest is None:
             return None
         order, firsts, counts = fewest
+        # Query cell i has the candidates firsts[i], .., firsts[i] + counts[i] - 1 in this order of the key cells.
         begins = np.cumsum(counts) - counts
-        return np.repeat(np.arange(n), counts), order[np.arange(counts.sum()) + np.repeat(firsts - begins, counts)]
+        candidates = np.arange(counts.sum()) + np.repeat(firsts - begins, counts)
+        return np.repeat(np.arange(n), counts), order[candidates]
 
     def _verdicts(self, c: int, rows: Ints, keys: Ints) -> tuple[Flags, Flags]:
-        """Evaluate condition c for pairs of cells.
+        """Evaluate condition c for pairs of cells, from the bounds of its symbols in each cell.
 
         Args:
             c: The number of the condition.
@@ -209,14 +248,16 @@ class CellGrid:
             keys: The key cell of each pair.
 
         Returns:
-            Two flags per pair of cells: the condition holds for all pairs of rows; it may hold for some.
+            Two arrays with a flag per pair of cells: whether the condition holds for all (query, key) pairs in them,
+            and whether it may hold for some.
         """
         sums = self._sums[c]
-        if sums is None:
+        if sums is None:  # not linear
             boxes = ({**self._fixed, **self._q.bounds(i), **self._k.bounds(j)} for i, j in zip(rows, keys))
             verdicts = [language.evaluate_over(self._conditions[c], box) for box in boxes]
             always = np.array([verdict is True for verdict in verdicts], np.bool_)
             return always, np.array([verdict is not False for verdict in verdicts], np.bool_)
+        # A linear condition compares a sum, whose bounds these are, with 0.
         low = sums.of_query.lows[rows] + sums.of_key.lows[keys] + sums.linear.constant
         high = sums.of_query.highs[rows] + sums.of_key.highs[keys] + sums.linear.constant
         if sums.linear.relation == "<=":
@@ -225,17 +266,17 @@ class CellGrid:
         return (always_zero, ~never_zero) if sums.linear.relation == "==" else (never_zero, ~always_zero)
 
     def _join_pairs(self, rows: Ints, keys: Ints, undecided: Flags) -> list[CellPair]:
-        """Join the pairs of cells that meet into tiles, sorted by queries.
+        """Join the pairs of cells that meet into tiles, sorted by queries (see `tiles`).
 
         Args:
-            rows: The query cell of each pair, sorted.
-            keys: The key cell of each pair.
-            undecided: Flags (conditions, pairs): the condition does not hold for all pairs of rows.
+            rows: The query cell of each pair of cells, sorted.
+            keys: The key cell of each pair of cells.
+            undecided: Flags (conditions, pairs of cells): whether the condition may be False for some of their rows.
         """
         bands, undecided_of = self._bands(rows, keys, undecided), undecided.T.tolist()
         key_lows = self._k.offsets[keys]
         key_ranges = list(zip(key_lows.tolist(), (key_lows + self._k.lengths[keys]).tolist()))
-        # Pairs [begin, end) have one query cell.
+        # The pairs of cells begins[i] to ends[i] have the same query cell.
         begins = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])) if len(rows) else rows
         ends, cells = np.append(begins[1:], len(rows)).tolist(), rows[begins]
         query_lows = self._q.offsets[cells]
@@ -251,24 +292,27 @@ class CellGrid:
                 tiles += pairs
                 joins_next = False
                 continue
+            # The query cell meets several key cells: one tile, also for the previous queries if they do, too.
             parts = tuple(pairs)
             if joins_next and tiles[-1].q[1] == q[0]:
                 previous = tiles.pop()
                 q, pairs = (previous.q[0], q[1]), [previous, *pairs]
                 parts = (*previous.parts, *parts) if previous.parts else ()
             k = min(pair.k[0] for pair in pairs), max(pair.k[1] for pair in pairs)
-            tiles.append(CellPair(q, k, tuple(self._conditions), None, _keep_few_parts(parts)))
+            tiles.append(CellPair(q, k, tuple(self._conditions), band=None, parts=_keep_few_parts(parts)))
             joins_next = True
         return tiles
 
     def _bands(self, rows: Ints, keys: Ints, undecided: Flags) -> list[Band | None]:
-        """Return the band of each pair of cells; None if the band does not express all undecided conditions.
+        """Return the band of each pair of cells; None if the attending pairs are not those of a band.
 
-        Each linear condition limits key - query, in offsets from the first rows of the cells, to a half-line or a value
-        where its two sides are lines of opposite slope. Args: as of `_join_pairs`.
+        A band (lower, upper) means: the pairs with lower <= key - query <= upper attend, where query and key count from
+        the first rows of the cells. A linear condition limits key - query if its sides are lines of opposite slopes in
+        the cells, as in `k <= q`. Args: as of `_join_pairs`.
         """
+        # The bands without conditions: all pairs.
         lower, upper = -self._q.lengths[rows], self._k.lengths[keys]
-        covers_all = np.ones(len(rows), np.bool_)
+        covers_all = np.ones(len(rows), np.bool_)  # whether the band expresses all undecided conditions
         for c, sums in enumerate(self._sums):
             if sums is None or sums.linear.relation == "!=":
                 covers_all &= ~undecided[c]
@@ -280,6 +324,7 @@ class CellGrid:
             first_sum = np.where(is_line, of_query.firsts[rows] + of_key.firsts[keys] + sums.linear.constant, 0)
             # The sum is 0 where key - query is numerator / size.
             numerator, size = -first_sum * np.sign(step), np.where(is_line, np.abs(step), 1)
+            # An equation limits key - query on both sides, an inequality above (step > 0) or below.
             limits, is_equation = undecided[c] & is_line, sums.linear.relation == "=="
             ceiling = -(-numerator // size)
             upper = np.where(limits & (is_equation | (step > 0)), np.minimum(upper, numerator // size), upper)
@@ -290,7 +335,7 @@ class CellGrid:
 
 
 def without_padding(tile: CellPair, key_ranges: Sequence[Range]) -> Iterator[CellPair]:
-    """Yield the parts of a tile in these key ranges: blocks must not contain the padding between them."""
+    """Yield the parts of a tile in each of these ranges of valid keys, since blocks must not contain padding keys."""
     for low, high in key_ranges:
         k = max(low, tile.k[0]), min(high, tile.k[1])
         if k == tile.k:
@@ -299,12 +344,12 @@ def without_padding(tile: CellPair, key_ranges: Sequence[Range]) -> Iterator[Cel
             parts = tuple(part for part in tile.parts if low <= part.k[0] < high)
             if len(parts) == 1:
                 yield parts[0]
-            elif parts or not tile.parts:
-                yield CellPair(tile.q, k, tile.undecided, None, parts)
+            elif parts or not tile.parts:  # a tile with parts has no attending pair in a range without one of them
+                yield CellPair(tile.q, k, tile.undecided, band=None, parts=parts)
 
 
 def _merge_cells(pairs: list[CellPair]) -> Iterator[CellPair]:
-    """Merge pairs of one query cell with adjacent key cells that it sees in full: fewer tiles remain."""
+    """Yield the pairs of one query cell with its key cells; adjacent key cells that it sees in full are one pair."""
     previous = pairs[0]
     for pair in pairs[1:]:
         if previous.undecided or pair.undecided or previous.k[1] != pair.k[0]:
@@ -316,6 +361,9 @@ def _merge_cells(pairs: list[CellPair]) -> Iterator[CellPair]:
 
 
 def _keep_few_parts(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
-    """Return the parts if they are few or long, else (): their runs would be many short sequences."""
+    """Return the parts of a tile (its pairs of cells) if they are few, or long on average; else ().
+
+    A kernel would compute each part as a sequence, and many short sequences are slow.
+    """
     rows = sum(pair.q[1] - pair.q[0] for pair in parts)
     return parts if rows >= len(parts) * LONG_ROWS or len(parts) <= MAX_PARTS else ()

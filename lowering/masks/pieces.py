@@ -53,10 +53,14 @@ class Pieces:
 
     @staticmethod
     def of(table: Tensor) -> Pieces:
-        """Return the pieces of a padded table, a result of ``sp::pieces``, without a copy."""
-        header = table.numpy()
-        count, batch, length, *digest = header[:_HEADER].tolist()
-        return Pieces((digest[0], digest[1]), batch, length, *header[_HEADER : _HEADER + 4 * count].reshape(4, count))
+        """Return the pieces in a padded table, a result of ``sp::pieces``, without a copy.
+
+        The table has a header (number of pieces, batch, length, digest), then starts, lows, highs and slopes.
+        """
+        numbers = table.numpy()
+        count, batch, length, *digest = numbers[:_HEADER].tolist()
+        lines = numbers[_HEADER : _HEADER + 4 * count].reshape(4, count)
+        return Pieces((digest[0], digest[1]), batch, length, *lines)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pieces) and self.digest == other.digest
@@ -66,15 +70,21 @@ class Pieces:
 
     @property
     def table(self) -> Ints:
-        """Return starts, lows, highs and slopes as (4, pieces)."""
+        """Return starts, lows, highs and slopes of all pieces as one array (4, pieces)."""
         return np.stack([self.starts, self.lows, self.highs, self.slopes])
 
     def lines(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return (lows, highs, slopes) at these positions, where cells begin; valid to the end of a piece."""
+        """Return (lows, highs, slopes) at these positions: bounds of the value, and its step to the next position.
+
+        They are those of the piece that contains the position, and valid until its end.
+        """
         return _lines_at((self.starts, self.lows, self.highs, self.slopes), positions)
 
     def line(self, first: int, last: int) -> tuple[int, int] | None:
-        """Return (value at ``first``, slope) if the values at [first, last] are one known line, else None."""
+        """Return (value at ``first``, slope) if the values at the positions [first, last] are one line, else None.
+
+        None, too, if only bounds of these values are known.
+        """
         i = bisect_right(self._start_list, first) - 1
         if bisect_right(self._start_list, last) - 1 != i or self.lows[i] != self.highs[i]:
             return None
@@ -82,35 +92,37 @@ class Pieces:
         return int(self.lows[i]) + slope * (first - self._start_list[i]), slope
 
     def bounds_over(self, first: int, last: int) -> tuple[int, int]:
-        """Return the minimum and maximum of the values at the positions [first, last], or wider bounds."""
+        """Return bounds of the values at the positions [first, last]: the minimum and maximum, as far as known."""
         starts = self._start_list
         i, j = bisect_right(starts, first) - 1, bisect_right(starts, last) - 1
         if i == j:
             return self._bounds_within(i, first, last)
+        # The parts of the first and of the last piece, then all pieces between them.
         bounds = [self._bounds_within(i, first, starts[i + 1] - 1), self._bounds_within(j, starts[j], last)]
         if i + 1 < j:
-            # Two ranges of 2 ** power pieces, which may overlap, contain the pieces between the first and the last.
+            # Two ranges of 2 ** power pieces, which may overlap, contain exactly these pieces.
             power = (j - i - 1).bit_length() - 1
             bounds += [self._bound_levels[power][i + 1], self._bound_levels[power][j - (1 << power)]]
         return min(low for low, _ in bounds), max(high for _, high in bounds)
 
     def nearest_starts(self, position: int) -> list[int]:
-        """Return the last piece's start before a position and the first one at or after it, if they exist.
+        """Return the nearest positions, at most two, at which a piece starts: before a position, and at or after it.
 
-        A planner prefers them to cut a tile near its middle.
+        A planner prefers to cut the rows there.
         """
         i = bisect_left(self._start_list, position)
         return self._start_list[max(i - 1, 0) : i + 1]
 
     @cached_property
     def _start_list(self) -> list[int]:
+        """Return the first positions of all pieces as Python numbers, which `bisect` searches faster."""
         return self.starts.tolist()
 
     @cached_property
     def _bound_levels(self) -> list[list[tuple[int, int]]]:
-        """Return levels of (low, high), a sparse table of range minima and maxima for `bounds_over`.
+        """Return a sparse table of the bounds of ranges of pieces, for `bounds_over`.
 
-        Entry i of level p has the bounds of the pieces i to i + 2 ** p - 1.
+        Entry i of level p is (low, high) of the pieces i to i + 2 ** p - 1.
         """
         lows, highs = _piece_extremes(self.table, self.length)
         levels = []
@@ -129,35 +141,43 @@ class Pieces:
 
 
 def table_size(length: Any) -> Any:
-    """Return the number of int64 elements of a padded table, about length / 2: a fixed shape for a length."""
+    """Return the number of int64 elements of a vector's padded table, about length / 2.
+
+    It depends only on the length of the vector, as the shape of an operator's result must.
+    """
     return _HEADER + 4 * (MAX_PIECES + 1) * (length // CELL + 1)
 
 
 def _fake_pieces(vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Return fake results of ``sp::pieces``: a table for each vector (B, S), whose size depends on S only."""
     return [x.new_empty([table_size(x.shape[1])], dtype=torch.int64, device="cpu") for x in vectors]
 
 
 @opaque("pieces(Tensor[] vectors) -> Tensor[]", _fake_pieces, replays=False)
 def pieces(vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Compute a table of pieces for each replicated vector, with one synchronization.
+    """Compute a table of pieces for each vector that a mask reads, with one synchronization.
+
+    In a piece, consecutive positions, the vector is a line (such as a document number, or a position) or is bounded by
+    two lines. Plans of attention read the tables on the host.
 
     Args:
         vectors: int or bool (B, S) each, on any device, replicated.
 
     Returns:
-        int64 (table_size(S),) each, on the CPU; the size depends on S only, and the rest is zeros.
+        int64 (table_size(S),) each, on the CPU: the table (see `Pieces.of`), padded with zeros.
 
     Bytes: none.
     """
     tables = []
     for vector in _copy_to_host(vectors):
         values = vector.to(torch.int64).numpy()
-        tables.append(pad_table(_fit_pieces(values) if values.size else np.empty((4, 0), np.int64), *values.shape))
+        table = _fit_pieces(values) if values.size else np.empty((4, 0), np.int64)
+        tables.append(pad_table(table, *values.shape))
     return tables
 
 
 def _copy_to_host(vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy all vectors to the host asynchronously, then synchronize once for all of them."""
+    """Return copies of all vectors on the host. They are copied asynchronously, with one synchronization at the end."""
     copies = [x.detach().to("cpu", non_blocking=True) for x in vectors]
     for device in {x.device for x in vectors if x.device.type != "cpu"}:
         torch.accelerator.current_stream(device).synchronize()
@@ -165,12 +185,15 @@ def _copy_to_host(vectors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copy_async(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to a device without synchronization, from pinned memory."""
+    """Return a copy of a host tensor on a device, without synchronization: on a GPU it is copied from pinned memory."""
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def pad_table(table: Ints, batch: int, length: int) -> Tensor:
-    """Return a result of ``sp::pieces``: a header, the pieces in at most `table_size` elements, and zeros.
+    """Return a table as ``sp::pieces`` does: a header, the pieces, and zeros up to `table_size` elements.
+
+    The header has the number of pieces, batch, length and a digest, by which plans are cached. Where too many pieces
+    start, they are replaced by bounds.
 
     Args:
         table: Starts, lows, highs and slopes, int64 (4, pieces).
@@ -189,7 +212,9 @@ def pad_table(table: Ints, batch: int, length: int) -> Tensor:
 
 
 def _fit_pieces(values: Ints) -> Ints:
-    """Fit pieces to vectors, greedily, which gives the fewest lines.
+    """Return the pieces of a vector, greedily from the first position on, which gives the fewest.
+
+    In a piece, the values of every batch entry are a line. [0, 0, 0, 1, 1, 1, 1, 2, 2] has 3 pieces, of slope 0.
 
     Args:
         values: (batch, length), length at least 1.
@@ -198,32 +223,40 @@ def _fit_pieces(values: Ints) -> Ints:
         Starts, lows, highs and slopes, (4, pieces).
     """
     length = values.shape[1]
-    # Runs of one step: the i-th has the positions starts[i] to ends[i]; adjacent runs share one position.
-    starts = np.concatenate([[0], _slope_changes(values)])
-    ends = np.append(starts[1:], length - 1)
-    run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
-    last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))
-    # Of consecutive short runs every second is a piece of two; a short run after a long one is the jump to the next.
-    chosen = (run_numbers - last_long) % 2 == (last_long < 0)
-    # The position that two adjacent runs share belongs to the first, if that is a piece, too.
-    starts = (starts + np.append(False, chosen[:-1]))[chosen]
-    if not chosen[-1]:
-        starts = np.append(starts, length - 1)
+    starts = _line_starts(values)
     # Move the last position of a piece to the next one if it fits there better.
     ends = np.append(starts[1:], length) - 1
-    starts[1:] -= _last_fits_next(values, starts, ends)
+    starts[1:] -= _last_fits_next(values, starts, ends)  # True is 1
     ends = np.append(starts[1:], length) - 1
     first, last = values[:, starts], values[:, ends]
     slopes = np.where(ends > starts, values[:, np.minimum(starts + 1, length - 1)] - first, 0)
     return np.stack([starts, *_batch_bounds(first, last, slopes, ends - starts)])
 
 
-def _last_fits_next(values: Ints, starts: Ints, ends: Ints) -> Flags:
-    """Return, for each piece but the last one, True if its last position fits the next piece better.
+def _line_starts(values: Ints) -> Ints:
+    """Return the first position of each line in vectors (batch, length), greedily from position 0 on.
 
-    It does if it is on the line of the next piece, which is then the longer one. In the document numbers 0 0 0 1 2 2 2,
-    the one-token document and the first 2 are a line too, but this 2 belongs to the next document. The position of a
-    piece that has only one is never moved, because the piece would be empty.
+    Runs are positions with equal steps, of which adjacent ones share a position: 0 0 0 1 2 3 has the runs [0, 2] and
+    [2, 5]. The shared position belongs to the first line, so that the lines start at 0 and 3.
+    """
+    length = values.shape[1]
+    starts = np.concatenate([[0], _slope_changes(values)])  # of runs
+    ends = np.append(starts[1:], length - 1)
+    run_numbers, is_long = np.arange(len(starts)), ends - starts > 1
+    last_long = np.maximum.accumulate(np.where(is_long, run_numbers, -1))
+    # A long run is a line. Of consecutive runs of two positions every second is one, since the next run shares a
+    # position with it; after a long run, the first one is only the step to the next line.
+    is_line = (run_numbers - last_long) % 2 == (last_long < 0)
+    starts = (starts + np.append(False, is_line[:-1]))[is_line]
+    return starts if is_line[-1] else np.append(starts, length - 1)
+
+
+def _last_fits_next(values: Ints, starts: Ints, ends: Ints) -> Flags:
+    """Return a flag for each piece but the last one: whether its last position fits the next piece better.
+
+    It does if it is on the line of the next piece, and the next piece is not shorter. In the document numbers
+    0 0 0 1 2 2 2, the pair (1, 2) is a line, too, but this 2 belongs to the next document. The only position of a piece
+    is never moved.
 
     Args:
         values: The vectors, (batch, length).
@@ -232,15 +265,15 @@ def _last_fits_next(values: Ints, starts: Ints, ends: Ints) -> Flags:
     """
     spans = ends - starts
     last, next_first = ends[:-1], starts[1:]
-    next_values = values[:, np.minimum(next_first + 1, values.shape[1] - 1)]
-    differs = values[:, next_first] - values[:, last] != next_values - values[:, next_first]
-    return (spans[1:] >= spans[:-1]) & (spans[:-1] > 0) & ~differs.any(0)
+    next_second = np.minimum(next_first + 1, values.shape[1] - 1)
+    is_other_step = values[:, next_first] - values[:, last] != values[:, next_second] - values[:, next_first]
+    return (spans[1:] >= spans[:-1]) & (spans[:-1] > 0) & ~is_other_step.any(0)
 
 
 def _slope_changes(values: Ints) -> Ints:
-    """Return the positions p > 0 where the slope changes in any batch entry, sorted: two lines meet there.
+    """Return the positions p > 0, sorted, at which the step to p differs from the step to p + 1 in a batch entry.
 
-    The slope at p is the step to p + 1. Reads _SCAN_CHUNK positions at a time into buffers that stay in the cache.
+    Two lines meet there. Compares _SCAN_CHUNK positions at a time, in buffers that fit the CPU's cache.
     """
     changes = [np.empty(0, np.int64)]
     for row in values:
@@ -263,7 +296,10 @@ def sorted_unique(x: Ints) -> Ints:
 
 
 def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return (lows, highs, slopes) over the batch: lines of one slope, or bounds if slopes differ.
+    """Return (lows, highs, slopes) of pieces that are lines in each batch entry: bounds over all batch entries.
+
+    If the slopes of the entries differ, or a value is too large for sums of int64, the slope is 0 and the bounds are
+    those of all values of the piece.
 
     Args:
         first: (batch, pieces), the value at the first position of each piece.
@@ -281,16 +317,21 @@ def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[I
 
 
 def _piece_extremes(table: Ints, length: int) -> tuple[Ints, Ints]:
-    """Return the lower and the upper bound of all values of each piece, which are at one of its ends."""
+    """Return the minimum and the maximum of each piece of a table, which are at one of its ends."""
     starts, lows, highs, slopes = table
     rise = slopes * (np.append(starts[1:], length) - 1 - starts)
     return lows + np.minimum(rise, 0), highs + np.maximum(rise, 0)
 
 
 def _coarsen(table: Ints, length: int) -> Ints:
-    """Replace the pieces of each cell in which more than MAX_PIECES start by one bounding piece.
+    """Return a table that fits `table_size` elements: at most MAX_PIECES + 1 pieces for every CELL positions.
 
-    The result fits `table_size` elements. Equal neighbors are merged. Table: (4, pieces), of positions [0, length).
+    The pieces of a crowded cell (CELL positions in which more than MAX_PIECES pieces start) are replaced by one piece
+    of slope 0 that bounds their values. Equal adjacent pieces are merged.
+
+    Args:
+        table: (4, pieces).
+        length: The number of positions.
     """
     crowded = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
     if not crowded.any():
@@ -319,7 +360,7 @@ def cut_pieces(table: Ints, positions: Ints) -> Ints:
 
 
 def _lines_at(table: Iterable[Ints], positions: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return (lows, highs, slopes) of the table (4, pieces), as if pieces started at these positions."""
+    """Return (lows, highs, slopes) at these positions, of the piece of the table (4, pieces) that contains each."""
     starts, lows, highs, slopes = table
     piece = np.searchsorted(starts, positions, "right") - 1
     rise = slopes[piece] * (positions - starts[piece])

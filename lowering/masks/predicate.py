@@ -48,7 +48,9 @@ class Algebra(NamedTuple):
 
 
 def _compile_condition(expr: Any, algebra: Algebra) -> Evaluator:
-    """Compile a sympy Boolean to a function of the symbols' values.
+    """Return a function that evaluates a sympy Boolean for given values of its symbols.
+
+    The algebra determines what values are: tensors, or bounds of integers.
 
     Raises:
         SpError: If the algebra does not support a node.
@@ -69,28 +71,33 @@ def _compile_condition(expr: Any, algebra: Algebra) -> Evaluator:
 
 
 def _split_relation(expr: Any) -> tuple[type, Any, Any]:
-    """Return a relation as (class, left side, right side), without fractions.
+    """Return a relation as (class, left side, right side), without fractions, and with all query terms on one side.
 
-    The query terms are on one side. Each symbol of a linear condition then occurs once, so intervals are exact, and
-    with tensors only the comparison of a column with a row has the size of a block.
+    `k - q >= n0 / 2` becomes (LessThan, n0 - 2*k, -2*q). Each symbol of a linear condition then occurs once, so that
+    intervals are exact. With tensors, each side has a value per query or per key; only their comparison has one per
+    pair.
     """
     terms = sympy.Add.make_args(sympy.expand(expr.lhs - expr.rhs))
     denominator = sympy.ilcm(1, *(term.as_coeff_Mul()[0].q for term in terms))
     query_terms = [term for term in terms if any(is_query_symbol(str(s)) for s in term.free_symbols)]
     other_terms = [-term for term in terms if term not in query_terms]
     left, right = (sympy.expand(denominator * sympy.Add(*side)) for side in (query_terms, other_terms))
-    if isinstance(expr, sympy.StrictGreaterThan | sympy.GreaterThan):
+    if isinstance(expr, sympy.StrictGreaterThan | sympy.GreaterThan):  # an algebra has only < and <=
         return type(expr.reversed), right, left
     return type(expr), left, right
 
 
 def is_query_symbol(name: str) -> bool:
-    """Return True if a symbol has a value for each query."""
+    """Return True if a symbol of a predicate has a value for each query: q, or a vector row<i>."""
     return name == "q" or name.startswith("row")
 
 
 def _compile_number(expr: Any, algebra: Algebra) -> Evaluator:
-    """Compile an integer expression to a function of the symbols' values."""
+    """Return a function that evaluates an integer expression for given values of its symbols.
+
+    Raises:
+        SpError: If the algebra does not support a node.
+    """
     if expr.is_Symbol:
         return operator.itemgetter(str(expr))
     if expr.is_Integer:
@@ -105,22 +112,22 @@ def _compile_number(expr: Any, algebra: Algebra) -> Evaluator:
 
 
 def _compile_operation(operation: Callable[[Any, Any], Any], operands: list[Evaluator]) -> Evaluator:
-    """Return a function that evaluates the operands and combines them, from left to right.
+    """Return a function that evaluates the operands and combines their values, from left to right.
 
-    A single operand is that of a unary operation, which ignores its second argument. The case of two operands only
-    avoids the overhead of `reduce`.
+    An operation has two arguments; a unary one ignores the second.
     """
     if len(operands) == 1:
         (only,) = operands
         return lambda values: operation(only(values), None)
-    if len(operands) == 2:
+    if len(operands) == 2:  # faster than `reduce`
         first, second = operands
         return lambda values: operation(first(values), second(values))
     return lambda values: reduce(operation, [operand(values) for operand in operands])
 
 
 def _unsupported_node_error(expr: Any) -> SpError:
-    return SpError("SP442", f"mask predicate: {type(expr).__name__} is not supported: {expr}.")
+    """Return the error of a predicate with a sympy node that cannot be evaluated."""
+    return SpError("SP442", f"mask predicate: expected supported functions, got {type(expr).__name__} in {expr}.")
 
 
 # Intervals.
@@ -129,7 +136,7 @@ _FAR_BOUND = 1 << 62  # greater than every index, size and value
 
 
 def _interval_extremes(operation: Callable[[Any, Any], Any], a: Bounds, b: Bounds) -> Bounds:
-    """Return the bounds of an operation that is monotone in each operand."""
+    """Return the bounds of operation(x, y) for x and y within these bounds, if it is monotone in each operand."""
     ends = [operation(x, y) for x in a for y in b]
     return min(ends), max(ends)
 
@@ -142,7 +149,7 @@ def _interval_quotient(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _interval_remainder(a: Bounds, b: Bounds) -> Bounds:
-    """Return bounds of a % b: exact if b is a positive constant and all values of a have one quotient."""
+    """Return bounds of a % b: exact if b is a positive constant and all values of a have the same quotient a // b."""
     low, high = b
     if low != high or low <= 0:
         largest = max(abs(low), abs(high))
@@ -151,24 +158,29 @@ def _interval_remainder(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _interval_less(a: Bounds, b: Bounds) -> Verdict:
+    """Return True if x < y for all x and y within these bounds, False if for none, None if for some."""
     if a[1] < b[0]:
         return True
     return False if a[0] >= b[1] else None
 
 
 def _interval_equal(a: Bounds, b: Bounds) -> Verdict:
+    """Return True if x == y for all x and y within these bounds, False if for none, None if for some."""
     if a[1] < b[0] or b[1] < a[0]:
         return False
     return True if a[0] == a[1] == b[0] == b[1] else None
 
 
 def _interval_not(verdict: Verdict) -> Verdict:
+    """Return the verdict of the negated condition; None (unknown) remains None."""
     return None if verdict is None else not verdict
 
 
 def _interval_and(a: Verdict, b: Verdict) -> Verdict:
-    """Return False if either condition never holds, True if both always hold, else None."""
-    return False if a is False or b is False else a and b
+    """Return False if either condition never holds, True if both always hold, else None (unknown)."""
+    if a is False or b is False:
+        return False
+    return a and b
 
 
 # Algebra of inclusive bounds.
@@ -202,7 +214,7 @@ def _select_tensor(select: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any,
     """Return `select`, torch.minimum or torch.maximum, as a function whose operands may also be numbers."""
 
     def select_values(a: Any, b: Any) -> Tensor:
-        """Convert numbers to tensors; in a traced kernel they must be on the device of the other operand."""
+        """Apply `select`; a number becomes a tensor on the device of the other operand, as traced kernels require."""
         if isinstance(a, Tensor) != isinstance(b, Tensor):
             a, b = (a, a.new_full((), b)) if isinstance(a, Tensor) else (b.new_full((), a), b)
         return select(torch.as_tensor(a), torch.as_tensor(b))
@@ -243,11 +255,15 @@ SHOWN_CHARACTERS = 1000  # characters of a text, in an error message
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Return the power, limited so that a text cannot fill the memory."""
+    """Return base**exponent, with limits so that the number of a text such as 9**9**9 cannot fill the memory.
+
+    Raises:
+        SyntaxError: If the base or the exponent is too large.
+    """
     if not exponent.is_Integer or not 0 <= exponent <= 8:
-        raise SyntaxError(f"the exponent of ({base})**{exponent} is not from 0 to 8")
+        raise SyntaxError(f"expected an exponent from 0 to 8, got ({base})**{exponent}")
     if base.is_Rational and max(abs(base.p), base.q) >= 1 << 64:
-        raise SyntaxError(f"the base of ({base})**{exponent} is too large")
+        raise SyntaxError(f"expected a base below 2**64, got ({base})**{exponent}")
     return base**exponent
 
 
@@ -278,12 +294,12 @@ _PREDICATE_FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _read_node(node: ast.AST) -> Any:
-    """Convert a node of the parsed text to a sympy expression.
+    """Return a node of a predicate's syntax tree as a sympy expression.
 
-    The text may come from a file, so it is never executed.
+    The text may come from a file, so it is never executed: only the syntax below is accepted.
 
     Raises:
-        SpError: If the node is not in the language.
+        SyntaxError: If the node has other syntax.
     """
     match node:
         case ast.Constant(value=bool() as truth):
@@ -292,7 +308,7 @@ def _read_node(node: ast.AST) -> Any:
             return sympy.Integer(number)
         case ast.Name(id=name):
             if not _PREDICATE_SYMBOL.fullmatch(name):
-                raise SyntaxError(f"{name!r} is not one of q, k, row<i>, col<i> and n<i>")
+                raise SyntaxError(f"expected the symbols q, k, row<i>, col<i> or n<i>, got {name!r}")
             return sympy.Symbol(name, integer=True)
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATIONS:
             return _OPERATIONS[type(op)](_read_node(operand))
@@ -302,12 +318,13 @@ def _read_node(node: ast.AST) -> Any:
             return _OPERATIONS[type(op)](_read_node(left), _read_node(right))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _PREDICATE_FUNCTIONS:
             return _PREDICATE_FUNCTIONS[name](*map(_read_node, args))
-    raise SyntaxError(f"{ast.unparse(node)!r} is not a sum, product, comparison or known function of integers")
+    expected = f"integers, + - * / // % **, comparisons, & | ~ or {', '.join(_PREDICATE_FUNCTIONS)}"
+    raise SyntaxError(f"expected {expected}, got {ast.unparse(node)!r}")
 
 
 @lru_cache(maxsize=1024)
 def parse_predicate(text: str) -> Any:
-    """Parse a predicate to a sympy Boolean.
+    """Return a predicate, the text of a mask such as "(k <= q) & (q - k < 4)", as a sympy Boolean.
 
     Raises:
         SpError: If the text is not a predicate or uses an unknown symbol.
@@ -317,27 +334,29 @@ def parse_predicate(text: str) -> Any:
     try:
         expr = _read_node(ast.parse(text.strip(), mode="eval").body)
     except _PARSE_ERRORS as error:
-        raise _syntax_error(text, error) from error
+        raise _syntax_error(text, getattr(error, "msg", error)) from error  # msg: without "(<unknown>, line 1)"
     if any(_is_condition(side) for relation in expr.atoms(Relational) for side in relation.args):
-        raise _syntax_error(text, "it compares conditions")
+        raise _syntax_error(text, "expected comparisons of numbers, got a comparison of conditions")
     if not _is_condition(expr):
-        raise _syntax_error(text, "it is not a condition")
+        raise _syntax_error(text, "expected a condition, got a number")
     return expr
 
 
 def _syntax_error(text: str, cause: object) -> SpError:
     """Return the error of a predicate that cannot be parsed."""
-    return SpError("SP441", f"The mask predicate {text[:SHOWN_CHARACTERS]!r} is malformed: {cause}.")
+    return SpError("SP441", f"mask predicate: cannot parse {text[:SHOWN_CHARACTERS]!r}: {cause}.")
 
 
 def _is_condition(expr: Any) -> bool:
+    """Return True for a comparison or a Boolean of comparisons; a symbol is a number, although sympy permits both."""
     return isinstance(expr, sympy.logic.boolalg.Boolean) and not expr.is_Symbol
 
 
 @lru_cache(maxsize=1024)
 def split_conjuncts(text: str) -> tuple[str, ...]:
-    """Return the conditions that must all hold, as sorted predicates."""
-    return tuple(sorted(str(part) for part in sympy.And.make_args(parse_predicate(text)) if part != sympy.true))
+    """Return the conditions that must all hold (the operands of "and"), as sorted predicates; none for ""."""
+    conditions = sympy.And.make_args(parse_predicate(text))
+    return tuple(sorted(str(condition) for condition in conditions if condition != sympy.true))
 
 
 @lru_cache(maxsize=1024)
@@ -353,21 +372,22 @@ def _vector_kinds(text: str) -> set[str]:
 
 @lru_cache(maxsize=1024)
 def position_conditions(text: str) -> str:
-    """Return the conditions that read no vector, for a mask whose vectors have no values."""
+    """Return the conditions that read no vector, as one predicate, for a mask whose vectors are fake tensors."""
     return " & ".join(f"({condition})" for condition in split_conjuncts(text) if not _vector_kinds(condition))
 
 
 @lru_cache(maxsize=1024)
 def is_within_documents(text: str) -> bool:
-    """Return True if a query value must equal a key value, as document numbers do."""
+    """Return True if a vector's value at the query must equal one at the key, as for document numbers."""
     equations = [part for part in split_conjuncts(text) if isinstance(parse_predicate(part), sympy.Eq)]
     return any(len(_vector_kinds(equation)) == 2 for equation in equations)
 
 
 def check_known(text: str, known: Collection[str]) -> None:
-    """Raise SpError if the predicate reads a symbol that has no value."""
-    if missing := sorted(predicate_symbols(text) - set(known)):
-        raise SpError("SP443", f"mask predicate: {text!r} reads {', '.join(missing)}, which has no value.")
+    """Raise SpError if the predicate reads a symbol that is not in ``known``, the symbols that have a value."""
+    missing = sorted(predicate_symbols(text) - set(known))
+    if missing:
+        raise SpError("SP443", f"mask predicate {text!r}: expected a value for {', '.join(missing)}, got none.")
 
 
 # Linear conditions.
@@ -386,7 +406,9 @@ class Linear(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def as_linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
-    """Return the predicate as one linear condition on the symbols of a query and a key, or None.
+    """Return the predicate as one linear condition on the symbols of a query and a key; None if it is not linear.
+
+    Sizes n<i> become part of the constant.
 
     >>> as_linear("(k - q)/2 < n0", (3,))
     Linear(relation='<=', of_query=(('q', -1),), of_key=(('k', 1),), constant=-5)
@@ -395,7 +417,7 @@ def as_linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
     if isinstance(expr, sympy.Eq | sympy.Ne):
         relation, difference = expr.rel_op, expr.lhs - expr.rhs
     elif isinstance(expr, Relational):
-        relation, difference = "<=", expr.lts - expr.gts
+        relation, difference = "<=", expr.lts - expr.gts  # the smaller side minus the greater one
     else:
         return None
     size_values = {sympy.Symbol(f"n{i}", integer=True): size for i, size in enumerate(sizes)}
@@ -415,22 +437,23 @@ def as_linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
 
 @lru_cache(maxsize=1024)
 def depends_on_distance(text: str, sizes: tuple[int, ...]) -> bool:
-    """Return True if all conditions depend only on the distance of key and query."""
+    """Return True if all conditions of a predicate depend only on the distance k - q, as those of windows do."""
     return all(_compares_distance(as_linear(condition, sizes)) for condition in split_conjuncts(text))
 
 
 def _compares_distance(linear: Linear | None) -> bool:
-    """Return True for a condition on factor * (q - k)."""
+    """Return True if a linear condition depends only on the distance k - q; False for None, which is not linear."""
     if linear is None or [name for name, _ in linear.of_query + linear.of_key] != ["q", "k"]:
         return False
     return linear.of_query[0][1] == -linear.of_key[0][1]
 
 
 def evaluate_over(text: str, box: Mapping[str, Bounds]) -> Verdict:
-    """Return True if all pairs of the box may attend, False if none may, None if unknown.
+    """Return True if the predicate holds for all values of its symbols within bounds, False if for none, else None.
 
-    Exact for a condition in which every symbol occurs once, such as a linear one, and for a conjunction of bounds on
-    q - k; otherwise the result may be None instead of True or False.
+    None means that it may hold for some of them. Planners skip a block of queries x keys by a False. The result is
+    exact for a condition in which every symbol occurs once, such as a linear one, and for a conjunction of bounds on
+    q - k; otherwise it may be None instead of True or False.
 
     Args:
         text: The predicate.
@@ -440,7 +463,7 @@ def evaluate_over(text: str, box: Mapping[str, Bounds]) -> Verdict:
 
 
 def evaluate_mask(text: str, values: Mapping[str, Tensor | int]) -> Tensor | bool:
-    """Evaluate the mask of one block.
+    """Return the mask of the pairs of one block.
 
     Args:
         text: The predicate.
@@ -454,5 +477,5 @@ def evaluate_mask(text: str, values: Mapping[str, Tensor | int]) -> Tensor | boo
 
 @lru_cache(maxsize=1024)
 def _evaluate_text(text: str, tensors: bool) -> Evaluator:
-    """Return the compiled predicate, a function of the symbols' tensors or bounds."""
+    """Return a function that evaluates the predicate for tensors, or else for bounds, of its symbols; cached."""
     return _compile_condition(parse_predicate(text), TENSORS if tensors else INTERVALS)

@@ -43,15 +43,16 @@ SCORES: ProgramTable[ScoreFunction] = ProgramTable("score functions")  # score f
 
 
 def register_score(graph: Graph, fills: bool = False, names: Mapping[str, str] = {}) -> str:
-    """Register a copy of the graph as a score function and return its name.
+    """Register a copy of the graph as a score function, and return its name, a digest of its code.
 
     Args:
         graph: Graph from the named inputs to the modified score.
-        fills: Whether results may be fills.
-        names: New names of inputs.
+        fills: Whether results may be fills, large finite scores in place of -inf.
+        names: New names of inputs, by their names in the graph.
     """
     graph.eliminate_dead_code()
-    fresh, copies = Graph(), dict[Node, Node]()  # inputs first, without those that have no user
+    fresh, copies = Graph(), dict[Node, Node]()
+    # Inputs first, since some may be in the middle of the graph; without those that have no user.
     for node in sorted(graph.nodes, key=lambda node: node.op != "placeholder"):
         if node.op != "placeholder":
             copies[node] = fresh.node_copy(node, copies.__getitem__)
@@ -62,24 +63,28 @@ def register_score(graph: Graph, fills: bool = False, names: Mapping[str, str] =
 
 
 def score_symbols(name: str) -> frozenset[str]:
-    """Return the names of the inputs, except the score, whose values a call must pass."""
+    """Return the names of a score function's inputs, except the score "s"; empty for "", no function."""
     return frozenset(str(node.target) for node in _score_inputs(name)) - {"s"} if name else frozenset()
 
 
 def _score_inputs(name: str) -> list[Node]:
-    """Return the placeholders of a score function, named as its inputs."""
+    """Return the placeholders of a score function, whose targets are the names of its inputs."""
     return SCORES[name].graph.graph.find_nodes(op="placeholder")
 
 
 def may_have_fills(name: str) -> bool:
-    """Return True if results may be fills, so that all keys of a row must be computed at once."""
+    """Return True if results of the score function may be fills: large finite scores in place of -inf.
+
+    All keys of a query must then be computed at once, as the log-sum-exp of fills does not contain their number.
+    """
     return bool(name) and SCORES[name].fills
 
 
 def num_saved_tensors(name: str) -> int:
-    """Estimate the factor by which a function multiplies the score tensors that a backward saves.
+    """Estimate the number of tensors of the size of the scores that the backward of a score function needs at a time.
 
-    Attention computes fewer queries at a time by it. About one operation in four saves a tensor; casts save none.
+    Attention computes fewer queries at a time by this factor, which is 1 without a score function. About one operation
+    in four saves a tensor; casts save none.
     """
     if not name:
         return 1
@@ -88,9 +93,9 @@ def num_saved_tensors(name: str) -> int:
 
 
 def rename_score(name: str, names: Mapping[str, str]) -> str:
-    """Return the name of the same function with renamed inputs, registered.
+    """Register the same score function with renamed inputs, and return its name.
 
-    In a balanced layout, for example, ``q`` becomes a vector of the positions of reordered rows.
+    In a balanced layout, for example, the input ``q`` becomes ``row0``, a vector of the positions of reordered rows.
     """
     if names.keys().isdisjoint(score_symbols(name)):
         return name
@@ -101,13 +106,15 @@ class _ScoreInterpreter(Interpreter):
     """Interpreter of a score function for scores of one shape."""
 
     def __init__(self, name: str, score: Tensor, replacements: Mapping[Any, Callable[..., Any]]) -> None:
+        """Interpret the score function `name` for these scores; `replacements` run in place of operators."""
         super().__init__(SCORES[name].graph)
         self.score, self.replacements = score, replacements
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator or its replacement; create constants on the device of the scores, with their ndim.
+        """Run an operator, or the function that replaces it.
 
-        With that ndim a constant broadcasts to the scores and takes part in type promotion as a tensor does.
+        A constant (aten.full) is created on the device of the scores with their number of dims: it then broadcasts, and
+        promotes dtypes as any tensor with dims does.
         """
         if target is aten.full.default:
             fill_value = args[1]
@@ -118,7 +125,7 @@ class _ScoreInterpreter(Interpreter):
 def evaluate_score(
     name: str, score: Tensor, values: Mapping[str, Tensor], replacements: Mapping[Any, Callable[..., Any]] = {}
 ) -> Tensor:
-    """Evaluate a score function.
+    """Run a score function on the scores of all pairs of a block.
 
     Args:
         name: The score function.
@@ -132,7 +139,8 @@ def evaluate_score(
     Raises:
         SpError: This process has not registered the function.
     """
-    # A 0-dim tensor would not promote larger tensors, although it promotes a single score.
+    # For one pair, all values are 0-dim and promote each other's dtype. A 0-dim tensor would not promote a tensor of
+    # all scores, so give it the number of dims of the scores.
     inputs = {key: x if x.ndim else x.reshape((1,) * score.ndim) for key, x in values.items()} | {"s": score}
     operands = [inputs[str(node.target)] for node in _score_inputs(name)]
     modified: Tensor = _ScoreInterpreter(name, score, replacements).run(*operands)
@@ -152,8 +160,8 @@ def score_vjp(
 ) -> Tensor:
     """Return the gradient of the scaled scores, and add the gradients of tables to ``totals``.
 
-    Each lookup of a table is a leaf of the autograd graph, and its gradient is added at the looked-up elements: in the
-    dtype of ``totals``, and without a gradient of the size of the table for each block.
+    The result of each lookup `table[indices]` is a leaf of the autograd graph, whose gradient is added to the elements
+    at these indices. Autograd's own backward would create a tensor of the size of the table for each block.
 
     Args:
         name: The score function.
@@ -178,8 +186,9 @@ def score_vjp(
         out = evaluate_score(name, scaled, {**values, **leaves}, {aten.index.Tensor: record_lookup})
         if not out.requires_grad:
             return torch.zeros_like(score)
+        # Tables themselves are leaves, too, as a function may read one without indices.
         inputs = [scaled, *(lookup.result for lookup in lookups), *leaves.values()]
-        # None for an input that the result does not depend on: a table that is only looked up, for example.
+        # None for an input on which the result does not depend, such as a table that is only looked up.
         score_grad, *grads = torch.autograd.grad(out, inputs, grad, allow_unused=True)
     for lookup, lookup_grad in zip(lookups, grads):
         if lookup_grad is not None:

@@ -40,7 +40,7 @@ Span = list[int]  # the rows of a local tensor as six ints; see the module docst
 
 
 def full_span(length: int) -> Span:
-    """Return the span of a sequence that is not sharded."""
+    """Return the span (six ints that describe the rows of a tensor) of a sequence that is not sharded."""
     return [1, 1, 1, 0, 0, length]
 
 
@@ -48,14 +48,18 @@ def shard_spans(frame: FrameArg, n: int) -> list[Span]:
     """Return the span of each part of a sequence that is gathered in the order of the ranks.
 
     A contiguous frame has one part. A zigzag frame has two, which are gathered separately: the first chunks of all
-    ranks, and their second chunks.
+    ranks, and their second chunks, whose order in the sequence is reversed (a negative number of folds).
     """
     start, length = frame[2], frame[3]
-    return [[1, folds, 1, 0, start, length] for folds in (1, -n)[: frame_folds(frame)]]
+    folds_of_parts = (1, -n)[: frame_folds(frame)]
+    return [[1, folds, 1, 0, start, length] for folds in folds_of_parts]
 
 
 def shard_span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span:
-    """Return the span of a rank's shard, or of the one that it has received by a ring.
+    """Return the span of a rank's shard, or of the shard that it has received in a ring.
+
+    A span is equal on all ranks: [n // stride, chunks per rank, stride, shift, first valid position, number of valid
+    positions].
 
     Args:
         frame: Placement of the sequence dim.
@@ -67,30 +71,35 @@ def shard_span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span
 
 
 def local_valid_rows(span: Sequence[int], local_length: int, group: str) -> Rows:
-    """Return the valid rows of this rank.
+    """Return the valid rows of this rank's tensor, as segments of consecutive rows.
 
     Args:
-        span: The span of the tensor.
+        span: The span of the tensor, which is equal on all ranks.
         local_length: The number of local rows.
         group: The process group, whose rank is read only if the sequence is sharded.
     """
     n, stride = int(span[0]), int(span[2])
-    return span_rows(span, local_length, current_communicator().rank(group) // stride if n > 1 else 0)
+    rank = current_communicator().rank(group) // stride if n > 1 else 0
+    return span_rows(span, local_length, rank)
 
 
 def span_rows(span: Sequence[int], local_length: int, rank: int) -> Rows:
-    """Return the valid rows of a local tensor.
+    """Return the valid rows of a rank's tensor, as segments of consecutive rows in local order.
+
+    8 rows, zigzag over 2 ranks, have the span [2, 2, 1, 0, 0, 8]. Rank 0 has the rows 0, 1, 6 and 7:
+    (Segment(first=0, offset=0, length=2), Segment(first=6, offset=2, length=2)).
 
     Args:
-        span: The span.
+        span: [n, folds, stride, shift, start, length]: folds chunks on each of n ranks, of a sequence with `length`
+            valid positions from `start` on.
         local_length: The number of local rows.
         rank: The rank, or the index of its neighborhood, rank // stride, see `shard_span`.
     """
     n, folds, _, shift, start, length = (int(x) for x in span)
-    r = (rank - shift) % n
+    owner = (rank - shift) % n  # in a ring, a shard has moved `shift` ranks from its owner
     chunk_rows = local_length // abs(folds)
-    # The position of each local chunk in the sequence, in units of chunks.
-    chunks = (r, 2 * n - 1 - r)[:folds] if folds > 0 else range(-2 * folds - 1, -folds - 1, -1)
+    # The index of each local chunk in the sequence. Negative folds: the second chunks of -folds zigzag ranks.
+    chunks = (owner, 2 * n - 1 - owner)[:folds] if folds > 0 else range(-2 * folds - 1, -folds - 1, -1)
     segments = []
     for fold, chunk in enumerate(chunks):
         first = chunk * chunk_rows - start
@@ -101,7 +110,10 @@ def span_rows(span: Sequence[int], local_length: int, rank: int) -> Rows:
 
 
 def _join_segments(segments: Iterable[Segment]) -> Rows:
-    """Join segments whose indices and offsets are consecutive, such as the last zigzag rank's."""
+    """Return the segments with those joined that are consecutive both in the sequence and in local order.
+
+    An example are the two chunks of the last zigzag rank.
+    """
     joined: list[Segment] = []
     for segment in segments:
         last = joined[-1] if joined else Segment(-1, -1, 0)
@@ -113,35 +125,45 @@ def _join_segments(segments: Iterable[Segment]) -> Rows:
 
 
 def sort_by_index(rows: Rows) -> Rows:
-    """Return rows with the same indices, sorted and without padding: a form in which to count pairs."""
+    """Return rows with the same indices in the order of the sequence, without padding between them.
+
+    The number of pairs that attend does not depend on the order of rows.
+    """
     ordered = sorted(rows)
     offsets = accumulate((segment.length for segment in ordered), initial=0)
     return _join_segments(segment._replace(offset=offset) for segment, offset in zip(ordered, offsets))
 
 
 def valid_extent(rows: Rows) -> tuple[int, int]:
-    """Return the local offsets [low, high) of all valid rows and of padding between them."""
+    """Return the local offsets [low, high) from the first to the last valid row; (0, 0) without valid rows."""
     return (rows[0].offset, rows[-1].offset + rows[-1].length) if rows else (0, 0)
 
 
 def index_intervals(rows: Rows, low: int, high: int) -> list[tuple[int, int]]:
-    """Return the indices of the local rows [low, high) as intervals [first, last], in local order."""
+    """Return the sequence indices of the local rows [low, high), as intervals (first, last), both inclusive.
+
+    They are in local order, one for each segment of consecutive rows.
+    """
     intervals = []
     for index, offset, length in rows:
         first, last = max(low, offset), min(high, offset + length) - 1  # local rows of the segment in [low, high)
         if first <= last:
-            intervals.append((index + first - offset, index + last - offset))
+            index_of_row_0 = index - offset  # of this segment, if it began at local row 0
+            intervals.append((index_of_row_0 + first, index_of_row_0 + last))
     return intervals
 
 
 def row_indices(rows: Rows, low: int, high: int, device: torch.device) -> Tensor:
-    """Return the indices of the local rows [low, high), the values of ``q`` or ``k``: int64 (high - low,)."""
+    """Return the sequence indices of the local rows [low, high), as int64 (high - low,).
+
+    Predicates read them as q or k.
+    """
     parts = [torch.arange(first, last + 1, device=device) for first, last in index_intervals(rows, low, high)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def take_rows(x: Tensor, dim: int, rows: Rows, low: int, high: int) -> Tensor:
-    """Return the entries of an unsharded x, a mask or a vector, for some local rows; a view if contiguous.
+    """Return the entries of an unsharded mask or vector x for some local rows; a view if they are consecutive.
 
     Args:
         x: An unsharded tensor, indexed by the rows' indices.
@@ -155,5 +177,5 @@ def take_rows(x: Tensor, dim: int, rows: Rows, low: int, high: int) -> Tensor:
 
 
 def index_boundaries(rows: Rows) -> list[int]:
-    """Return the local offsets at which a new segment begins, so that plans can cut there."""
+    """Return the local offsets at which the second and later segments begin, where plans cut blocks."""
     return [second.offset for _, second in pairwise(rows)]

@@ -32,22 +32,23 @@ GROUPED_PRODUCT_OPS = {
 
 
 def _tiled_flops(part: str, rows: list[Tensor], shared: Any, tiles: int, name: str, *_: Any, **_meta: Any) -> int:
-    """Return the FLOPs of a program's "forward" or "gradients" over all rows.
+    """Return the FLOPs of running a program's "forward" or "gradients" on all rows, tile by tile.
 
-    They are those of its longest tile, scaled to the number of rows.
+    They are the FLOPs of its longest tile, scaled to the number of rows.
 
     Args:
-        part: Field of `TileBody`. The gradients include the recomputation, or the results if they are computed at once.
+        part: Field of `TileBody`, "forward" or "gradients". The graph of the gradients also recomputes the forward.
         rows: Operands that are cut into tiles. This and the arguments below are those of the operator.
         shared: Operands that every tile reads.
         tiles: Number of tiles.
         name: Name of the program.
     """
     program = PROGRAMS[name]
-    body = program.bodies[max(program.bodies)]
+    body = program.bodies[max(program.bodies)]  # `bodies` has one body for each length of a tile
     tile_part: TilePart = getattr(body, part)
     row_dim = program.rows[0]
-    tile_rows, all_rows = (size_hint(x.shape[row_dim]) for x in (tile_part.inputs[0], rows[0]))
+    tile_rows, all_rows = size_hint(tile_part.inputs[0].shape[row_dim]), size_hint(rows[0].shape[row_dim])
+    # How the loop adds each gradient of a tile to its sum, possibly by a matrix product.
     sums = [TILE_SUMS[value.adds] for value in program.gradients] if part == "gradients" else []
     return (_graph_flops(tile_part) + _accumulated_flops(tile_part, sums)) * all_rows // tile_rows
 
@@ -63,14 +64,18 @@ def tiles_backward_flops(cotangents: Any, *operands: Any, **meta: Any) -> int:
 
 
 def _accumulated_flops(part: TilePart, sums: list[TileSum]) -> int:
-    """Return the FLOPs of adding one tile to the sums over the tiles, such as `total += a.T @ b`.
+    """Return the FLOPs of adding the gradients of one tile to the sums over all tiles, such as `total += a @ b`.
 
-    The last results of the part are the tensors that are added, such as a and b, `num_summands` of each sum, in order.
+    The last results of the part's graph are the summands, such as a and b: `num_summands` for each of `sums`, in order.
     """
     results = part.graph.graph.output_node().args[0]
-    added = iter(results[len(results) - sum(tile_sum.num_summands for tile_sum in sums) :])
-    shapes = ([x.meta["val"].shape for x in islice(added, tile_sum.num_summands)] for tile_sum in sums)
-    return sum(tile_sum.flops(*of_sum) for tile_sum, of_sum in zip(sums, shapes))
+    num_summands = sum(tile_sum.num_summands for tile_sum in sums)
+    summands = iter(results[len(results) - num_summands :])
+    flops = 0
+    for tile_sum in sums:
+        shapes = [x.meta["val"].shape for x in islice(summands, tile_sum.num_summands)]
+        flops += tile_sum.flops(*shapes)
+    return flops
 
 
 @cache
@@ -101,11 +106,12 @@ def is_grouped_product(node: Node) -> bool:
 
 
 def _grouped_flops(a: Node, b: Node) -> int:
-    """Return the FLOPs of a grouped product of operands (R, I), (E, I, O) or (I, R), (R, O).
+    """Return the FLOPs of a grouped product of operands (R, I), (E, I, O) or (I, R), (R, O) or (E, R, I), (E, I, O).
 
-    R rows in E groups have I inputs and O outputs each. Each row is in one group, so they are those of one product; of
-    E products where both operands have E.
+    R rows in E groups have I inputs and O outputs each. In the first two forms each row is in one group, so that the
+    FLOPs are those of one product. In the last form every group has R rows: E products.
     """
     a_shape, b_shape = (list(map(size_hint, n.meta["val"].shape)) for n in (a, b))
     is_batched = len(a_shape) == len(b_shape) == 3
-    return 2 * math.prod([*(a_shape if is_batched else a_shape[-2:]), b_shape[-1]])
+    a_sizes = a_shape if is_batched else a_shape[-2:]
+    return 2 * math.prod([*a_sizes, b_shape[-1]])

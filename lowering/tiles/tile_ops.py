@@ -27,14 +27,18 @@ TILE_ARGUMENTS = "Tensor[] rows, Tensor[] shared, int tiles, str program, Tensor
 
 
 def tile_length(rows: int, tiles: int) -> int:
-    """Return the rows of every tile but the last, which may be shorter."""
+    """Return the number of rows of every tile but the last, which may be shorter: 3 for 10 rows in 4 tiles."""
     return -(-rows // tiles)
 
 
 def _iterate_tiles(program: TileProgram, rows: Tensors, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
-    """Yield (body, first row, number of rows) of each tile, with the program's body for its length."""
+    """Yield (body, first row, number of rows) of each tile, with the program's body for its length.
+
+    A program has one body per length. Its only body may be for ANY_LENGTH, which supports all lengths but 1, since
+    sizes of 1 broadcast. The lengths then differ by at most one, and there are fewer tiles if they would have one row.
+    """
     total, first = rows[0].shape[program.rows[0]], 0
-    if ANY_LENGTH in program.bodies:  # tiles of one row would need other programs: sizes of 1 broadcast
+    if ANY_LENGTH in program.bodies:
         n_tiles = min(tiles, max(1, total // 2))
         lengths = [total // n_tiles + (i < total % n_tiles) for i in range(n_tiles)]
     else:
@@ -48,7 +52,7 @@ def _iterate_tiles(program: TileProgram, rows: Tensors, tiles: int) -> Iterator[
 def _slice_tile(operands: Sequence[Tensor], dims: Sequence[int | None], first: int, length: int) -> Tensors:
     """Return the rows [first, first + length) of each operand along its dim, contiguous.
 
-    An operand whose dim is None has no rows of its own for a tile and is returned unchanged.
+    An operand whose dim is None, such as a weight, is shared by all tiles and returned unchanged.
     """
     return [
         x if dim is None else x.narrow(dim, first, length).contiguous() for x, dim in zip(operands, dims, strict=True)
@@ -59,16 +63,26 @@ def _run_tiles(
     kinds: Sequence[str], rows: Tensors, shared: Tensors, tiles: int, name: str, seed: Tensor | None,
     cotangents: Sequence[Tensor] = (),
 ) -> Tensors:  # fmt: skip
-    """Run a program tile by tile, and return its values of these kinds, "results", "gradients" or both.
+    """Run a program, the graphs of one tile, on all tiles in turn, and return its results, its gradients, or both.
 
     Each tile seeds the generators with ``seed`` plus the index of its first row, so that a backward that recomputes the
     tile draws the same numbers. The state of the generators is restored at the end.
+
+    Args:
+        kinds: Values to return, "results" or "gradients", in this order.
+        rows: Operands that are cut into tiles.
+        shared: Operands that every tile reads.
+        tiles: Number of tiles.
+        name: Name of the program.
+        seed: () int64; None for a program that draws no random numbers.
+        cotangents: Gradients of the differentiable results, for "gradients" that are not computed with the results.
     """
     program, device = PROGRAMS[name], rows[0].device
+    # `values` describe the tensors to return: rows of each tile, or sums over the tiles.
     operands, values = [*rows, *shared, *cotangents], _values_of(program, kinds)
     cotangent_dims = [program.results[i].dim for i in program.differentiable] if cotangents else []
     dims = [*program.rows, *[None] * len(shared), *cotangent_dims]
-    extents = program.sizes([*rows, *shared])
+    extents = program.sizes([*rows, *shared])  # values of the symbolic sizes in this call
     totals = [value.allocate_total(extents, rows[0]) for value in values]
     first_seed = None if seed is None else int(seed.item())
     fork_rng = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None)
@@ -81,19 +95,19 @@ def _run_tiles(
             tile_results = iter(part(_slice_tile(operands, dims, first, length)))
             for value, total in zip(values, totals):
                 value.add_tile(total, tile_results, first, length)
-            del tile_results  # otherwise they are alive while those of the next tile are computed
+            del tile_results  # free the memory before the next tile runs
     return [total.to(value.dtype) for value, total in zip(values, totals)]
 
 
 def _fake_results(rows: Tensors, shared: Tensors, name: str, *kinds: str) -> Tensors:
-    """Return empty tensors for the program's values of these kinds, as fakes of the operators."""
+    """Return empty tensors with the shapes of a program's "results" or "gradients", as fakes of the operators."""
     program = PROGRAMS[name]
     extents = program.sizes([*rows, *shared])
     return [value.empty(extents, rows[0]) for value in _values_of(program, kinds)]
 
 
 def _values_of(program: TileProgram, kinds: Sequence[str]) -> list[TileValue]:
-    """Return the program's values of these kinds, "results" or "gradients", in the order of the kinds."""
+    """Return the descriptions of a program's "results" or "gradients", or of both, in the order of `kinds`."""
     return [value for kind in kinds for value in getattr(program, kind)]
 
 
@@ -103,7 +117,7 @@ def _values_of(program: TileProgram, kinds: Sequence[str]) -> list[TileValue]:
     replays=False,  # the seed is read on the CPU in every call
 )
 def tiles_forward(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
-    """Return the results of all tiles: rows, or sums over the tiles.
+    """Run a program's forward on each tile, and return its results: rows of all tiles, or sums over them.
 
     Shapes: rows (.., R, ..), shared any -> as the program defines. Peak: intermediate values of a tile, in addition
     to operands and results.
@@ -117,7 +131,7 @@ def tiles_forward(rows: Tensors, shared: Tensors, tiles: int, program: str, seed
     replays=False,
 )
 def tiles_at_once(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
-    """Return the results of all tiles, followed by gradients for a cotangent of 1.
+    """Run a program's forward and backward on each tile; return its results, then the gradients for a cotangent of 1.
 
     Shapes: as of ``tiles_forward``; gradients as their operands.
     """
@@ -132,7 +146,7 @@ def tiles_at_once(rows: Tensors, shared: Tensors, tiles: int, program: str, seed
 def tiles_backward(
     cotangents: Tensors, rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None
 ) -> Tensors:
-    """Return the gradients of the operands that need one; each tile is recomputed for them.
+    """Recompute a program on each tile, and return the gradients of the operands that need one.
 
     Shapes: cotangents as the differentiable results; gradients as their operands.
     """
@@ -146,7 +160,10 @@ class _RecomputeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, num_rows: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the program in tiles and save its operands, of which the first ``num_rows`` are the rows."""
+        """Run the program in tiles and save the operands.
+
+        The first ``num_rows`` operands are cut into tiles; every tile reads the others.
+        """
         rows, shared = list(operands[:num_rows]), list(operands[num_rows:])
         results = sp.tiles_forward.default(rows, shared, tiles, program, seed)
         ctx.save_for_backward(seed, *operands)
@@ -157,7 +174,7 @@ class _RecomputeFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Recompute each tile and run its backward, from the gradients of the results."""
+        """Recompute each tile and compute its gradients. Returns a gradient or None per argument of `forward`."""
         (seed, *operands), program = ctx.saved_tensors, PROGRAMS[ctx.program]
         rows, shared = list(operands[: ctx.num_rows]), list(operands[ctx.num_rows :])
         cotangents = [grads[i] for i in program.differentiable]
@@ -172,9 +189,9 @@ class _AtOnceFunction(torch.autograd.Function):
     def forward(
         ctx: Any, num_rows: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the program and its backward in tiles, and save the gradients.
+        """Run the program and its backward in tiles, for a cotangent of 1, and save only the gradients.
 
-        The operands are those of `_RecomputeFunction`.
+        The first ``num_rows`` operands are cut into tiles; every tile reads the others.
         """
         tile_program, rows, shared = PROGRAMS[program], list(operands[:num_rows]), list(operands[num_rows:])
         values = sp.tiles_at_once.default(rows, shared, tiles, program, seed)
@@ -188,10 +205,13 @@ class _AtOnceFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the saved gradients by the gradient of the scalar result."""
+        """Scale the saved gradients by the gradient of the only differentiable result, a scalar.
+
+        Returns a gradient or None per argument of `forward`.
+        """
         program = PROGRAMS[ctx.program]
-        (result,) = program.differentiable
-        cotangent = grads[result].reshape(())
+        (result_index,) = program.differentiable
+        cotangent = grads[result_index].reshape(())
         # A zero gradient remains zero for a mean over no tokens, although its cotangent is infinite.
         scaled = ((x * cotangent).masked_fill_(x == 0, 0) for x in ctx.saved_tensors)
         operand_grads = [x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
@@ -199,7 +219,7 @@ class _AtOnceFunction(torch.autograd.Function):
 
 
 def _non_differentiable_results(program: TileProgram, results: Tensors) -> Tensors:
-    """Return the results that have no cotangent, which autograd must not differentiate."""
+    """Return the results that autograd must not differentiate, such as integers."""
     return [x for i, x in enumerate(results) if i not in program.differentiable]
 
 
@@ -211,7 +231,7 @@ def _grads_per_operand(num_operands: int, program: TileProgram, grads: Tensors) 
 
 @composite(f"tiled({TILE_ARGUMENTS}) -> Tensor[]")
 def run_tiled(rows: Tensors, shared: Tensors, tiles: int, program: str, seed: Tensor | None) -> Tensors:
-    """Run the program on all rows, tile by tile, differentiable once.
+    """Run a program, the graphs of one tile (``tile_program.py``), on all rows, tile by tile; differentiable once.
 
     Shapes: rows (.., R, ..), shared any -> as the program defines; tiles of ceil(R / tiles) rows, the last one shorter.
     If the program supports any length, the lengths of tiles differ by at most one, and each has two rows or more.

@@ -36,7 +36,10 @@ Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]
 
 
 def resolve_shape(shape: Sequence[Any], extents: Extents) -> list[Any]:
-    """Return the shape with the values of its symbols in one call, or in one tile."""
+    """Return the shape with symbolic sizes replaced by `extents`, their values in one call or one tile.
+
+    `evaluate_expr` computes the expressions that remain, such as 2 * rows.
+    """
     sizes = [extents.get(size, size) if isinstance(size, sympy.Symbol) else size for size in shape]
     return [evaluate_expr(size, extents) if isinstance(size, sympy.Expr) else size for size in sizes]
 
@@ -54,17 +57,21 @@ class TilePart:
     supported_sizes: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Run the graph as traced until `compile` is called; record the strides that it expects."""
         self.run = self.graph
         self.strides = [None if is_symbolic(x) else tuple(x.stride()) for x in self.inputs]
 
     def __call__(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the graph, compiled if possible, on operands of the traced shapes; copy those of other strides."""
+        """Run the graph on operands of the traced shapes, compiled if the compiled form supports their sizes.
+
+        Operands with other strides than the traced ones are copied.
+        """
         operands = [_with_strides(x, strides) for x, strides in zip(operands, self.strides, strict=True)]
         return self.run(*operands) if self._can_run(operands) else self.graph(*operands)
 
     def _can_run(self, operands: Sequence[Tensor]) -> bool:
-        """Return True if the compiled graph supports these sizes: a symbolic one may violate a guard."""
-        if None not in self.strides:
+        """Return True if the compiled graph supports these sizes: symbolic sizes have guards."""
+        if None not in self.strides:  # no input has symbolic sizes
             return True
         sizes = tuple(chain(*(x.shape for x, strides in zip(operands, self.strides) if strides is None)))
         if sizes not in self.supported_sizes:
@@ -72,7 +79,7 @@ class TilePart:
         return self.supported_sizes[sizes]
 
     def compile(self, compiler: Compiler, key: Any) -> None:
-        """Compile the graph, unless its last compilation had the same key."""
+        """Compile the graph, unless the last compilation had the same key: the compiler and its options."""
         if self.compiler_key != key:
             with torch.no_grad(), torch.autocast(self.inputs[0].device.type, enabled=False):
                 self.run = compiler(self.graph, self.inputs)
@@ -90,8 +97,8 @@ def _with_strides(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
     if x.stride() == strides:
         return x
     differing_sizes = [n for n, old, new in zip(x.shape, x.stride(), strides, strict=True) if old != new]
-    if all(size == 1 for size in differing_sizes):
-        return x.as_strided(x.shape, strides)  # a batch of one, whose stride is that of all rows
+    if all(size == 1 for size in differing_sizes):  # the stride of a dim of size 1 has no effect
+        return x.as_strided(x.shape, strides)
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
@@ -106,17 +113,23 @@ class TileValue:
     order: tuple[int, ...] = ()  # the dims from the slowest to the fastest, if not in order
 
     def sizes(self, extents: Extents) -> list[Any]:
-        """Return the shape in a call with these values of the symbols."""
+        """Return the shape in a call in which the symbolic sizes have the values `extents`."""
         return resolve_shape(self.shape, extents)
 
     def empty(self, extents: Extents, like: Tensor) -> Tensor:
-        """Allocate the tensor that an operator returns, on the device of `like`, in the memory order `order`."""
+        """Allocate the tensor that an operator returns, on the device of `like`.
+
+        `self.order` has its dims from the slowest to the fastest in memory. `extents` are the values of symbolic sizes.
+        """
         order, shape = self.order or range(len(self.shape)), self.sizes(extents)
         buffer = like.new_empty([shape[d] for d in order], dtype=self.dtype)
         return buffer.permute([order.index(d) for d in range(len(shape))]) if self.order else buffer
 
     def allocate_total(self, extents: Extents, like: Tensor) -> Tensor:
-        """Allocate the tensor that a loop over the tiles fills: rows, or zeros to which tiles are added."""
+        """Allocate the tensor that a loop over the tiles fills, on the device of `like`.
+
+        It is empty for rows, which each tile writes, and zeros in at least float32 for a sum, to which each tile adds.
+        """
         if self.dim is not None:
             return self.empty(extents, like)
         return replace(self, dtype=accumulation_dtype(self.dtype)).empty(extents, like).zero_()
@@ -124,7 +137,12 @@ class TileValue:
     def add_tile(self, total: Tensor, tile_results: Iterator[Tensor], first: int, length: int) -> None:
         """Write the rows [first, first + length) of ``total``, or add to the sum ``total``, in place.
 
-        ``tile_results`` iterates over the results of one call of a part; this takes the tensors of this value from it.
+        Args:
+            total: The tensor of `allocate_total`.
+            tile_results: Iterator over the results of a tile, at those of this value: one tensor for rows, or the
+                summands of a sum, such as the two operands of a product.
+            first: First row of the tile.
+            length: Number of rows of the tile.
         """
         if self.dim is not None:
             total.narrow(self.dim, first, length).copy_(next(tile_results))
@@ -164,15 +182,20 @@ class TileProgram:
     symbol_places: tuple[tuple[sympy.Symbol, tuple[int, int]], ...] = ()
 
     def sizes(self, operands: Sequence[Tensor]) -> dict[sympy.Expr, Any]:
-        """Return the values of the symbols in shapes (the extents) for these operands, rows first."""
+        """Return the values of all symbolic sizes in a call with these operands, those with rows first."""
         rows: dict[sympy.Expr, Any] = {ROWS: operands[0].shape[self.rows[0]]}
         return rows | {symbol: operands[i].shape[dim] for symbol, (i, dim) in self.symbol_places}
 
     def compile(self, compiler: Compiler, key: Any, for_training: bool) -> None:
-        """Compile the parts that a call runs, in training or not; the others remain as traced.
+        """Compile the graphs that a call runs, in training or in inference; the others remain as traced.
 
-        Called before a compiled graph with the program's name runs. In training the forward does not run if the
-        gradients are computed at once with the results. For `key` see `TilePart.compile`.
+        The runtime calls it before a compiled graph that contains the program's name runs. The forward does not run in
+        training if the gradients are computed with the results.
+
+        Args:
+            compiler: Compiles a graph for example inputs.
+            key: Identifies the compiler and its options: graphs that have been compiled with it are skipped.
+            for_training: Whether the call computes gradients.
         """
         needs_gradients = for_training and bool(self.grad_operands)
         for body in self.bodies.values():

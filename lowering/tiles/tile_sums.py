@@ -30,7 +30,10 @@ class TileSum:
 
 
 def _add_groups(total: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
-    """Add the product of each group of rows to the group's matrix in ``total`` (E, m, n), in place."""
+    """Add a[rows of g].T @ b[rows of g] to ``total[g]`` (m, n) for each group g, in place.
+
+    ``ends`` has the end of each group's rows; a group starts at the end of the previous one.
+    """
     first = 0
     for group, end in enumerate(ends.tolist()):
         if end > first:
@@ -39,7 +42,7 @@ def _add_groups(total: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to ``total`` in place. A product of another dtype is rounded before it is added."""
+    """Add a @ b to ``total`` in place. If the dtypes differ, the product is rounded to its own dtype first."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -53,7 +56,7 @@ def _product_flops(a_shape: Any, b_shape: Any) -> int:
 
 
 def _group_flops(a_shape: Any, b_shape: Any, ends_shape: Any) -> int:
-    """Return the FLOPs of `_add_groups` for one tile: each row is in one group."""
+    """Return the FLOPs of `_add_groups` for one tile: those of one product, as each row is in one group."""
     (rows, m), (_, n) = a_shape, b_shape
     return 2 * math.prod(map(size_hint, (rows, m, n)))
 

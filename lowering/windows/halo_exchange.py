@@ -38,14 +38,14 @@ class HaloPart(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows that are read from the owner."""
         return self.last - self.first
 
     def is_exchanged(self, n: int, wraps: bool) -> bool:
-        """Return True if the ranks exchange the part by a ring shift, which is the same on every rank.
+        """Return True if the ranks exchange the rows of this part by a ring shift. It is the same on every rank.
 
-        Without `wraps`, the ranks at an end receive rows of the other end, which `_fill_outside` replaces. Other parts
-        are a rank's own rows, or are beyond the ends on every rank.
+        Without `wraps`, the first ranks then receive rows of the last ones (or the reverse), which `_fill_outside`
+        replaces. Rows that are not exchanged are a rank's own, or beyond the ends of the sequence on every rank.
 
         Args:
             n: Number of ranks.
@@ -56,6 +56,9 @@ class HaloPart(NamedTuple):
 
 def split_by_owner(low: int, high: int, s: int) -> list[HaloPart]:
     """Split the positions [low, high) that a rank reads by the ranks that own them, in order.
+
+    A causal convolution of width 4 with s = 10 reads [-3, 10): rows [7, 10) of the previous rank (hop 1), and the rows
+    [0, 10) of this rank (hop 0).
 
     Args:
         low: First position, relative to a rank's first.
@@ -69,15 +72,16 @@ def split_by_owner(low: int, high: int, s: int) -> list[HaloPart]:
 def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
     """Return the rows [low, high), relative to this rank's first row, differentiably.
 
-    Rows outside the window are ``fill``.
+    They may belong to other ranks. Positions that are padding, or before or after the sequence, are ``fill``.
 
-    Shapes: dim of s -> high - low; outer and inner 1. Bytes: those of the rows that other ranks own, in the backward,
-    too.
+    Shapes: dim of s -> high - low; the dim contains only the sequence. Bytes: those of the rows that other ranks own,
+    in the forward and in the backward.
     """
     parts, pieces = split_by_owner(low, high, local_row_count(frame, n)), []
+    first = low
     for part, piece in zip(parts, _collect_parts(x, dim, parts, False, fill, n, group)):
-        pieces.append(_fill_outside(piece, dim, low, low + part.rows, frame, fill, n, group))
-        low = low + part.rows
+        pieces.append(_fill_outside(piece, dim, first, first + part.rows, frame, fill, n, group))
+        first = first + part.rows
     return _join_pieces(pieces, dim)
 
 
@@ -97,9 +101,18 @@ def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
 def _collect_parts(
     x: Tensor, dim: int, parts: list[HaloPart], wraps: bool, fill: float, n: int, group: str
 ) -> list[Tensor]:
-    """Return the piece of each part: local rows, those of other ranks, or ``fill`` beyond the ends.
+    """Return one tensor for each part: local rows, rows of another rank, or ``fill`` beyond the ends of the sequence.
 
     The rows of all other ranks are fetched in one differentiable map, so that their shifts overlap.
+
+    Args:
+        x: This rank's rows.
+        dim: The dim of the rows.
+        parts: The rows to read, by their owners.
+        wraps: True if rank 0 follows the last rank.
+        fill: Value of positions beyond the ends.
+        n: Number of ranks.
+        group: Name of the process group.
     """
     remote_parts = tuple(part for part in parts if part.is_exchanged(n, wraps))
     received: Iterator[Tensor] = iter(())
@@ -121,12 +134,12 @@ def _collect_parts(
 def _fill_outside(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
     """Replace the rows of x that are padding or beyond the sequence by ``fill``.
 
-    The rows have the positions [low, high) relative to this rank's first. A comparison is omitted if it is known to
-    hold on every rank.
+    The rows have the positions [low, high) relative to this rank's first; valid positions are [start, start + length)
+    of the sequence. A comparison with an end is omitted if all ranks are known to read within it.
     """
     s, (start, length) = local_row_count(frame, n), frame[2:4]
-    may_precede = not is_known(low >= start)
-    may_exceed = not is_known((n - 1) * s + high <= start + length)
+    may_precede = not is_known(low >= start)  # on rank 0, whose rows are the first
+    may_exceed = not is_known((n - 1) * s + high <= start + length)  # on the last rank
     if not may_precede and not may_exceed:
         return x
     positions = torch.arange(low, high, device=x.device)
@@ -142,24 +155,32 @@ def _fill_outside(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fil
 
 
 def _fetch_parts(x: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n: int, group: str) -> Tensor:
-    """Fetch rows of other ranks: (.., s, ..) -> (.., rows of all parts, ..).
+    """Fetch the rows of all parts from other ranks: (.., s, ..) -> (.., rows of all parts, ..).
 
-    Every rank has the same parts, so it sends of its own rows those that it reads of others.
+    All ranks read the same rows relative to their own, so a rank sends the same slices that it receives. The adjoint is
+    `_return_parts`.
     """
     local_rows = [x.narrow(dim, part.first, part.rows) for part in parts]
     return _join_pieces(_shift_all(local_rows, dim, [part.hop for part in parts], n, group), dim)
 
 
 def _return_parts(grad: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n: int, group: str) -> Tensor:
-    """Return rows to their owners and sum them: (.., rows of all parts, ..) -> (.., s, ..)."""
+    """Send cotangents back to the owners of the rows, and add them: (.., rows of all parts, ..) -> (.., s, ..).
+
+    This is the adjoint of `_fetch_parts`. Rows of x in no part have a cotangent of zero.
+    """
     part_grads = list(grad.split([part.rows for part in parts], dim))
     received = _shift_all(part_grads, dim, [-part.hop for part in parts], n, group)
-    inner_dims = [0, 0] * (grad.ndim - 1 - dim)
-    return reduce(add, (torch.constant_pad_nd(x, [*inner_dims, p.first, s - p.last]) for p, x in zip(parts, received)))
+    inner_dims = [0, 0] * (grad.ndim - 1 - dim)  # no padding of the dims after `dim`
+    padded = (torch.constant_pad_nd(x, [*inner_dims, p.first, s - p.last]) for p, x in zip(parts, received))
+    return reduce(add, padded)
 
 
 def _shift_all(xs: list[Tensor], dim: int, hops: list[int], n: int, group: str) -> list[Tensor]:
-    """Send each x to the rank `hop` further on the ring, and return the received ones; all shifts overlap."""
+    """Send each x to the rank that is `hop` ranks after this one on the ring, and return the received tensors.
+
+    All sends start before the first wait, so that they overlap.
+    """
     communicator = current_communicator()
     shifts = [
         communicator.start_shift(to_sendable(x.movedim(dim, 0)), routes.shift_route(group, _ring_offset(hop, n)))
@@ -169,15 +190,22 @@ def _shift_all(xs: list[Tensor], dim: int, hops: list[int], n: int, group: str) 
 
 
 def _ring_offset(hop: int, n: int) -> int:
-    """Return the offset of the rank `hop` further on a ring of n ranks, negative if that is shorter."""
+    """Return hop modulo n in the shorter direction of a ring of n ranks: 3 of 4 ranks forward is -1."""
     hop %= n
     return hop if 2 * hop <= n else hop - n
 
 
 def ring_shifts(low: int, high: int, s: int, n: int, wraps: bool = False) -> list[tuple[int, Any]]:
-    """Return (offset on the ring, rows) of each shift in the forward, for cost estimates and routes.
+    """Return (offset in ranks, number of rows) of each shift of a forward, for cost estimates and routes.
 
-    The backward negates the offsets. Arguments: as of `split_by_owner` and `HaloPart.is_exchanged`.
+    The backward negates the offsets.
+
+    Args:
+        low: First position that a rank reads, relative to its first.
+        high: End of these positions.
+        s: Rows per rank.
+        n: Number of ranks.
+        wraps: True if rank 0 follows the last rank.
     """
     parts = split_by_owner(low, high, s)
     return [(_ring_offset(part.hop, n), part.rows) for part in parts if part.is_exchanged(n, wraps)]

@@ -44,19 +44,19 @@ WINDOW_ARGUMENTS = "SymInt[]? frame=None, SymInt[]? result=None, int n=1, str gr
 
 
 def _read_rows(before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int) -> tuple[int, int]:
-    """Return the rows [low, high) that one rank's results read, relative to its first row.
+    """Return the rows [low, high) that the windows of one rank read, relative to its first row.
 
-    Arguments: as of `window_shifts`.
+    Result row j reads rows j * stride - before + [0, width). Arguments: as of `window_shifts`.
     """
     assert frame_folds(frame) == frame_folds(result) == 1, "the zigzag layout separates the neighbors of a window"
-    low = frame[2] - before - stride * result[2]
+    low = frame[2] - before - stride * result[2]  # frame[2]: first valid position
     return low, low + local_row_count(frame, n) + width - stride
 
 
 def window_shifts(
     before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int
 ) -> list[tuple[int, int]]:
-    """Return (offset in ranks, rows) of every shift in the forward of a window on shards, for its cost.
+    """Return (offset in ranks, number of rows) of every shift in the forward of a window on shards, for its cost.
 
     Args:
         before: Rows of padding before the first position.
@@ -79,7 +79,10 @@ class WindowPlacement(NamedTuple):
     group: str = ""  # name of the process group
 
     def rows(self, x: Tensor, dim: int, before: int, after: int, width: int, stride: int, fill: float) -> Tensor:
-        """Return the rows that this rank's windows read: a padded full tensor, or shards with rows of others.
+        """Return the rows that this rank's windows read, with ``fill`` outside the sequence.
+
+        Without a frame, x is a full tensor, and the result is the padded tensor. Otherwise x is this rank's shard, and
+        rows of other ranks are fetched.
 
         Args:
             x: The operand; its sequence is along ``dim``.
@@ -96,9 +99,10 @@ class WindowPlacement(NamedTuple):
         return read_around(x, dim, low, high, self.frame, fill, self.n, self.group)
 
     def finish(self, y: Tensor, dim: int) -> Tensor:
-        """Replace padded rows of the result y by the nearest valid row.
+        """Return the result y with padded rows replaced by the nearest valid row.
 
-        Every operator must do this as its last step. The cotangents of padded rows become exact zeros.
+        Every window operator returns its result through this, as other ops rely on finite padded rows. The cotangents
+        of padded rows become exact zeros.
         """
         result = self.result or self.frame
         if self.frame is None or result is None or not is_padded(result, self.n):
@@ -111,7 +115,7 @@ def _pad_rows(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tens
     if before == 0 and after == 0:
         return x
     length = x.shape[dim]
-    if (before < 0 and length <= -before) or (after < 0 and length <= -after):  # x contributes no rows
+    if (before < 0 and length <= -before) or (after < 0 and length <= -after):  # all rows of x are removed
         x, before, after = x.narrow(dim, 0, 0), length + before + after, 0
     return torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [before, after], fill)
 
@@ -119,6 +123,8 @@ def _pad_rows(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tens
 @composite(f"shift(Tensor x, int dim, int before, int after, Scalar fill, {WINDOW_ARGUMENTS}", padded="nearest")
 def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *placement_args: Any) -> Tensor:
     """Shift the rows: row i of the result is row i - before of x, or ``fill`` outside x.
+
+    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: dim of length -> length + before + after, either of which may be negative. Any dtype.
     Source: constant_pad_nd.
@@ -137,6 +143,8 @@ def conv1d(
     groups: int = 1, *placement_args: Any,
 ) -> Tensor:  # fmt: skip
     """Convolve along the sequence, with ``before`` and ``after`` rows of zeros at the two ends.
+
+    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: ([B,] C, S), (O, C / groups, K), (O,) -> ([B,] O, (S + before + after - width) // stride + 1), where width =
     dilation * (K - 1) + 1.
@@ -163,12 +171,13 @@ def conv_along(
     """Convolve images along several dims, one of which is the sequence, such as the rows of an image.
 
     Along ``dim`` there are ``before`` and ``after`` rows of zeros at the two ends; the other dims have ``padding``.
+    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: ([B,] C, H, W), (O, C / groups, K, L), (O,) -> ([B,] O, H', W') for images, and with one more dim for
     volumes. Source: aten.convolution.
     """
     placement, first = WindowPlacement(*placement_args), x.ndim - len(stride)  # first: the first dim of the image
-    axis = dim % x.ndim - first
+    axis = dim % x.ndim - first  # index of the sequence among the dims of the image
     width = dilation[axis] * (weight.shape[2 + axis] - 1) + 1
     rows = placement.rows(x, first + axis, before, after, width, stride[axis], 0)
     images = rows if x.ndim == weight.ndim else rows.unsqueeze(0)
@@ -179,7 +188,9 @@ def conv_along(
 
 @composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {WINDOW_ARGUMENTS}", padded="nearest")
 def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *placement_args: Any) -> Tensor:
-    """Average windows of ``width`` rows, zeros at the ends included.
+    """Average windows of ``width`` rows, with ``before`` and ``after`` rows of zeros at the two ends.
+
+    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.avg_pool1d.
     """
@@ -196,7 +207,10 @@ def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *pla
 def max_pool1d(
     x: Tensor, before: int, after: int, fill: float, width: int, stride: int, dilation: int = 1, *placement_args: Any
 ) -> Tensor:
-    """Return maxima of every ``dilation``-th of ``width`` rows; ``fill`` is usually -inf, torch's padding.
+    """Return the maximum of each window: every ``dilation``-th of ``width`` rows.
+
+    There are ``before`` and ``after`` rows of ``fill`` at the two ends, which is usually -inf, as in torch.
+    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.max_pool1d.
     """
@@ -213,6 +227,9 @@ def unfold(
     x: Tensor, dim: int, before: int, after: int, fill: float, width: int, stride: int, *placement_args: Any
 ) -> Tensor:
     """Return every window of ``width`` rows, as a last dim.
+
+    There are ``before`` and ``after`` rows of ``fill`` at the two ends.
+    ``placement_args`` are the fields of `WindowPlacement`: how x and the result are sharded; none for a full tensor.
 
     Shapes: dim of length -> (length + before + after - width) // stride + 1, and a last dim of width. Any dtype.
     Source: aten.unfold.
@@ -236,12 +253,15 @@ class WrappedRows(NamedTuple):
 
     @property
     def source(self) -> tuple[int, int]:
-        """Return the source rows [low, high) of the local rows, relative to a rank's first."""
+        """Return the rows [low, high), relative to a rank's first row, from which its wrapped rows are read."""
         return self.low + self.delta, self.high + self.delta
 
 
 def wrapped_rows(shift: int, frame: FrameArg, s: int) -> WrappedRows:
-    """Return the wrapped rows of a roll by 0 < abs(shift) < length, if the sequence has padding.
+    """Return the wrapped rows of a roll by 0 < abs(shift) < length, for a sequence with padding.
+
+    They are the first `shift` positions of the result, whose sources are at the end of the sequence, or for a negative
+    shift the last ones. All ranks read the same local rows [low, high), which contain those that wrap on any rank.
 
     Args:
         shift: Number of rows, as of `roll`.
@@ -250,18 +270,20 @@ def wrapped_rows(shift: int, frame: FrameArg, s: int) -> WrappedRows:
     """
     _, _, start, length = frame[:4]
     first = start if shift > 0 else start + length + shift
-    delta = length - shift if shift > 0 else -(length + shift)
+    delta = length - shift if shift > 0 else -(length + shift)  # from a position to its source
     low, last = first % s, first + abs(shift)
     high = low + abs(shift)
-    return WrappedRows(first, last, delta, low, high) if high <= s else WrappedRows(first, last, delta, 0, s)
+    if high > s:  # they are on several ranks, at different local rows
+        low, high = 0, s
+    return WrappedRows(first, last, delta, low, high)
 
 
 def roll_shifts(shift: int, frame: FrameArg, n: int) -> list[tuple[int, int]]:
-    """Return (offset in ranks, rows) of every shift in the forward of a roll on shards, for its cost."""
+    """Return (offset in ranks, number of rows) of every shift in the forward of a roll on shards, for its cost."""
     s = local_row_count(frame, n)
     if shift == 0 or is_known(s == 0):
         return []
-    if not is_padded(frame, n):  # the first row follows the last one
+    if not is_padded(frame, n):  # rank 0 follows the last rank
         return ring_shifts(-shift, s - shift, s, n, wraps=True)
     wrapped = wrapped_rows(shift, frame, s)
     return ring_shifts(-shift, s - shift, s, n) + ring_shifts(*wrapped.source, s, n)
@@ -283,7 +305,7 @@ def roll(x: Tensor, dim: int, shift: int, frame: FrameArg | None = None, n: int 
     s = local_row_count(frame, n)
     if shift == 0 or is_known(s == 0):
         return x
-    if not is_padded(frame, n):  # the first row follows the last one
+    if not is_padded(frame, n):  # rank 0 follows the last rank: the shifted rows are adjacent on a ring
         return read_around_ring(x, dim, -shift, s - shift, s, n, group)
     # Read the shifted rows, and those that wrap around; select between them by position.
     wrapped = wrapped_rows(shift, frame, s)

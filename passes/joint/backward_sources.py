@@ -26,8 +26,12 @@ class AnnotateBackwardSources(Pass):
     provides = frozenset({"named sources"})
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Annotate the collectives in place, and return their number."""
-        sources: dict[Any, Any] = {}  # annotation of the first forward node by its sequence number
+        """Annotate the collectives of the backward in place, and return their number.
+
+        AOTAutograd sets "from_node", the source of a node, on forward nodes only. A node of the backward has the
+        sequence number (`seq_nr`) of the forward op of which it computes the gradient.
+        """
+        sources: dict[Any, Any] = {}  # seq_nr -> meta["from_node"] of the first forward node with this number
         changes = 0
         for node in gm.graph.nodes:
             if "from_node" in node.meta and "seq_nr" in node.meta:

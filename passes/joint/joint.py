@@ -64,10 +64,12 @@ class ScatterLayers(Passes):
     def apply(self, gm: GraphModule, context: JointContext) -> int:
         """Scatter the layers over `context.ranks` in place, and return the number of changes.
 
-        The rewrite runs on a copy, which replaces the graph if a layer was scattered. Adds to the context the layers,
-        for the report, and the primals and tangents that the rewrite assumes to be equal on all ranks of the group.
+        The rewrite runs on a copy, which replaces the graph if a layer was scattered. It assumes that some primals
+        (inputs of the forward) and tangents (gradients of its results) are equal on all ranks of the group. Adds these
+        to the context, for checks at run time, and the scattered layers, for the report.
         """
         ranks, copied = context.ranks, copy_graph(gm)
+        # The inputs that are equal on all ranks, by the names of placeholders; None if they cannot be matched.
         facts = map_facts(copied, context.session.facts[ranks.group], context.shapes)
         if facts is None or context.options.sequence_parallel_linear == "never":
             reason = REGROUPED_REASON if facts is None else NEVER_RUNS
@@ -82,12 +84,14 @@ class ScatterLayers(Passes):
         if not linear_pass.changes:
             return 0
         replace_nodes(gm, linear_pass.gm)
+        assumed = linear_pass.assumed  # names of the placeholders that must be equal on all ranks
         tangents = {node.name for node in graph_tangents(gm.graph)}
-        equal_tangents = {x: result_lines.get(x) or "of this program" for x in linear_pass.assumed if x in tangents}
+        equal_tangents = {name: result_lines.get(name) or "of this program" for name in assumed if name in tangents}
         tensors = [node.name for node in gm.graph.find_nodes(op="placeholder") if is_tensor(node)]
-        equal_primals = [x for x in linear_pass.assumed if x in tensors and x not in tangents]
+        equal_primals = [name for name in assumed if name in tensors and name not in tangents]
         group_inputs = context.common_inputs.get(ranks.group, frozenset())
-        context.common_inputs[ranks.group] = group_inputs | {f"input_{tensors.index(x)}" for x in equal_primals}
+        # The runtime names the i-th tensor argument of the function input_i.
+        context.common_inputs[ranks.group] = group_inputs | {f"input_{tensors.index(name)}" for name in equal_primals}
         context.equal_tangents.append((ranks, equal_tangents))
         return linear_pass.changes
 
@@ -102,7 +106,7 @@ class LowerExchanges(Pass):
     provides = frozenset({"lowered collectives"})
 
     def apply(self, gm: GraphModule, context: JointContext) -> int:
-        """Replace every exchange in place, and return their number."""
+        """Replace every exchange, an sp:: op, by functional collectives and ATen ops, in place; return their number."""
         return lower_exchanges(gm, torch_compat.inductor_decompositions() if context.options.uses_inductor else None)
 
 
@@ -112,7 +116,7 @@ class ScatterEachGroup(Passes):
     steps = (ScatterLayers, LowerExchanges)
 
     def apply(self, gm: GraphModule, context: JointContext) -> int:
-        """Run the passes in place with each group as `context.ranks`, and return the number of changes."""
+        """Run `steps` in place for each group of the program, as `context.ranks`; return the number of changes."""
         context.equal_tangents, ranks_before, changes = [], context.ranks, 0
         for ranks in context.session.groups:
             context.ranks = ranks
@@ -143,18 +147,18 @@ class AddGradientChecks(Pass):
     requires = frozenset({"final collectives"})
 
     def apply(self, gm: GraphModule, context: JointContext) -> int:
-        """Insert the checks for groups whose ranks compare gradients; return the number of checked tangents."""
+        """Insert one check for each group whose ranks can compare gradients; return the number of checked tangents."""
         checks = [
             (ranks, lines) for ranks, lines in context.equal_tangents if context.session.compares_gradients(ranks)
         ]
         return sum(self._add_check(ranks, lines) for ranks, lines in checks)
 
     def _add_check(self, ranks: Ranks, lines: Mapping[str, str]) -> int:
-        """Make all readers of the tangents read the results of one check.
+        """Make all readers of the tangents read the results of one check, which compares them between the ranks.
 
         Args:
-            ranks: Ranks that compare the gradients.
-            lines: Source line, for the error message, by name of the tangent.
+            ranks: Ranks that compare the tangents.
+            lines: Source line for the error message, by the name of a tangent (the gradient of a result).
 
         Returns:
             The number of checked tangents, without those that nothing reads.
@@ -162,11 +166,13 @@ class AddGradientChecks(Pass):
         tangents = [node for node in self.graph.find_nodes(op="placeholder") if node.name in lines and node.users]
         if not tangents:
             return 0
-        with self.graph.inserting_before(next(n for n in self.graph.nodes if n.op != "placeholder")):
+        first_call = next(node for node in self.graph.nodes if node.op != "placeholder")
+        with self.graph.inserting_before(first_call):
             args = (tangents, [lines[node.name] for node in tangents], ranks.n, ranks.group)
             check = self.compute(torch.ops.sp.shared.default, args, tangents[0])
-            for i, node in enumerate(tangents):
-                self.insert_between(node, self.emit(operator.getitem, (check, i), check.meta["val"][i], node))
+            for i, tangent in enumerate(tangents):
+                checked = self.emit(operator.getitem, (check, i), check.meta["val"][i], tangent)
+                self.insert_between(tangent, checked)
         return len(tangents)
 
 
@@ -186,15 +192,16 @@ class OptimizeUserExchanges(Passes):
     def apply(self, gm: GraphModule, context: JointContext) -> int:
         """Optimize the collectives in place, and return the number of changes.
 
-        Adds to `context.backward` the groups of collectives that depend on a tangent: only for these groups the runtime
-        checks that all ranks run the backward.
+        The graph is not changed if the ranks have different programs. Adds the names of the groups of the backward's
+        collectives to `context.backward`: only for these groups the runtime checks that all ranks run the backward.
         """
-        check_reductions(gm.graph)
+        check_reductions(gm.graph)  # raises an SpError for a reduction that torch does not know
         changes = 0
         if context.session.has_same_programs(gm):
             changes = super().apply(gm, context)
         else:
             context.notes.append(Note(NoteKind.DECLINED, SequenceParallelLinear.name, OTHER_PROGRAMS))
+        # The backward consists of all nodes that depend on a tangent.
         backward = reachable_set(graph_tangents(gm.graph), lambda node: node.users)
         context.backward.update(*(named_groups(node) for node in backward if is_collective(node)))
         return changes
@@ -215,30 +222,34 @@ class JointPasses(Passes):
     job: JointContext
 
     def __init__(self, context: JointContext | None = None) -> None:
+        """Check that earlier passes provide what each pass requires. The default context is that of one rank."""
         check_pass_order(iterate_passes(JointPasses), JOINT_PROPERTIES)
         super().__init__(context or JointContext())
 
     def apply(self, gm: GraphModule, context: JointContext) -> int:
         """Run all passes on the joint graph in place, and return the number of changes."""
         for node in gm.graph.find_nodes(op="placeholder"):
-            set_node_info(node, requires_grad=False)  # the graph contains the gradients: no detach stops them
+            # Gradients are nodes of this graph, so that no pass has to preserve autograd through an input.
+            set_node_info(node, requires_grad=False)
         return super().apply(gm, context)
 
     @property
     def report(self) -> Report:
-        """Return the report of the passes that have run."""
+        """Return the report of the passes that have run: their notes, and the scattered layers."""
         group_sizes = sorted({ranks.n for ranks in self.job.session.groups})
-        report = Report(1, passes=self.job.runs, layers=self.job.layers, parallel=group_sizes)
+        report = Report(n=1, passes=self.job.runs, layers=self.job.layers, parallel=group_sizes)
         report.add(self.job.notes)
         return report
 
     def key(self) -> str | None:
         """Return the passes' part of the key under which torch caches compiled code; None disables the cache.
 
-        The key is None if the passes exchange messages between ranks: a rank that loads a cached result sends none.
+        It is None if the program has process groups, since the passes then exchange messages between ranks. A rank
+        that loads a cached result would send none, and the others would wait.
         """
         if self.job.session.groups:
             return None
+        # After a change of this package's sources, older results must not be loaded.
         return f"sp_compile joint {sources_digest(*passes.__path__, str(Path(__file__).parents[2]))}"
 
 
@@ -249,17 +260,21 @@ OTHER_PROGRAMS = "the programs of the ranks differ or their groups are not a gri
 
 
 def _result_lines(results: Sequence[Node]) -> str:
-    """Return the source lines of the results of which a tangent may be the gradient, for an error message."""
+    """Return "created at <line> or created at <line>": the lines of the results whose gradient a tangent may be.
+
+    Error messages about the tangent contain it. AOTAutograd does not record to which result a tangent belongs.
+    """
     return " or ".join(dict.fromkeys(f"created at {node_line(result)}" for result in results))
 
 
 def replace_nodes(gm: GraphModule, new_gm: GraphModule) -> None:
     """Replace the nodes of `gm`, except its inputs, by copies of those of a graph with the same inputs.
 
-    `ScatterLayers` calls it to return in `gm` what a pass has done to a copy. The Graph object of `gm` remains, as
-    AOTAutograd's caller refers to it.
+    `ScatterLayers` calls it after a pass over a copy of `gm`. The Graph object of `gm` remains, as AOTAutograd's caller
+    refers to it.
     """
-    copies: dict[Node, Node] = dict(zip(*(x.graph.find_nodes(op="placeholder") for x in (new_gm, gm)), strict=True))
+    new_inputs, inputs = (module.graph.find_nodes(op="placeholder") for module in (new_gm, gm))
+    copies: dict[Node, Node] = dict(zip(new_inputs, inputs, strict=True))  # node of `new_gm` -> node of `gm`
     for node in reversed(list(gm.graph.nodes)):
         if node.op != "placeholder":
             gm.graph.erase_node(node)

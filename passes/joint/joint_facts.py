@@ -23,19 +23,21 @@ from sp_compile.passes.graph.sizes import as_sizes, is_same_shape
 def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ...]]) -> InputFacts | None:
     """Return facts about a joint graph's inputs and their gradients, by the names of its placeholders.
 
-    `ScatterLayers` calls it for each group, to scatter only layers whose inputs are equal on the group's ranks.
+    `ScatterLayers` calls it for each group, to scatter only layers whose inputs are equal on the group's ranks. A fact
+    about argument "input_0" becomes one about the placeholder of the first tensor argument, such as "primals_3".
 
-    A joint graph has the primals, then the tangents; its outputs end with a gradient (or None) for each primal. A
-    DTensor is represented by its local tensor and its mesh.
+    The inputs of a joint graph are the primals (inputs of the forward), then the tangents (gradients of its results).
+    Its outputs are the results, then a gradient or None for each primal.
 
     Args:
         gm: The joint graph.
-        facts: The facts about the function's arguments.
+        facts: The facts about the function's arguments, which are named "input_i" (tensors) and "size_i" (sizes).
         shapes: The shapes of the function's tensor arguments, on this rank.
 
     Returns:
-        The facts, or None if the tensors among the primals do not match `shapes` one by one, since AOTAutograd has
-        regrouped them, or if an input that differs between ranks has no placeholder of its own.
+        The facts, with the gradient of each primal and the results whose gradient each tangent may be. None if the
+        tensors among the primals do not match `shapes` one by one, since AOTAutograd has regrouped them, or if an
+        argument that differs between ranks has no placeholder.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     primals = inputs[: len(inputs) - len(graph_tangents(gm.graph))]
@@ -43,38 +45,43 @@ def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ..
     if len(tensors) != len(shapes) or not all(map(_matches_shape, tensors, shapes)):
         return None
     symbols = [n for n in primals if isinstance(n.meta.get("val"), torch.SymInt)]
-    names = {
+    names = {  # name of the argument -> name of its placeholder
         **{f"input_{i}": node.name for i, node in enumerate(tensors)},
         **{f"size_{i}": node.name for i, node in enumerate(symbols)},
     }
     if not facts.differing <= names.keys():
         return None
-    results = gm.graph.output_node().args[0]
+    outputs = gm.graph.output_node().args[0]
     gradients: dict[str, Node] = {}
     tangents: dict[str, list[Node]] = {}
-    if len(primals) < len(inputs) and isinstance(results, Sequence) and len(results) > len(primals):
-        forward_results, primal_gradients = results[: -len(primals)], results[-len(primals) :]
+    has_tangents = len(primals) < len(inputs)
+    if has_tangents and isinstance(outputs, Sequence) and len(outputs) > len(primals):
+        forward_results, primal_gradients = outputs[: -len(primals)], outputs[-len(primals) :]
         gradients = {p.name: g for p, g in zip(primals, primal_gradients, strict=True) if isinstance(g, Node)}
         for tangent in inputs[len(primals) :]:
             tangents[tangent.name] = [x for x in forward_results if is_tensor(x) and _can_be_gradient(tangent, x)]
-    differing, constants = (frozenset(names[x] for x in fact) for fact in (facts.differing, facts.constants))
+    differing = frozenset(names[x] for x in facts.differing)
+    constants = frozenset(names[x] for x in facts.constants)
     equal = None if facts.equal is None else frozenset(names[x] for x in facts.equal)
     return replace(facts, differing=differing, equal=equal, constants=constants, gradients=gradients, tangents=tangents)
 
 
 def _can_be_gradient(tangent: Node, result: Node) -> bool:
-    """Return True if a tangent has the shape of a result, so that it may be its gradient.
+    """Return True if a tangent may be the gradient of a result: it has the same shape.
 
-    AOTAutograd does not record of which result a tangent is the gradient.
+    AOTAutograd does not record to which result a tangent belongs.
     """
-    return is_tensor(tangent) and is_same_shape(*(as_sizes(node.meta["val"].shape) for node in (result, tangent)))
+    if not is_tensor(tangent):
+        return False
+    return is_same_shape(as_sizes(result.meta["val"].shape), as_sizes(tangent.meta["val"].shape))
 
 
 def _matches_shape(node: Node, shape: tuple[Any, ...]) -> bool:
-    """Return True if an input has this number of dims and its static sizes, as the argument has.
+    """Return True if an input of the joint graph can be the argument with this shape.
 
-    Symbolic sizes may have any value.
+    Its number of dims and its static sizes are then equal; a symbolic size may have any value.
     """
     node_shape = node.meta["val"].shape
-    is_same_size = [size == extent for size, extent in zip(node_shape, shape) if isinstance(size, int)]
-    return len(node_shape) == len(shape) and all(is_same_size)
+    if len(node_shape) != len(shape):
+        return False
+    return all(size == extent for size, extent in zip(node_shape, shape) if isinstance(size, int))

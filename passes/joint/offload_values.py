@@ -13,8 +13,7 @@ Inputs of checkpointed blocks are such values. Values that share a storage, such
 product, are copied as that storage and become views of it again.
 
 torch 2.13's own pass (`torch._functorch._activation_offloading`) accepts marks but no amounts. It supports no ops
-with several outputs (attention) and does not run on a CPU. It waits immediately or at the end of the forward, so that
-all copied values stay on the device until then.
+with several outputs (attention), does not run on a CPU, and keeps copied values on the device until the forward ends.
 """
 
 from __future__ import annotations
@@ -71,58 +70,64 @@ class OffloadValues(Pass):
         return cls() if context.options.offload != "never" and context.backward is not None else None
 
     def apply(self, gm: GraphModule, context: PartitionContext) -> int:
-        """Insert the copies in both partitions, and return the number of offloaded values.
+        """Insert copies of saved values to the host in the forward and back in the backward; return their number.
 
-        Appends the offloaded bytes and their expected times to `context.on_host`, for the report.
+        Appends the offloaded bytes and the expected seconds of the copies to `context.on_host`, for the report.
         """
         backward, options = context.backward, context.options
         assert backward is not None
         self.machine = context.machine_of_nodes(gm.graph.nodes)
         saved = _SavedValues.of(gm.graph, backward.graph, context.results)
         schedule = _OffloadSchedule(saved, gm.graph, backward.graph, self.machine)
+        # `chosen` maps the node that fills each chosen storage to the bytes of the storage.
         if options.offload == "auto":
             chosen = self._choose_fitting(schedule, self._excess_bytes(gm.graph, backward.graph, context))
         else:
             chosen = self._choose_share(schedule, float(options.offload) * saved.nbytes)
-        total, wait_seconds = sum(chosen.values()), 0.0
+        total, wait_seconds = sum(chosen.values()), 0.0  # seconds in which compute waits for copies
         if chosen:
             wait_seconds = self._copy_to_host(gm.graph, schedule, chosen)
             wait_seconds += self._copy_from_host(backward.graph, schedule, chosen)
             backward.graph.lint()
             backward.recompile()
         seconds = copy_seconds(total, self.machine)
-        context.on_host.append(HostValues(len(chosen), total, saved.nbytes - total, seconds, wait_seconds))
+        context.on_host.append(
+            HostValues(len(chosen), total, kept=saved.nbytes - total, seconds=seconds, waits=wait_seconds)
+        )
         return len(chosen)
 
     def _excess_bytes(self, forward: Graph, backward: Graph, context: PartitionContext) -> dict[Node, float]:
-        """Return the nodes of both partitions at which the device's memory is exceeded, with the excess bytes.
+        """Return the nodes of both partitions at which a step without offloading exceeds the device's memory.
 
-        `_choose_fitting` removes the excess. It is that of a training step without offloading: the state of the model,
-        and the values that are live at the node.
+        Each node has its excess in bytes, which `_choose_fitting` removes by offloading. At a node, memory holds the
+        state of the model, which is constant, and the live values. Empty if the device's memory is unknown.
         """
         if math.isinf(self.machine.memory):
             return {}
         is_sharded = bool(context.memory) and context.options.state == "sharded"
-        state = context.memory[-1].state if is_sharded else None
+        state = context.memory[-1].state if is_sharded else None  # bytes of a model that FSDP shards
         graph_step = GraphStep.of(forward, backward, context.options.uses_inductor, context.input_bytes)
         step, n = StepMemory(state or ModelBytes(0, 0, 0, 0), graphs=[graph_step]), context.ranks.n
         if state is not None:
             constant_bytes = step.sharded_state(n)
-        else:
+        else:  # parameters and buffers are inputs of the forward
             constant_bytes = sum(storage_bytes(forward.find_nodes(op="placeholder")).values())
-        nodes = [{node.name: node for node in graph.nodes} for graph in (forward, backward)]
+        forward_nodes, backward_nodes = ({node.name: node for node in graph.nodes} for graph in (forward, backward))
         excess = dict[Node, float]()
-        for point in step.points():
+        for point in step.points():  # the predicted memory while each node runs
             live_bytes = step.sharded_bytes(point, n) if state is not None else point.nbytes
             excess_bytes = constant_bytes + live_bytes - self.machine.memory
             if excess_bytes > 0:
-                excess[nodes[point.in_backward][point.moment.name]] = excess_bytes
+                nodes = backward_nodes if point.in_backward else forward_nodes
+                excess[nodes[point.moment.name]] = excess_bytes
         return excess
 
     def _choose_share(self, schedule: _OffloadSchedule, max_bytes: float) -> dict[Node, int]:
-        """Choose storages of at most `max_bytes` in total, those that free most first; return their bytes.
+        """Choose storages of at most `max_bytes` in total, and return the bytes of each.
 
-        Used if the option `offload` is a share. "Free most": see `_OffloadSchedule.freed_byte_seconds`.
+        Used if the option `offload` is a share of the saved bytes. Storages are chosen in the order of their benefit,
+        the bytes times the seconds for which they are not on the device. A storage is identified by the node x whose
+        value fills it.
         """
         chosen, storages = dict[Node, int](), schedule.saved.storages
         for x in sorted(storages, key=schedule.freed_byte_seconds, reverse=True):
@@ -131,17 +136,25 @@ class OffloadValues(Pass):
         return chosen
 
     def _choose_fitting(self, schedule: _OffloadSchedule, excess: Mapping[Node, float]) -> dict[Node, int]:
-        """Choose a small set of storages that removes the excess bytes at all nodes; return their bytes.
+        """Choose a small set of storages whose offloading removes the excess; return the bytes of each.
 
-        Used for offload="auto". At the node with the largest excess, the smallest sufficient storage is chosen, or else
-        the one that frees most, until none remains. Storages that later choices make unnecessary are dropped. Where all
-        storages together do not suffice, all of them are chosen.
+        Used for offload="auto". A storage is identified by the node x whose value fills it. It helps at the nodes
+        between its copy to the host and its copy back. At the node with the largest excess, the smallest storage that
+        removes the excess is chosen, or else the one with the largest benefit (`freed_byte_seconds`). This is repeated
+        until no excess remains, or no storage that helps. At the end, storages that later choices have made unnecessary
+        are dropped (`_drop_unneeded`).
+
+        Args:
+            schedule: The copies of any set of storages.
+            excess: The bytes that exceed the device's memory at each node.
         """
         bytes_of = {x: storage.nbytes for x, storage in schedule.saved.storages.items()}
+        # Below, a node is identified by its number, its position in the forward and then the backward.
         excess_at = sorted((schedule.order[node], nbytes) for node, nbytes in excess.items())
-        ranges = {x: schedule.copies([x]).offloaded[x] for x in bytes_of}  # nodes, by number, without x on the device
-        chosen, remaining = dict[Node, int](), dict(excess_at)
-        rejected, without_candidates = set[tuple[int, Node]](), set[int]()
+        ranges = {x: schedule.copies([x]).offloaded[x] for x in bytes_of}  # numbers of the nodes at which x helps
+        chosen, remaining = dict[Node, int](), dict(excess_at)  # remaining: excess by node, with the chosen offloaded
+        rejected = set[tuple[int, Node]]()  # (node, storage) where the storage does not help
+        without_candidates = set[int]()  # nodes at which no storage is left to choose
         while True:
             exceeded = [i for i, nbytes in remaining.items() if nbytes > 0 and i not in without_candidates]
             if not exceeded:
@@ -159,9 +172,22 @@ class OffloadValues(Pass):
             remaining_with_x = schedule.remaining_bytes(excess_at, {**chosen, x: bytes_of[x]})
             if remaining_with_x[worst] < remaining[worst]:
                 chosen[x], remaining = bytes_of[x], remaining_with_x
-            else:  # its copy follows other copies, so that it is on the device at that node
+            else:  # its copy waits for the chosen copies, so that x is still on the device at this node
                 rejected.add((worst, x))
-        # Drop values without which no node exceeds more, the largest first.
+        return self._drop_unneeded(schedule, excess_at, chosen, remaining)
+
+    def _drop_unneeded(
+        self, schedule: _OffloadSchedule, excess_at: Sequence[tuple[int, float]], chosen: dict[Node, int],
+        remaining: dict[int, float],
+    ) -> dict[Node, int]:  # fmt: skip
+        """Return the chosen storages without those, the largest first, without which no node exceeds more memory.
+
+        Args:
+            schedule: The copies of any set of storages.
+            excess_at: Number of a node, and the excess bytes at it without offloading, in order.
+            chosen: Bytes of the chosen storages, by the nodes that fill them.
+            remaining: Excess bytes at each node, by number, if these are offloaded.
+        """
         for x in sorted(chosen, key=chosen.__getitem__, reverse=True):
             others = {y: nbytes for y, nbytes in chosen.items() if y is not x}
             remaining_without_x = schedule.remaining_bytes(excess_at, others)
@@ -170,12 +196,23 @@ class OffloadValues(Pass):
         return chosen
 
     def _copy_to_host(self, graph: Graph, schedule: _OffloadSchedule, chosen: Mapping[Node, int]) -> float:
-        """Insert the copies to the host in the forward; return the seconds it waits for them at its end.
+        """Insert the copies to the host in the forward, and return them in place of the saved values.
 
-        The copies replace the values in the forward's output.
+        A copy starts directly after the node that computes its value. Its wait (sp::offloaded) is inserted before the
+        first node that is expected to run after the end of the copy, or else before the output.
+
+        Args:
+            graph: The forward graph.
+            schedule: The expected times of nodes and copies.
+            chosen: The nodes whose values fill the storages to copy.
+
+        Returns:
+            The seconds that the end of the forward waits for copies.
         """
         self.edit(graph)
+        # Seconds from the start of the forward until each node starts, and until each copy ends.
         times, ends, output = schedule.forward, schedule.copies(chosen).ends, graph.output_node()
+        # Values whose copy has no wait yet, in order; and the copy of each value.
         pending, host_copies = deque[Node](), dict[Node, Node]()
         for node in [n for n in graph.nodes if n.op != "placeholder"]:
             while pending and (node is output or ends[pending[0]] <= times[node]):
@@ -186,23 +223,36 @@ class OffloadValues(Pass):
                 with graph.inserting_after(node):
                     host_copies[node] = self.compute(sp.offload.default, (node,), node)
                 pending.append(node)
+        # All saved values in a storage are replaced by its copy, of which the backward rebuilds them.
         copy_of = {value: host for x, host in host_copies.items() for value in schedule.saved.storages[x].values}
         output.args = (tuple(copy_of.get(x, x) for x in output.args[0]),)
         return max(0.0, max(ends.values()) - max(times.values(), default=0.0))
 
     def _copy_from_host(self, graph: Graph, schedule: _OffloadSchedule, chosen: Iterable[Node]) -> float:
-        """Insert the copies back in the backward; return the seconds it waits for them at its start.
+        """Insert the copies back to the device in the backward, whose inputs are now copies on the host.
 
-        Its inputs become the copies on the host, so that their meta["val"] is replaced, too.
+        A copy starts early enough to end before the first reader of its value. Before that reader follow the wait for
+        the copy (sp::reloaded), and views of the copy for the saved values in the storage.
+
+        Args:
+            graph: The backward graph.
+            schedule: The expected times of nodes and copies.
+            chosen: The nodes of the forward whose values fill the storages to copy.
+
+        Returns:
+            The seconds that the backward waits at its start for copies.
         """
         self.edit(graph)
         saved, times, order = schedule.saved, schedule.backward, schedule.order
+        # Seconds after the start of the backward at which each copy starts; below 0 if it should start earlier.
         begins, nodes = schedule.copies(chosen).begins, [n for n in graph.nodes if n.op != "placeholder"]
-        # The first copy and the first wait that are inserted before a node: earlier ones are inserted before these.
+        # `begins` starts with the storage that is read last. Copies and waits at the same node have to be in the order
+        # of reads, so each is inserted before the ones already there. Of these, the first copy and wait at each node:
         first_copies, first_waits = dict[Node, Node](), dict[Node, Node]()
         for x, begin in begins.items():
             backward_input, reader = saved.inputs[saved.storages[x].values[0]], schedule.first_reader[x]
-            next_node = min(next(n for n in nodes if times[n] >= begin), reader, key=order.__getitem__)
+            scheduled_node = next(n for n in nodes if times[n] >= begin)
+            next_node = min(scheduled_node, reader, key=order.__getitem__)
             with graph.inserting_before(first_copies.get(next_node) or first_waits.get(next_node) or next_node):
                 args = (backward_input, x.meta["val"].device)
                 device_copy = first_copies[next_node] = self.emit(sp.reload.default, args, x.meta["val"], x)
@@ -210,7 +260,7 @@ class OffloadValues(Pass):
                 first_waits[reader] = self.emit(sp.reloaded.default, (device_copy,), None, x)
             with graph.inserting_after(first_waits[reader]):
                 self._rebuild_views(saved, x, device_copy)
-        # The inputs of the backward are on the host now.
+        # The values of the backward's inputs are those of the copies on the host, which the forward returns.
         for x in chosen:
             host_copy = next(user for user in x.users if user.target is sp.offload.default)
             for value in saved.storages[x].values:
@@ -220,7 +270,10 @@ class OffloadValues(Pass):
         return max(0.0, -min(begins.values(), default=0.0))
 
     def _rebuild_views(self, saved: _SavedValues, x: Node, device_copy: Node) -> None:
-        """Replace reads of all values in the storage of x by views of the device copy of that storage."""
+        """Replace reads of the saved values in the storage that x fills by views of `device_copy`, its copy.
+
+        A value that is equal to x is replaced by the copy itself.
+        """
         for value in saved.storages[x].values:
             view_node, view = device_copy, value.meta["val"]
             if not _is_same_view(view, x.meta["val"]):
@@ -249,7 +302,10 @@ class _SavedValues:
 
     @staticmethod
     def of(forward: Graph, backward: Graph, n_results: int) -> _SavedValues:
-        """Collect the saved values of the partitions of one joint graph.
+        """Collect the saved values of a joint graph's partitions, and the storages that can be offloaded.
+
+        A storage can be offloaded if a node of the forward fills it, and all saved values in it are views of that
+        node's value. It contains no input or result of the forward, since the caller may keep these.
 
         Args:
             forward: The forward graph. Its outputs are its results, then the saved values.
@@ -257,17 +313,20 @@ class _SavedValues:
             n_results: Number of the results.
         """
         outputs: Sequence[Node] = forward.output_node().args[0]  # type: ignore[assignment]
-        names = {n.name: n for n in backward.find_nodes(op="placeholder")}
-        inputs = {n: names[n.name] for n in outputs[n_results:] if n.name in names}
+        backward_inputs = {n.name: n for n in backward.find_nodes(op="placeholder")}
+        inputs = {n: backward_inputs[n.name] for n in outputs[n_results:] if n.name in backward_inputs}
         input_storages = _storages_of(forward.find_nodes(op="placeholder"))
         values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in input_storages]
-        total = sum(storage_bytes(values).values())
+        total = sum(storage_bytes(values).values())  # bytes of all saved values
         values_of_storage = defaultdict[int, list[Node]](list)
         for n in values:
             values_of_storage[storage_of(n.meta["val"])].append(n)
         for storage in _storages_of(n for n in outputs[:n_results] if isinstance(n, Node)):
             values_of_storage.pop(storage, None)
-        known = {as_size(n.meta["val"]) for n in names.values() if isinstance(n.meta.get("val"), torch.SymInt)}
+        # The symbolic sizes that the backward has as inputs: it can compute views of these sizes.
+        input_values = [n.meta.get("val") for n in backward_inputs.values()]
+        known = {as_size(value) for value in input_values if isinstance(value, torch.SymInt)}
+        # Find the node that fills each storage: one of the saved values, or another node of which they are views.
         storages = dict[Node, _SavedStorage]()
         for node in filter(is_tensor, (*values, *forward.nodes)):
             storage = storage_of(node.meta["val"])
@@ -278,17 +337,18 @@ class _SavedValues:
         return _SavedValues(inputs, total, large)
 
     def readers(self, x: Node) -> list[Node]:
-        """Return the backward's readers of the values in the storage that x fills."""
+        """Return the nodes of the backward that read a saved value in the storage that x fills."""
         return [user for value in self.storages[x].values for user in self.inputs[value].users]
 
 
 @dataclass(frozen=True)
 class _CopySchedule:
-    """The times of the copies of some storages, by the node that fills each one (x in `OffloadValues`)."""
+    """The times of the copies of some storages, each identified by the node whose value fills it."""
 
     ends: dict[Node, float]  # seconds after the start of the forward at which copies to the host end
     begins: dict[Node, float]  # seconds after the start of the backward (below 0: before) at which copies back start
-    offloaded: dict[Node, range]  # numbers of the nodes (`_OffloadSchedule`) that run while it is on the host only
+    # Numbers of the nodes (positions in forward and backward) that run while the storage is on the host only.
+    offloaded: dict[Node, range]
 
 
 class _OffloadSchedule:
@@ -299,7 +359,16 @@ class _OffloadSchedule:
     """
 
     def __init__(self, saved: _SavedValues, forward: Graph, backward: Graph, machine: Machine) -> None:
+        """Compute when each node runs, and where each storage is used last and is read first in the backward.
+
+        Args:
+            saved: The saved values, and their storages by the nodes that fill them.
+            forward: The forward graph.
+            backward: The backward graph.
+            machine: The speed of compute and of copies.
+        """
         self.saved, self.machine = saved, machine
+        # Seconds from the start of a partition until each of its nodes starts.
         self.forward, self.backward = _node_times(forward, machine), _node_times(backward, machine)
         self.forward_times, self.backward_times = list(self.forward.values()), list(self.backward.values())
         self.order = {n: i for i, n in enumerate([*self.forward, *self.backward])}  # numbers of nodes
@@ -314,19 +383,24 @@ class _OffloadSchedule:
         self.last_use = {x: last_of_storage[storage_of(x.meta["val"])] for x in saved.storages}
 
     def freed_byte_seconds(self, x: Node) -> float:
-        """Return the bytes of x times the seconds from its computation to its first read in the backward.
+        """Return the benefit of offloading the storage that x fills, by which storages are ranked.
 
-        This is the benefit of offloading x, by which `OffloadValues` ranks the storages.
+        It is the number of bytes times the seconds between the node x in the forward and its first reader in the
+        backward.
         """
         forward_end = max(self.forward_times, default=0.0)
         first_read = self.backward[self.first_reader[x]] if x in self.first_reader else 0.0
         return self.saved.storages[x].nbytes * (forward_end - self.forward[x] + first_read)
 
     def copies(self, chosen: Iterable[Node]) -> _CopySchedule:
-        """Return when the copies of the chosen storages run, and at which nodes they are not on the device.
+        """Return when the copies of the chosen storages run, and at which nodes the storages are not on the device.
 
-        Copies to the host follow each other. Copies back are scheduled in reverse, starting with the value that is read
-        last: each ends when the next one starts or when its value is first read.
+        One copy runs at a time in each direction. A copy to the host starts when its value is computed and the previous
+        copy has ended. Copies back are scheduled in reverse, from the storage that is read last, each as late as
+        possible: it ends before the first read of its value, and before the next copy starts.
+
+        Args:
+            chosen: The nodes x whose values fill the storages. `self.forward[x]` is the time at which x runs.
         """
         ends, begins, offloaded = dict[Node, float](), dict[Node, float](), dict[Node, range]()
         seconds = {x: copy_seconds(self.saved.storages[x].nbytes, self.machine) for x in chosen}
@@ -336,7 +410,8 @@ class _OffloadSchedule:
         read_values = [x for x in ends if x in self.first_reader]
         for x in sorted(read_values, key=lambda x: -self.order[self.first_reader[x]]):
             next_begin = begins[x] = min(next_begin, self.backward[self.first_reader[x]]) - seconds[x]
-        # Convert the times to numbers of nodes.
+        # Convert the times to numbers of nodes: from the end of the copy, and the last use in the forward, to the start
+        # of the copy back. A storage without readers in the backward remains on the host.
         for x, end in ends.items():
             start, stop = max(self.last_use[x] + 1, bisect_left(self.forward_times, end)), len(self.order)
             if x in self.first_reader:
@@ -352,11 +427,12 @@ class _OffloadSchedule:
             excess: Number of a node and its excess bytes without offloading, in order.
             chosen: Bytes of the chosen storages.
         """
-        changes = defaultdict[int, int](int)  # change of the offloaded bytes at a node, by number
+        changes = defaultdict[int, int](int)  # number of a node -> change of the offloaded bytes at it
         for x, nodes in self.copies(chosen).offloaded.items():
             if nodes:
                 changes[nodes.start] += chosen[x]
                 changes[nodes.stop] -= chosen[x]
+        # Go through the nodes in order, with the bytes that are offloaded at each.
         remaining, next_changes, offloaded_bytes = dict[int, float](), deque(sorted(changes.items())), 0
         for i, nbytes in excess:
             while next_changes and next_changes[0][0] <= i:
@@ -366,7 +442,7 @@ class _OffloadSchedule:
 
 
 def _storages_of(nodes: Iterable[Node]) -> set[int]:
-    """Return the identities (`storage_of`) of the storages of all tensors in the values of the nodes."""
+    """Return the storages, as integers that identify them, of all tensors in the values of the nodes."""
     return {storage_of(x) for node in nodes for x in node_tensors(node)}
 
 
@@ -381,9 +457,10 @@ def _storage_layout(x: Tensor) -> tuple[Size, ...]:
 
 
 def _can_rebuild(node: Node, full: Node, known: Set[Size]) -> bool:
-    """Return True if the backward can rebuild a saved value as a view of the one that fills its storage.
+    """Return True if the backward can rebuild a saved value from the value that fills its storage.
 
-    Only the latter is copied. The sizes of the view must be known in the backward.
+    Only the latter is copied to the host. The saved value is equal to it, or an as_strided view of it whose sizes,
+    strides and offset are known in the backward.
 
     Args:
         node: The saved value.
@@ -393,21 +470,27 @@ def _can_rebuild(node: Node, full: Node, known: Set[Size]) -> bool:
     x, y = node.meta["val"], full.meta["val"]
     if _is_same_view(x, y):
         return True
-    symbols = {symbol for size in _storage_layout(x) if isinstance(size, sympy.Expr) for symbol in size.free_symbols}
+    expressions = [size for size in _storage_layout(x) if isinstance(size, sympy.Expr)]
+    symbols = {symbol for expression in expressions for symbol in expression.free_symbols}
     return x.dtype == y.dtype and is_same_size(as_size(y.storage_offset()), 0) and symbols <= known
 
 
 def _can_offload(node: Node) -> bool:
-    """Return True if an op other than a pending collective computes the value, which fills its storage."""
+    """Return True if the node's value can be copied to the host: it fills its storage, and an op has computed it.
+
+    The result of a collective cannot, since it is complete only after its wait.
+    """
     x = node.meta["val"]
-    fills_storage = is_same_size(
-        size_product(as_sizes(x.shape)) * x.element_size(), nonempty_size(as_size(x.untyped_storage().nbytes()))
-    )
+    nbytes, bytes_of_storage = size_product(as_sizes(x.shape)) * x.element_size(), x.untyped_storage().nbytes()
+    fills_storage = is_same_size(nbytes, nonempty_size(as_size(bytes_of_storage)))
     return fills_storage and node.op == "call_function" and not is_collective(node)
 
 
 def _node_times(graph: Graph, machine: Machine) -> dict[Node, float]:
-    """Return the start of each node of a partition: the seconds of products and attentions before it."""
+    """Return the time at which each node of a partition starts: the seconds of matrix products and attention before it.
+
+    Other ops are expected to take no time. Nodes are in graph order.
+    """
     times, now = dict[Node, float](), 0.0
     for node in graph.nodes:
         times[node] = now

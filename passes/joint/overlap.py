@@ -44,14 +44,15 @@ class OverlapCollectives(Pass):
 
 
 def _delay_waits(graph: Graph) -> int:
-    """Move waits, and cheap ops on waited values, before their first readers; return the number of moves.
+    """Move waits, and cheap ops on waited values, directly before their first readers; return the number of moves.
 
-    The compute between an exchange and the first reader of its result then overlaps with the exchange.
+    The compute between the start of a collective and the first reader of its result then overlaps with the collective.
     """
     moves = 0
+    # In reverse order: a view of a waited value moves to its reader first, then the wait moves to the view.
     for node in reversed(list(graph.nodes)):
         if node.users and _is_waited_value(node):
-            first_reader = min(node.users)
+            first_reader = min(node.users)  # nodes compare by their position in the graph
             if node.next is not first_reader:
                 first_reader.prepend(node)
                 moves += 1
@@ -59,7 +60,7 @@ def _delay_waits(graph: Graph) -> int:
 
 
 def _is_waited_value(node: Node) -> bool:
-    """Return True if the node is a wait, or the result of one after cheap ops (`_is_cheap`)."""
+    """Return True if the node is a wait for a collective, or a wait followed by cheap ops such as views and casts."""
     while _is_cheap(node):
         node = node.all_input_nodes[0]
     return node.target is WAIT_OPS
@@ -68,25 +69,29 @@ def _is_waited_value(node: Node) -> bool:
 def _is_cheap(node: Node) -> bool:
     """Return True if the node is a view, a copy or a cast of one value, or another op as cheap as these.
 
-    A sum over rows is not cheap: delayed, as the gradient of a bias could be, it would extend the lifetime of all rows.
+    Cheap ops after a wait move with it. A reduction is not cheap: if the sum over rows that is the gradient of a bias
+    were delayed, all rows would remain in memory.
     """
     return len(node.all_input_nodes) == 1 and is_pure(node) and not node_flops(node) and node.target not in REDUCTIONS
 
 
 def _hoist_exchanges(graph: Graph) -> int:
-    """Move nodes on which an exchange does not depend to directly after it; return the number of moves.
+    """Move nodes on which an exchange (the start of a collective) does not depend to directly after it.
 
-    The moved nodes are the last product and gradient sums, see `_movable_nodes`. They are searched back to the previous
-    wait, since the nodes before it overlap with another exchange. Nodes that mutate a value or draw random numbers end
-    the search, too.
+    The moved nodes are those of `_movable_nodes`, such as the last matrix product: they then run during the exchange.
+    Only nodes after the previous wait may move, since earlier ones overlap with another exchange. No node moves past
+    one that mutates a value or draws random numbers.
+
+    Returns:
+        The number of moves.
     """
-    moves, candidates = 0, list[Node]()  # nodes since the last one that ends a search
+    moves, candidates = 0, list[Node]()  # nodes before the current one that may move
     for node in list(graph.nodes):
         if is_pending_exchange(node) and not _is_gradient_sum(node):
             movable = _movable_nodes(candidates, node)
             moves += len(movable)
             for previous, moved in pairwise([node, *movable]):
-                previous.append(moved)
+                previous.append(moved)  # moves the node to directly after `previous`
             moved_nodes = set(movable)
             candidates = [*(n for n in candidates if n not in moved_nodes), node, *movable]
         elif node.op == "placeholder" or is_pure(node) or is_pending_exchange(node) or _is_deterministic(node):
@@ -97,18 +102,20 @@ def _hoist_exchanges(graph: Graph) -> int:
 
 
 def _movable_nodes(candidates: list[Node], exchange: Node) -> list[Node]:
-    """Return the nodes to move after the start of an exchange: they can run while it does.
+    """Return the nodes to move after the start of an exchange, so that they run during it, in order.
 
-    These are the last product and all gradient sums on which it does not depend, and readers of these, in order.
+    These are the last matrix product or attention on which it does not depend, all sums of gradients over the ranks
+    (`_is_gradient_sum`), for which nothing waits soon, and the candidates that read these. One product takes long
+    enough; moving more would extend the lifetime of values.
 
     Args:
         candidates: Nodes before the exchange, in order.
         exchange: The start of a collective.
     """
-    inside = set(candidates)
-    needed = reachable_set([exchange], lambda n: (x for x in n.all_input_nodes if x in inside))
+    candidate_set = set(candidates)
+    needed = reachable_set([exchange], lambda n: (x for x in n.all_input_nodes if x in candidate_set))
     independent = [n for n in candidates if n not in needed]
-    last_product = [n for n in independent if node_flops(n)][-1:]
+    last_product = [n for n in independent if node_flops(n)][-1:]  # empty without products
     movable = {*last_product, *(n for n in independent if is_pending_exchange(n) and _is_gradient_sum(n))}
     for node in independent:
         if not movable.isdisjoint(node.all_input_nodes):
@@ -122,6 +129,9 @@ def _is_deterministic(node: Node) -> bool:
 
 
 def _is_gradient_sum(node: Node) -> bool:
-    """Return True if the result of an exchange is only awaited, viewed or cast, and returned."""
+    """Return True if the result of an exchange is only awaited, viewed or cast, and returned.
+
+    An all_reduce of the gradient of a weight is an example: no node of the graph computes with its result.
+    """
     values = reachable_set([node], lambda n: (u for u in n.users if u.target is WAIT_OPS or _is_cheap(u)))
     return all(user in values or user.op == "output" for value in values for user in value.users)

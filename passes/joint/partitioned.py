@@ -27,10 +27,10 @@ class PartitionPasses(Passes):
     steps = (OverlapCollectives,)
 
     def apply(self, gm: GraphModule, context: PartitionContext) -> int:
-        """Run the passes on the forward, then on the backward of the context; return the number of changes."""
+        """Run `steps` on the forward, then on the backward in the context if any; return the number of changes."""
         changes = super().apply(gm, context)
         if context.backward is not None:
-            self.gm = context.backward
+            self.gm = context.backward  # the graph that the steps edit
             changes += super().apply(context.backward, context)
             self.gm = gm
         return changes
@@ -46,6 +46,7 @@ class PartitionedPasses(Passes):
     job: PartitionContext
 
     def __init__(self, context: PartitionContext | None = None) -> None:
+        """Check that earlier passes provide what each pass requires. The default context is that of one rank."""
         check_pass_order(iterate_passes(PartitionedPasses))
         super().__init__(context or PartitionContext(SINGLE_RANK))
 
@@ -53,14 +54,14 @@ class PartitionedPasses(Passes):
     def key(self) -> str:
         """Return the passes' part of the key under which torch caches compiled code.
 
-        It has all that their result depends on, in addition to the graph.
+        It contains everything but the graph on which the result of the passes depends.
         """
         job, options = self.job, self.job.options
         memory = f"{options.state} {job.memory} {job.input_bytes}" if options.offload == "auto" else ""
         return f"{sources_digest(*passes.__path__)} {options.offload} {options.cost} {memory}"
 
     def run_training(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
-        """Run the passes on both graphs, in place.
+        """Run the passes on both graphs, in place, before they are compiled.
 
         Args:
             forward: The forward graph.
@@ -78,10 +79,12 @@ class PartitionedPasses(Passes):
 
 
 def _mark_recomputed_draws(gm: GraphModule) -> None:
-    """Set meta["val"] of random ops that the backward of a checkpoint runs again, which the passes read.
+    """Set meta["val"] of the random ops that the backward of a checkpoint runs again.
 
-    The partitioner inserts these ops without a value, so that they replay the random numbers of the forward.
+    The partitioner inserts these ops, which draw the random numbers of the forward again, without a value. The passes
+    read the value of every node.
     """
+    # infer_value uses the fake mode of this node.
     node_with_fake = next((n for n in gm.graph.nodes if isinstance(n.meta.get("val"), FakeTensor)), None)
     for target in RECOMPUTES_DRAWS:
         for node in gm.graph.find_nodes(op="call_function", target=target):

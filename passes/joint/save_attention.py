@@ -48,7 +48,10 @@ class SaveAttentionInCheckpoints(Pass):
     provides = frozenset({"saved attention"})
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Mark the forward nodes whose results a policy saves and a backward reads, and return their number."""
+        """Mark nodes of the forward as saved for the backward, and return their number.
+
+        They compute results that an attention backward reads, and a policy of selective checkpointing saves them.
+        """
         saved_nodes = {x for node in gm.graph.nodes for x in _forward_nodes(node) if is_saved(x)}
         for node in saved_nodes:
             mark_must_save(node)
@@ -56,9 +59,10 @@ class SaveAttentionInCheckpoints(Pass):
 
 
 def _forward_nodes(node: Node) -> Iterator[Node]:
-    """Yield the forward nodes whose results a node reads, if it is an attention backward.
+    """Yield the nodes that compute the output and log-sum-exp which a node reads, if it is an attention backward.
 
-    Copies, casts and views are followed to the result of the forward op, whose value is the smallest one to save.
+    If it reads a copy, cast or view of these, the node of the forward op is yielded: its result is the smallest value
+    to save. Yields nothing for other nodes.
     """
     for name in BACKWARD_OPS.get(node.target, ()):
         value = OpCall(node)[name]
@@ -66,11 +70,14 @@ def _forward_nodes(node: Node) -> Iterator[Node]:
             source = _copied_node(value)
             while source is not None:
                 value, source = source, _copied_node(source)
-            yield value.args[0] if value.target is operator.getitem else value
+            yield value.args[0] if value.target is operator.getitem else value  # the op, not one of its results
 
 
 def _copied_node(node: Node) -> Node | None:
-    """Return the node of which this one is a copy, cast or view, or None; also if that has a wider dtype."""
+    """Return the node of which this one is a copy, cast or view; else None.
+
+    None, too, if the source has a wider dtype: it would need more memory to save.
+    """
     source = node.args[0] if node.target is aten.detach.default else move_source(node)
     if not isinstance(source, Node):
         return None
@@ -80,8 +87,8 @@ def _copied_node(node: Node) -> Node | None:
 def apply_checkpoint_policies(gm: GraphModule) -> AbstractContextManager[Any]:
     """Return a context in which AOTAutograd's tracing applies checkpoint policies to sp::attend, too.
 
-    A policy that saves one of `FORWARD_OPS` also saves the sp::attend that has replaced it. The compiler, which traces
-    the graph, runs in this context. Without policies it does nothing.
+    A policy of selective checkpointing that saves one of `FORWARD_OPS`, such as flash attention, then also saves the
+    sp::attend that has replaced it. The compiler traces the graph in this context. Without policies it does nothing.
     """
     if not any(has_policy(node) for node in gm.graph.nodes):
         return nullcontext()

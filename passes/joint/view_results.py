@@ -32,7 +32,12 @@ class SeparateResultStorage(Pass):
     provides = frozenset({"separate storage"})
 
     def apply(self, gm: GraphModule, context: PassContext) -> int:
-        """Change the outputs of the graph in place, and return the number of changed waits and outputs."""
+        """Change the graph in place, and return the number of changed waits and outputs.
+
+        A wait_tensor returns the storage of its operand. If it shares its storage with an output, its operand gets the
+        same fake value, so that the partitioner does not merge it with an equal node. Autograd rejects in-place writes
+        to views that a compiled graph returns: such an output becomes an _unsafe_view, which is no view for autograd.
+        """
         output = gm.graph.output_node()
         results = [node for node in output.all_input_nodes if _is_strided(node)]
         result_storages = {storage_of(node.meta["val"]) for node in results}
@@ -56,6 +61,6 @@ def _is_strided(node: Node) -> bool:
 
 
 def _returns_input_storage(node: Node) -> bool:
-    """Return True if the value of a node has the storage of an operand, as a view has."""
+    """Return True if the value of a node has the storage of an operand, as that of a view has."""
     inputs = filter(_is_strided, node.all_input_nodes)
     return any(storage_of(x.meta["val"]) == storage_of(node.meta["val"]) for x in inputs)

@@ -30,7 +30,7 @@ MEMORY_SHARE = 1 / 8  # share of the device memory above which an inside is tile
 
 
 def inner_bytes(region: TileRegion) -> int:
-    """Return the bytes of the inside: the wide values that the region computes from narrow rows."""
+    """Return the bytes of the region's inside, such as logits: the results of the products that widen its rows."""
     return sum(map(node_bytes, region.seed_products))
 
 
@@ -39,13 +39,16 @@ def node_bytes(node: Node, least: int = 0) -> int:
 
     Args:
         node: Any node; a non-tensor has 0 bytes.
-        least: The minimum size of an element in bytes, for dtypes that are cast.
+        least: The minimum bytes of an element, as for a value that is cast to float32 (4).
     """
     return current_bytes(node.meta["val"], least) if is_tensor(node) else 0
 
 
 def is_scalar_loss(view: TokenView, region: TileRegion) -> bool:
-    """Return True if the region ends in sums over the tokens and a few integers per token, as a loss does."""
+    """Return True if the region ends in numbers, as a loss does.
+
+    Its results are then sums over the tokens, and at most a few integers per token, such as the predicted class.
+    """
     return has_thin_results(view, region) and all(
         view.is_sum(x) or not x.meta["val"].is_floating_point() for x in region.results
     )
@@ -56,9 +59,14 @@ def choose_tile_counts(
 ) -> list[int]:
     """Return the number of tiles of each region for tiles="auto"; 0 for a region that is not tiled.
 
+    A region computes wide values (its inside) from rows; a tile has a part of the rows, and only its part of the inside
+    is in memory. A region that ends in a loss is tiled if a step does not fit in memory otherwise, or if its inside is
+    a large share of the device. A region that ends in rows, which the backward recomputes, is tiled only in the first
+    case. If the memory is unknown, large losses are tiled.
+
     Args:
-        view: The token view of the local graph.
-        regions: The regions.
+        view: The token view: a copy of the local graph, with the placement of the rows of each value.
+        regions: The regions of the view.
         memory: The predicted memory of a rank, or None.
         times: Returns the number of equal nodes (of equal layers) that a node of the local graph represents.
     """
@@ -72,15 +80,15 @@ def choose_tile_counts(
     # A region represents those of several equal layers, whose saved values are in memory at the same time.
     layer_bytes = [size * times(view.to_local[region.seed_products[0]]) for region, size in zip(regions, saved_bytes)]
     loss_bytes = sum(nbytes for nbytes, is_loss in zip(layer_bytes, losses) if is_loss)
-    other_bytes = memory.used - loss_bytes
+    other_bytes = memory.used - loss_bytes  # bytes in memory while a region runs, besides its inside
     # The peak of a region without tiles: its inside and the gradients of the inside.
     peaks = [
         2 * (nbytes if is_loss else inner_bytes(region))
         for region, nbytes, is_loss in zip(regions, saved_bytes, losses)
     ]
-    recomputed_peaks = [peak for peak, is_loss in zip(peaks, losses) if not is_loss]
-    must_tile_rows = other_bytes + max(recomputed_peaks, default=0) > memory.device  # regions that end in rows
-    if must_tile_rows:
+    peaks_of_rows = [peak for peak, is_loss in zip(peaks, losses) if not is_loss]  # of regions that end in rows
+    must_tile_rows = other_bytes + max(peaks_of_rows, default=0) > memory.device
+    if must_tile_rows:  # then they save nothing of their inside
         other_bytes -= sum(layer_bytes) - loss_bytes
 
     def count_tiles(region: TileRegion, peak: int, is_loss: bool) -> int:
@@ -92,9 +100,11 @@ def choose_tile_counts(
             is_loss: True if the region ends in a number. Others are tiled only if `must_tile_rows`.
         """
         fits = other_bytes + peak <= memory.device and peak <= MEMORY_SHARE * memory.device
+        is_needed = not fits if is_loss else must_tile_rows
         max_tiles = _max_tiles(region)
-        if max_tiles <= 1 or (fits if is_loss else not must_tile_rows):
+        if max_tiles <= 1 or not is_needed:
             return 0
+        # A tile may use the free memory, but no more than all other values.
         limit = min(other_bytes, memory.device - other_bytes)
         return min(max_tiles, max(2, math.ceil(peak / limit))) if limit > 0 else max_tiles
 
@@ -102,12 +112,16 @@ def choose_tile_counts(
 
 
 def _max_tiles(region: TileRegion) -> int:
-    """Return the number of tiles whose inside has TILE_BYTES, the minimum."""
+    """Return the largest useful number of tiles: with it, the inside of a tile has about TILE_BYTES, the minimum."""
     return -(-inner_bytes(region) // TILE_BYTES)
 
 
 def _saved_bytes(view: TokenView, region: TileRegion, is_loss: bool) -> int:
-    """Return the bytes of the inside that are saved for the backward: of a loss, its log-probabilities."""
+    """Return the bytes of the region's inside that are saved for the backward if it is not tiled.
+
+    A loss saves its log-probabilities, in float32. A checkpointed region saves nothing. Other regions, such as an MLP
+    with a gate and an up projection, save about one of their wide values.
+    """
     if is_loss:
         return sum(node_bytes(node, 4) for node in region.seed_products)
     is_checkpointed = "ac_graph_id" in view.to_local[region.seed_products[0]].meta

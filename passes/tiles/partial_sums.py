@@ -30,22 +30,26 @@ SumParts = tuple[str, list[Node]]  # form and parts
 
 
 def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
-    """Replace the last outputs, those that tiles add up, by their parts, so that no summand is stored.
+    """Replace gradients that a tile's graph returns by the operands of the op that computes them (their parts).
+
+    The gradient of a weight is a sum over all tiles. For `mm(a, b)` the graph then returns a and b, and the loop over
+    the tiles runs `total.addmm_(a, b)`, so that no tile stores a separate gradient.
 
     Args:
-        gm: The graph; edited in place.
-        sums: One flag for each of the last outputs, True if it may be returned as parts.
+        gm: The graph of a tile; edited in place.
+        sums: One flag for each of the last outputs, the gradients: True if it is a sum over all tiles.
 
     Returns:
-        The form of each of these outputs; "" for a plain one.
+        The form of each of these outputs, a key of `TILE_SUMS` such as "product", which selects how the loop adds the
+        parts; "" for an output that is returned unchanged.
     """
     output = gm.graph.output_node()
     results = list(output.args[0])
     first = len(results) - len(sums)
     outputs, forms = results[:first], list[str]()
-    for x, is_sum in zip(results[first:], sums, strict=True):
+    for gradient, is_sum in zip(results[first:], sums, strict=True):
         with gm.graph.inserting_before(output):
-            form, parts = _match_parts(gm, x) if is_sum else ("", [x])
+            form, parts = _match_parts(gm, gradient) if is_sum else ("", [gradient])
         forms.append(form)
         outputs += parts
     output.args = (outputs,)
@@ -57,17 +61,25 @@ def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
 
 
 def _match_parts(gm: GraphModule, x: Node) -> SumParts:
-    """Return the form and the parts of a gradient x, or ("", [x]) if it has no such form."""
-    x = (move_source(x) or x) if is_cast_op(x) else x  # the accumulator is wide itself
+    """Return the form of a gradient x and its parts, the operands from which the loop over tiles computes it.
+
+    The forms are "product", "groups" (grouped products) and "rows" (rows that are added by index). Other gradients are
+    returned as ("", [x]).
+    """
+    if is_cast_op(x):  # not needed: the loop adds in a wide dtype
+        x = move_source(x) or x
     return _match_product(gm, x) or _scattered_rows(x) or ("", [x])
 
 
 def _match_product(gm: GraphModule, x: Node) -> SumParts | None:
-    """Return the form and parts of a matrix product or of grouped products, also if transposed; else None."""
+    """Return the form and the parts of a matrix product or grouped products; None for other nodes.
+
+    The product may be transposed: (a @ b).T is returned as the parts b.T and a.T.
+    """
     is_transposed = False
-    order = permutation_of(x)
+    order = permutation_of(x)  # None unless x is a permutation of dims
     while order is not None and is_identity(order[:-2]):  # permutes at most the last two dims
-        is_transposed ^= not is_identity(order)
+        is_transposed ^= not is_identity(order)  # two transpositions cancel
         x = OpCall(x).operands[0]
         order = permutation_of(x)
     if x.target is aten.mm.default and x.meta["val"].dtype in WIDE_DTYPES:
@@ -83,40 +95,42 @@ def _match_product(gm: GraphModule, x: Node) -> SumParts | None:
 def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] | None:
     """Return the operands a, b and the group ends of grouped matrix products, or None for other nodes.
 
-    The result of group g (an expert) is a[start:end].T @ b[start:end], between the ends of groups g - 1 and g.
+    They compute the gradient of the matrices of experts: that of group g (an expert) is a[start:end].T @ b[start:end],
+    where start and end are the ends of groups g - 1 and g.
 
-    On a GPU, torch's own grouped product is not replaced, since it does not synchronize with the device to read the
-    group ends.
+    On a GPU, torch's own grouped product remains: the addition of parts would have to read the group ends on the CPU.
     """
+    # Result 1 of this op of transformers is the gradient of the matrices.
     if x.target is operator.getitem and x.args[1] == 1 and _packet_name(x.args[0]) == GROUPED_BACKWARD:
         rows, _, ends, grad = x.args[0].args
         return rows, grad, ends
     if x.target is not aten._grouped_mm.default or x.meta["val"].device.type != "cpu":
         return None
     a, b, ends = x.args[:3]
+    # With operands of two dims, each group of rows gives a matrix.
     return (_transpose(gm, a), b, ends) if a.meta["val"].ndim == b.meta["val"].ndim == 2 else None
 
 
 def _drop_unused_matrices(gm: GraphModule) -> None:
-    """Replace a grouped backward by the gradient of its rows if the gradient of its matrices is not read.
+    """Replace each backward of grouped products, of which only the gradient of the rows is read, by that gradient.
 
-    This is so once the operands of the gradient of the matrices are returned as parts.
+    The gradient of the matrices (result 1) is not read once `return_parts` returns its operands instead.
     """
     editor = GraphEditor().edit(gm.graph)
     for node in list(gm.graph.nodes):
         if _packet_name(node) == GROUPED_BACKWARD and {user.args[1] for user in node.users} == {0}:
-            _, w, ends, grad = node.args
+            _, matrices, ends, grad = node.args
             with gm.graph.inserting_before(node):
-                transposed = editor.compute(aten.transpose.int, (w, 1, 2), node)
+                transposed = editor.compute(aten.transpose.int, (matrices, 1, 2), node)
                 grouped_mm = torch.ops.transformers.grouped_mm_fallback.default
                 grad_rows = editor.compute(grouped_mm, (grad, transposed, ends), node)
             editor.replace(node, [grad_rows])
 
 
 def _scattered_rows(x: Node) -> SumParts | None:
-    """Return the form "rows" with the rows that an index_put adds to zeros and their index; else None.
+    """Return the form "rows" and the parts of index_put(zeros, [index], rows, accumulate=True): rows and index.
 
-    It is the gradient of an embedding or of an index along the first dim.
+    It is the gradient of an embedding or of an index along the first dim. None for other nodes.
     """
     if x.target is not aten.index_put.default or not OpCall(x)["accumulate"] or x.meta["val"].dtype not in WIDE_DTYPES:
         return None
@@ -132,7 +146,7 @@ def _packet_name(node: Node) -> str:
 
 
 def _transpose(gm: GraphModule, x: Node) -> Node:
-    """Append x.t() at the insertion point."""
+    """Append x.t() at the insertion point, and return the node."""
     transposed = gm.graph.call_function(aten.t.default, (x,))
     transposed.meta["val"] = x.meta["val"].t()
     return transposed

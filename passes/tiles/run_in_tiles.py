@@ -53,13 +53,17 @@ class RunInTiles(Pass):
     provides = frozenset({"tiled"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace regions by sp::tiled calls, in place; return their number."""
-        option = job.options.tiles
+        """Replace regions of the local graph by sp::tiled calls, in place; return their number.
+
+        A region computes wide values from rows, such as logits; `sp::tiled` runs it for some rows (a tile) at a time.
+        """
+        option = job.options.tiles  # "never", "auto" or a number of tiles
         if option == "never" or (option == "auto" and not any(node_bytes(n) > TILE_BYTES for n in gm.graph.nodes)):
             _materialize_deferred(gm)
             return 0
         assert job.input_placements is not None
-        settle_dtypes(gm.graph)
+        settle_dtypes(gm.graph)  # meta["val"] of the nodes then has the dtypes of autocast regions
+        # A copy of the graph in which propagation places the rows of each value, with tiles in the role of ranks.
         view = token_view(gm, job.input_placements, job.ranks.n, max(2, option) if isinstance(option, int) else 2)
         regions = [region for region in find_regions(view) if self._can_tile(view, region)]
         if isinstance(option, int):
@@ -77,16 +81,23 @@ class RunInTiles(Pass):
         return 0
 
     def _can_tile(self, view: TokenView, region: TileRegion) -> bool:
-        """Return True if the region can be tiled; else add a note for the report, unless the reason is ""."""
+        """Return True if the region can be tiled; else add a note with the reason, unless that is ""."""
         reason = _refusal(view, region)
         if reason:
             self.note_refusal(view.to_local[region.seed_products[0]], reason)
         return reason is None
 
     def _tile_region(self, view: TokenView, region: TileRegion, tiles: int, job: PassContext) -> bool:
-        """Replace the region by an sp::tiled call and report it; return False with a note if it is not tiled.
+        """Replace the region by an sp::tiled call and report it; return True, or False if it is not tiled.
 
-        `view.to_local` is updated, since results of the region may be operands of the next ones.
+        A region is a set of token-wise nodes that compute wide values, such as logits. Updates `view.to_local`, since
+        the results of the region may be operands of the next regions.
+
+        Args:
+            view: The token view; `view.to_local` maps its nodes to those of the local graph.
+            region: The region, of nodes of the view.
+            tiles: The number of tiles; 0 if the region is not to be tiled.
+            job: The context, to which the tiled region is added for the report.
         """
         node = view.to_local[region.seed_products[0]]
         if not tiles:
@@ -108,10 +119,10 @@ class RunInTiles(Pass):
             f"{tiles} tiles of {length} of {total} rows: intermediate values of {_format_size(nbytes)} become "
             f"{_format_size(tile_bytes)}"
         )
-        if program.gradients:
-            text += (
-                f"; {'the backward recomputes it' if is_recomputed else 'its gradients are computed in the same loop'}"
-            )
+        if is_recomputed:
+            text += "; the backward recomputes it"
+        elif program.gradients:
+            text += "; its gradients are computed in the same loop"
         if region.shared:
             text += "; results with other readers are computed twice"
         self.note(node, text)
@@ -120,16 +131,20 @@ class RunInTiles(Pass):
         if region.shared:
             for n in region.nodes:
                 set_node_info(view.to_local[n], recomputed=True)
-        line, layer = node_line(node), node_layer(node)
-        measures = tiles, total, nbytes, tile_bytes
-        job.tiled_regions.append(
-            TiledRegion(node.name, line, *measures, layer, last_line, is_recomputed, bool(region.shared))
-        )
+        tiled_region = TiledRegion(
+            node.name, node_line(node), tiles, rows=total, inside=nbytes, tile=tile_bytes, layer=node_layer(node),
+            ends=last_line, recomputed=is_recomputed, repeated=bool(region.shared),
+        )  # fmt: skip
+        job.tiled_regions.append(tiled_region)
         view.to_local.update(replacements)
         return True
 
     def _emit_tiles(self, view: TokenView, region: TileRegion, program: TileProgram, tiles: int) -> dict[Node, Node]:
-        """Emit the sp::tiled call of a region, and return the nodes that replace the region's results."""
+        """Emit the sp::tiled call of a region, and return the nodes that replace the region's results.
+
+        The keys of the returned dict are nodes of the view, the values nodes of the local graph.
+        """
+        # Nodes between those of the region that read its results, and therefore move after the call.
         late_nodes = _late_nodes(view, region)
         last, insertion_node = view.to_local[region.nodes[-1]], _insertion_node(view, region)
         assert insertion_node is not None
@@ -137,12 +152,12 @@ class RunInTiles(Pass):
             rows = [self._split_rows(view, x, last) for x in region.rows]
             replicated = [view.to_local[x] for x in region.replicated]
             seed = None
-            if any(is_dropout(n) for n in region.nodes):  # a number that is drawn again in each call
+            if any(is_dropout(n) for n in region.nodes):  # each run of the graph draws a new seed
                 options = {"dtype": torch.int64, "device": torch.device("cpu")}
                 seed = self.compute(aten.randint.default, (1 << 62, []), last, options)
             tiled = self.compute(sp.tiled.default, (rows, replicated, tiles, program.name, seed), last)
             replacements = {x: self._merge_rows(view, x, tiled, i) for i, x in enumerate(region.results)}
-        for node in reversed(late_nodes):
+        for node in reversed(late_nodes):  # move them after the last result, in their order
             replacements[region.results[-1]].append(node)
         inside = {view.to_local[n] for n in region.nodes}
         for x, replacement in replacements.items():
@@ -150,19 +165,26 @@ class RunInTiles(Pass):
         return replacements
 
     def _split_rows(self, view: TokenView, x: Node, like: Node) -> Node:
-        """Return the operand x of a region with its rows in a separate dim, along which the loop slices it."""
+        """Return the operand x of a region with its rows in a separate dim, along which the loop over tiles slices it.
+
+        An operand (B * S, D) with rows S is reshaped to (B, S, D).
+        """
         shard = view.rows(x)
         assert shard is not None
         node = self._emit_flags(view, x, like) if x in view.flags else view.to_local[x]
         return self.reshape(node, split_row_dim(as_sizes(x.meta["val"].shape), shard, shard.frame.size), like)
 
     def _merge_rows(self, view: TokenView, x: Node, tiled: Node, index: int) -> Node:
-        """Return the result of this index of the sp::tiled call, in the shape that readers of x expect."""
+        """Return result number `index` of the sp::tiled call, reshaped to the shape of the node x that it replaces."""
         result = self.emit(operator.getitem, (tiled, index), tiled.meta["val"][index], view.to_local[x])
         return self.reshape(result, as_sizes(x.meta["val"].shape), view.to_local[x])
 
     def _emit_flags(self, view: TokenView, x: Node, like: Node) -> Node:
-        """Emit flags, True in rows that a mask of the local graph fills: an operand that only the view has."""
+        """Emit a bool tensor that is True in the rows that a mask of the local graph fills with a constant.
+
+        x is an input of the view that has no node in the local graph: the view replaces sp::mask and sp::window by a
+        masked_fill with these flags.
+        """
         call, shape = OpCall(view.to_local[x]), as_sizes(x.meta["val"].shape)
         options = {"dtype": torch.bool, "device": x.meta["val"].device}
         all_false = self.compute(aten.zeros.default, (self.sizes.list(shape),), like, options)
@@ -171,9 +193,10 @@ class RunInTiles(Pass):
 
 
 def _materialize_deferred(gm: GraphModule) -> None:
-    """Clear `NodeInfo.recomputed` of all nodes.
+    """Clear `NodeInfo.recomputed` of all nodes, for a graph without tiles.
 
-    Without tiles, outputs that other passes deferred are computed normally.
+    The flag marks nodes that only repeat the work of tiles, for outputs: a later pass moves them to a graph that runs
+    only if such an output is read. Without tiles, they are part of the program.
     """
     for node in gm.graph.nodes:
         if node_info(node).recomputed:
@@ -181,9 +204,10 @@ def _materialize_deferred(gm: GraphModule) -> None:
 
 
 def _refusal(view: TokenView, region: TileRegion) -> str | None:
-    """Return the reason for which the region cannot be tiled, for the report; None if it can be.
+    """Return the reason for which the region cannot be tiled, or None if it can be.
 
-    The reason is "" if it is not reported, because the region has too few rows.
+    A region is a set of token-wise nodes that compute wide values, such as logits. The report contains the reason,
+    unless it is "": a region with fewer than two rows is not worth a note.
     """
     nodes = (*region.nodes, *region.rows, *region.replicated)
     if any(_reads_symbols(n) for n in nodes) or symbol_places(view, region) is None:
@@ -199,12 +223,13 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     if count_rows(view, region) < 2:
         return ""
     inside = {view.to_local[n] for n in region.nodes}
-    if any(not inside.isdisjoint(group) and not group <= inside for group in sort_groups(view)):
+    # Sorted rows have no order that a tile can split: a region contains all nodes with the rows of a sort, or none.
+    if any(group & inside and not group <= inside for group in sort_groups(view)):
         return "values that are sorted with its rows are outside of it"
     insertion_node, late_nodes = _insertion_node(view, region), _late_nodes(view, region)
     if insertion_node is None:
         return "it starts in grad mode and ends in no_grad mode"
-    for node in late_nodes:  # which would move to the insertion node
+    for node in late_nodes:  # which would move after the insertion node
         if _is_cast(node) and not has_same_autocast([node, insertion_node]):
             return f"{node.name} is between its nodes, in another autocast region than its end"
     for node in late_nodes:
@@ -214,9 +239,9 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
 
 
 def _is_cast(node: Node) -> bool:
-    """Return True if autocast may determine the result dtype, so that the node cannot leave its region.
+    """Return True if autocast may determine the node's result dtype, so that it cannot move to another autocast region.
 
-    Scalars of sp operators are excluded.
+    The 0-dim results of sp operators are excluded.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -227,7 +252,10 @@ def _is_cast(node: Node) -> bool:
 
 
 def _reads_symbols(node: Node) -> bool:
-    """Return True if the node has symbolic size arguments besides its shape argument, which a tile adapts."""
+    """Return True if a node has a symbolic size as an argument that a tile cannot replace by its own size.
+
+    A tile replaces the shape that a reshape or an expand has as its argument, `rule.sizes`.
+    """
     rule = rule_of(node)
     if rule is None or rule.reshapes:
         return False
@@ -242,10 +270,10 @@ def programs_of(gm: GraphModule) -> list[TileProgram]:
 
 
 def _insertion_node(view: TokenView, region: TileRegion) -> Node | None:
-    """Return the local node after which the op that replaces the region runs.
+    """Return the node of the local graph after which the sp::tiled call of the region is inserted.
 
-    It is the last node of the region, or, if that is in no_grad and others are not, the next node that records
-    gradients; None if there is none.
+    It is the last node of the region. If that is in no_grad and other nodes of the region are not, it is the next node
+    outside of no_grad, so that the call has gradients; None if only the output follows.
     """
     nodes = [view.to_local[n] for n in region.nodes]
     last = nodes[-1]
@@ -256,9 +284,10 @@ def _insertion_node(view: TokenView, region: TileRegion) -> Node | None:
 
 
 def _late_nodes(view: TokenView, region: TileRegion) -> list[Node]:
-    """Return the late nodes: dependents of the region before the insertion node, which move after the op.
+    """Return the nodes of the local graph that depend on the region but run before its insertion node, in order.
 
-    They may move out of a no_grad part, since its values are read through a detach.
+    They move after the sp::tiled call, which computes their operands. They may move out of no_grad, since values of
+    no_grad nodes are read through a detach.
     """
     inside = {view.to_local[n] for n in region.nodes}
     insertion_node = _insertion_node(view, region)
@@ -272,4 +301,5 @@ def _late_nodes(view: TokenView, region: TileRegion) -> list[Node]:
 
 
 def _format_size(nbytes: int) -> str:
+    """Return the size as text, such as "1.5 MiB"."""
     return f"{nbytes / 2**20:.1f} MiB"

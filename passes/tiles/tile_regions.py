@@ -52,38 +52,44 @@ class TileRegion:
 
 
 def row_width(view: TokenView, node: Node) -> int:
-    """Return the number of elements per row of a value, its width; 0 for a value without rows."""
+    """Return the width of a value, its number of elements per row (token): D for [B, S, D]; 0 without rows."""
     shard = view.rows(node)
     if shard is None:
         return 0
     other_dims = [extent for d, extent in enumerate(as_sizes(node.meta["val"].shape)) if d != shard.dim]
+    # The dim of the rows may also contain other factors: [B * S, D] has rows S, and `outer` is B.
     return assume_large(size_product((*other_dims, shard.outer, shard.inner)))
 
 
 def has_thin_results(view: TokenView, region: TileRegion) -> bool:
-    """Return True if the region ends in sums over the tokens and in thin rows, such as a loss per token."""
+    """Return True if all results of the region are sums over the tokens or thin rows.
+
+    Thin rows have few numbers per token, such as its loss: at most 1 / MAX_THIN_WIDTH of the operands' width.
+    """
     return all(view.is_sum(x) or row_width(view, x) * MAX_THIN_WIDTH <= region.narrow for x in region.results)
 
 
 def count_rows(view: TokenView, region: TileRegion) -> int:
-    """Return the region's number of rows; of a symbolic one, that of the current call."""
+    """Return the region's number of rows on this rank; if it is symbolic, its value in the call being compiled."""
     shard, value = view.rows(region.seed_products[0]), region.seed_products[0].meta["val"]
     assert shard is not None
     if isinstance(shard.frame.size, int):
         return shard.frame.size
+    # A dim (outer * rows * inner): divide by the other factors.
     other_factors = (x if isinstance(x, int) else view.size_hints.get(x, 1) for x in (shard.outer, shard.inner))
     return size_hint(value.shape[shard.dim]) // math.prod(other_factors)
 
 
 def find_seeds(view: TokenView) -> list[Node]:
-    """Return the seeds: the products that widen rows, at each of which a region starts."""
+    """Return the seeds, at which regions start: matrix products with wider rows than their operands, as for logits."""
     return [n for n in view.gm.graph.nodes if view.is_inside(n) and view.rows(n) and _is_widening(view, n)]
 
 
 def _is_widening(view: TokenView, node: Node) -> bool:
-    """Return True if the node repeats rows for a sort, or is a product that widens rows.
+    """Return True if the node can be a seed: it makes rows at least MIN_WIDENING times as wide.
 
-    A row that is read from a shared table, such as the weights of a token's expert, counts as a result of the product.
+    It is a matrix product, or a sort of rows that were repeated, such as a token for each of its experts. If a product
+    reads a row of a shared table for each token, such as the weights of its expert, the width of that row counts, too.
     """
     if node.target is sp.to_sorted.default:
         return row_width(view, node) >= MIN_WIDENING * row_width(view, _skip_moves(view, node))
@@ -95,14 +101,17 @@ def _is_widening(view: TokenView, node: Node) -> bool:
 
 
 def _input_width(view: TokenView, node: Node) -> int:
-    """Return the elements per row of a seed's operands, before rows were repeated, moved or sorted."""
+    """Return the largest number of elements per row of a seed's operands, before rows were repeated or sorted.
+
+    Rows that are read from a table count only if the seed has no other operands with rows.
+    """
     operands = [x for x in node.all_input_nodes if view.rows(x)]
     inputs = [x for x in operands if not _is_table_lookup(view, x)] or operands
     return max((row_width(view, _skip_moves(view, x)) for x in inputs), default=0)
 
 
 def _skip_moves(view: TokenView, x: Node) -> Node:
-    """Return the value from which the rows of x were moved, repeated or sorted, no wider than x.
+    """Return the value whose rows x has, before ops that only move, repeat or sort rows; x itself without such ops.
 
     The width of this value, not that of its copies, decides if a product widens rows.
     """
@@ -115,23 +124,30 @@ def _skip_moves(view: TokenView, x: Node) -> Node:
 
 
 def _is_table_lookup(view: TokenView, node: Node) -> bool:
-    """Return True if each row is read from a table that all rows share."""
+    """Return True if the node reads its rows by index from a table that all rows share, such as an embedding."""
     return node.target is aten.index.Tensor and view.is_inside(node) and not view.rows(node.args[0])
 
 
 def find_regions(view: TokenView) -> Iterator[TileRegion]:
-    """Yield the regions in the order of the graph; seeds that share nodes are in one region."""
-    groups: dict[Node, set[Node]] = {}  # nodes of each region, by its first seed
+    """Yield the regions of the view: sets of token-wise nodes that compute wide rows, which one op can run in tiles.
+
+    A region grows around a seed, a product that widens rows. Seeds whose regions share nodes are in one region. The
+    regions are in the order of their first seeds.
+    """
+    groups: dict[Node, set[Node]] = {}  # first seed of a region -> nodes of the region
     sorts = sort_groups(view)
     for seed in find_seeds(view):
         if any(seed in nodes for nodes in groups.values()):
             continue
         grown = _grow(view, seed, sorts)
         nodes = _drop_unreachable(view, grown)
-        while seed not in nodes:  # the seed depends on the others through attention: they are an earlier residual
+        # If the seed is dropped, it depends on the remaining nodes through attention, so that they belong to earlier
+        # work, such as a residual. The region grows without them.
+        while seed not in nodes:
             grown -= nodes
             nodes = _drop_unreachable(view, grown)
         _add_group(view, groups, seed, nodes)
+    # Rows that are repeated for one region only are repeated in it. Update the sets in place.
     for seed, nodes in groups.items():
         copies = _row_copies(view, seed, nodes)
         for group in groups.values():
@@ -142,15 +158,23 @@ def find_regions(view: TokenView) -> Iterator[TileRegion]:
 
 
 def _add_group(view: TokenView, groups: dict[Node, set[Node]], seed: Node, nodes: set[Node]) -> None:
-    """Add the nodes as a group, or to a group that shares nodes, such as a loss of the logits of both.
+    """Add the nodes of a new region to `groups`, or to a group with which they share nodes.
 
-    If two groups cannot run as one op, the shared nodes remain in the first one.
+    Two products may share a loss that reads the logits of both. If the union of two groups cannot run as one op, the
+    shared nodes remain in the earlier group.
+
+    Args:
+        view: The token view: a copy of the local graph, with the placement of the rows of each value.
+        groups: The nodes of each region so far, by its first seed; changed in place.
+        seed: The seed of the new region.
+        nodes: Its nodes.
     """
     for first_seed, group in groups.items():
         if nodes.isdisjoint(group):
             continue
         union = nodes | group
-        if _drop_unreachable(view, union) == union:
+        can_run_as_one = _drop_unreachable(view, union) == union
+        if can_run_as_one:
             groups[first_seed] = union
             return
         nodes = _drop_partial_sums(view, _drop_unreachable(view, nodes - group))
@@ -159,33 +183,41 @@ def _add_group(view: TokenView, groups: dict[Node, set[Node]], seed: Node, nodes
 
 
 def sort_groups(view: TokenView) -> list[set[Node]]:
-    """Return, for each sort, the nodes of the local graph with rows in its order, and the inverse sort.
+    """Return one set for each sort of rows: the nodes of the local graph from sp::sort_rows to the inverse sort.
 
-    A region has to contain all of them or none.
+    Rows between the two are in sorted order, of which a tile has no contiguous part. A region therefore contains all
+    nodes of a set or none.
     """
     sorts = view.local.find_nodes(op="call_function", target=sp.sort_rows.default)
     return [reachable_set([x], lambda n: n.users if n.target is not sp.from_sorted.default else ()) for x in sorts]
 
 
 def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
-    """Return the token-wise nodes around a seed with wide operands or results, and thin rows of these.
+    """Return the nodes of the region around a seed: the token-wise nodes that read or compute wide rows.
+
+    Numbers per token (thin rows) and sums that are computed from wide rows also belong to the region. It ends at rows
+    of about the width of the seed's operands.
 
     Args:
-        view: The token view.
+        view: The token view: a copy of the local graph, with the placement of the rows of each value.
         seed: A node of the view at which the region starts.
         sorts: The groups of `sort_groups`, of nodes of the local graph.
     """
-    narrow = _input_width(view, seed)
+    narrow = _input_width(view, seed)  # elements per row; rows with MIN_WIDENING times this number are wide
 
     def continues(node: Node) -> bool:
         """Return True if the region includes users of the node: its rows are wide or thin, or it is a sum."""
-        if not is_tensor(node) or view.is_sum(node):  # several results are read separately
+        if not is_tensor(node) or view.is_sum(node):  # a tuple of results: its getitem nodes have the rows
             return True
         is_narrow = narrow / MAX_THIN_WIDTH < row_width(view, node) < MIN_WIDENING * narrow
         return view.rows(node) is not None and not is_narrow
 
     def neighbors(node: Node) -> Iterable[Node]:
-        """Return the nodes that the region includes with a node: users, wide operands, and nodes of its sorts."""
+        """Return the nodes that belong to the region if `node` does.
+
+        They are its users if the region continues, its wide operands (or the tuple from which it is read), and all
+        nodes between the same sort of rows and its inverse.
+        """
         users = node.users if continues(node) else ()
         wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * narrow or not is_tensor(x)]
         local_nodes_of_sorts = [n for group in sorts if view.to_local[node] in group for n in group]
@@ -196,31 +228,43 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
 
 
 def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
-    """Return the nodes that repeat rows only for this region, such as a row for each expert of a token.
+    """Return nodes outside of a region that repeat rows only for it, such as the row of a token for each expert.
 
     They are added to the region, so that the repeated rows are not stored.
+
+    Args:
+        view: The token view: a copy of the local graph, with the placement of the rows of each value.
+        seed: The seed of the region.
+        nodes: The nodes of the region.
     """
 
     def repeats(x: Node) -> bool:
-        """Return True if the node repeats narrower rows for the seed."""
-        narrower = move_source(x) is not None and row_width(view, _skip_moves(view, x)) < row_width(view, x)
-        return narrower and _belongs_to(view, x, seed)
+        """Return True if the node is a copy of narrower rows, and a tile of the region may compute it."""
+        is_wider = move_source(x) is not None and row_width(view, _skip_moves(view, x)) < row_width(view, x)
+        return is_wider and _belongs_to(view, x, seed)
 
     extended = reachable_set(nodes, lambda node: [x for x in node.all_input_nodes if repeats(x)])
+    # Drop nodes with other readers, then those that these read, until no other reader remains.
     while read_outside := {n for n in extended - nodes if outside_readers(view, n, extended)}:
         extended -= read_outside
     return extended - nodes
 
 
 def _drop_partial_sums(view: TokenView, nodes: set[Node]) -> set[Node]:
-    """Return the nodes without those that read a sum from outside, which each tile would add again."""
+    """Return the nodes without those that read a sum over the rows which is computed outside of the set.
+
+    In `loss + other_loss`, where only `loss` is computed in tiles, every tile would add all of `other_loss`.
+    """
     while readers := {n for n in nodes if any(view.is_sum(x) and x not in nodes for x in n.all_input_nodes)}:
         nodes = nodes - readers
     return nodes
 
 
 def _belongs_to(view: TokenView, node: Node, seed: Node) -> bool:
-    """Return True if the node has the seed's number of rows and checkpoint, so that a tile may have both."""
+    """Return True if a region with this seed may contain the node.
+
+    It then is a token-wise call with the same number of rows, in the same checkpointed region (or in none) as the seed.
+    """
     if not view.is_inside(node) or view.checkpoint(node) != view.checkpoint(seed):
         return False
     shards = map(view.rows, (*node.all_input_nodes, node, seed))
@@ -228,11 +272,12 @@ def _belongs_to(view: TokenView, node: Node, seed: Node) -> bool:
 
 
 def _drop_unreachable(view: TokenView, nodes: set[Node]) -> set[Node]:
-    """Return the nodes without those that need an outside value which depends on other nodes of the set.
+    """Return the nodes (of the view) without those that read an outside value which depends on others of the set.
 
-    A region runs as one op, before which all its operands have to be computed.
+    A region runs as one op, before which all its operands have to be computed. In `a -> attention -> b`, with a and b
+    in the set, b is dropped.
     """
-    inside = {view.to_local[n]: n for n in nodes}
+    inside = {view.to_local[n]: n for n in nodes}  # node of the local graph -> node of the view
     remaining, dependents = set[Node](), set[Node]()  # dependents: outside nodes that depend on remaining ones
     for node in view.local.nodes:
         operands = node.all_input_nodes
@@ -244,13 +289,25 @@ def _drop_unreachable(view: TokenView, nodes: set[Node]) -> set[Node]:
 
 
 def outside_readers(view: TokenView, node: Node, nodes: Iterable[Node]) -> list[Node]:
-    """Return the readers of a value, nodes of the local graph, that are not among these nodes of the view."""
+    """Return the nodes of the local graph that read `node` and do not belong to `nodes`.
+
+    Args:
+        view: The token view: a copy of the local graph; `view.to_local` maps its nodes to those of the local graph.
+        node: A node of the view.
+        nodes: Nodes of the view, such as those of a region.
+    """
     inside = {view.to_local[n] for n in nodes}
     return [user for user in view.to_local[node].users if user not in inside]
 
 
 def _make_region(view: TokenView, nodes: set[Node], narrow: int) -> TileRegion:
-    """Return the region of these nodes, whose operands have `narrow` elements per row."""
+    """Return the region of these nodes: their order, operands, and results with readers outside.
+
+    Args:
+        view: The token view: a copy of the local graph, with the placement of the rows of each value.
+        nodes: Nodes of the view.
+        narrow: Number of elements per row of the seed's operands; rows with MIN_WIDENING times this are wide.
+    """
     ordered = [n for n in view.gm.graph.nodes if n in nodes]
     operands = dict.fromkeys(x for n in ordered for x in n.all_input_nodes if x not in nodes and is_tensor(x))
     read_outside = [n for n in ordered if is_tensor(n) and outside_readers(view, n, nodes)]

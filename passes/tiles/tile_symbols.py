@@ -25,32 +25,38 @@ SymbolPlaces = dict[sympy.Symbol, tuple[int, int]]
 
 
 def row_dim(shard: Shard) -> int:
-    """Return the dim of the rows in a value whose shape `split_row_dim` returned."""
+    """Return the dim of the rows in the shape that `split_row_dim` returns.
+
+    It follows the dim of the factors before the rows, which exists if their size is not 1.
+    """
     return shard.dim if is_same_size(shard.outer, 1) else shard.dim + 1
 
 
 def split_row_dim(shape: Sequence[Any], shard: Shard, rows: Any) -> list[Any]:
     """Return the shape with the rows in a separate dim, which a loop over tiles can slice.
 
+    A shape [B * S, D] whose rows are S becomes [B, rows, D].
+
     Args:
         shape: The shape of the value.
-        shard: The placement of its rows.
+        shard: The placement of its rows: the size of their dim is outer * rows * inner.
         rows: The size of the new dim: the number of rows of a tile or of all tiles, or 1.
     """
-    before, after = ([x] if not is_same_size(x, 1) else [] for x in (shard.outer, shard.inner))
+    before, after = ([] if is_same_size(factor, 1) else [factor] for factor in (shard.outer, shard.inner))
     return [*shape[: shard.dim], *before, rows, *after, *shape[shard.dim + 1 :]]
 
 
 def sizes_without_rows(view: TokenView, x: Node) -> list[Size]:
-    """Return the shape with 1 in place of the rows, so that only sizes that all tiles share remain."""
+    """Return the shape of a value with its rows in a dim of size 1, so that only sizes that all tiles share remain."""
     shard, shape = view.rows(x), list(as_sizes(x.meta["val"].shape))
     return shape if shard is None else split_row_dim(shape, shard, 1)
 
 
 def symbol_places(view: TokenView, region: TileRegion) -> SymbolPlaces | None:
-    """Return the operand and dim of each symbol, or None if a symbol is the size of no dim of an operand.
+    """Return the operand and dim from which a tile reads each symbolic size of the region, except its number of rows.
 
-    A region without these places is not tiled.
+    None if a symbol is the size of no dim of an operand; the region is then not tiled. Operands with rows are counted
+    first, then the replicated ones, each with its rows in a separate dim (`split_row_dim`).
     """
     places: SymbolPlaces = {}
     for i, x in enumerate((*region.rows, *region.replicated)):
@@ -58,7 +64,9 @@ def symbol_places(view: TokenView, region: TileRegion) -> SymbolPlaces | None:
             if isinstance(extent, sympy.Symbol):
                 places.setdefault(extent, (i, d))
     symbols = set(_free_symbols(view, region))
-    return {s: place for s, place in places.items() if s in symbols} if symbols <= places.keys() else None
+    if not symbols <= places.keys():
+        return None
+    return {symbol: place for symbol, place in places.items() if symbol in symbols}
 
 
 def _free_symbols(view: TokenView, region: TileRegion) -> Iterator[sympy.Symbol]:

@@ -66,7 +66,7 @@ class TokenView:
     without_grad: set[Node]
 
     def checkpoint(self, node: Node) -> Any:
-        """Return the checkpoint (activation checkpointing) of the node, or None; nodes of a tile share it."""
+        """Return an id of the node's checkpointed region, or None. All nodes of a tile have the same one."""
         return self.to_local[node].meta.get("ac_graph_id")
 
     def rows(self, node: Node) -> Shard | None:
@@ -80,17 +80,20 @@ class TokenView:
 
     @cached_property
     def to_view(self) -> dict[Node, Node]:
-        """Map nodes of the local graph to the calls of the view, the inverse of `to_local` without inputs."""
+        """Map nodes of the local graph to their copies in the view; nodes that are inputs of the view are absent."""
         return {old: new for new, old in self.to_local.items() if new.op == "call_function"}
 
     @cached_property
     def size_hints(self) -> dict[Size, int]:
-        """Return the values of symbolic sizes in the call that is being compiled, to trace and count rows."""
+        """Return the value of each symbolic size in the call that is being compiled."""
         shapes = (node.meta["val"].shape for node in self.gm.graph.nodes if is_tensor(node))
         return {as_size(x): size_hint(x) for shape in shapes for x in shape if isinstance(x, torch.SymInt)}
 
     def is_inside(self, node: Node) -> bool:
-        """Return True if a region may contain the node: a call that is computed from rows, token by token."""
+        """Return True if a region may contain the node: a token-wise call, not an input of the view.
+
+        Propagation has found required placements (`plan.wants`) for the operands of every such call.
+        """
         if node.target is operator.getitem:
             return self.is_inside(node.args[0])
         return node.op == "call_function" and node in self.plan.wants
@@ -102,13 +105,16 @@ def is_dropout(node: Node) -> bool:
 
 
 def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -> TokenView:
-    """Return the view of a local graph, in which regions of token-wise nodes can be found.
+    """Return the view of a local graph: a copy in which all nodes that are not token-wise are inputs.
 
-    Propagation runs until no call of the view has a demand; calls that have one mix rows and become inputs.
+    A token-wise node computes each row (token) of its result from the same row of its operands, so that it can run on
+    a tile, a part of the rows. Propagation decides it, with tiles in the role of ranks: a call with a demand (an
+    operand that is not placed as needed) mixes rows. Such calls become inputs, and propagation runs again until there
+    is none.
 
     Args:
-        local: The local graph.
-        planned: The plan from which the local graph was created.
+        local: The local graph, the program of one rank.
+        planned: The placements of the global view, from which the local graph was created.
         n: The number of ranks.
         tiles: The number of tiles.
     """
@@ -123,14 +129,15 @@ def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -
 
 
 def is_finite_on_ones(window: Node) -> bool:
-    """Return True if all dependents of a value are finite, with derivatives, on rows of ones.
+    """Return True if padded rows of a value may be filled with ones: all values computed from them are then finite.
 
-    sp::window restores padded rows as copies of a valid row, which a tile may not have. If this is True, a tile fills
-    them with ones instead. Dependents end at sums, which fill their padding.
+    sp::window fills padded rows with a copy of a valid row, which a tile may not have. A tile fills them with ones
+    instead, if these rows and their derivatives stay finite until a sum over the rows, which ignores padded rows.
 
     Args:
         window: An sp::window of the local graph.
     """
+    # Dependents that are known to be finite; those whose padded rows still are ones; and a queue of those to follow.
     finite_nodes, ones, queue = {window}, {window}, [window]
     for node in queue:  # which grows in this loop
         for user in node.users:
@@ -147,22 +154,22 @@ def is_finite_on_ones(window: Node) -> bool:
 
 
 def _is_finite(node: Node, finite_nodes: Set[Node], ones: Set[Node]) -> bool:
-    """Return True if the call is finite, with derivatives, on rows computed from ones.
+    """Return True if the result of a call, and its derivative, is finite on padded rows that were filled with ones.
 
-    A condition on such a row may select another value than for any valid row, so that both must be finite.
+    In `where(condition, a, b)` with a condition on such a row, either value may be selected, so both must be finite.
 
     Args:
         node: The call.
-        finite_nodes: Nodes that depend on a row of ones, and are finite.
-        ones: Nodes whose padded rows are ones.
+        finite_nodes: Nodes that depend on the padded rows, and are finite.
+        ones: Those among them whose padded rows are still ones.
     """
     call = OpCall(node)
-    if node.target in DIVISION_OPS:
+    if node.target in DIVISION_OPS:  # by a constant other than 0
         return isinstance(call["other"], (int, float)) and call["other"] != 0
     if node.target in POWER_OPS:
         exponent = call["exponent"]
         return isinstance(exponent, (int, float)) and exponent >= 1 and exponent % 1 == 0
-    if node.target in EXPONENTIAL_OPS:
+    if node.target in EXPONENTIAL_OPS:  # of 1, or of a log-probability, neither of which overflows
         return any(x in ones or (x in finite_nodes and x.target in LOGARITHM_OPS) for x in node.all_input_nodes)
     if node.target in CHOICE_OPS:
         choices = call["self"], call["other"]
@@ -172,16 +179,17 @@ def _is_finite(node: Node, finite_nodes: Set[Node], ones: Set[Node]) -> bool:
 
 
 def local_shard(node: Node, planned: PlacementPlan, n: int) -> Placement:
-    """Return the placement of this rank's rows in a local value, as an input of the view.
+    """Return the placement that a local value has as an input of the token view.
 
-    For the view, the rows of this rank are the complete sequence, and tiles are the ranks.
+    In the view, tiles have the role of ranks: a value that is sharded over ranks has rows that are sharded over tiles,
+    and the rows of this rank are the complete sequence. Values without rows are replicated.
 
     Args:
         node: A node of the local graph.
         planned: The plan from which the local graph was created.
         n: The number of ranks.
     """
-    origin = node_info(node).origin
+    origin = node_info(node).origin  # node of the global view, or None for a node that localization inserted
     shard = planned.of(origin) if origin is not None else REPLICATE
     if isinstance(shard, Shard):
         return Shard(shard.dim, Frame.full(shard.frame.local_length(n)), shard.outer, shard.inner)
@@ -189,13 +197,13 @@ def local_shard(node: Node, planned: PlacementPlan, n: int) -> Placement:
 
 
 def _framed_placement(node: Node) -> Placement:
-    """Return the placement of a rank's rows in the result of an op of CUTTING_OPS.
+    """Return the placement of a rank's rows in the result of an op with a frame argument, such as sp::shard.
 
-    It follows from the frame argument of the op.
+    As in `local_shard`, the rows of this rank are the complete sequence. REPLICATE if they are no factor of the dim.
     """
     call = OpCall(node)
     dim, (frame, outer) = call.dim(), call_frame(call)
-    rows = frame.local_length(call["n"])  # in the form of the shape, if the length is symbolic
+    rows = frame.local_length(call["n"])  # if symbolic, the expression that is a factor in the shape
     inner = exact_quotient(as_sizes(node.meta["val"].shape)[dim], size_product((outer, rows)))
     return Shard(dim, Frame.full(rows), outer, inner) if inner is not None else REPLICATE
 
@@ -214,7 +222,7 @@ class _TokenViewBuilder:
     inputs: dict[Node, Placement] = field(default_factory=dict)  # placement of the view's inputs
 
     def view(self, tiles: int, without_grad: set[Node]) -> TokenView:
-        """Return the view for this number of tiles; its plan may have demands, see `token_view`."""
+        """Return the view for this number of tiles. `token_view` rejects the nodes for which its plan has demands."""
         graph = Graph()
         for node in self.local.graph.nodes:
             if node.op == "output":
@@ -242,29 +250,35 @@ class _TokenViewBuilder:
         return placeholder
 
     def _can_be_inside(self, node: Node) -> bool:
-        """Return True if the node has a rule, no exchange and no side effect, so that it may be token-wise."""
+        """Return True if the node may be token-wise: it has a sharding rule, no exchange and no side effect."""
         if node.op != "call_function" or node in self.rejected:
             return False
         if node.target is operator.getitem:
             return is_tensor(node) and self.copies[node.args[0]].op == "call_function"
         rule = rule_of(node)
+        # Not an op without a rule, with fixed placements of its operands, or with an exchange.
         if rule is None or rule.operand_placements is not None or transfer_of(node.target) is not None:
             return False
         if node.target.namespace == "sp" and node.target not in SORTED_ROWS:
             return False
-        return is_pure(node) or node.target is aten.dropout.default  # which may not draw
+        return is_pure(node) or node.target is aten.dropout.default  # draws equal numbers in forward and backward
 
     def _fills(self, node: Node) -> bool:
-        """Return True if the node fills rows with a constant, or may do so in a tile.
+        """Return True if the view replaces the node by a masked_fill: it fills padded rows.
 
-        See `is_finite_on_ones`.
+        sp::mask fills them with a constant. sp::window fills them with a copy of a valid row, for which a tile may use
+        ones if `is_finite_on_ones`.
         """
         if node in self.rejected or node.target not in MASKING_OPS or not node.meta["val"].is_floating_point():
             return False
         return node.target is sp.mask.default or is_finite_on_ones(node)
 
     def _copy_fill(self, graph: Graph, node: Node) -> Node:
-        """Copy a mask as a masked_fill by flags, an input of the view with rows. A window is filled with ones."""
+        """Replace an sp::mask or sp::window by a masked_fill in the view, and return it.
+
+        Its mask is a new input of the view, bool flags that are True in padded rows. The value is that of the sp::mask,
+        or 1 for an sp::window.
+        """
         call, x = OpCall(node), node.meta["val"]
         shape = [extent if d == call.dim() else 1 for d, extent in enumerate(x.shape)]
         flags = self._input(graph, node, x.new_empty(shape, dtype=torch.bool), _framed_placement(node))

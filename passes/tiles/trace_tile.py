@@ -65,16 +65,19 @@ class TileFunction:
         Args:
             view: The token view.
             region: A region of the view.
-            places: The operand and dim from which each symbolic size is read.
+            places: The operand (by index, those with rows first) and the dim from which each symbolic size is read.
             length: The number of rows of the tile, an int or a SymInt.
             sizes: The values of the symbolic sizes while the function is traced.
         """
         self.view, self.region, self.places, self.length, self.sizes = view, region, places, length, sizes
 
     def shape(self, node: Node, length: Any, sizes: Extents) -> list[Any]:
-        """Return the shape of a node's value in a tile of this length, with symbols replaced by `sizes`."""
+        """Return the shape of a node's value in a tile with `length` rows, with symbols replaced by `sizes`.
+
+        The value of a node of the view has the rows of a rank. ROWS is a symbol for their number in a tile.
+        """
         shard, shape = self.view.rows(node), list(as_sizes(node.meta["val"].shape))
-        if shard is not None:
+        if shard is not None:  # the dim may be merged, such as [B * S, D]: only S is replaced
             shape[shard.dim] = size_product((shard.outer, ROWS, shard.inner))
         return resolve_shape(shape, {**sizes, ROWS: length})
 
@@ -113,7 +116,16 @@ class TileFunction:
         return [self._output(x, values[x], length, sizes) for x in self.region.results]
 
     def _output(self, x: Node, value: Tensor, length: Any, sizes: Extents) -> Tensor:
-        """Return a result with its rows in a separate dim; a sum is unchanged."""
+        """Return a result of the region with its rows in a separate dim, in which the loop writes them.
+
+        A sum over the rows is returned unchanged.
+
+        Args:
+            x: The result, a node of the view.
+            value: Its value in the tile.
+            length: The number of rows of the tile.
+            sizes: The values of the symbolic sizes.
+        """
         shard = self.view.rows(x)
         if shard is None:
             return value
@@ -132,7 +144,7 @@ class TileFunction:
             return values[node.args[0]][node.args[1]]
         ruled_call = lookup_rule(node)
         assert ruled_call is not None
-        call, rule = ruled_call
+        call, rule = ruled_call  # the sharding rule states which argument is the shape of the result
         assert rule is not None
         operands = [values[x] for x in call.operands]
         if rule.reshapes:
@@ -144,7 +156,10 @@ class TileFunction:
 
 
 def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram:
-    """Trace and register the program of the region's tiles, whose name the sp::tiled call contains.
+    """Trace and register the program of a region's tiles, which the sp::tiled call calls by its name.
+
+    It has a forward and gradients for each length of a tile, as graphs without autograd. If the only differentiable
+    result is a loss, its cotangent is taken to be 1, and the gradients are computed with it (`at_once`).
 
     Args:
         view: The token view.
@@ -156,19 +171,16 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
     operands = (*region.rows, *region.replicated)
     mode, functions = _tile_functions(view, region, places, tiles)
     with mode, enable_python_dispatcher(), disable_autocast_cache():  # autocast itself is that of the caller
+        # Indices of the operands that have a gradient, and of the results that have a cotangent.
         trained = tuple(i for i, x in enumerate(operands) if _can_require_grad(x))
         differentiable, trained = _differentiable_parts(next(iter(functions.values())), trained)
-        # The gradients of a scalar loss are computed with it, in one loop.
         losses = [region.results[i] for i in differentiable]
         at_once = len(losses) == 1 and view.is_sum(losses[0]) and _is_scalar(losses[0])
+        # The gradient of an operand without rows, such as a weight, is a sum over the tiles. A tile may return it as
+        # the operands of a product (parts) that the loop adds to an accumulator; a form such as "product" selects how.
         sums = [view.rows(operands[i]) is None for i in trained]
-        traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
-        is_uniform = [len(set(forms)) == 1 for forms in zip(*(forms for _, forms in traced.values()), strict=True)]
-        if not all(is_uniform):  # tiles of both lengths add to the same accumulator, so they need the same form
-            sums = [a and b for a, b in zip(sums, is_uniform, strict=True)]
-            traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
-    bodies = {n: body for n, (body, _) in traced.items()}
-    _, forms = next(iter(traced.values()))
+        bodies, forms = _trace_bodies(functions, trained, differentiable, at_once, sums)
+    # Symbols are renamed in order, so that equal layers have the same code and share one program.
     names = {symbol: sympy.Symbol(f"n{i}", integer=True, positive=True) for i, symbol in enumerate(places)}
     results = tuple(_trace_value(view, x, names) for x in region.results)
     gradients = [_trace_value(view, operands[i], names) for i in trained]
@@ -185,15 +197,17 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
 def _tile_functions(
     view: TokenView, region: TileRegion, places: SymbolPlaces, tiles: int
 ) -> tuple[FakeTensorMode, dict[int, TileFunction]]:
-    """Return the fake mode in which tiles are traced, and the function of a tile by the tile's length.
+    """Return the fake mode in which tiles are traced, and a function to trace for each length of a tile.
 
-    The last tile may be shorter. One function supports all lengths if the number of rows is symbolic.
+    There are up to two lengths: 10 rows in 4 tiles give 3, 3, 3 and 1. If the number of rows is symbolic, one function
+    with the key ANY_LENGTH supports all lengths.
     """
     total = count_rows(view, region)
     length = tile_length(total, tiles)
+    last_length = total % length or length
     mode, sizes = FakeTensorMode(), dict[sympy.Expr, Any]()
-    lengths: dict[int, Any] = {n: n for n in (length, total % length or length)}  # the last tile may be shorter
-    if has_symbols(view, region):
+    lengths: dict[int, Any] = {n: n for n in (length, last_length)}
+    if has_symbols(view, region):  # hints of at least 2, since torch specializes sizes of 0 and 1
         hints = [max(2, view.size_hints.get(x, 2)) for x in places]
         mode, (symbolic_length, *values) = make_symbolic_mode(max(2, length), *hints)
         sizes = dict(zip(places, values, strict=True))
@@ -208,13 +222,17 @@ def _is_scalar(x: Node) -> bool:
 
 
 def redraws_in_backward(program: TileProgram) -> bool:
-    """Return True if a recomputing backward draws the same random numbers as the forward."""
+    """Return True if the backward, which runs the forward of each tile again, draws the same random numbers.
+
+    Each tile sets the same seed in both, so that the number of draws has to be equal. A program whose gradients are
+    computed with its results runs the forward once.
+    """
     pairs = [(body.forward.graph, body.gradients.graph) for body in program.bodies.values() if body.gradients]
     return program.at_once or all(_count_draws(forward) == _count_draws(backward) for forward, backward in pairs)
 
 
 def _count_draws(gm: GraphModule) -> int:
-    """Return the number of nodes that draw random numbers."""
+    """Return the number of nodes of the graph that draw random numbers."""
     return sum(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in gm.graph.nodes)
 
 
@@ -225,15 +243,21 @@ def _can_require_grad(x: Node) -> bool:
 
 
 def _trace_value(view: TokenView, x: Node, names: Mapping[Any, Any]) -> TileValue:
-    """Return the description by which the loop allocates a result or gradient, with renamed symbols."""
+    """Return the shape, dtype and memory order with which the loop over tiles allocates a result or gradient.
+
+    Args:
+        view: The token view.
+        x: The result, or the operand of the gradient.
+        names: The names of the symbolic sizes in the program.
+    """
     shard, value = view.rows(x), x.meta["val"]
     shape = as_sizes(value.shape)
     split_shape = shape if shard is None else split_row_dim(shape, shard, ROWS)
     named_shape = tuple(extent if isinstance(extent, int) else extent.subs(names) for extent in split_shape)
     if shard is not None:
-        return TileValue(named_shape, value.dtype, row_dim(shard))
+        return TileValue(named_shape, value.dtype, dim=row_dim(shard))
     order = order_of_strides(as_sizes(value.stride()))
-    return TileValue(named_shape, value.dtype, None, order=() if is_identity(order) else tuple(order))
+    return TileValue(named_shape, value.dtype, dim=None, order=() if is_identity(order) else tuple(order))
 
 
 def _new_leaves(operands: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
@@ -242,10 +266,10 @@ def _new_leaves(operands: Sequence[Tensor], trained: Sequence[int]) -> list[Tens
 
 
 def _differentiable_parts(tile: TileFunction, trained: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the indices of differentiable results, and of the operands in `trained` that have a gradient.
+    """Return the indices of the results that require a gradient, and of the operands in `trained` that receive one.
 
-    A weight that is read only under no_grad has no gradient on a single device, and an optimizer does not update it;
-    with a gradient of zeros, it would decay.
+    An operand that is read only under no_grad receives none. A gradient of zeros in its place would be wrong: an
+    optimizer skips a weight without a gradient, but applies weight decay to one with zeros.
     """
     with torch.enable_grad():
         leaves = _new_leaves(tile.inputs(), trained)
@@ -262,22 +286,42 @@ def _differentiable_parts(tile: TileFunction, trained: Sequence[int]) -> tuple[t
 def _compute_gradients(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor], allow_unused: bool = False
 ) -> tuple[Any, ...]:
-    """Compute gradients outside of autocast, as a backward that is called outside of autocast does."""
+    """Return torch.autograd.grad outside of autocast, as users call a backward; None for an unused leaf."""
     with disable_autocast(outputs[0].device.type):
         return torch.autograd.grad(outputs, leaves, cotangents, allow_unused=allow_unused)
+
+
+def _trace_bodies(
+    functions: Mapping[int, TileFunction], trained: Sequence[int], differentiable: Sequence[int], at_once: bool,
+    sums: Sequence[bool],
+) -> tuple[dict[int, TileBody], list[str]]:  # fmt: skip
+    """Trace the tiles of each length; return the bodies by length, and the form of each gradient.
+
+    Tiles of all lengths add to the same accumulator, so that a gradient with different forms is not returned as parts.
+    Arguments: as of `_trace_body`.
+    """
+    traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
+    forms_by_length = [forms for _, forms in traced.values()]
+    is_uniform = [len(set(forms_of_one)) == 1 for forms_of_one in zip(*forms_by_length, strict=True)]
+    if not all(is_uniform):
+        sums = [is_sum and uniform for is_sum, uniform in zip(sums, is_uniform, strict=True)]
+        traced = {n: _trace_body(tile, trained, differentiable, at_once, sums) for n, tile in functions.items()}
+    _, forms = next(iter(traced.values()))
+    return {n: body for n, (body, _) in traced.items()}, forms
 
 
 def _trace_body(
     tile: TileFunction, trained: Sequence[int], differentiable: Sequence[int], at_once: bool, sums: Sequence[bool]
 ) -> tuple[TileBody, list[str]]:
-    """Trace the forward and the gradients of a tile, and return them with the form of each gradient.
+    """Trace the forward and the gradients of a tile, and return both graphs with the form of each gradient.
 
     Args:
         tile: The tile, of one length.
-        trained: Indices of operands that have a gradient.
-        differentiable: Indices of results that have one.
+        trained: Indices of the operands that have a gradient.
+        differentiable: Indices of the results that have a cotangent, the gradient that the backward receives for them.
         at_once: The gradients are computed with the results, for a cotangent of 1.
-        sums: True for gradients that may be returned as parts (`partial_sums.py`).
+        sums: For each gradient, True if it is a sum over the tiles, which may be returned as parts: the operands of the
+            op that computes it. The form, such as "product", is that op (`return_parts`).
     """
     inputs = tile.inputs()
     num_inputs = len(inputs)
@@ -288,7 +332,7 @@ def _trace_body(
             return tile.results(*operands)
 
     def gradients(*operands: Tensor) -> list[Tensor]:
-        """Return the gradients of one tile; with `at_once`, after its results."""
+        """Return the gradients of one tile, after its results if `at_once`; operands are inputs, then cotangents."""
         with torch.enable_grad():
             leaves = _new_leaves(operands[:num_inputs], trained)
             results = tile.results(*leaves)
@@ -301,16 +345,16 @@ def _trace_body(
     if not trained:
         return TileBody(forward_part), []
     operands = list(inputs)
-    if not at_once:
-        outputs = [forward_part.graph.graph.output_node().args[0][i].meta["val"] for i in differentiable]
-        operands += [torch.empty_like(x) for x in outputs]  # cotangents
+    if not at_once:  # the cotangents are operands, too
+        outputs = forward_part.graph.graph.output_node().args[0]
+        operands += [torch.empty_like(outputs[i].meta["val"]) for i in differentiable]
     graph = _trace_graph(gradients, operands)
     forms = return_parts(graph, sums)
     return TileBody(forward_part, TilePart(graph, operands)), forms
 
 
 def _trace_graph(run: Callable[..., Any], operands: Sequence[Tensor]) -> GraphModule:
-    """Trace the function to a graph that reads all sizes from its inputs, as no sizes are passed."""
+    """Trace the function to a graph. Symbolic sizes become reads of the shapes of its inputs, not inputs themselves."""
     gm = trace_function(run, operands)
     read_sizes_from_inputs(gm.graph)
     gm.recompile()
@@ -318,7 +362,7 @@ def _trace_graph(run: Callable[..., Any], operands: Sequence[Tensor]) -> GraphMo
 
 
 def _body_code(body: TileBody) -> list[Any]:
-    """Return a key of a body, code and operand types: equal layers share the program of an equal key."""
+    """Return the code and the operand types of a body. Regions with equal ones, as of equal layers, share a program."""
     return [
         (graph_code(part.graph), part.strides, [(x.shape, x.dtype, x.device) for x in part.inputs])
         for part in body.parts
