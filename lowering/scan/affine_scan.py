@@ -101,7 +101,7 @@ class _AffineFunction(Function):
     @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of m, b and the initial state."""
+        """Return the gradients of m, b and the initial state; that of b is w of the module."""
         if grad is None:
             return None, None, None, None
         (m, h, carry, initial), (form, exchange) = ctx.saved_tensors, ctx.spec
@@ -113,7 +113,7 @@ class _AffineFunction(Function):
             carry = chunk_rows(first[None], exchange)
         previous = h if is_exclusive else shift_rows(h, carry, exchange)
         dm = w @ previous.transpose(-1, -2) if ctx.needs_input_grad[0] else None
-        if final is None:
+        if final is None:  # on one rank: apply the map of the scan's first row, the last one here
             factor, last_w, last_grad = (last_rows(x, exchange.backward)[0] for x in (transposed, w, grad))
             final = factor @ last_w + last_grad if is_exclusive else factor @ last_w
         return dm, w, final if ctx.needs_input_grad[2] else None, None
@@ -122,15 +122,19 @@ class _AffineFunction(Function):
 def _scan_chunks(
     m: Tensor, b: Tensor, initial: Tensor | None, spec: AffineSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return h, the carries into the chunks and the state after the last chunk; the latter are None on one rank."""
+    """Return h, the carries into the chunks, and the state after the last chunk.
+
+    h is (..., chunks, rows, K, V). The carries (..., chunks, 1, K, V) and the final state (..., K, V) are None on one
+    rank, where nothing is exchanged.
+    """
     exchange, options = spec.exchange, (spec.exchange.reverse, spec.form)
     first = None if initial is None else initial.unsqueeze(exchange.dim)
     if exchange.is_single:
         return sp.local_affine_scan(m, b, first, *options), None, None
     factor, state = (chunks_first(x, exchange) for x in sp.local_affine_total(m, b, *options))
-    maps = gather_parts([torch.cat([factor, state], -1)], exchange)[0]
+    maps = gather_parts([torch.cat([factor, state], -1)], exchange)[0]  # of all chunks, in scan order
     factors, states = maps.split([factor.shape[-1], state.shape[-1]], -1)
-    carried = [torch.zeros_like(states[0]) if initial is None else initial]
+    carried = [torch.zeros_like(states[0]) if initial is None else initial]  # states before each chunk, and the final
     for factor, state in zip(factors.unbind(), states.unbind()):
         carried.append(state + factor @ carried[-1])
     carry = torch.stack(carried[:-1]).index_select(0, exchange.scan_positions(b.device))
@@ -178,12 +182,13 @@ def local_affine_scan(m: Tensor, b: Tensor, initial: Tensor | None, reverse: boo
 def local_affine_total(m: Tensor, b: Tensor, reverse: bool, form: str) -> Pair:
     """Return the map (factor, state) of all rows: the last state is factor @ initial + state.
 
-    Shapes: m (..., S, K, K), b (..., S, K, V) -> (..., K, K), (..., K, V). Source: one batched product a row.
+    Shapes: m (..., S, K, K), b (..., S, K, V) -> (..., K, K), (..., K, V). form: as for ``sp::local_affine_scan``.
+    Source: one batched product a row.
     """
     factors, terms = _rows_of_batch(m), _rows_of_batch(b)
     size = m.shape[-1]
     identity = torch.eye(size, dtype=m.dtype, device=m.device).expand(factors.shape[0], -1, -1)
-    total = torch.cat([identity, torch.zeros_like(terms[:, 0])], -1)
+    total = torch.cat([identity, torch.zeros_like(terms[:, 0])], -1)  # (N, K, K + V): factor and state side by side
     for row in _scan_order(terms.shape[1], reverse):
         if form == "lagged":
             total[..., size:] += terms[:, row]
@@ -197,7 +202,7 @@ def local_affine_total(m: Tensor, b: Tensor, reverse: bool, form: str) -> Pair:
 
 
 def _rows_of_batch(x: Tensor) -> Tensor:
-    """Return (..., S, K, V) as (N, S, K, V), contiguous."""
+    """Return matrices (..., S, K, V) as (N, S, K, V), contiguous, with one batch dim for torch.bmm."""
     return x.reshape(-1, *x.shape[-3:]).contiguous()
 
 

@@ -106,9 +106,9 @@ def local_linear_scan(
     ),
 )
 def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
-    """Return the factor and the state of a linear scan as a map of its initial state.
+    """Return the affine map of all rows of ``sp::local_linear_scan``: its factor and its state.
 
-    The map is factor * initial + state. It returns the last h, or the last s if lagged.
+    The last h, or the last s if lagged, is factor * initial + state.
     Shapes: a and b (..., S, ...) of one shape -> two of that shape without dim, in accumulate. Source: the lowering
     table.
     """
@@ -129,24 +129,30 @@ def _to_three_dims(x: Tensor, dim: int) -> Tensor:
 
 
 def _compact_starts(starts: Tensor | None, x: Tensor, dim: int) -> Tensor | None:
-    """Return starts for kernels, (outer|1, length, inner|1): a size of 1 where all of x shares them."""
+    """Return starts as kernels read them, (outer|1, length, inner|1): 1 if they are the same along outer or inner.
+
+    Args:
+        starts: (length,), or broadcast to x; None without segments.
+        x: The operand of the scan.
+        dim: The dim of the scan.
+    """
     if starts is None:
         return None
     dim %= max(x.ndim, 1)
     if starts.ndim <= 1:
         return starts.expand(x.shape[dim] if x.ndim else 1).reshape(1, -1, 1).contiguous()
     sizes = [1] * (x.ndim - starts.ndim) + list(starts.shape)
-    outer, inner = _common_sizes(sizes[:dim], x.shape[:dim]), _common_sizes(sizes[dim + 1 :], x.shape[dim + 1 :])
+    outer, inner = _expanded_sizes(sizes[:dim], x.shape[:dim]), _expanded_sizes(sizes[dim + 1 :], x.shape[dim + 1 :])
     return _to_three_dims(starts.reshape(sizes).expand(*outer, x.shape[dim], *inner), dim)
 
 
-def _common_sizes(sizes: Sequence[int], x_sizes: Sequence[int]) -> Sequence[int]:
-    """Return the sizes to which `starts` are expanded before or after dim: all 1 if they are, else x's."""
+def _expanded_sizes(sizes: Sequence[int], x_sizes: Sequence[int]) -> Sequence[int]:
+    """Return the sizes to which the dims of `starts` on one side of dim are expanded: x's, unless all are 1."""
     return sizes if math.prod(sizes) == 1 else x_sizes
 
 
 def _total_shape(x: Tensor, dim: int) -> list[int]:
-    """Return the shape of x without dim, which is that of a total."""
+    """Return the shape of the total of x along dim: that of x without dim."""
     shape = list(x.shape)
     if shape:
         del shape[dim]
