@@ -58,7 +58,8 @@ def launch_merge(
         lse_a: (..., S), floating.
         out_b: (..., S, E).
         lse_b: (..., S).
-        into: Tensors for the results. out_a and lse_a are allowed, as every element is read before it is written.
+        into: Tensors for the results, out and lse; new ones if None. They may be out_a and lse_a, as every element is
+            read before it is written.
 
     Returns:
         out (..., S, E) and lse (..., S).
@@ -79,9 +80,9 @@ def launch_merge(
 
 
 def _view_four_dims(x: Tensor) -> Tensor:
-    """View x as (batch, heads, S, E) with contiguous columns, as the kernel requires.
+    """Return x as (batch, heads, S, E) with contiguous rows, as the kernel requires.
 
-    Results of attention kernels need no copy.
+    It is a view for results of attention kernels, and a copy if the elements of a row are not adjacent.
     """
     x = x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x.flatten(0, -4)
     return x if x.stride(-1) == 1 else x.contiguous()
