@@ -235,7 +235,7 @@ def outside_window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> 
     outside = positions >= start + length
     if not is_known(start == 0):
         outside = outside | (positions < start)
-    if not is_known(outer * inner == 1):
+    if not is_known(outer * inner == 1):  # repeat the mask of rows for the factors before and after them
         outside = outside[:, None].expand(outer, -1, inner).reshape(-1)
     return column_along(outside, dim, x.ndim)
 

@@ -173,8 +173,9 @@ def all_to_all(
 ) -> list[Tensor]:
     """Convert Shard(gather_dim) to Shard(scatter_dim), for every x.
 
-    Shapes: gather dim s_g * inner -> length_g * inner; scatter dim length_s * inner -> s_s * inner. Tensors with more
-    rows per position, such as the query heads of one key head, have a larger inner and share the frames.
+    Shapes: the gather dim of s * inner -> length * inner, the scatter dim of length * inner -> s * inner, each with the
+    s and the length of its own frame, ``gather`` or ``scatter``. Tensors with more rows per position, such as the query
+    heads of one key head, have a larger inner and share the frames.
     Bytes: (n - 1) / n of the operands', in one all_to_all_single for all tensors of one dtype whose local gather
     lengths are multiples of the smallest.
     Backward: the inverse exchange, of the same number of bytes.

@@ -84,7 +84,7 @@ def start_checksums(xs: Sequence[torch.Tensor]) -> PendingChecksums:
 
 
 def start_cpu_copy(x: torch.Tensor) -> PendingChecksums:
-    """Start to copy checksums or summaries to the CPU, (n,) int64 or (n, 3) float64."""
+    """Start to copy checksums, (n,) int64, or summaries, (n, 3) float64, to the CPU, without waiting."""
     if x.device.type == "cpu":
         return PendingChecksums(x)
     values, copied = x.to("cpu", non_blocking=True), torch.Event(x.device.type)
@@ -126,7 +126,8 @@ def summarize(x: torch.Tensor) -> torch.Tensor:
     column_weights = _pseudo_random(columns, x.device) / columns**0.5  # scaled: half-precision sums do not overflow
     projected = (matrix @ column_weights.to(x.dtype)).double()  # (rows,)
     row_weights = _pseudo_random(rows, x.device)
-    norm = torch.linalg.vector_norm(matrix, dtype=max(x.dtype, torch.float32, key=lambda dtype: dtype.itemsize))
+    norm_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    norm = torch.linalg.vector_norm(matrix, dtype=norm_dtype)
     projections = [(projected * weights).sum() for weights in (row_weights, row_weights.flip(0))]
     return torch.stack([norm.double() / columns**0.5, *projections])
 

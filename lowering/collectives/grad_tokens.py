@@ -78,8 +78,9 @@ class _TapFunction(torch.autograd.Function):
 def tap(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the value, and a token for a gradient that is computed outside of the graph.
 
+    Such a gradient is stored by `store_grad`, which returns its number as the gradient of the token.
     Shapes: any -> same, a view, and (1,). Bytes: none.
-    Backward: the gradient of the value, plus the stored gradient whose number is the token's gradient, in place.
+    Backward: the gradient of the value plus the stored gradient, if any.
     Source: view_as.
     """
     value, token = _TapFunction.apply(x)

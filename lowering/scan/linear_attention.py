@@ -126,8 +126,9 @@ def linear_attention_state(*operands: Any) -> Tensor:
     the states after the documents. Bytes: those, and those of one state a rank. Backward: as there.
     """
     shards, _, ends = _process_tokens(*operands)
-    exchange = shards.carry_exchange(operands[2], 1, False)
-    if operands[9] is not None:  # each from the rank with the last token of its document
+    tokens = TokenRows(*operands[:10])
+    exchange = shards.carry_exchange(tokens.v, 1, False)
+    if tokens.closed is not None:  # each state is computed by the rank with the last token; the others have zeros
         return ends if exchange.is_single else sp.all_reduce(ends, exchange.n, exchange.group)
     return ends[:, :, -1] if exchange.is_single else last_end(ends.movedim(2, 0), exchange)
 
@@ -145,7 +146,7 @@ def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
         states of their own the state after each, (N, H, K, V).
     """
     *rows, initial, scale, kernel = operands[:13]
-    shards = ScanShards(*operands[13:])
+    shards = ScanShards(*operands[13:])  # the frame and the ranks
     tokens = TokenRows(*rows)
     exchange, size = shards.carry_exchange(tokens.v, 1, False), chunk_tokens(tokens.decay.shape[-1])
     dtype = state_dtype(tokens.v)
@@ -215,7 +216,7 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
     for key, values, reading in written:
         weights, kept = _decayed_products(x.q, key, after, after, causal), (key * kept_last).mT
         out, state = out + weights @ values, state + kept @ values
-        if reading is not None:
+        if reading is not None:  # what tokens write depends on the state: values + reading @ h
             identity = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
             reads, factor = reads + weights @ reading, factor * identity + kept @ reading
     if factor.shape[-1] == 1:

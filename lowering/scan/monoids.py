@@ -88,7 +88,7 @@ def select_combine(op: str) -> Combine:
     """Return the combine function of states (value, index) for a running max or min with its index."""
 
     def select(left: Pair, right: Pair) -> Pair:
-        """Return the greater or the less of two values, with its index."""
+        """Return the greater value for max, the smaller one for min, with its index."""
         (left_value, left_index), (value, index) = left, right
         is_later = is_later_extreme(op, value, left_value)
         return torch.where(is_later, value, left_value), torch.where(is_later, index, left_index)

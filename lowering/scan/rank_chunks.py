@@ -47,9 +47,10 @@ class RecurrenceSpec(NamedTuple):
 
 
 def segment_starts(cuts: Tensor, exchange: CarryExchange) -> Tensor:
-    """Return True for rows at which a segment begins in scan order, bool like x but for broadcast dims.
+    """Return True for rows at which a segment begins in scan order, from (..., chunks, rows + 1, ...) cuts.
 
-    The cut before a row in scan order is the one with the row's index, and in a reverse scan the one after it.
+    Cut i is the boundary before row i. A row begins a segment if the boundary before it in scan order is a cut; in a
+    reverse scan of row i that is cut i + 1.
     """
     return cuts.narrow(exchange.rows, int(exchange.reverse), cuts.shape[exchange.rows] - 1)
 
@@ -118,9 +119,14 @@ def scan_chunks(
 
 
 def join_boundaries(cuts: Tensor, cut: Tensor, exchange: CarryExchange) -> Tensor:
-    """Return `cuts` with the cuts at the first rows of chunks, in scan order, set to True where `cut` is.
+    """Return `cuts` with the cuts at the first rows of chunks set to True where `cut` is True.
 
     The forward has computed `cut` by comparing the chunks of all ranks; a backward needs all cuts in one tensor.
+
+    Args:
+        cuts: (..., chunks, rows + 1, ...), True between two rows where one segment ends and another begins.
+        cut: (..., chunks, 1, ...), True if the first row of a chunk in scan order begins a segment.
+        exchange: The direction and the exchange.
     """
     first_boundary = cuts.shape[exchange.rows] - 1 if exchange.reverse else 0
     return cuts | (cut & (_row_indices(cuts, exchange) == first_boundary))

@@ -163,7 +163,11 @@ class _RecurrenceFunction(Function):
 
 
 def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, spec: ScanSpec) -> Tensor:
-    """Return the cotangent c_i * w_i of x, with w from the recurrence of the module's table in the other direction.
+    """Return the cotangent of x, by a recurrence in the other direction.
+
+    The linearized scan is y_i = a_i * y_(i-1) + c_i * x_i with factors of `_linearize_scan`. The cotangent of x_i is
+    c_i * w_i with w_i = g_i + a_(i+1) * w_(i+1), a lagged recurrence, where g is the cotangent of y. For an exclusive
+    scan, w_i = g_(i+1) + a_(i+1) * w_(i+1): the recurrence without lag, one row later.
 
     Args:
         grad: The cotangent of y.
@@ -175,7 +179,7 @@ def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Te
     """
     exchange, neutral = spec.exchange, MONOIDS[spec.op].identity(y.dtype)
     begins = None if cuts is None else segment_starts(cuts, exchange)
-    previous = y  # P of the table, the scan before each row: the result itself, if exclusive
+    previous = y  # the scan before each row: the result itself, if exclusive
     if not spec.exclusive:
         first = y.new_full(last_rows(y, exchange).shape[1:], neutral)
         previous = shift_rows(y, _carried_states(y, carry, first, exchange), exchange)
@@ -183,11 +187,11 @@ def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Te
     a, c = _linearize_scan(spec.op, x.to(y.dtype), previous, None if spec.exclusive else y)
     if begins is not None:
         a = a.masked_fill(begins, 0)
-        grad = grad.masked_fill(begins, 0) if spec.exclusive else grad
+        grad = grad.masked_fill(begins, 0) if spec.exclusive else grad  # its result there is the constant `neutral`
     back, dtype = exchange.backward, torch.promote_types(y.dtype, torch.float32)
     accumulate = accumulate_dtype("sum", torch.promote_types(y.dtype, spec.accumulate), y.device)
     w, carried, _ = recurrence_with_grad(a, grad, None, RecurrenceSpec(not spec.exclusive, back, dtype, accumulate))
-    if spec.exclusive:  # w_i = g_(i+1) + a_(i+1) * w_(i+1)
+    if spec.exclusive:
         w = shift_rows(w, _carried_states(w, carried, None, back), back)
     dx = w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w
     return dx.to(x.dtype)
@@ -232,13 +236,15 @@ def _final_state(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, excha
 
 
 def _linearize_scan(op: str, x: Tensor, previous: Tensor, y: Tensor | None) -> Pair:
-    """Return the factors a and c of the linearized scan y_i = a_i * y_(i-1) + c_i * x_i, see the module's table.
+    """Return the factors a and c of the linearized scan y_i = a_i * y_(i-1) + c_i * x_i.
+
+    They are the derivatives of the combination of `previous` and x by each of the two.
 
     Args:
         op: The operation; not "sum".
         x: The operand.
-        previous: P, the scan before each row.
-        y: The inclusive scan; None to compute it from P and x.
+        previous: The scan before each row, P of the module's table.
+        y: The inclusive scan; None to compute it from `previous` and x.
 
     Returns:
         a, and c, which is bool for "max" and "min".
@@ -249,6 +255,6 @@ def _linearize_scan(op: str, x: Tensor, previous: Tensor, y: Tensor | None) -> P
         is_x = is_later_extreme(op, x, previous)
         return (~is_x).to(x.dtype), is_x
     y = torch.logaddexp(previous, x) if y is None else y
-    both_infinite = (previous == y) & (y == torch.inf)  # previous - y would be NaN: the derivative by P is set to 1
+    both_infinite = (previous == y) & (y == torch.inf)  # previous - y would be NaN: a is set to 1
     y = y.masked_fill(y == -torch.inf, 0)  # a and c are then exp(-inf) = 0, and not NaN
     return (previous - y).exp().masked_fill(both_infinite, 1), (x - y).exp()

@@ -85,10 +85,10 @@ def scan(
     Placement: Shard(dim) -> Shard(dim).
     Shapes: x (..., S, ...) -> the same. segments: int ids, (S,) or broadcast to x, sharded like x; nothing is carried
     from one run of equal ids into the next. dtype: x is cast to it first; torch's defaults. accumulate: the dtype of
-    the accumulation, ``monoids.accumulate_dtype`` if None; unused for max and min. Bytes: (n - 1) * C *
-    bytes(accumulate); with segments, two ids and a flag more. Bytes of the backward: the same for sum (and only the
-    flag more), else twice. Backward: a scan or a recurrence in the other direction, see ``scan_autograd.py``;
-    differentiable again.
+    the accumulation, ``monoids.accumulate_dtype`` if None; unused for max and min. ``across``: fields of `ScanShards`.
+    Bytes: (n - 1) * C * bytes(accumulate), with C = elements of x without dim; with segments, two ids and a flag more.
+    Bytes of the backward: the same for sum (and only the flag more), else twice. Backward: a scan or a recurrence in
+    the other direction, see ``scan_autograd.py``; differentiable again.
     """
     if x.ndim == 0:
         return sp.scan(x[None], segments, 0, op, exclusive, reverse, dtype, accumulate)[0]
@@ -117,8 +117,9 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
 
     Placement: Shard(dim) -> Shard(dim), Shard(dim).
     Shapes: x (..., S, ...) -> twice the same. Of equal elements the last in scan order wins, and NaN over all, as in
-    torch.cummax. Bytes: (n - 1) * C * (bytes(x) + 8); backward: (n - 1) * C * 2 * bytes(accumulation dtype of sums of
-    x). Backward: cotangents are summed at the position of the winner, on any rank; differentiable again.
+    torch.cummax. Bytes: (n - 1) * C * (bytes(x) + 8), with C = elements of x without dim; backward: (n - 1) * C * 2 *
+    bytes(accumulation dtype of sums of x). Backward: cotangents are summed at the position of the extreme, on any rank;
+    differentiable again.
     """
     if x.ndim == 0:
         best, index = sp.extremes(x[None], 0, op, reverse)
@@ -153,8 +154,9 @@ def linear_scan(
 
     Placement: Shard(dim), Shard(dim), invariant -> Shard(dim).
     Shapes: a and b (..., S, ...), broadcast to one shape, which h has; initial, replicated, broadcasts to that shape
-    without dim. Bytes: (n - 1) * C * 2 * bytes(accumulate), the same backward. A shard is read twice: for its affine
-    map, and once its carry is known. Backward: the recurrence in the other direction; differentiable again.
+    without dim. Bytes: (n - 1) * C * 2 * bytes(accumulate), with C = elements of h without dim; the same backward. A
+    shard is read twice: for its affine map, and once its carry is known. Backward: the recurrence in the other
+    direction; differentiable again.
     """
     a, b = torch.broadcast_tensors(a, b)
     dtype = torch.promote_types(a.dtype, b.dtype)

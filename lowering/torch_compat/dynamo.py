@@ -311,7 +311,7 @@ def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
         return None  # not called directly by Dynamo's wrapper
     if module is not None:
         return module if getattr(module.forward, "__code__", None) is code else None
-    if code.co_filename in (module_file, external_utils.__file__):
+    if code.co_filename in (module_file, external_utils.__file__):  # torch's own wrappers
         return None
     _, callee_code = _describe_callee(caller.f_locals.get("fn"))
     # Other code than that of the callee is a callback of the garbage collector, which can run at any time.

@@ -133,7 +133,7 @@ def extremes_native(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> P
 
 
 def linear_native(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
-    """Return h with h_i = a_i * h_(i-1) + b_i."""
+    """Return h with h_i = a_i * h_(i-1) + b_i, from h_(-1) = initial, (outer, inner), or zeros."""
     a, b = _promote(a, b)
     h = b.new_empty(b.shape, dtype=problem.result)
     _run_native(problem, a, initial, b=b, out=h)

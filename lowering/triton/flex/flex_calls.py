@@ -46,7 +46,8 @@ def flex_block_forward(q: Tensor, k: Tensor, v: Tensor, pairs: PairTexts, scale:
     """Return attention of all rows of q over all allowed keys: out in q's dtype, and lse in float32.
 
     Shapes: q (B, Hq, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, E), Hkv divides Hq -> (B, Hq, Q, E), (B, Hq, Q). Queries
-    without keys have 0 and -inf.
+    without keys have 0 and -inf. ``pairs`` has the mask and the score function as texts, and the tensors that they
+    read.
 
     Raises:
         CannotCompileError: The kernel cannot be compiled.

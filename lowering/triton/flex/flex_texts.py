@@ -180,7 +180,10 @@ def _element_at(x: Tensor, *indices: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _row_positions(rows: Rows, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the position of each local row, (length,), -1 for padding."""
+    """Return the position in the sequence of each local row, (length,), -1 for padding.
+
+    An entry of `rows` is a run of positions: the first one, the index of its local row, and their number.
+    """
     positions = torch.full((length,), -1, dtype=dtype, device=device)
     for first, offset, count in rows:
         positions[offset : offset + count] = torch.arange(first, first + count, dtype=dtype, device=device)

@@ -167,9 +167,9 @@ def neutral(  # type: ignore[no-untyped-def]
     """Return the neutral state (p, q) of every line, (1, LINES) each."""
     p = tl.full((1, LINES), NEUTRAL, ACC)
     q = p
-    if LEAF == "linear":
+    if LEAF == "linear":  # h = 0 and a factor of 1, which is NEUTRAL
         p = tl.full((1, LINES), 0, ACC)
-    if LEAF == "exponentials":
+    if LEAF == "exponentials":  # the maximum -inf, and no terms of the sum
         q = tl.full((1, LINES), 0, ACC)
     if LEAF == "indexed":
         q = tl.full((1, LINES), 0, INDEX)
@@ -335,19 +335,19 @@ class Sweep:
         return [x.view(torch.uint8) if x.dtype is torch.bool else x for x in present]
 
     def options(self, tile: Tile) -> dict[str, Any]:
-        """Return the constants that the kernels are compiled with."""
+        """Return the constants that the kernels are compiled with, by name."""
         return {
             "OP": self.op,
             "LEAF": self.leaf,
-            "PAIR": self.leaf != "value",
+            "PAIR": self.leaf != "value",  # states have two tensors
             "NEUTRAL": self.neutral,
             "ACC": TRITON_TYPES[self.compute],
             "INDEX": TRITON_TYPES[self.index],
-            "GIVEN": self.leaf == "indexed" and self.second is not None,
-            "UNIT": math.gcd(self.x.shape[2], 16),
+            "GIVEN": self.leaf == "indexed" and self.second is not None,  # indices are read from `second`
+            "UNIT": math.gcd(self.x.shape[2], 16),  # known divisor of the inner size, for wide loads
             "FLAT": self.x.shape[0] == 1,
             "EVEN": self.lines % tile.lines == 0,
-            "SHARED": self.starts is not None and self.starts.shape[0] == self.starts.shape[2] == 1,
+            "SHARED": self.starts is not None and self.starts.shape[0] == self.starts.shape[2] == 1,  # by all lines
             "SEGMENTED": self.starts is not None,
             "SHIFT": self.shift,
             "REVERSE": self.reverse,
