@@ -122,7 +122,7 @@ def is_padded(frame: FrameArg, n: int) -> bool:
 def row_of_position(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
     """Return the rank that stores a position, and the index of its row on that rank.
 
-    The rows that fill padding are read from there. Positions may be symbolic, so that chunks are not compared.
+    The rows that fill padding are read from there. Positions may be symbolic: a comparison would add a guard.
     """
     if n == 1:
         return 0, position

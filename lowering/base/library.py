@@ -50,8 +50,9 @@ def composite(schema: str, moves: tuple[str, str] | None = None, padded: str | N
 
     Args:
         schema: Schema of the operator, without namespace.
-        moves: Entry of `MOVE_OPS`, if any.
-        padded: Entry of `PADDED`, if any.
+        moves: Names of the collectives that it runs, forward and backward, for `MOVE_OPS`; None for other operators.
+        padded: Contents of padded rows in its result, "nearest", "finite" or "as given", for `PADDED`; None if it has
+            no padded rows.
     """
 
     def register(body: Body) -> Body:
@@ -79,8 +80,8 @@ def opaque(
         fake: Function of the same arguments that returns empty results, for fake tensors.
         replays: True if a CUDA graph may replay its launches. False if it synchronizes with the device, or if its
             launches depend on the contents of its operands.
-        inside: Entry of `INTERNAL_OPS`, for the memory estimate: a function (workspace, *operands) -> temporary bytes,
-            where the workspace is the estimated number of bytes that the operator's kernel allocates.
+        inside: For the memory estimate (`INTERNAL_OPS`), a function (workspace, *operands) -> temporary bytes, where
+            the workspace is the estimated number of bytes that the operator's kernel allocates.
     """
     has_tag = not replays and hasattr(torch.Tag, "cudagraph_unsafe")  # depends on the torch version
     tags = [torch.Tag.cudagraph_unsafe] if has_tag else []

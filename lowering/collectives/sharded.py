@@ -339,7 +339,7 @@ class _ToLocalFunction(torch.autograd.Function):
         ctx.shape, ctx.layout, ctx.origin = x.shape, layout, x.shard_storage.origin
         rows = _local_rows(x, layout).detach()
         if isinstance(x.shard_storage, ViewStorage) and (layout.before or layout.after):
-            # Padded rows of a view are rows of its base.
+            # Padded rows of a view are other rows of its base: replace them by the nearest rows of the view.
             rows = sp.window(rows, layout.dim, layout.frame(x.shape[layout.dim]), layout.n, layout.group)
         return rows
 

@@ -101,19 +101,24 @@ class _AffineFunction(Function):
     @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of m, b and the initial state; that of b is w of the module."""
+        """Return the gradients of m, b and the initial state.
+
+        The gradient of b_i is w_i = g_i + m_(i+1)^T w_(i+1), a lagged scan in the other direction (an exclusive one for
+        an exclusive result), and that of m_i is w_i h_(i-1)^T. The gradient of the initial state is the final state of
+        this scan.
+        """
         if grad is None:
             return None, None, None, None
         (m, h, carry, initial), (form, exchange) = ctx.saved_tensors, ctx.spec
         is_exclusive, transposed = form == "exclusive", m.transpose(-1, -2)
         back = AffineSpec("exclusive" if is_exclusive else "lagged", exchange.backward)
         w, _, final = _scan_chunks(transposed, grad.contiguous(), None, back)
-        if carry is None:
+        if carry is None:  # on one rank
             first = torch.zeros_like(last_rows(h, exchange)[0]) if initial is None else initial
             carry = chunk_rows(first[None], exchange)
         previous = h if is_exclusive else shift_rows(h, carry, exchange)
         dm = w @ previous.transpose(-1, -2) if ctx.needs_input_grad[0] else None
-        if final is None:  # on one rank: apply the map of the scan's first row, the last one here
+        if final is None:  # on one rank: the last state, after the first row, is that before it and the row's map
             factor, last_w, last_grad = (last_rows(x, exchange.backward)[0] for x in (transposed, w, grad))
             final = factor @ last_w + last_grad if is_exclusive else factor @ last_w
         return dm, w, final if ctx.needs_input_grad[2] else None, None

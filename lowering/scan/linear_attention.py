@@ -238,8 +238,8 @@ def _written_values(x: TokenRows, decays: Decays, causal: Tensor) -> list[tuple[
 
     Token t writes the outer product of row t of the key and row t of ``values + reading @ h``, where h is the state at
     the start of its document, or of the chunk. A reading of None means zeros. With beta, or a and b, the value u_t that
-    a token writes depends on what earlier tokens of the chunk have written: all u of a chunk solve a triangular system,
-    in which L has the products with earlier tokens.
+    a token writes depends on the values u_s that earlier tokens of the chunk write. All u of a chunk solve a triangular
+    system, which is a function of h: its right side has a part that is multiplied by h.
 
     Args:
         x: Operands (B, H, N, T, ...).
@@ -248,13 +248,15 @@ def _written_values(x: TokenRows, decays: Decays, causal: Tensor) -> list[tuple[
     """
     identity, size, after = torch.eye(x.q.shape[-2], dtype=x.q.dtype, device=x.q.device), x.v.shape[-1], decays.after
     strict = causal & (identity == 0)  # without the token itself
-    if x.beta is not None:  # (I + L) u = v - (k D) h
+    if x.beta is not None:
+        # u_t = v_t - k_t h - sum over s < t of (k_t . key_s) u_s, each decayed up to t
         key = x.k * x.beta
         system = identity + _decayed_products(x.k, key, after, after, strict)
         solution = _solve(system, torch.cat([x.v, -x.k * decays.since_start(after)], -1))
         return [(key, solution[..., :size], solution[..., size:])]
-    if x.a is not None and x.b is not None:  # (I - L) u = M v + (a D) h
-        read_values = _decayed_products(x.a, x.k, decays.before, after, strict) @ x.v  # M v: what a reads of k and v
+    if x.a is not None and x.b is not None:
+        # u_t = a_t h + sum over s < t of ((a_t . k_s) v_s + (a_t . b_s) u_s), each decayed up to t - 1
+        read_values = _decayed_products(x.a, x.k, decays.before, after, strict) @ x.v
         system = identity - _decayed_products(x.a, x.b, decays.before, after, strict)
         solution = _solve(system, torch.cat([read_values, x.a * decays.since_start(decays.before)], -1))
         return [(x.b, solution[..., :size], solution[..., size:]), (x.k, x.v, None)]

@@ -141,7 +141,11 @@ class _RecurrenceFunction(Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of a, b and the initial state, by a recurrence in the other direction."""
+        """Return the gradients of a, b and the initial state, by a recurrence w in the other direction.
+
+        w is the gradient of b. That of a_i is w_i * h_(i-1), and h_i * w_(i+1) for a lagged recurrence. That of the
+        initial state is the final state of w.
+        """
         if grad is None:
             return None, None, None, None
         (a, h, carry, initial), spec = ctx.saved_tensors, ctx.spec
@@ -149,7 +153,7 @@ class _RecurrenceFunction(Function):
         # With steps, only one rank would compute the final state, which is the gradient of the initial one.
         back = spec.exchange.backward._replace(method="gather") if needs_initial else spec.exchange.backward
         dtype = torch.promote_types(grad.dtype, torch.float32)
-        # The adjoint of a recurrence is the lagged one in the other direction, and vice versa; w is the gradient of b.
+        # The adjoint of a recurrence is the lagged one in the other direction, and vice versa.
         backward_spec = RecurrenceSpec(not spec.lagged, back, dtype, spec.accumulate)
         w, carried, final = recurrence_with_grad(a, grad, None, backward_spec)
         da = dinitial = None

@@ -85,8 +85,9 @@ def flex_forward(
         reads: Captured tensors of both functions.
     """
     mask = _make_block_mask(q, k, tables, tile, mask_mod)
+    captured = tuple(reads), tuple(reads)  # of score_mod and of mask_mod
     out, lse, *_ = torch.ops.higher_order.flex_attention(
-        q, k, v, score_mod, mask, scale, _kernel_options(options), tuple(reads), tuple(reads)
+        q, k, v, score_mod, mask, scale, _kernel_options(options), *captured
     )
     return out, lse * LN2
 

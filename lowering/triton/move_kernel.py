@@ -85,7 +85,8 @@ def choose_tiling(
 ) -> TileShape | None:
     """Return the tiling of a copy, or None if more than `MAX_LOOPS` dims remain to loop over.
 
-    The module describes a tile, rows x columns x run, and has examples. Without a tiling the caller uses torch's copy.
+    A program copies a tile of rows x columns x run, and loops over the other dims. The run is the dim that is
+    contiguous in both arrays, of length 1 if there is none. Without a tiling the caller uses torch's copy.
 
     Args:
         shape: Shape of both arrays.

@@ -49,7 +49,10 @@ _compile_lock = threading.Lock()
 
 
 def fits_native(problem: ScanProblem) -> bool:
-    """Return True if the problem is on a CPU, has supported dtypes, and a compiler translates it."""
+    """Return True if the problem is on a CPU, has supported dtypes, and its kernel compiles.
+
+    The kernel is compiled here at the first call for its types, and stored.
+    """
     if problem.device != "cpu" or problem.dtype not in CPP_TYPES or problem.result not in CPP_TYPES:
         return False
     if _compute_dtype(problem) is None:

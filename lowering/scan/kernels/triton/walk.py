@@ -46,7 +46,7 @@ def _walk(  # type: ignore[no-untyped-def]
     ``total`` (and `total_second`, and `total_flag` for segments), (parts, lines).
     """
     k = tl.program_id(1).to(tl.int64)
-    inner = inner // UNIT * UNIT
+    inner = inner // UNIT * UNIT  # the same number, of which Triton knows that UNIT divides it
     line, exists, base = tile_lines(tl.program_id(0), lines, length, inner, FLAT, EVEN, LINES)
     row = tl.arange(0, STEPS)[:, None]
     p, q = neutral(LEAF, NEUTRAL, ACC, INDEX, LINES)
@@ -157,5 +157,5 @@ def _carry_buffers(sweep: Sweep, parts: int, initial: State | None) -> State:
     carry = replace(sweep, starts=None).states(parts + 1)
     carry.value[0] = sweep.start if initial is None else initial.value[0]
     if carry.second is not None:
-        carry.second[0] = 0
+        carry.second[0] = 0  # the index; the factor of a recurrence is not read
     return carry
