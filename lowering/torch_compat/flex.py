@@ -132,9 +132,9 @@ def flex_backward(
         indices = [q.new_zeros((), dtype=torch.int32) for _ in range(4)]
         leaves = [x.detach().requires_grad_() if i in learned else x for i, x in enumerate(reads)]
         forward, joint = create_fw_bw_graph(score_mod, (q.new_zeros((), requires_grad=True), *indices), tuple(leaves))
-    results = q, k, v, out, lse / LN2, grad, None  # None: no gradient of the log-sum-exps
+    operands = q, k, v, out, lse / LN2, grad, None  # None: no gradient of the log-sum-exps
     functions = forward, joint, mask, scale, _kernel_options(options), tuple(reads), tuple(reads)
-    dq, dk, dv, read_grads = torch.ops.higher_order.flex_attention_backward(*results, *functions)
+    dq, dk, dv, read_grads = torch.ops.higher_order.flex_attention_backward(*operands, *functions)
     return dq, dk, dv, *(read_grads[i] for i in sorted(learned))
 
 

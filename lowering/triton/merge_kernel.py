@@ -19,8 +19,10 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Merge ROWS of the batch * heads * length rows, as ``merge_blocks.merge_pointwise``.
 
-    ``rows`` is the number of all rows and ``width`` their length; WIDTH is the next power of two. ``batch_a`` to
-    ``row_b`` are strides of out_a and out_b; the other tensors are contiguous. With IN_PLACE, out is out_a.
+    The merged lse is log(exp(lse_a) + exp(lse_b)), and out the average of out_a and out_b with the weights exp(lse_a)
+    and exp(lse_b), computed relative to the larger lse. ``rows`` is the number of all rows and ``width`` their length;
+    WIDTH is the next power of two. ``batch_a`` to ``row_b`` are strides of out_a and out_b; the other tensors are
+    contiguous. With IN_PLACE, out is out_a.
     """
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, WIDTH)[None, :]
