@@ -118,7 +118,7 @@ def stack_trace(node: Node) -> str:
 
 
 def first_frame(trace: str, code: CodeType | None = None, name: str = "") -> str:
-    """Return the outermost frame of a function in a stack trace, as "forward at folder/model.py:12".
+    """Return the outermost frame of a function in a stack trace, as "forward at folder/file.py:12".
 
     Messages name a compiled program by this frame of one of its nodes.
 

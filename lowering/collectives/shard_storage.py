@@ -113,7 +113,7 @@ class Layout:
 
 
 def _ignore_read(description: str) -> None:
-    """Do nothing at a read of a value, as in simulations and while tracing."""
+    """Ignore a read of a value, as in simulations and while tracing."""
 
 
 @dataclass(frozen=True)

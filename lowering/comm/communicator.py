@@ -117,7 +117,7 @@ class FunctionalCommunicator(Communicator):
 
     def start_shift(self, x: Tensor, route: str) -> Tensor:
         """Start an all_to_all_single over the route, on which a rank has one destination and one source."""
-        splits = [x.shape[0]]  # all rows are sent to the destination, and as many received from the source
+        splits = [x.shape[0]]  # all rows are sent to the destination, and the same number received from the source
         return c10d.all_to_all_single(x.contiguous(), splits, splits, routes.ensure_route(route))
 
     def wait(self, x: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def choose_tiling(
     dims = _merge_strides([Stride(*dim) for dim in zip(shape, read, written) if dim[0] != 1])
     run = next((dim.size for dim in dims if dim.is_contiguous), 1)
     others = [dim for dim in dims if not dim.is_contiguous]
-    # Convert lengths and strides from elements to units of as many bytes as divide all of them.
+    # Convert lengths and strides from elements to units: the largest number of bytes that divides all of them.
     lengths = [run, *(dim.read for dim in others), *(dim.written for dim in others)]
     unit = math.gcd(MAX_UNIT, aligned, *(length * itemsize for length in lengths))
     run = run * itemsize // unit

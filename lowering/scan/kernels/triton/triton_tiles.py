@@ -319,7 +319,7 @@ class Sweep:
         return self.value_bytes + (4 if self.starts is not None else 0)
 
     def tile(self, elements: int, warps: int) -> Tile:
-        """Return a tile of at most this number of elements: as many lines as a contiguous run needs, then places.
+        """Return a tile of at most this number of elements: the lines of a contiguous run of memory, then places.
 
         Elements that are left, as for short lengths, are used for more lines.
         """
