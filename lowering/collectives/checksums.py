@@ -73,7 +73,7 @@ def start_checksums(xs: Sequence[torch.Tensor]) -> PendingChecksums:
     A call of a program then compares its inputs without a delay. With Triton each tensor needs one kernel launch.
     """
     sums = torch.zeros(len(xs), dtype=torch.int64, device=xs[0].device)
-    for x, x_sum in zip(xs, sums):
+    for x, x_sum in zip(xs, sums):  # x_sum is a view of one entry, which is added to
         if triton.can_use_triton(x):
             from sp_compile.lowering.triton import checksum_kernel as kernel  # imports Triton
 
@@ -185,11 +185,11 @@ def is_constant(x: torch.Tensor) -> bool:
     """
     if x.numel() == 0:
         return False
-    first = _comparable_bits(x.detach()[(0,) * x.ndim])
-    return all(bool((_comparable_bits(piece) == first).all()) for piece in flat_parts(x.detach()))
+    first = _comparable_values(x.detach()[(0,) * x.ndim])
+    return all(bool((_comparable_values(piece) == first).all()) for piece in flat_parts(x.detach()))
 
 
-def _comparable_bits(x: torch.Tensor) -> torch.Tensor:
+def _comparable_values(x: torch.Tensor) -> torch.Tensor:
     """Return x in a dtype for which torch implements ==: float32 for float8, else its own."""
     return x.float() if x.is_floating_point() and x.element_size() == 1 else x
 

@@ -83,12 +83,14 @@ def parent_group(group: str) -> str:
 def route_ends(group: str, rank: int, n: int) -> RouteEnds:
     """Return the destinations of a rank's blocks and the sources of the blocks that it receives.
 
+    On the route "0/shift:1:2" of 4 ranks, rank 1 sends to rank 3 and receives from it.
+
     Args:
         group: Name of the route.
         rank: Rank in the parent group.
         n: Number of ranks of the parent group.
     """
-    kind, *numbers = group.partition("/")[2].split(":")
+    kind, *numbers = group.partition("/")[2].split(":")  # such as "shift", and the offset and the stride
     return _ENDS[kind](rank, n, *map(int, numbers))
 
 

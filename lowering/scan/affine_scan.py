@@ -55,9 +55,9 @@ def affine_scan(
 
     Placement: Shard(dim), Shard(dim), invariant -> Shard(dim).
     Shapes: m (..., S, K, K) and b (..., S, K, V), with equal other dims; dim is that of S. initial, replicated,
-    (..., K, V). accumulate: the dtype of the states; float32 for shorter floats if None. Bytes: (n - 1) * C, where C is
-    the number of elements of b without dim times (K + V) / V; the same backward. Backward: the scan in the other
-    direction; differentiable once.
+    (..., K, V). accumulate: the dtype of the states; float32 for shorter floats if None. ``across``: fields of
+    `ScanShards`. Bytes: (n - 1) * C, where C is the number of elements of b without dim times (K + V) / V; the same
+    backward. Backward: the scan in the other direction; differentiable once.
     """
     assert dim % b.ndim == b.ndim - 3, "the dim of the scan is before those of the matrices"
     shards = ScanShards(*across)

@@ -108,7 +108,7 @@ def scan_carry(
         stops, cut = stops | cuts, cuts.index_select(0, positions)
     dtype = total.dtype
     sums, _ = sp.local_scan(total, stops, 0, op, False, False, dtype, dtype, False)
-    return _shift_results(sums, MONOIDS[op].identity(dtype), positions), cut
+    return _select_carries(sums, MONOIDS[op].identity(dtype), positions), cut
 
 
 def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchange) -> Pair:
@@ -131,7 +131,7 @@ def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchang
     value, index = gather_parts([value, index], exchange)
     best, best_chunk = sp.local_extremes(value, None, 0, op, False)
     positions = exchange.scan_positions(value.device)
-    return _shift_results(best, identity, positions), _shift_results(index.gather(0, best_chunk), 0, positions)
+    return _select_carries(best, identity, positions), _select_carries(index.gather(0, best_chunk), 0, positions)
 
 
 def recurrence_carry(
@@ -201,7 +201,7 @@ def gather_parts(parts: list[Tensor], exchange: CarryExchange) -> list[Tensor]:
     return [rows] if len(parts) == 1 else sp.from_bytes(rows, parts)
 
 
-def _shift_results(inclusive: Tensor, identity: float, positions: Tensor) -> Tensor:
+def _select_carries(inclusive: Tensor, identity: float, positions: Tensor) -> Tensor:
     """Return the carries into the chunks of this rank, from the scan of the summaries of all chunks.
 
     Args:

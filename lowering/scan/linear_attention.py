@@ -198,8 +198,9 @@ def _chunk_decays(x: TokenRows) -> Decays:
 def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
     """Return the results of chunks as functions of the states before them.
 
-    Until the last lines, `reads` and `factor` refer to the state at the start of a token's document, or of the chunk if
-    the document has started before. If documents have initial states, these are applied there.
+    In the body, `reads` and `factor` refer to the state h at the start of a token's document, or of the chunk if the
+    document has started before. The last lines remove the tokens that do not read the state before the chunk. If
+    documents have initial states, their effects are added before.
 
     Args:
         x: Operands (B, H, N, T, ...).
@@ -211,6 +212,7 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
     if decays.segment is not None:
         kept_last = kept_last * (decays.segment == decays.segment[..., -1:, :])  # only of the chunk's last document
     written = _written_values(x, decays, causal)
+    # With the state h: the results are out + reads @ h, and the state after the chunk is factor @ h + state.
     out, reads, state = 0, x.q * decays.since_start(after), 0
     factor = decays.since_start(after)[..., -1:, :].mT
     for key, values, reading in written:

@@ -116,10 +116,10 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
     """Compute the running max or min, and its position in the window, int64.
 
     Placement: Shard(dim) -> Shard(dim), Shard(dim).
-    Shapes: x (..., S, ...) -> twice the same. Of equal elements the last in scan order wins, and NaN over all, as in
-    torch.cummax. Bytes: (n - 1) * C * (bytes(x) + 8), with C = elements of x without dim; backward: (n - 1) * C * 2 *
-    bytes(accumulation dtype of sums of x). Backward: cotangents are summed at the position of the extreme, on any rank;
-    differentiable again.
+    Shapes: x (..., S, ...) -> twice the same. Of equal elements the last in scan order is selected, and NaN before all
+    others, as in torch.cummax. ``across``: fields of `ScanShards`. Bytes: (n - 1) * C * (bytes(x) + 8), with C =
+    elements of x without dim; backward: (n - 1) * C * 2 * bytes(accumulation dtype of sums of x). Backward: cotangents
+    are summed at the position of the extreme, on any rank; differentiable again.
     """
     if x.ndim == 0:
         best, index = sp.extremes(x[None], 0, op, reverse)
@@ -154,9 +154,9 @@ def linear_scan(
 
     Placement: Shard(dim), Shard(dim), invariant -> Shard(dim).
     Shapes: a and b (..., S, ...), broadcast to one shape, which h has; initial, replicated, broadcasts to that shape
-    without dim. Bytes: (n - 1) * C * 2 * bytes(accumulate), with C = elements of h without dim; the same backward. A
-    shard is read twice: for its affine map, and once its carry is known. Backward: the recurrence in the other
-    direction; differentiable again.
+    without dim. ``across``: fields of `ScanShards`. Bytes: (n - 1) * C * 2 * bytes(accumulate), with C = elements of h
+    without dim; the same backward. A shard is read twice: for its affine map, and once its carry is known. Backward:
+    the recurrence in the other direction; differentiable again.
     """
     a, b = torch.broadcast_tensors(a, b)
     dtype = torch.promote_types(a.dtype, b.dtype)
