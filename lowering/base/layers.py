@@ -17,7 +17,7 @@ ROOT_PATTERN = re.compile(r"^[LG](\[[^\]]*\])+\.?")  # prefix of a path: `L['sel
 def node_layer(node: Node) -> str:
     """Return the path of the node's layer, such as `layers.3`, or "" for a node outside of layers."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    module_paths = [ROOT_PATTERN.sub("", path) for path, *_ in stack.values()]  # from the outermost module
+    module_paths = (ROOT_PATTERN.sub("", path) for path, *_ in stack.values())  # from the outermost module
     return next(filter(None, map(_numbered_prefix, module_paths)), "")
 
 
