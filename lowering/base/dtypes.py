@@ -6,9 +6,8 @@ A fill is a large negative finite score that a model writes into a mask in place
 import torch
 
 HALF = frozenset({torch.float16, torch.bfloat16})  # half-precision dtypes
-# Smallest absolute value of a fill. Smaller finite numbers are ordinary scores.
-#
-# Next to such a score float32 would lose the low bits of log(number of keys), which merging of blocks adds to it.
+# Smallest absolute value of a fill. Smaller finite numbers are ordinary scores. Merging of blocks adds log(number of
+# keys) to a score; at this size and above, float32 loses the low bits of that sum.
 MIN_FILL = 1e4
 
 

@@ -44,7 +44,7 @@ ERRORS = {
 
 
 def errors_page() -> str:
-    """Return the text of `docs/errors.md`, which the command above prints and a test compares."""
+    """Return the text of `docs/errors.md`, which this module prints if it is run, and a test compares."""
     lines = [
         "# Errors",
         "",

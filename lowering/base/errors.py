@@ -118,14 +118,17 @@ def stack_trace(node: Node) -> str:
 
 
 def first_frame(trace: str, code: CodeType | None = None, name: str = "") -> str:
-    """Return the outermost frame of a stack trace as "forward at FILE:12", or "" if it has none.
+    """Return the outermost frame of a function in a stack trace, as "forward at folder/file.py:12".
 
-    Messages name a compiled program by this frame of its first node.
+    Messages name a compiled program by this frame of one of its nodes.
 
     Args:
-        trace: The stack trace.
-        code: The code of the frame; None for the outermost one.
-        name: The name in place of that of the function.
+        trace: The stack trace of a node.
+        code: The code of the function; None for the outermost frame of any function.
+        name: Text in place of the function's name, such as the class of the model.
+
+    Returns:
+        "" if the stack trace has no such frame.
     """
     for file, line, function, _ in _FRAME.findall(trace):
         if code is None or (file == code.co_filename and _is_function(function, code.co_name)):
@@ -134,12 +137,15 @@ def first_frame(trace: str, code: CodeType | None = None, name: str = "") -> str
 
 
 def _is_function(function: str, name: str) -> bool:
-    """Return True if a frame is of the named function, or of the part of it after a graph break."""
+    """Return True if the function of a frame is `name`, or Dynamo's continuation of it after a graph break."""
     return function == name or function.startswith(f"torch_dynamo_resume_in_{name}_at_")
 
 
 def source_line(trace: str) -> str:
-    """Return the innermost user line of a stack trace, in the form of `node_line`."""
+    """Return the innermost frame of a stack trace outside torch and this package: "file.py:12: code".
+
+    Returns "unknown source line" if all frames are of torch or of this package.
+    """
     for file, line, _, code in reversed(_FRAME.findall(trace)):
         if not any(Path(file).is_relative_to(folder) for folder in _foreign_folders()):
             return f"{_short_path(file)}:{line}: {code.strip()}".rstrip(": ")  # no colon without code
@@ -149,7 +155,8 @@ def source_line(trace: str) -> str:
 def failed_node_line(error: BaseException) -> str:
     """Return the user's line of the node that was processed when an error was raised, or "" if it is unknown.
 
-    It is that of a node in a variable of the innermost frame that has one, of the error or of its causes.
+    A function that processes a node has it in a local variable. The traceback of the error, then that of each of its
+    causes, is searched for such a variable, from the innermost frame to the outermost.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -163,20 +170,23 @@ def failed_node_line(error: BaseException) -> str:
 
 
 def shorten_error(error: BaseException) -> str:
-    """Return the type and the first line of an error, with the first later line that contains "error:", if any."""
+    """Return an error in at most two lines: its type and first line, and the next line that contains "error:".
+
+    A compiler's message often starts with a general line and contains "error: ..." below.
+    """
     first, *others = [line for line in str(error).splitlines() if line.strip()] or [""]
     details = next((line.strip() for line in others if "error:" in line.lower()), "")
-    text = f"{type(error).__name__}: {first.strip()[:MAX_ERROR_WIDTH]}".removesuffix(": ")
+    text = f"{type(error).__name__}: {first.strip()[:MAX_ERROR_WIDTH]}".removesuffix(": ")  # no colon without a message
     return f"{text}\n{details[:MAX_ERROR_WIDTH]}" if details else text
 
 
 def user_line() -> str:
-    """Return the innermost user line of the running call, where there is no node, as `node_line`."""
+    """Return the innermost user line of the running call, in the form of `node_line`, where there is no node."""
     return source_line("".join(traceback.format_stack()))
 
 
 def _short_path(file: str) -> Path:
-    """Return the last folder and the name of a file, which do not depend on the working directory."""
+    """Return the name of a file with its folder, as messages show it: equal for every working directory."""
     return Path(*Path(file).parts[-2:])
 
 

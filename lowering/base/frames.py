@@ -82,11 +82,13 @@ def is_known(condition: bool | torch.SymBool) -> bool:
 
 def frame_folds(frame: FrameArg) -> int:
     """Return the number of contiguous chunks per rank: 2 in a zigzag frame, else 1."""
-    return (frame[4] or 1) if len(frame) == 5 else 1
+    return (frame[4] or 1) if len(frame) == 5 else 1  # a balanced frame ends in 0: its order does not affect shapes
 
 
 def local_row_count(frame: FrameArg, n: int) -> int:
-    """Return the rows per rank, padding included: ceil(size / n) for frames of one chunk.
+    """Return the rows per rank, padding included.
+
+    It is ceil(size / n), and 2 * ceil(size / 2n) for zigzag frames: size 6 on n = 2 ranks has 3, or 2 chunks of 2 rows.
 
     Args:
         frame: The frame, see the module.
@@ -97,13 +99,13 @@ def local_row_count(frame: FrameArg, n: int) -> int:
 
 
 def inner_rows(extent: int, rows: int) -> int:
-    """Return the inner factor of a dim: its length divided by outer * positions.
+    """Return the inner factor of a dim of length outer * positions * inner.
 
-    The result is the constant 1 if this is known, which keeps shapes simple.
+    The result is the constant 1 if this is known, which keeps symbolic shapes simple.
 
     Args:
         extent: Length of the dim.
-        rows: The outer factor times the positions of the dim.
+        rows: outer * positions.
     """
     return 1 if is_known(extent == rows) else extent // rows
 
@@ -120,7 +122,7 @@ def is_padded(frame: FrameArg, n: int) -> bool:
 def row_of_position(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
     """Return the rank that stores a position, and the index of its row on that rank.
 
-    Padded rows are filled from the valid row at this place.
+    The rows that fill padding are read from there. Positions may be symbolic: a comparison would add a guard.
     """
     if n == 1:
         return 0, position
@@ -131,28 +133,27 @@ def row_of_position(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
     if folds == 1:
         return chunk, row
     mirrored = 2 * n - 1 - chunk  # the other chunk of the rank in zigzag order
-    is_second = 1 - mirrored // n  # 0 in the first chunk of a rank, 1 in the second
+    is_second = 1 - mirrored // n  # 0 for chunk < n, the first chunk of a rank; 1 for the second
     return torch.sym_min(chunk, mirrored), row + is_second * chunk_rows
 
 
 def has_remote_edges(frame: FrameArg, n: int) -> tuple[bool, bool]:
-    """Return whether a rank has padding before or after the window but not the adjacent valid row.
+    """Return True for each side of the window on which a rank has padding, but the nearest valid row is on another.
 
-    The nearest valid row is then on another rank, and filling the padding needs an exchange. This happens only for
-    sequences of a few rows per rank, and for windows that exclude all rows of a rank. For symbolic sizes the answer
-    becomes a guard.
+    Filling such padding needs an exchange. This happens only for sequences of a few rows per rank, as 5 positions on 4
+    ranks (2, 2, 1, 0), and for windows that exclude all rows of a rank. For symbolic sizes the answer becomes a guard.
 
     Returns:
-        One flag for padding before the first valid row, and one for padding after the last.
+        One flag for the padding before the first valid row, and one for the padding after the last.
     """
     if n == 1:
         return False, False
     _, _, start, length = frame[:4]
     chunk_rows = local_row_count(frame, n) // frame_folds(frame)
-    # The first valid row is not in the first chunk: the rank of that chunk has padding before the window only.
+    last_chunk_start = (frame_folds(frame) * n - 1) * chunk_rows
+    # All positions of the first chunk are padding, or all of the last. `is_known` avoids a guard where possible.
     first_is_remote = not is_known(start < chunk_rows) and bool(start >= chunk_rows)
-    last_chunk = (frame_folds(frame) * n - 1) * chunk_rows  # its first position
-    last_is_remote = not is_known(start + length > last_chunk) and bool(start + length <= last_chunk)
+    last_is_remote = not is_known(start + length > last_chunk_start) and bool(start + length <= last_chunk_start)
     return first_is_remote, last_is_remote
 
 
@@ -166,10 +167,10 @@ def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, str
         n: Number of ranks.
         group: Name of the process group.
         device: Device of the result.
-        stride: Number of adjacent ranks that store the sequence together, s rows each, as those that exchange heads
-            in hybrid attention. The result has the positions of all of them.
+        stride: Number of adjacent ranks whose rows are joined, as those that exchange heads in hybrid attention: ranks
+            0 and 1 both have the positions 0 to 2s - 1 for a stride of 2. 1 for the rows of this rank only.
     """
-    rows, n = local_row_count(frame, n) * stride, n // stride
+    rows, n = local_row_count(frame, n) * stride, n // stride  # from here on, of a neighborhood of `stride` ranks
     if n == 1:
         return torch.arange(rows, device=device)
     rank = torch.ops.sp.rank(group, device)
@@ -178,15 +179,16 @@ def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, str
     if frame_folds(frame) == 1:
         return torch.arange(rows, device=device) + rank * rows
     chunk_rows = rows // 2
-    chunk = torch.arange(chunk_rows, device=device)
-    return torch.cat([chunk + rank * chunk_rows, chunk + (2 * n - 1 - rank) * chunk_rows])
+    offsets = torch.arange(chunk_rows, device=device)
+    return torch.cat([offsets + rank * chunk_rows, offsets + (2 * n - 1 - rank) * chunk_rows])
 
 
 def to_sequence_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
     """Reorder gathered rows of all ranks, (n * s * inner, ...), from rank order to sequence order."""
     if frame_folds(frame) == 1 or n == 1:
         return rows
-    chunks = rows.unflatten(0, (n, 2, rows.shape[0] // (2 * n)))
+    chunks = rows.unflatten(0, (n, 2, rows.shape[0] // (2 * n)))  # rank, first or second chunk, row
+    # The second chunks are in descending order: rank 0 stores the last chunk of the sequence.
     return torch.cat([chunks[:, 0].flatten(0, 1), chunks[:, 1].flip(0).flatten(0, 1)])
 
 
@@ -194,15 +196,16 @@ def to_rank_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
     """Reorder all rows, (n * s * inner, ...), from sequence order to rank order before a scatter."""
     if frame_folds(frame) == 1 or n == 1:
         return rows
+    # Rank r stores chunk r of the first half of the sequence, and chunk n - 1 - r of the second.
     first, second = rows.unflatten(0, (2, n, rows.shape[0] // (2 * n))).unbind(0)
     return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
 
 
 def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
-    """Return the indices of k positions in a full dim, int64 (outer * k * inner,), clamped to the window.
+    """Return the indices at which k positions are read from a full dim: int64 (outer * k * inner,).
 
     A position outside the window reads the nearest valid row: this defines the contents of padded rows, see
-    ``collectives/pad_rows.py``.
+    ``collectives/pad_rows.py``. With a window of positions 1 to 3, the positions 0, 1, 2 have the indices 0, 0, 1.
 
     Args:
         positions: (k,), int64.
@@ -232,7 +235,7 @@ def outside_window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> 
     outside = positions >= start + length
     if not is_known(start == 0):
         outside = outside | (positions < start)
-    if not is_known(outer * inner == 1):
+    if not is_known(outer * inner == 1):  # repeat the mask of rows for the factors before and after them
         outside = outside[:, None].expand(outer, -1, inner).reshape(-1)
     return column_along(outside, dim, x.ndim)
 
@@ -240,7 +243,7 @@ def outside_window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> 
 def to_rows_first(x: Tensor, dim: int, outer: int) -> Tensor:
     """View (..., outer * rows, ...) as (rows, ..., outer, ...), or (rows, ...) when outer is 1.
 
-    Collectives gather and scatter along dim 0.
+    Collectives gather and scatter along dim 0; `from_rows_first` converts their result back.
     """
     if is_known(outer == 1):
         return x.movedim(dim, 0)
@@ -264,7 +267,9 @@ def trim(x: Tensor, dim: int, frame: FrameArg, n: int, inner: int) -> Tensor:
 
 
 def pad_to_frame(x: Tensor, dim: int, frame: FrameArg, n: int, edge: bool) -> Tensor:
-    """Extend a dim of the window's rows to the rows of all ranks, n * s * inner. `outer` is 1.
+    """Extend a dim that has the window's rows to the rows of all ranks, n * s * inner, before a scatter.
+
+    The frame's `outer` is 1.
 
     Args:
         x: The dim has length * inner rows.
@@ -281,8 +286,9 @@ def pad_to_frame(x: Tensor, dim: int, frame: FrameArg, n: int, edge: bool) -> Te
     total = n * local_row_count(frame, n)
     if edge:
         return x.index_select(dim, nearest_rows(torch.arange(total, device=x.device), frame, inner))
-    widths = [0, 0] * (x.ndim - 1 - dim) + [start * inner, (total - start - length) * inner]
-    # Without padding, a kernel preserves x's strides, while fake tensors are contiguous.
+    widths = [0, 0] * (x.ndim - 1 - dim) + [start * inner, (total - start - length) * inner]  # from the last dim
+    # If a symbolic size turns out to need no padding, the kernel preserves x's strides, but its fake result, with which
+    # the graph was traced, is contiguous. A contiguous x makes both equal.
     if not is_known(total > length):
         x = x.contiguous()
     return torch.constant_pad_nd(x, widths)

@@ -17,12 +17,12 @@ ROOT_PATTERN = re.compile(r"^[LG](\[[^\]]*\])+\.?")  # prefix of a path: `L['sel
 def node_layer(node: Node) -> str:
     """Return the path of the node's layer, such as `layers.3`, or "" for a node outside of layers."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    layers = (_numbered_prefix(ROOT_PATTERN.sub("", path)) for path, *_ in stack.values())
-    return next(filter(None, layers), "")
+    module_paths = (ROOT_PATTERN.sub("", path) for path, *_ in stack.values())  # from the outermost module
+    return next(filter(None, map(_numbered_prefix, module_paths)), "")
 
 
 def _numbered_prefix(path: str) -> str:
-    """Return the path up to its first number: `layers.3` of `layers.3.mlp`; "" without one."""
+    """Return a module's path up to its first number, `layers.3` for `layers.3.mlp`; "" without a number."""
     names = re.findall(r"[A-Za-z_]\w*|\d+", path)
     number = next((i for i, name in enumerate(names) if name.isdigit()), None)
     return "" if number is None else ".".join(names[: number + 1])

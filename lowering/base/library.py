@@ -50,8 +50,9 @@ def composite(schema: str, moves: tuple[str, str] | None = None, padded: str | N
 
     Args:
         schema: Schema of the operator, without namespace.
-        moves: Entry of `MOVE_OPS`, if any.
-        padded: Entry of `PADDED`, if any.
+        moves: Names of the collectives that it runs, forward and backward, for `MOVE_OPS`; None for other operators.
+        padded: Contents of padded rows in its result, "nearest", "finite" or "as given", for `PADDED`; None if it has
+            no padded rows.
     """
 
     def register(body: Body) -> Body:
@@ -79,8 +80,8 @@ def opaque(
         fake: Function of the same arguments that returns empty results, for fake tensors.
         replays: True if a CUDA graph may replay its launches. False if it synchronizes with the device, or if its
             launches depend on the contents of its operands.
-        inside: Entry of `INTERNAL_OPS`: a function of the bytes that its kernels allocate, and of its operands, that
-            returns its temporary bytes for the memory estimate.
+        inside: For the memory estimate (`INTERNAL_OPS`), a function (workspace, *operands) -> temporary bytes, where
+            the workspace is the estimated number of bytes that the operator's kernel allocates.
     """
     has_tag = not replays and hasattr(torch.Tag, "cudagraph_unsafe")  # depends on the torch version
     tags = [torch.Tag.cudagraph_unsafe] if has_tag else []
@@ -97,7 +98,14 @@ def opaque(
 
 
 def _define(schema: str, body: Callable[..., object], key: str, tags: Sequence[torch.Tag] = ()) -> OpOverload:
-    """Define the operator ``sp::<schema>`` with a body for a dispatch key, record its file, and return it."""
+    """Define the operator ``sp::<schema>`` and return it.
+
+    Args:
+        schema: Schema of the operator, without namespace.
+        body: Implementation for the dispatch key. Its file is added to `SOURCE_FILES`.
+        key: Dispatch key of the body.
+        tags: Tags in addition to "pt2_compliant_tag".
+    """
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     name = schema.split("(")[0]
     LIBRARY.impl(name, body, key)
@@ -110,7 +118,7 @@ def _define(schema: str, body: Callable[..., object], key: str, tags: Sequence[t
 class LinearMap(torch.autograd.Function):
     """Linear map of a tensor whose backward runs the adjoint map.
 
-    Both maps are called as ``function(x, *parameters)``. Dynamo must not trace the backward: eager code may call it
+    Both maps are called as ``function(x, *parameters)``. The backward is disabled for Dynamo: eager code may call it
     between compiled graphs, where Dynamo does not trace torch's own backwards, either.
     """
 
@@ -131,12 +139,13 @@ class LinearMap(torch.autograd.Function):
 
 
 def sources_digest(*folders: str) -> str:
-    """Return a digest that changes with each edit of an operator or of a file in these folders.
+    """Return a digest that changes with each edit of `lowering/`, of an operator, or of a file in the given folders.
 
     It is part of the keys of compile caches, and ranks compare it. The caches see only the operators' names, and would
     return code compiled from an older body.
     """
-    resolved = {Path(__file__).resolve().parents[1], *(Path(folder).resolve() for folder in folders)}
+    lowering = Path(__file__).resolve().parents[1]
+    resolved = {lowering, *(Path(folder).resolve() for folder in folders)}
     return _hash_sources(frozenset(resolved), frozenset(SOURCE_FILES))
 
 
@@ -148,10 +157,10 @@ def _hash_sources(folders: frozenset[Path], sources: frozenset[Path]) -> str:
 
 
 def tag_programs() -> None:
-    """Add the digest of the operators' sources to the key of torch's compile caches.
+    """Add the digest of the operators' sources to the key of torch's compile caches, in torch.compiler.config.
 
-    The functions on shards call this before they compile, because these caches do not see the bodies of operators. The
-    key is in torch.compiler.config.
+    The functions on shards (`sp_compile/functional/`) call this before they compile, because the caches do not see the
+    bodies of operators.
     """
     config, tag = torch.compiler.config, f"sp_compile {sources_digest()}"
     if tag not in config.cache_key_tag:

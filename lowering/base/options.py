@@ -67,6 +67,7 @@ class OptionRule:
         Raises:
             SpError: The value is invalid. The message suggests a valid string close to it, or to a value of a mapping.
         """
+        # `choices` is last: the list of torch's backends imports those that packages provide.
         if value in self.words or self.accepts(value) or value in self.choices:
             return
         expected = self.expected or f"one of {', '.join(map(repr, self.choices))}"
@@ -115,7 +116,7 @@ OPTION_RULES = {
     ),
 }
 
-# Options that change joint graphs: the values that every compiler supports, and the passes that other values need.
+# Options that change joint graphs: the values that every compiler supports, and what other values need of it.
 JOINT_GRAPH_OPTIONS = {
     "merge_reductions": (("auto", "never"), "passes on collectives"),
     "offload": (("never",), "copies between forward and backward"),
@@ -206,9 +207,10 @@ class SPConfig:
             if value not in supported and not self.has_joint_passes:
                 cause = f"{name}={value!r} needs {purpose}, which compiler={self.compiler!r} does not support."
                 raise SpError("SP105", cause)
-        excluded = [strategy for strategy in STRATEGIES.values() if self.attention not in ("auto", strategy.name)]
-        for strategy in excluded:
-            for name in strategy.options:  # options that only this strategy uses
+        for strategy in STRATEGIES.values():
+            if self.attention in ("auto", strategy.name):
+                continue
+            for name in strategy.options:  # options that only this strategy uses, which is not selected
                 value = getattr(self, name)
                 if value != "auto":
                     cause = f"{name}={value!r} is not supported with attention={self.attention!r}, only with "
@@ -282,7 +284,7 @@ class SPConfig:
         names = [field.name for field in fields(SPConfig)]
         for name in options or {}:
             if name in ("mode", "dynamic", "fullgraph", "backend", "disable"):
-                raise SpError("SP101", f"options: {name!r} is an argument of torch.compile itself, {name}=....")
+                raise SpError("SP101", f"options: {name!r} is an argument of torch.compile, not a backend option.")
             if name not in names:
                 hint = suggest_option(name, names)
                 raise SpError("SP102", f"options: unknown option {name!r}{hint}, expected one of {', '.join(names)}.")
@@ -300,14 +302,14 @@ OTHER_NAMES = {
 
 
 def suggest_option(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the option that a name probably means, or "".
+    """Return a hint at the option that a name probably means, for the error about an unknown option.
 
     Args:
         name: The name that the user passed.
         known: The names of the options.
 
     Returns:
-        A hint in parentheses that starts with a space, or "".
+        A hint such as " (did you mean 'tiles'?)", or "" if no option is close.
     """
     other = OTHER_NAMES.get(name)
     return f" (did you mean {other!r}?)" if other is not None else did_you_mean(name, known)

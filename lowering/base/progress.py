@@ -51,10 +51,12 @@ class ProgressLine:
         return self.clock() - self.started
 
     def refresh(self) -> None:
-        """Create or update the line, after `SHOW_AFTER` seconds, or once after `LOG_AFTER` without a terminal."""
+        """Create or update the line after `SHOW_AFTER` seconds; without a terminal, write it once after `LOG_AFTER`."""
         with self.lock:
             is_terminal = self.console.is_terminal
-            if self.seconds < (SHOW_AFTER if is_terminal else LOG_AFTER) or (self.is_shown and not is_terminal):
+            is_early = self.seconds < (SHOW_AFTER if is_terminal else LOG_AFTER)
+            is_logged = self.is_shown and not is_terminal
+            if is_early or is_logged:
                 return
             self.is_shown = True
             line = f"sp: {self.title}: {current_partition() or self.step} ({self.seconds:.0f} s)"
@@ -106,10 +108,11 @@ def show_progress(title: str) -> Iterator[None]:
     Args:
         title: Name of the work.
     """
-    ended, line = threading.Event(), _start_line(title)
+    line = _start_line(title)
     if line is None:
         yield
         return
+    ended = threading.Event()
     updates = threading.Thread(target=_update_line, args=(line, ended), name="sp_compile progress", daemon=True)
     updates.start()
     try:
@@ -134,7 +137,7 @@ def show_in_thread(title: str, ended: threading.Event) -> None:
 
 
 def _start_line(title: str) -> ProgressLine | None:
-    """Start a line and return it, or return None inside of other work or where none is shown."""
+    """Add a line to `_active_lines` and return it, or None inside of other work or where no line may be shown."""
     console = Console(stderr=True)
     if _active_lines or not _may_show(console):
         return None
@@ -153,6 +156,10 @@ def _update_line(line: ProgressLine, ended: threading.Event) -> None:
 
 
 def _may_show(console: Console) -> bool:
-    """Return True if this process may show a line: rank 0, on a terminal without TORCH_LOGS, or in a log file."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    return rank == 0 and not (console.is_terminal and os.environ.get("TORCH_LOGS"))
+    """Return True if this process may show a line: rank 0, in a log file or on a terminal without TORCH_LOGS."""
+    if dist.is_available() and dist.is_initialized():
+        rank = dist.get_rank()
+    else:
+        rank = int(os.environ.get("RANK", "0"))  # set by torchrun before the process group exists
+    logs_would_mix = console.is_terminal and bool(os.environ.get("TORCH_LOGS"))
+    return rank == 0 and not logs_would_mix

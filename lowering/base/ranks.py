@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def has_other_processes(self) -> bool:
-        """Return True if the group has other processes. The "fake" backend has none."""
+        """Return True if the group has other processes. A group of torch's "fake" backend has none."""
         group = self.process_group
         return self.n > 1 and group is not None and "fake" not in str(dist.get_backend(group))
 
@@ -75,7 +75,9 @@ Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Ranks | None
 
 
 def ranks_of(mesh: Mesh) -> Ranks:
-    """Return the ranks for a function on local shards; constant inside torch.compile.
+    """Return the ranks of the `group` argument of a function on local shards.
+
+    Inside torch.compile the result is a constant of the graph.
 
     Args:
         mesh: A DeviceMesh, process group or Ranks; None for the default group.
@@ -99,9 +101,10 @@ def _resolve_mesh(mesh: DeviceMesh | None) -> Ranks:
 
 
 def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
-    """Return the sequence-parallel ranks of a mesh axis, or of the default group without a mesh.
+    """Return the ranks that share the sequence: those of a mesh axis, or of the default group without a mesh.
 
-    A mesh that contains both axes of a strategy uses them as one flattened axis, row-major.
+    Some attention strategies split the sequence over a pair of axes, as hybrid attention over ("ring", "ulysses"). A
+    mesh with both axes of a pair is flattened to one axis, row-major, of which adjacent ranks are on the inner axis.
 
     Args:
         mesh: The mesh, or None.
@@ -117,7 +120,8 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     ulysses = None
     pair = find_axis_pair(mesh) if mesh_dim is None else None
     if pair is not None:
-        (outer, inner), names = pair, mesh.mesh_dim_names
+        outer, inner = pair
+        names = mesh.mesh_dim_names
         ulysses = mesh[inner].size()
         if names.index(outer) > names.index(inner):
             raise SpError("SP115", f"mesh: expected axis {outer!r} before axis {inner!r}, got axes {names}.")
@@ -130,7 +134,9 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
 
 
 def can_split_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, groups: Sequence[Ranks]) -> bool:
-    """Return True if a mesh has an axis for the sequence that the program's own collectives do not use.
+    """Return True if `resolve` should determine the axis of the sequence for a program with collectives of its own.
+
+    Such a program, as with tensor parallelism, may use all axes of the mesh itself; its sequence is then not split.
 
     Args:
         mesh: The mesh of the options, which may be of a wrong type.
@@ -138,17 +144,19 @@ def can_split_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, groups: Se
         groups: The groups of the program's own collectives.
 
     Returns:
-        False without a mesh, if the groups use its only axis, or if it has several and none is for the sequence.
+        False without a mesh, if the groups use its only axis, or if it has several axes and none is for the sequence.
     """
+    if mesh is None:
+        return False
     if not isinstance(mesh, DeviceMesh):
-        return mesh is not None
+        return True  # `resolve` raises an error for it
     if mesh.ndim == 1:
         return mesh.get_group().group_name not in {ranks.group for ranks in groups}
     return mesh_dim is not None or "sp" in (mesh.mesh_dim_names or ()) or find_axis_pair(mesh) is not None
 
 
 def find_axis_pair(mesh: DeviceMesh) -> tuple[str, str] | None:
-    """Return the pair of mesh axes over which a strategy splits the sequence, or None."""
+    """Return the pair of axes of a strategy, such as ("ring", "ulysses"), that the mesh has; None if it has none."""
     pairs: list[tuple[str, str]] = [strategy.axes for strategy in STRATEGIES.values() if strategy.axes]
     return next((pair for pair in pairs if set(pair) <= set(mesh.mesh_dim_names or ())), None)
 
@@ -163,9 +171,7 @@ def _default_group(mesh_dim: str | None) -> Ranks:
 
 
 def _sequence_axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:
-    """Return the 1-D mesh of the axis that splits the sequence.
-
-    `mesh_dim` None selects "sp" or the only axis.
+    """Return the 1-D mesh of the axis that splits the sequence: `mesh_dim`, by default "sp" or the only axis.
 
     Raises:
         SpError: The mesh does not have the axis.
@@ -174,10 +180,10 @@ def _sequence_axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:
     if mesh.ndim > 1:
         axis = mesh_dim or "sp"
         if axis not in (names or ()):
-            raise SpError("SP113", f"mesh: expected an axis {axis!r}, got {mesh.ndim} axes {names}.")
+            raise SpError("SP113", f"mesh: expected an axis {axis!r}, got {mesh.ndim} axes {names or 'without names'}.")
         return mesh[axis]
     if mesh_dim is not None and mesh_dim not in (names or ()):
-        raise SpError("SP114", f"mesh: expected an axis {mesh_dim!r}, got {names}.")
+        raise SpError("SP114", f"mesh: expected an axis {mesh_dim!r}, got {names or 'one without a name'}.")
     return mesh
 
 

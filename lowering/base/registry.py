@@ -21,21 +21,22 @@ T = TypeVar("T")  # a forced value, a program, or the function or class that a d
 
 
 class Override(Generic[T]):
-    """Value that is forced on all threads inside `with forced.force(value)`, for tests and benchmarks."""
+    """Value that tests and benchmarks force on all threads inside `with override.force(value)`."""
 
     def __init__(self) -> None:
-        self._values: dict[object, T] = {}  # by block, the innermost last; blocks of threads may end in any order
+        # Values by block, the innermost last. A dict, since the blocks of several threads may end in any order.
+        self._values: dict[object, T] = {}
 
     @property
     def value(self) -> T | None:
         """Return the value of the innermost block, or None outside."""
-        values = [*self._values.values()]  # a copy, since other threads may change the blocks
+        values = [*self._values.values()]  # a copy, since other threads may enter or leave blocks
         return values[-1] if values else None
 
     @contextmanager
     def force(self, value: T) -> Iterator[None]:
         """Force the value inside the block; of nested blocks, the innermost counts."""
-        block = object()
+        block = object()  # unique key of this block
         self._values[block] = value
         try:
             yield
@@ -67,7 +68,7 @@ class Table(dict[Any, TableRow]):
                 first, and equal ones in the order of registration.
 
         Returns:
-            A context manager that removes the row at its exit.
+            A context manager that removes the row at its exit, and restores a replaced row.
 
         Raises:
             SpError: The name is registered already.
@@ -104,26 +105,27 @@ class Table(dict[Any, TableRow]):
         return self._forced.force(name)
 
     def choose(self, problem: Any) -> str:
-        """Return the name of the first row that fits, or of the row that `use_row` forces.
+        """Return the name of the first row that fits the problem, or of the row that `use_row` forces.
 
         Raises:
             SpError: The row that `use_row` forces does not fit.
         """
         rows: Mapping[str, Any] = self
-        name = self._forced.value
-        if name is None:
-            ordered = sorted(rows, key=lambda row_name: self._priorities[row_name](problem))
-            return next(row_name for row_name in ordered if rows[row_name].fits(problem))
-        if not rows[name].fits(problem):
-            raise SpError("SP903", f"{self.title}: {name!r} does not support {problem}.")
-        return name
+        forced = self._forced.value
+        if forced is None:
+            ordered = sorted(rows, key=lambda name: self._priorities[name](problem))  # stable: then by registration
+            return next(name for name in ordered if rows[name].fits(problem))
+        if not rows[forced].fits(problem):
+            raise SpError("SP903", f"{self.title}: {forced!r} does not support {problem}.")
+        return forced
 
 
 class ProgramTable(dict[str, T]):
     """Registry of programs by name, a digest of their code.
 
-    A graph contains the name in place of the program. Each process registers a program before it runs such a graph, so
-    code from a compiler's cache finds the same program.
+    A program is a function that is generated while a model is compiled, such as the score function of an attention. The
+    graph calls an operator with the program's name. Each process registers the program before it runs the graph, so
+    that code from a compiler's cache finds the same program.
 
     Args:
         title: Name of the registry in error messages.
@@ -140,7 +142,7 @@ class ProgramTable(dict[str, T]):
         return super().__getitem__(name)
 
     def register(self, code: Any, make: Callable[[str], T]) -> str:
-        """Register a program unless its name is known, and return the name.
+        """Register a program, unless one with the same code is registered, and return its name.
 
         Args:
             code: Everything that determines the program's results; its `repr` is the same in every process.
@@ -153,5 +155,5 @@ class ProgramTable(dict[str, T]):
 
 
 def graph_code(gm: GraphModule) -> tuple[Any, ...]:
-    """Return the code of a graph and its buffers' values, as a `code` of `ProgramTable.register`."""
+    """Return the code of a graph and its buffers' values, as the `code` argument of `ProgramTable.register`."""
     return gm.code, *((name, x.dtype, x.tolist()) for name, x in sorted(gm.named_buffers()))

@@ -28,7 +28,7 @@ from sp_compile.lowering.comm.communicator import current_communicator
 
 
 class Reshard(NamedTuple):
-    """Dims, frames and ranks of an exchange: Shard(gather_dim) -> Shard(scatter_dim)."""
+    """Change of the sharded dim by an exchange, Shard(gather_dim) -> Shard(scatter_dim)."""
 
     scatter_dim: int  # dim that becomes sharded
     scatter_frame: FrameArg  # frame of the scatter dim
@@ -49,21 +49,26 @@ class _AllToAllFunction(torch.autograd.Function):
     def forward(ctx: Any, reshard: Reshard, edge: bool, *xs: Tensor) -> tuple[Tensor, ...]:
         """Pad the scatter dims, and exchange the tensors with as few collectives as possible.
 
-        `edge`: True for values, whose padding copies valid rows; False for gradients, whose padding is zero.
+        Args:
+            ctx: Stores the reshard for the backward.
+            reshard: The change of the sharded dim.
+            edge: True for values, whose padding copies valid rows. False for gradients, whose padding is zero.
+            *xs: The tensors.
         """
         ctx.reshard = reshard
         padded = [frames.pad_to_frame(x, reshard.scatter_dim, reshard.scatter_frame, reshard.n, edge) for x in xs]
         results: list[Tensor] = list(xs)
         for indices in _shareable_groups(xs, reshard.gather_dim):
-            for i, y in zip(indices, exchange([padded[i] for i in indices], reshard), strict=True):
-                results[i] = y
+            exchanged = exchange([padded[i] for i in indices], reshard)
+            for i, result in zip(indices, exchanged, strict=True):
+                results[i] = result
         return tuple(results)
 
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Run the inverse exchange on the required gradients."""
-        is_needed = ctx.needs_input_grad[2:]
+        """Run the inverse exchange on the gradients of the tensors that need one."""
+        is_needed = ctx.needs_input_grad[2:]  # of each x, after `reshard` and `edge`
         x_grads = iter(_AllToAllFunction.apply(ctx.reshard.inverse(), False, *compress(grads, is_needed)))
         return None, None, *(next(x_grads) if needed else None for needed in is_needed)
 
@@ -71,7 +76,8 @@ class _AllToAllFunction(torch.autograd.Function):
 def _shareable_groups(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
     """Return the indices of all tensors, in groups that can share an exchange.
 
-    Tensors of a group have one dtype and device, and one of their gather lengths divides all others.
+    Tensors of a group have one dtype and device, and one of their gather lengths divides all others: gather lengths 8,
+    32, 12 make the groups [0, 1] and [2].
     """
     groups: list[list[int]] = []
     for i, x in enumerate(xs):
@@ -81,15 +87,15 @@ def _shareable_groups(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
             if same_kind and _common_rows(members, gather_dim) is not None:
                 indices.append(i)
                 break
-        else:
+        else:  # no group accepts the tensor
             groups.append([i])
     return groups
 
 
 def _common_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
-    """Return the gather length that divides all others, or None if none is known to do so. Adds no guards.
+    """Return the gather length that divides those of all tensors, or None if none is known to. Adds no guards.
 
-    The tensors can then share an exchange of this number of rows.
+    The tensors can share an exchange whose blocks have this number of rows.
     """
 
     def divides(rows: int, length: int) -> bool:
@@ -105,13 +111,13 @@ def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
 
     Args:
         xs: Tensors of a group of `_shareable_groups`. Their scatter dims are padded to n equal blocks.
-        reshard: Dims, frames and ranks.
+        reshard: The change of the sharded dim.
 
     Returns:
-        The result of each tensor, in the order of ``xs``.
+        The result of each tensor, in the order of ``xs``, as the module describes.
     """
-    rows_per_rank = frames.local_row_count(reshard.gather_frame, reshard.n)
-    if reshard.n == 1:
+    rows_per_rank = frames.local_row_count(reshard.gather_frame, reshard.n)  # positions, padding included
+    if reshard.n == 1:  # only the padding of the gather dim is dropped
         gather, frame = reshard.gather_dim, reshard.gather_frame
         return [frames.trim(x, gather, frame, 1, frames.inner_rows(x.shape[gather], rows_per_rank)) for x in xs]
     rows = _common_rows(xs, reshard.gather_dim)
@@ -121,32 +127,32 @@ def exchange(xs: list[Tensor], reshard: Reshard) -> list[Tensor]:
     received = current_communicator().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)
     received = frames.to_sequence_order(received, reshard.gather_frame, reshard.n)
     received = frames.trim(received, 0, reshard.gather_frame, reshard.n, frames.inner_rows(rows, rows_per_rank))
-    columns = received.split([math.prod(block.shape[2:]) for block in blocks], 1)
+    columns = received.split([math.prod(block.shape[2:]) for block in blocks], 1)  # of each tensor
     results = []
     for x, block, x_columns in zip(xs, blocks, columns, strict=True):
-        y = x_columns.unflatten(1, block.shape[2:])
-        if y.ndim != x.ndim:  # the block's rows are not all rows of x: a copy
-            y = y.flatten(0, 1)
-        results.append(y.movedim(0, reshard.gather_dim))
+        result = x_columns.unflatten(1, block.shape[2:])
+        if result.ndim != x.ndim:  # `_to_blocks` moved some rows of x to columns; merging them again is a copy
+            result = result.flatten(0, 1)
+        results.append(result.movedim(0, reshard.gather_dim))
     return results
 
 
 def _to_blocks(x: Tensor, reshard: Reshard, rows: int) -> Tensor:
-    """Return (..., g, ..., n * h, ...) as (n, rows, ...), the blocks to send; in most cases a view.
+    """Return (..., g, ..., n * h, ...) as the blocks to send, (n, rows, ...); in most cases a view.
 
-    Block r is for rank r. The other dims follow, with h in place of the scatter dim. If g exceeds `rows`, the first of
-    them is g / rows.
+    Block r is for rank r. The dims after `rows` are the other dims of x, with h in place of the scatter dim. If g
+    exceeds `rows`, a dim of g / rows precedes them.
     """
     n, scatter, gather = reshard.n, reshard.scatter_dim, reshard.gather_dim
-    if frames.frame_folds(reshard.scatter_frame) == 2:
+    if frames.frame_folds(reshard.scatter_frame) == 2:  # zigzag: rank r receives the chunks r and 2n - 1 - r
         x = frames.to_rank_order(x.movedim(scatter, 0), reshard.scatter_frame, n).movedim(0, scatter)
     x = x.unflatten(scatter, (n, x.shape[scatter] // n)).movedim(scatter, 0).movedim(gather + 1, 1)
     return x if frames.is_known(x.shape[1] == rows) else x.unflatten(1, (rows, x.shape[1] // rows))
 
 
 def _pack_blocks(blocks: list[Tensor]) -> Tensor:
-    """Concatenate the blocks (n, g, ...) of several tensors to (n, g, cols), with one copy of each."""
-    widths = [math.prod(block.shape[2:]) for block in blocks]
+    """Concatenate the blocks (n, g, ...) of several tensors to the send buffer (n, g, total), with one copy of each."""
+    widths = [math.prod(block.shape[2:]) for block in blocks]  # columns of each tensor
     if not all(map(triton.can_use_triton, blocks)):
         matrices = [block.reshape(*block.shape[:2], width) for block, width in zip(blocks, widths, strict=True)]
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices, -1)
@@ -167,10 +173,11 @@ def all_to_all(
 ) -> list[Tensor]:
     """Convert Shard(gather_dim) to Shard(scatter_dim), for every x.
 
-    Shapes: gather dim s_g * inner -> length_g * inner; scatter dim length_s * inner -> s_s * inner. Tensors with more
-    rows per position, such as the query heads of one key head, have a larger inner and share the frames.
-    Bytes: (n - 1) / n of the operands', in one all_to_all_single for all tensors that agree in dtype and divide in
-    local gather length.
+    Shapes: the gather dim of s * inner -> length * inner, the scatter dim of length * inner -> s * inner, each with the
+    s and the length of its own frame, ``gather`` or ``scatter``. Tensors with more rows per position, such as the query
+    heads of one key head, have a larger inner and share the frames.
+    Bytes: (n - 1) / n of the operands', in one all_to_all_single for all tensors of one dtype whose local gather
+    lengths are multiples of the smallest.
     Backward: the inverse exchange, of the same number of bytes.
     Source: one copy into the send buffer, all_to_all_single, views.
     Errors: SpError if the dims are equal or the outer factor of a frame is not 1.
@@ -178,7 +185,8 @@ def all_to_all(
     ndim = xs[0].ndim
     reshard = Reshard(scatter_dim % ndim, scatter, gather_dim % ndim, gather, n, group)
     if reshard.scatter_dim == reshard.gather_dim:
-        raise SpError("SP542", f"sp::all_to_all: scatter and gather dim are both {reshard.scatter_dim}.")
+        cause = f"sp::all_to_all: expected two different dims, got {reshard.scatter_dim} as scatter and gather dim."
+        raise SpError("SP542", cause)
     if not (frames.is_known(scatter[0] == 1) and frames.is_known(gather[0] == 1)):
         cause = f"sp::all_to_all: expected frames with outer == 1, got {scatter[0]} and {gather[0]}."
         raise SpError("SP507", cause, "Unflatten the dims, so that the sequence is the first factor of each.")

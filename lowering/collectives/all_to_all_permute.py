@@ -70,15 +70,16 @@ class PermuteProblem(NamedTuple):
 
     @property
     def buffer(self) -> SymmetricBuffer | None:
-        """Return the symmetric memory that this exchange may use, or None. All ranks decide equally.
+        """Return the symmetric memory that this exchange may use, or None. The result is equal on all ranks.
 
-        None if none is declared or it is too small, in a compiled or traced program, and in a simulation of ranks.
+        None if no memory is declared or it is too small, in a compiled or traced program, and in a simulation of ranks.
         """
-        is_eager = triton.is_plain_memory(self.x) and self.x.numel() > 0 and not torch.compiler.is_compiling()
-        if not is_eager or not isinstance(current_communicator(), FunctionalCommunicator):
-            return None
         buffer, x = BUFFERS.get(self.group), self.x
-        fits = buffer is not None and x.device == buffer.memory.device and x.nbytes <= buffer.memory.numel()
+        is_eager = triton.is_plain_memory(x) and x.numel() > 0 and not torch.compiler.is_compiling()
+        is_simulated = not isinstance(current_communicator(), FunctionalCommunicator)
+        if buffer is None or not is_eager or is_simulated:
+            return None
+        fits = x.device == buffer.memory.device and x.nbytes <= buffer.memory.numel()
         return buffer if fits else None
 
 
@@ -89,23 +90,24 @@ def _fits_torch(problem: PermuteProblem) -> bool:
 
 def _torch_exchange(problem: PermuteProblem) -> Tensor:
     """Copy x to symmetric memory and run torch's exchange, between two barriers of all ranks."""
-    buffer, run, x = problem.buffer, symmetric_all_to_all(), problem.x
-    assert buffer is not None and run is not None  # noqa: PT018 (see `_fits_torch`)
+    buffer, all_to_all, x = problem.buffer, symmetric_all_to_all(), problem.x
+    assert buffer is not None and all_to_all is not None  # noqa: PT018 (see `_fits_torch`)
     shared, out = buffer.view(x.shape, x.dtype), x.new_empty(problem.shape)
     triton.copy_tensor(shared, x)
-    buffer.barrier()
-    run(shared, out, problem.scatter_dim, problem.gather_dim, group=problem.group)
-    buffer.barrier()
+    buffer.barrier()  # every rank has written its operand
+    all_to_all(shared, out, problem.scatter_dim, problem.gather_dim, group=problem.group)
+    buffer.barrier()  # every rank has read the operands: the next exchange may overwrite them
     return out
 
 
 def _packed_exchange(problem: PermuteProblem) -> Tensor:
-    """Run the exchange with one all_to_all_single and one copy, after it if dim 0 is the scatter dim."""
+    """Run the exchange with one all_to_all_single and one copy: before it, or after it if dim 0 is the scatter dim."""
     x, scatter, gather, n, group = problem
-    if not all(is_known(size == 1) for size in x.shape[:scatter]):
+    is_first = all(is_known(size == 1) for size in x.shape[:scatter])  # no other dim is outside the scatter dim
+    if not is_first:
         frame = (1, n, 0, n)  # n positions, one per rank: equal shares of any size
         return exchange([x], Reshard(scatter, frame, gather, frame, n, group))[0]
-    # The first dim is the scatter dim: its blocks can be sent without a copy, and the result is permuted.
+    # The blocks of the first dim are contiguous and sent without a copy. The received blocks are permuted.
     received = current_communicator().all_to_all(x.unflatten(scatter, (n, -1)).movedim(scatter, 0), n, group)
     blocks = received.movedim(0, gather)
     if not triton.can_use_triton(blocks):
@@ -135,7 +137,7 @@ class _PermuteFunction(torch.autograd.Function):
         """Run the exchange with the kernel that fits, and return a result that may be changed in place."""
         problem = PermuteProblem(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
         result = PERMUTE_KERNELS[PERMUTE_KERNELS.choose(problem)].run(problem)
-        # A view of the received tensor could not be changed in place.
+        # autograd would not permit changes of a view of the received tensor; `data` is no view for autograd.
         return result.data if triton.is_plain_memory(result) else result
 
     @staticmethod
@@ -171,8 +173,9 @@ def all_to_all_permute(x: Tensor, scatter_dim: int, gather_dim: int, n: int, gro
     """
     scatter_dim, gather_dim = scatter_dim % x.ndim, gather_dim % x.ndim
     if scatter_dim == gather_dim:
-        raise SpError("SP542", f"sp::all_to_all_permute: scatter and gather dim are both {scatter_dim}.")
+        cause = f"sp::all_to_all_permute: expected two different dims, got {scatter_dim} as scatter and gather dim."
+        raise SpError("SP542", cause)
     if is_known(x.shape[scatter_dim] % n != 0):
-        cause = f"sp::all_to_all_permute: {n} ranks do not divide dim {scatter_dim} of {list(x.shape)}."
+        cause = f"sp::all_to_all_permute: {n} ranks do not divide dim {scatter_dim} of shape {list(x.shape)}."
         raise SpError("SP543", cause)
     return x if n == 1 else _PermuteFunction.apply(x, scatter_dim, gather_dim, n, group)

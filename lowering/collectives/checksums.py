@@ -26,30 +26,30 @@ SUMMARY_PREFIX = "about "  # prefix for floats that need not be bitwise equal
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by bytes of an element
 
 
-def checksum(a: Any) -> str:
+def checksum(x: Any) -> str:
     """Return a checksum of a tensor's elements and their order, or "" if there is nothing to compare.
 
     Waits for the device. The text differs between a CPU (SHA-256) and other devices (`checksum_of`).
 
     Args:
-        a: Any value. Values that are not tensors, tensors without elements and scalars on the CPU have the checksum "".
+        x: Any value. Values that are not tensors, tensors without elements and scalars on the CPU have the checksum "".
     """
-    if not isinstance(a, torch.Tensor) or a.numel() == 0 or (a.ndim == 0 and a.device.type == "cpu"):
+    if not isinstance(x, torch.Tensor) or x.numel() == 0 or (x.ndim == 0 and x.device.type == "cpu"):
         return ""
-    if a.device.type != "cpu":
-        return str(checksum_of(a).item())
-    if is_freed(a):
+    if x.device.type != "cpu":
+        return str(checksum_of(x).item())
+    if is_freed(x):
         return FREED_CHECKSUM
     digest = hashlib.sha256()
-    for piece in flat_parts(_view_as_real(a)):
-        bits = piece.resolve_neg().contiguous()
-        digest.update((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
+    for piece in flat_parts(_view_as_real(x)):
+        elements = piece.resolve_neg().contiguous()
+        digest.update((ctypes.c_char * elements.nbytes).from_address(elements.data_ptr()))  # no copy, also of bfloat16
     return digest.hexdigest()[:16]
 
 
-def is_freed(a: torch.Tensor) -> bool:
+def is_freed(x: torch.Tensor) -> bool:
     """Return True if the memory of a tensor was freed, as FSDP does by `untyped_storage().resize_(0)`."""
-    return a.layout == torch.strided and a.untyped_storage().nbytes() == 0
+    return x.layout == torch.strided and x.untyped_storage().nbytes() == 0
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,20 @@ class PendingChecksums:
     copied: torch.Event | None = None  # event of the copy; None on the CPU
 
     def read(self) -> list[str]:
-        """Return one text per tensor, "about ..." for a summary. Waits if the copy is not complete."""
+        """Return one text per tensor, "about 1.5 0.2 0.3" for a summary. Waits if the copy is not complete."""
         if self.copied is not None and not self.copied.query():
             self.copied.synchronize()
-        rows = self.values.tolist()
-        return [str(row) if isinstance(row, int) else SUMMARY_PREFIX + " ".join(map(repr, row)) for row in rows]
+        entries = self.values.tolist()  # an int per checksum, a list of three floats per summary
+        return [str(x) if isinstance(x, int) else SUMMARY_PREFIX + " ".join(map(repr, x)) for x in entries]
 
 
 def start_checksums(xs: Sequence[torch.Tensor]) -> PendingChecksums:
-    """Start to compute checksums of non-empty tensors on a common device, one launch each with Triton.
+    """Start to compute checksums of non-empty tensors on a common device, without waiting for the device.
 
-    Does not wait for the device, so that a call of a program can compare its inputs without a delay.
+    A call of a program then compares its inputs without a delay. With Triton each tensor needs one kernel launch.
     """
     sums = torch.zeros(len(xs), dtype=torch.int64, device=xs[0].device)
-    for x, x_sum in zip(xs, sums):
+    for x, x_sum in zip(xs, sums):  # x_sum is a view of one entry, which is added to
         if triton.can_use_triton(x):
             from sp_compile.lowering.triton import checksum_kernel as kernel  # imports Triton
 
@@ -84,7 +84,7 @@ def start_checksums(xs: Sequence[torch.Tensor]) -> PendingChecksums:
 
 
 def start_cpu_copy(x: torch.Tensor) -> PendingChecksums:
-    """Start to copy checksums or summaries to the CPU, (n,) int64 or (n, 3) float64."""
+    """Start to copy checksums, (n,) int64, or summaries, (n, 3) float64, to the CPU, without waiting."""
     if x.device.type == "cpu":
         return PendingChecksums(x)
     values, copied = x.to("cpu", non_blocking=True), torch.Event(x.device.type)
@@ -95,6 +95,9 @@ def start_cpu_copy(x: torch.Tensor) -> PendingChecksums:
 def sample_view(x: torch.Tensor, limit: int, turn: int) -> torch.Tensor:
     """Return a view of at most `limit` elements, spread over all dims: a sample of a large tensor.
 
+    Every step-th index of each dim is selected. The limit is shared by the dims, from the shortest to the longest; a
+    short one leaves more to the others: shape (2, 1000) and limit 100 have the sample x[:, ::20] of 2 * 50 elements.
+
     Args:
         x: Any shape and dtype.
         limit: Maximum number of elements.
@@ -102,8 +105,8 @@ def sample_view(x: torch.Tensor, limit: int, turn: int) -> torch.Tensor:
     """
     dims = sorted(range(x.ndim), key=x.shape.__getitem__) if x.numel() > limit else []
     for i, dim in enumerate(dims):
-        dim_limit = max(1, int(limit ** (1 / (len(dims) - i))))  # this dim and the larger ones have equal limits
-        step = -(-x.shape[dim] // dim_limit)
+        dim_limit = max(1, int(limit ** (1 / (len(dims) - i))))  # this dim and the longer ones have equal shares
+        step = -(-x.shape[dim] // dim_limit)  # rounded up
         x = x[(slice(None),) * dim + (slice(turn % step, None, step),)]
         limit, turn = limit // x.shape[dim], turn // step
     return x
@@ -120,10 +123,11 @@ def summarize(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros(3, dtype=torch.float64, device=x.device)
     matrix = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
     rows, columns = matrix.shape
-    column_weights = _pseudo_random(columns, x.device) / columns**0.5  # half-precision products do not overflow
+    column_weights = _pseudo_random(columns, x.device) / columns**0.5  # scaled: half-precision sums do not overflow
     projected = (matrix @ column_weights.to(x.dtype)).double()  # (rows,)
     row_weights = _pseudo_random(rows, x.device)
-    norm = torch.linalg.vector_norm(matrix, dtype=max(x.dtype, torch.float32, key=lambda dtype: dtype.itemsize))
+    norm_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    norm = torch.linalg.vector_norm(matrix, dtype=norm_dtype)
     projections = [(projected * weights).sum() for weights in (row_weights, row_weights.flip(0))]
     return torch.stack([norm.double() / columns**0.5, *projections])
 
@@ -136,9 +140,8 @@ def _pseudo_random(n: int, device: torch.device) -> torch.Tensor:
 def checksum_of(x: torch.Tensor) -> torch.Tensor:
     """Return a checksum of any tensor: () int64 on its device.
 
-    The sum of a hash of each element's bits and index, modulo 2**64. Integer arithmetic is exact for any order of
-    summation. A sum of the bits alone would not suffice: masks and one-hot tensors have few distinct values, which
-    cancel.
+    It is the sum, modulo 2**64, of a hash of each element's bits and index, which is exact for any order of summation.
+    A sum of the bits alone would not suffice: it is the same for every order of the elements, as of a one-hot tensor.
     """
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     first = 0  # index of the piece's first element
@@ -150,7 +153,7 @@ def checksum_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _view_as_real(x: torch.Tensor) -> torch.Tensor:
-    """Return x detached, complex numbers as pairs of real ones in a further dim, whose bits can be read."""
+    """Return x detached; complex numbers as pairs of real ones in a further dim, since their bits can be read."""
     x = x.detach()
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
@@ -169,6 +172,7 @@ def _hash_bits(bits: torch.Tensor, first: int) -> torch.Tensor:
     """
     z = torch.arange(first + 1, first + 1 + bits.numel(), device=bits.device).mul_(_GOLDEN).bitwise_xor_(bits)
     for shift, factor in _ROUNDS:
+        # z = (z ^ (z >>> shift)) * factor; >> of int64 repeats the sign bit, which the mask removes
         z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
     return z
 
@@ -176,16 +180,17 @@ def _hash_bits(bits: torch.Tensor, first: int) -> torch.Tensor:
 def is_constant(x: torch.Tensor) -> bool:
     """Return True if all elements are equal; False without elements.
 
-    Any part of such an input, such as a mask of ones, is equal to any other part of the same shape.
+    Shards of such an input, such as a mask of ones, are equal on all ranks: their checksums do not show that they are
+    shards and not a full input.
     """
     if x.numel() == 0:
         return False
-    first = _comparable_bits(x.detach()[(0,) * x.ndim])
-    return all(bool((_comparable_bits(piece) == first).all()) for piece in flat_parts(x.detach()))
+    first = _comparable_values(x.detach()[(0,) * x.ndim])
+    return all(bool((_comparable_values(piece) == first).all()) for piece in flat_parts(x.detach()))
 
 
-def _comparable_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return x in a dtype that torch compares: float32 for float8, else its own."""
+def _comparable_values(x: torch.Tensor) -> torch.Tensor:
+    """Return x in a dtype for which torch implements ==: float32 for float8, else its own."""
     return x.float() if x.is_floating_point() and x.element_size() == 1 else x
 
 
@@ -196,6 +201,7 @@ def flat_parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
     elif x.is_contiguous():
         yield from x.view(-1).split(PIECE_ELEMENTS)
     else:
-        rows = max(1, PIECE_ELEMENTS // (x.numel() // x.shape[0]))  # of dim 0 in a piece
+        # Split dim 0 into pieces that fit, or into single rows, which are split along the next dim.
+        rows = max(1, PIECE_ELEMENTS // (x.numel() // x.shape[0]))
         for piece in x.split(rows) if x.shape[0] > 1 else [x[0]]:
             yield from flat_parts(piece)

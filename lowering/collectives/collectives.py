@@ -32,7 +32,8 @@ def _slice_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Ten
     """Return this rank's rows of a full x; padding has copies of the nearest row of the window."""
     if n == 1 and not frames.is_padded(frame, n):
         return x
-    inner = frames.inner_rows(x.shape[dim], frame[0] * frame[3])
+    outer, length = frame[0], frame[3]
+    inner = frames.inner_rows(x.shape[dim], outer * length)
     positions = frames.own_positions(frame, n, group, x.device)
     return x.index_select(dim, frames.nearest_rows(positions, frame, inner))
 
@@ -54,8 +55,14 @@ def _gather_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Te
 def _reduce_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge: bool) -> Tensor:
     """Sum full tensors over the ranks and return this rank's rows.
 
-    With `edge`, for values, padding has copies of valid rows, and the collective is reduce_scatter, which users can
-    find in the graph. Without, for cotangents, padding has zeros, and the communicator selects the fastest way.
+    Args:
+        x: The full tensor, a term of the sum.
+        dim: The dim to shard.
+        frame: The frame of the dim.
+        n: Number of ranks.
+        group: Name of the process group.
+        edge: True for values: padding has copies of valid rows, and the collective is reduce_scatter, which users can
+            find in the graph. False for cotangents: padding has zeros, and the communicator selects the fastest way.
     """
     rows = frames.pad_to_frame(frames.to_rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge)
     summed = current_communicator().reduce_scatter(frames.to_rank_order(rows, frame, n), n, group, plain=edge)
@@ -76,9 +83,9 @@ def _broadcast_first(x: Tensor, group: str) -> Tensor:
 
 
 def _identity(x: Tensor, *_: Any) -> Tensor:
-    """Return a view of x, in the direction of an operator that does not communicate, forward or backward.
+    """Return a view of x: the forward or the backward of an operator that does not communicate in this direction.
 
-    An operator must not return its operand itself.
+    It is a view, since an operator must not return its operand itself.
     """
     return x.view_as(x)
 
@@ -138,9 +145,9 @@ def rows(
     if frame is None:
         return x.narrow(dim, start, length)
     positions = torch.arange(length, device=x.device) + (frame[2] + start)
-    is_row = positions[:, None] == own_positions(frame, n, group, x.device)
-    index, is_own = is_row.to(torch.int8).argmax(1), is_row.any(1)
-    return torch.where(column_along(is_own, dim, x.ndim), x.index_select(dim, index), 0)
+    is_row = positions[:, None] == own_positions(frame, n, group, x.device)  # (length, s)
+    local_index, is_own = is_row.to(torch.int8).argmax(1), is_row.any(1)  # index 0 for rows of other ranks
+    return torch.where(column_along(is_own, dim, x.ndim), x.index_select(dim, local_index), 0)
 
 
 @composite(
@@ -175,8 +182,8 @@ def reduce_scatter(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> 
 def all_reduce(x: Tensor, n: int, group: str) -> Tensor:
     """Sum over the ranks: Partial(sum) -> invariant.
 
-    Shapes: any -> same. Bytes: 2 * (n - 1) / n * bytes(x). Backward: identity, no bytes; the derivative of
-    ``_c10d_functional.all_reduce`` is another all_reduce and belongs to another pair of types.
+    Shapes: any -> same. Bytes: 2 * (n - 1) / n * bytes(x). Backward: identity, no bytes, as every rank has the full
+    cotangent. (torch's derivative of ``_c10d_functional.all_reduce`` is another all_reduce: Partial -> replicated.)
     Source: all_reduce(sum).
     """
     return x if n == 1 else LinearMap.apply(x, _all_reduce_sum, _identity, n, group)
@@ -187,8 +194,8 @@ def broadcast(x: Tensor, group: str) -> Tensor:
     """Copy rank 0's values to every rank, as for random draws that must agree: varying -> invariant.
 
     Shapes: any -> same. Bytes: bytes(x) from rank 0. Backward: identity, no bytes. The cotangent is the same on
-    every rank; each rank passes it to its own draw, although only rank 0's values were used (see ``broadcast_grad``).
-    Source: broadcast from the group's rank 0.
+    every rank, and each rank passes it to its own x, although only rank 0's x was used; ``broadcast_grad`` corrects
+    gradients that depend on x. Source: broadcast from the group's rank 0.
     """
     return LinearMap.apply(x, _broadcast_first, _identity, group)
 
@@ -197,8 +204,9 @@ def broadcast(x: Tensor, group: str) -> Tensor:
 def broadcast_grad(x: Tensor, group: str) -> Tensor:
     """Return x, and copy rank 0's cotangent to every rank: invariant -> invariant.
 
-    Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from rank 0. Together with ``broadcast``
-    after a random op, value and gradient are those of rank 0's draw.
+    Inserted before a random op whose result ``broadcast`` replaces by rank 0's: the gradient of its operand is then
+    also that of rank 0's random values. Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from
+    rank 0.
     """
     return LinearMap.apply(x, _identity, _broadcast_first, group)
 
@@ -216,16 +224,19 @@ class _ReduceGradFunction(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Sum the gradients over the ranks, or scale partial gradients by the number of ranks."""
+        """Sum the gradients over the ranks, or scale them by the number of ranks for ``how="partial"``."""
         if ctx.how == "partial":
             return None, None, None, *(None if grad is None else grad * ctx.n for grad in grads)
         return None, None, None, *_sum_flat(grads, ctx.n, ctx.group)
 
 
 def _sum_flat(grads: Sequence[Tensor | None], n: int, group: str) -> list[Tensor | None]:
-    """Return each gradient summed over the ranks, with one all_reduce per dtype and device; None stays."""
+    """Return each gradient summed over the ranks, and None where it is None.
+
+    The gradients of one dtype and device are flattened and concatenated, for a single all_reduce.
+    """
     sums = list(grads)
-    by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}  # indices and gradients
+    by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}  # (index, gradient) of each
     for i, grad in enumerate(grads):
         if grad is not None:
             by_kind.setdefault((grad.dtype, grad.device), []).append((i, grad))
@@ -239,11 +250,11 @@ def _sum_flat(grads: Sequence[Tensor | None], n: int, group: str) -> list[Tensor
 
 @composite("reduce_grad(Tensor[] xs, str how, int n, str group) -> Tensor[]", moves=("", "all_reduce"))
 def reduce_grad(xs: list[Tensor], how: str, n: int, group: str) -> list[Tensor]:
-    """Return parameters and other full tensors for sharded computation: invariant -> replicated.
+    """Return parameters and other full tensors that each rank uses for its rows: invariant -> replicated.
 
     Shapes: any -> same, views. Bytes: none. Backward: ``how="reduce"`` sums the cotangents in one all_reduce per dtype,
-    2 * (n - 1) / n of their bytes. ``how="partial"`` multiplies them by n, and data parallelism averages over the
-    ranks. A cotangent of a value without readers stays None.
+    2 * (n - 1) / n of their bytes. ``how="partial"`` multiplies them by n: data parallelism then averages over these
+    ranks, which divides by n. The cotangent of a value without readers stays None.
     Source: views. Errors: SpError for any other ``how``.
     """
     if how not in ("reduce", "partial"):

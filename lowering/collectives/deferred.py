@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -46,16 +45,17 @@ class DeferredGraph:
     def bind(self, arguments: Sequence[Tensor], results: Sequence[Tensor], description: str) -> DeferredRows:
         """Return the deferred rows of one call, which the runtime wraps as a result of the program.
 
-        The state of the operands is recorded, so that a later read detects that they have changed.
+        Versions and samples of the operands are recorded, by which a later read detects that they have changed.
 
         Args:
             arguments: Arguments of the call.
             results: Results of the program.
             description: Description of the result in errors.
         """
-        values = [
-            (arguments if operand.is_argument else results)[operand.position].detach() for operand in self.operands
-        ]
+        values: list[Tensor] = []
+        for operand in self.operands:
+            sources = arguments if operand.is_argument else results
+            values.append(sources[operand.position].detach())
         with_grad = [i for i, operand in enumerate(self.operands) if operand.grad_token is not None]
         versions, samples = tensor_versions(values).tolist(), _sample_elements(values)
         like = values[0].new_empty((), dtype=self.like.dtype)
@@ -76,21 +76,24 @@ class DeferredRows:
     row_ops: tuple[Callable[[Tensor], Tensor], ...] = ()  # functions to apply to the rows
 
     def map_rows(self, op: Callable[[Tensor], Tensor]) -> DeferredRows:
-        """Return deferred rows to which a row-wise function, such as a cast, is applied when computed."""
+        """Return deferred rows to which a row-wise function, such as a cast, is applied once they are computed."""
         return replace(self, like=op(self.like), row_ops=(*self.row_ops, op))
 
     def compute(self) -> Tensor:
-        """Compute the rows, as the result is read now.
+        """Compute and return the rows, when the result is read.
 
         Raises:
             SpError: An operand has changed since the call.
         """
         self._check()
         with torch.no_grad():
-            return reduce(lambda rows, op: op(rows), self.row_ops, self._run(self.args))
+            rows = self._run(self.args)
+            for op in self.row_ops:
+                rows = op(rows)
+            return rows
 
     def gradients(self, rows: Tensor) -> list[Tensor]:
-        """Return the gradients of the operands of `with_grad`; recomputes the rows.
+        """Return the gradients of the operands in `with_grad`, by recomputing the rows with autograd.
 
         Called in the backward of the result, before that of the program.
 
@@ -107,7 +110,10 @@ class DeferredRows:
             return list(torch.autograd.grad(self._run(leaves), inputs, rows, materialize_grads=True))
 
     def _run(self, arguments: Sequence[Tensor]) -> Tensor:
-        """Run the graph on the operands, without the caller's autocast: it contains that of the program."""
+        """Run the graph on operands and return the rows.
+
+        The caller's autocast is disabled, since the graph contains the casts of the program's own autocast.
+        """
         with torch.autocast(self.like.device.type, enabled=False):
             result: Tensor = self.graph(*arguments)
         return result
@@ -115,21 +121,21 @@ class DeferredRows:
     def _check(self) -> None:
         """Raise SpError if an operand has changed since the call.
 
-        FSDP gathers the weights of a step into the memory of the last step's, and `.data` changes weights. torch does
-        not count either as a new version, so that a few elements are compared, too.
+        A few elements are compared in addition to version counters, because torch counts no new version when FSDP
+        gathers the weights of the next step into the same memory, or when code assigns to `.data`.
         """
         freed = any(x.numel() and is_freed(x) for x in self.args)
         if freed or tensor_versions(self.args).tolist() != self.versions or self._has_other_samples():
             raise SpError(
                 "SP321",
-                f"{self.description} is computed from the model's weights when it is read, and these have changed "
-                "since (an optimizer's step?) or FSDP has freed them.",
+                f"{self.description} is computed from the model's weights when it is read, but since the call the "
+                "weights have changed (for example in an optimizer step), or FSDP has freed them.",
             )
 
     def _has_other_samples(self) -> bool:
         """Return True if sampled elements of an operand are not bitwise equal to those at the call."""
         samples = _sample_elements(self.args)
-        return any(checksum(now) != checksum(before) for now, before in zip(samples, self.samples))
+        return any(checksum(now) != checksum(at_call) for now, at_call in zip(samples, self.samples))
 
 
 def _sample_elements(xs: Sequence[Tensor]) -> list[Tensor]:

@@ -27,7 +27,10 @@ sp = torch.ops.sp
 
 @torch.compiler.disable
 def store_grad(grad: Tensor) -> Tensor:
-    """Store a gradient for the backward and return the gradient of its token, (1,) float64: its number."""
+    """Store a gradient for the backward of the program that follows, and return its number: (1,) float64.
+
+    The number is the gradient of the token: `add_stored_grad` finds the stored gradient by it.
+    """
     number = next(_grad_numbers)
     _pending_grads[number] = grad
     return torch.tensor([number], dtype=torch.float64, device="cpu")
@@ -41,9 +44,9 @@ def new_token(x: Tensor) -> Tensor:
 
 @opaque("add_left(Tensor(a!) grad, Tensor number) -> ()", lambda grad, number: None, replays=False)
 def add_stored_grad(grad: Tensor, number: Tensor) -> None:
-    """Add the stored gradient of this number, (1,) float64, to `grad` in place; do nothing for 0.
+    """Remove the stored gradient of this number, (1,) float64, and add it to `grad` in place; do nothing for 0.
 
-    The stored gradient is removed. Opaque, as the number is known only when the backward runs.
+    The operator is opaque, as the number is known only when the backward runs.
     """
     stored = int(number.item())
     if stored:
@@ -62,7 +65,7 @@ class _TapFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, number: Tensor | None) -> Tensor | None:
-        """Add the gradient that was stored under the token's number, if any, to that of the value."""
+        """Return the gradient of the value plus the stored gradient, if the token has received its number."""
         if number is None:
             return grad
         shape, dtype, device = ctx.like
@@ -75,8 +78,9 @@ class _TapFunction(torch.autograd.Function):
 def tap(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the value, and a token for a gradient that is computed outside of the graph.
 
+    Such a gradient is stored by `store_grad`, which returns its number as the gradient of the token.
     Shapes: any -> same, a view, and (1,). Bytes: none.
-    Backward: the gradient of the value, plus the stored gradient whose number is the token's gradient, in place.
+    Backward: the gradient of the value plus the stored gradient, if any.
     Source: view_as.
     """
     value, token = _TapFunction.apply(x)

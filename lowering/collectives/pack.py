@@ -16,9 +16,10 @@ from sp_compile.lowering.comm.communicator import current_communicator
 
 @opaque("pack(Tensor[] xs, int dim, Tensor after) -> Tensor", lambda xs, dim, after: torch.cat(xs, dim))
 def pack(xs: list[Tensor], dim: int, after: Tensor) -> Tensor:
-    """Concatenate the tensors along ``dim``, after ``after`` (a cotangent) is computed. Bytes: none.
+    """Concatenate the tensors along ``dim``. Bytes: none.
 
-    The backward of ring attention calls it to send keys and values again.
+    The backward of ring attention calls it to send keys and values again. ``after``, a cotangent, is not used: as an
+    operand it orders the op after the forward, so that no compiler reuses the forward's exchange.
     """
     return torch.cat(xs, dim)
 
@@ -30,13 +31,13 @@ def pack_by_owner(parts: list[Tensor], stride: int, group: str) -> Tensor:
     The owners are on a ring of every stride-th rank. Shapes: n tensors of one shape -> (n, ...). Bytes: none.
 
     Args:
-        parts: Entry i belongs to the rank i steps back on the ring.
+        parts: Entry i is the gradient for the rank i steps back on the ring.
         stride: Distance between ranks of the ring.
         group: Name of the process group.
 
     Returns:
-        Entry j belongs to the ring's rank j.
+        Entry j is the gradient for the ring's rank j.
     """
     n = len(parts)
-    rank = current_communicator().rank(group) // stride % n
+    rank = current_communicator().rank(group) // stride % n  # index of this rank on its ring
     return torch.stack([parts[(rank - owner) % n] for owner in range(n)])

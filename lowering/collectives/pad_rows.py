@@ -68,7 +68,7 @@ def _fill_nearest_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str)
         return x.view_as(x)
     rows_per_rank = frames.local_row_count(frame, n)
     inner = frames.inner_rows(x.shape[dim], outer * rows_per_rank)
-    is_flat = frames.is_known(outer * inner == 1)  # the dim has the rows only
+    is_flat = frames.is_known(outer * inner == 1)  # the dim has the rows only, without outer and inner factors
     rows, row_dim = (x, dim) if is_flat else (x.unflatten(dim, (outer, rows_per_rank, inner)), dim + 1)
     positions = frames.column_along(frames.own_positions(frame, n, group, x.device), row_dim, rows.ndim)
     first, last = _edge_rows(rows, row_dim, frame, n, group)
@@ -80,16 +80,17 @@ def _fill_nearest_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str)
 
 
 def _edge_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> tuple[Tensor | None, Tensor | None]:
-    """Return the first and the last valid row, (..., 1, ...), None without padding before or after it.
+    """Return the first and the last valid row, (..., 1, ...), which `_fill_nearest_rows` writes to padded rows.
 
-    `_fill_nearest_rows` writes them to padded rows. None if no rank has padding on that side. Without an all-gather,
-    each rank returns its own row at the same local index: the rank of the valid row is the only one that uses it.
+    The first is None if no rank has padding before it, and the last if no rank has padding after it. Every rank selects
+    the row at the local index that the valid row has on its owner. If all padding is on the owner, no other rank uses
+    its row, and none is sent; otherwise the rows are gathered, and that of the owner is selected.
     """
     start, length = frame[2:4]
     rows = n * frames.local_row_count(frame, n)
-    has_padding = not frames.is_known(start == 0), not frames.is_known(start + length == rows)
+    has_padding = not frames.is_known(start == 0), not frames.is_known(start + length == rows)  # before, after
     positions = compress((start, start + length - 1), has_padding)
-    owners = [frames.row_of_position(position, frame, n) for position in positions]  # (rank, its row) of each valid row
+    owners = [frames.row_of_position(position, frame, n) for position in positions]  # (rank, local index) of each
     edges = [x.narrow(dim, row, 1) for _, row in owners]
     if any(compress(frames.has_remote_edges(frame, n), has_padding)):
         sent = torch.cat([edge.movedim(dim, 0) for edge in edges])

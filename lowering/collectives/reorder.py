@@ -13,9 +13,12 @@ from sp_compile.lowering.base.library import LinearMap, composite
 
 
 def _take_rows(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return x with the row of position order[i] as its i-th row; `inverse` is for `_undo_rows`."""
+    """Return x with the row of position order[i] as its i-th row.
+
+    `inverse` is not used here: `_undo_rows`, the adjoint, is called with the same arguments.
+    """
     outer, size, start, length = frame
-    positions = order if is_known(length == size) else order.narrow(0, start, length)
+    positions = order if is_known(length == size) else order.narrow(0, start, length)  # those of the window
     return x.index_select(dim, nearest_rows(positions, frame, inner_rows(x.shape[dim], outer * length)))
 
 

@@ -17,7 +17,7 @@ c10d = torch.ops._c10d_functional
 
 
 def _reduce_value(x: Tensor, forward: Sequence[str], backward: Sequence[str]) -> Tensor:
-    """Return x after the reductions of the forward, each "op group"."""
+    """Return x after the all-reduces of the forward, each a text "op group", such as "sum 3"."""
     for reduction in forward:
         op, group = reduction.split(" ", 1)
         x = c10d.wait_tensor(c10d.all_reduce(x.contiguous(), op, group))
@@ -25,7 +25,7 @@ def _reduce_value(x: Tensor, forward: Sequence[str], backward: Sequence[str]) ->
 
 
 def _reduce_cotangent(x: Tensor, forward: Sequence[str], backward: Sequence[str]) -> Tensor:
-    """Return the cotangent x after the reductions of the backward."""
+    """Return the cotangent x after the all-reduces of the backward."""
     return _reduce_value(x, backward, forward)
 
 

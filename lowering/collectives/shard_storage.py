@@ -26,7 +26,7 @@ sp = torch.ops.sp
 
 @dataclass(frozen=True, eq=False)
 class RowPermutation:
-    """Order in which ranks store positions, computed at run time (see ``masks/balance_rows.py``)."""
+    """Order of the balanced layout, computed at run time so that ranks have equal work (``masks/balance_rows.py``)."""
 
     order: Tensor  # int64 (S,), position of each row, in the order of ranks
     inverse: Tensor  # int64 (S,), row of each position
@@ -40,7 +40,7 @@ class Layout:
     The last rows may be padding. The dim is `outer * S * inner`, for tokens flattened with a batch.
     """
 
-    dim: int  # the sharded dim
+    dim: int  # the sharded dim of the value
     n: int  # number of ranks
     group: str  # name of the process group
     order: tuple[int, ...]  # dims of the full tensor in memory, from the largest stride to the smallest
@@ -69,20 +69,17 @@ class Layout:
         return row_order(self.folds).is_balanced
 
     def frame(self, length: int) -> list[int]:
-        """Return the frame, see `base/frames.py`, of a full tensor whose dim is `length` long."""
-        rows = length // (self.outer * self.inner)
-        size = self.before + rows + self.after
+        """Return the frame (see `base/frames.py`) of a full tensor whose sharded dim has this length."""
+        rows = length // (self.outer * self.inner)  # positions of the value
+        size = self.before + rows + self.after  # positions of the sequence, of which the value is a window
         return [self.outer, size, self.before, rows, *([self.folds] if self.folds > 1 else [])]
 
     def has_same_rows(self, other: Layout) -> bool:
-        """Return True if each rank stores the same rows in both layouts, so that no exchange is needed.
-
-        The order in memory may differ.
-        """
+        """Return True if each rank stores the same rows in both layouts; the order of dims in memory may differ."""
         return self == replace(other, order=self.order) and self.balanced is other.balanced
 
     def strides(self, shape: Sequence[int]) -> list[int]:
-        """Return the strides of a tensor of this shape, without gaps, with the dims in the layout's order."""
+        """Return the strides of a tensor of this shape without gaps in memory, with the dims in `order`."""
         strides, stride = [0] * len(shape), 1
         for dim in reversed(self.order):
             strides[dim], stride = stride, stride * shape[dim]
@@ -108,24 +105,22 @@ class Layout:
         return self.as_dense(sp.shard.default(full, self.dim, frame, self.n, self.group))
 
     def as_dense(self, x: Tensor) -> Tensor:
-        """Return x without gaps in memory, in the layout's order; a copy if necessary.
-
-        Its strides are those of `strides`, also for dims of size 1.
-        """
+        """Return x without gaps in memory, with the dims in `order`; a copy if necessary."""
         inverse_order, strides = [self.order.index(dim) for dim in range(x.ndim)], self.strides(x.shape)
         dense = x.permute(self.order).contiguous().permute(inverse_order)
+        # `contiguous` preserves other strides of dims of size 1.
         return dense if list(dense.stride()) == strides else dense.as_strided(x.shape, strides)
 
 
 def _ignore_read(description: str) -> None:
-    """Ignore a read, as in simulations and while tracing."""
+    """Ignore a read of a value, as in simulations and while tracing."""
 
 
 @dataclass(frozen=True)
 class Origin:
     """Description of a value for messages, and functions that are called when it is read.
 
-    The runtime sets them: a read is collective, so that ranks first compare what they read, by its description.
+    The runtime sets them. A read is collective, so that ranks first compare the descriptions of what they read.
     """
 
     description: str = "a sharded tensor"  # subject of messages
@@ -151,8 +146,8 @@ class StoredValue(Protocol):
 class ShardStorage:
     """Storage of a value and its aliases: this rank's rows, or the full tensor once it is read.
 
-    The rows are then dropped, as eager code may write to the full tensor. A graph that consumes the value slices it
-    again.
+    A read drops the rows, since eager code may write to the full tensor. A graph that consumes the value later slices
+    the full tensor.
     """
 
     layout: Layout  # layout of the value
@@ -175,7 +170,7 @@ class ShardStorage:
         return type(self.local_like) is not Tensor
 
     def rows(self) -> Tensor:
-        """Return this rank's rows. Deferred rows are computed now, also while Dynamo traces another program.
+        """Return this rank's rows. Deferred rows are computed and stored, also while Dynamo traces another program.
 
         Raises:
             SpError: The rows are deferred and their operands have changed.
@@ -184,12 +179,14 @@ class ShardStorage:
         with torch.no_grad(), fake_mode:
             if self.deferred is not None:
                 self.local, self.deferred = self.deferred.compute(), None
-            return self.local if self.local is not None else self.layout.local_rows(self._require_full())
+            if self.local is not None:
+                return self.local
+            return self.layout.local_rows(self._require_full())
 
     def read(self) -> Tensor:
-        """Return the full tensor. Every rank must call this.
+        """Return the full tensor, and store it in place of the rows. Every rank must call this.
 
-        Traced values are not cached. For a fake value only the shape is computed, without guards.
+        The result for a traced value is not stored. That for a fake value has only a shape, computed without guards.
 
         Raises:
             SpError: A rank does not read the value. All reading ranks raise.
@@ -231,7 +228,7 @@ class ShardStorage:
                 self.full.copy_(full)
 
     def _require_full(self) -> Tensor:
-        """Return the full tensor of a value that has no rows, as it is read already."""
+        """Return the full tensor of a value without rows: it has been read already."""
         assert self.full is not None, "a storage has rows, deferred rows or the full tensor"
         return self.full
 

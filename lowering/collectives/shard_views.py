@@ -30,7 +30,7 @@ class ViewStorage:
 
     base: ShardStorage  # storage of the viewed value
     shape: Sequence[int]  # shape of the full viewed value
-    like: Tensor  # the full view on the meta device: its shape, strides and offset
+    like: Tensor  # the full view on the meta device: its shape, strides and offset in a base of offset 0
     layout: Layout  # layout of the view
 
     @property
@@ -93,26 +93,25 @@ class ViewStorage:
         return ShardStorage(self.layout, self.length, op(self.rows()), origin)
 
     def _view_of(self, full: Tensor) -> Tensor:
-        """Return the view of a full base, in its memory.
-
-        `like` has the strides and offset, relative to the base.
-        """
+        """Return the view of a full base, in its memory."""
         start = int(full.storage_offset()) + int(self.like.storage_offset())
         return full.as_strided(self.like.shape, self.like.stride(), start)
 
     def _local_geometry(self, rows: Tensor) -> tuple[list[int], list[int], int]:
-        """Return shape, strides and offset of the view's rows within this rank's rows of the base.
+        """Return the shape, strides and offset of this rank's rows of the view, in the memory of its rows of the base.
 
-        In memory the base is a sequence of blocks, each of all positions of the sharded dim. The blocks of the rows
-        have fewer positions, so that strides and offsets over blocks shrink, and those within a position stay.
+        In memory the base is a sequence of blocks, each of all positions of the sharded dim; a position is `step`
+        adjacent elements. A base [B, S, H] has B blocks of S positions with step H. The rows of this rank have s in
+        place of S positions, so that the part of a stride or an offset that counts blocks shrinks: h[1, :, 2] of a full
+        base starts at S * H + 2, and at s * H + 2 here. The part within a position stays.
         """
         dim, layout = self.base.layout.dim, self.layout
-        step, local_rows = self.base.layout.strides(self.shape)[dim], rows.shape[dim]  # step: elements of a position
-        block, local_block = step * self.shape[dim], step * local_rows
+        step, local_rows = self.base.layout.strides(self.shape)[dim], rows.shape[dim]
+        block, local_block = step * self.shape[dim], step * local_rows  # elements of a block
         shape, start = list(self.like.shape), int(self.like.storage_offset())
         shape[layout.dim] = layout.outer * local_rows * layout.inner
         strides = [stride // block * local_block + stride % block for stride in self.like.stride()]
-        local_start = start // block * local_block + start % step
+        local_start = start // block * local_block + start % step  # the first position is `before` of the layout
         return shape, strides, int(rows.storage_offset()) + local_start
 
 
@@ -120,10 +119,10 @@ _views_enabled: ContextVar[bool] = ContextVar("makes_views", default=False)
 
 
 def make_view(base: Tensor, steps: Iterable[Callable[[Any], Any]]) -> Any:
-    """Apply view functions to a result, as single-device code does.
+    """Apply view functions to a result and return the view, as single-device code does.
 
     The runtime calls it for results that are views of another result. A view of a sharded value stays sharded if
-    possible; otherwise the value is read.
+    possible; otherwise the value is read, and the view is a plain tensor.
 
     Args:
         base: The viewed result.
@@ -142,7 +141,7 @@ def can_keep_views() -> bool:
 
 
 def view_storages(storage: ShardStorage | ViewStorage, shape: Sequence[int], op: Callable[[Tensor], Any]) -> Any:
-    """Return the storage of the view, or the list of storages of the views, that an op creates of a value.
+    """Return the storage of the view that an op creates of a value, or a list of storages if it creates several.
 
     The op runs on the meta device, which shows the strides and the offset of each view.
 
@@ -152,11 +151,13 @@ def view_storages(storage: ShardStorage | ViewStorage, shape: Sequence[int], op:
         op: The view op.
 
     Returns:
-        None if a view selects single positions or combines other dims, and while a program is traced.
+        None if a view selects single positions or combines other dims, and while a program is traced: the value is
+        then read.
     """
-    if any(isinstance(x, torch.SymInt) for x in shape) or type(storage.local_like) is not Tensor:
+    is_traced = any(isinstance(size, torch.SymInt) for size in shape) or type(storage.local_like) is not Tensor
+    if is_traced:
         return None
-    if isinstance(storage, ViewStorage):
+    if isinstance(storage, ViewStorage):  # a view of a view is one of the same base
         base, base_shape, like = storage.base, storage.shape, storage.like
     else:
         base, base_shape = storage, shape
@@ -173,9 +174,9 @@ def _view_storage(base: ShardStorage, shape: Sequence[int], like: Tensor) -> Vie
     """Return the storage of one view, or None if it has no layout or another dtype than its base.
 
     Args:
-        base: Storage of the value.
-        shape: Shape of the full value.
-        like: View of the full tensor, without gaps in memory, on the meta device.
+        base: Storage of the base.
+        shape: Shape of the full base.
+        like: The view of a full base on the meta device.
     """
     if not base.layout.is_plain or like.dtype != base.local_like.dtype:
         return None
@@ -186,9 +187,14 @@ def _view_storage(base: ShardStorage, shape: Sequence[int], like: Tensor) -> Vie
 def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | None:
     """Return the layout of a view, derived from its strides and offset, or None if it has none.
 
-    In memory, the base is a sequence of blocks, each of all positions of the sharded dim, `step` elements apart. The
-    view has a layout if exactly one of its dims selects positions. Its stride is `step`, or a divisor of it where the
-    dim is flattened with smaller ones.
+    In memory the base is a sequence of blocks, each of all positions of the sharded dim; a position is `step` adjacent
+    elements. A base [B, S, H] has B blocks of S positions with step H. The view has a layout if exactly one of its dims
+    selects positions: the sequence dim. Its stride is `step`, or a divisor of it where it is flattened with later dims.
+
+    Args:
+        base: Layout of the base.
+        shape: Shape of the full base.
+        like: The view of a full base on the meta device.
     """
     length, step = shape[base.dim], base.strides(shape)[base.dim]
     block, start = step * length, int(like.storage_offset())
@@ -196,20 +202,23 @@ def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | N
         return None
     strides = {dim: like.stride(dim) for dim, extent in enumerate(like.shape) if extent > 1}
     spans = {dim: (like.shape[dim] - 1) * stride for dim, stride in strides.items()}  # from the first entry to the last
-    inside_block = [dim for dim, stride in strides.items() if stride % block]
-    sequence_dims = [dim for dim in inside_block if spans[dim] >= step]
+    inside_block = [dim for dim, stride in strides.items() if stride % block]  # the others select blocks only
+    sequence_dims = [dim for dim in inside_block if spans[dim] >= step]  # the others stay within a position
     if len(sequence_dims) != 1:
         return None
     (dim,) = sequence_dims
     extent, stride = like.shape[dim], strides[dim]
     inner = step // stride
-    inside_position = sum(spans[smaller] for smaller in inside_block if smaller != dim) + start % step
-    if inner * stride != step or extent % inner or inside_position >= stride:
+    # Last element that the other dims select, relative to its position: a larger one overlaps the sequence dim.
+    last_offset = sum(spans[other] for other in inside_block if other != dim) + start % step
+    if inner * stride != step or extent % inner or last_offset >= stride:
         return None
-    rows, first = extent // inner, start // step % length
+    rows, first = extent // inner, start // step % length  # positions of the view, and the first of them in its block
     outer, remaining_rows = divmod(rows, length)
     order = tuple(sorted(range(like.ndim), key=lambda d: -like.stride(d)))
     layout = replace(base, dim=dim, order=order, inner=inner)
     if outer and not remaining_rows and not first:  # all positions, of one or several blocks
         return replace(layout, outer=outer)
-    return replace(layout, before=first, after=length - first - rows) if first + rows <= length else None
+    if first + rows > length:  # parts of several blocks
+        return None
+    return replace(layout, before=first, after=length - first - rows)

@@ -48,7 +48,7 @@ class Sharded(Tensor):
 
     @staticmethod
     def __new__(cls, storage: ShardStorage | ViewStorage, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
-        """Create a value. Shape and strides are those of the full tensor, by default without gaps."""
+        """Create a tensor of the full tensor's shape and strides (by default without gaps) that refers to a storage."""
         if isinstance(storage, ViewStorage):
             strides = storage.like.stride()
         value: Sharded = make_wrapper(cls, shape, strides or storage.layout.strides(shape), storage.local_like)
@@ -59,7 +59,7 @@ class Sharded(Tensor):
 
     @property
     def sharding(self) -> Layout:
-        """Return the layout over the ranks. `layout` is the single-device one, torch.strided."""
+        """Return the layout over the ranks. `layout`, an attribute of every tensor, is torch.strided."""
         return self.shard_storage.layout
 
     @property
@@ -84,10 +84,10 @@ class Sharded(Tensor):
 
     @torch.compiler.disable
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
-        """Return the value as a DTensor on a 1-D mesh, Shard(dim). Differentiable, without an exchange.
+        """Return the value as a DTensor on a 1-D mesh, Shard(dim). Differentiable.
 
-        Ranks of a DTensor store ceil(S / n) rows, the last ones fewer. Zigzag and flattened values are read first, on
-        every rank.
+        A contiguous value needs no exchange; a zigzag, balanced or flattened one is read first, on every rank. DTensor
+        stores no padding: the last ranks have fewer than ceil(S / n) rows.
 
         Args:
             mesh: Mesh of the ranks that store the value; created from their group if None.
@@ -99,7 +99,7 @@ class Sharded(Tensor):
             mesh = DeviceMesh.from_group(process_group(layout.group), self.device.type, mesh_dim_names=("sp",))
         contiguous, length = Layout(dim, layout.n, layout.group, layout.order), self.shape[dim]
         rows = local_row_count(contiguous.frame(length), layout.n)
-        first = min(length, rows * dist.get_rank(process_group(layout.group)))
+        first = min(length, rows * dist.get_rank(process_group(layout.group)))  # first position of this rank
         local = to_local(self, contiguous).narrow(dim, 0, min(length, first + rows) - first)
         return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=self.shape, stride=self.stride())
 
@@ -150,7 +150,7 @@ class Sharded(Tensor):
 
     @torch.compiler.disable
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of the full tensor, or an empty one to compilers that check for aliases."""
+        """Return the storage of the full tensor, after a read; an empty one to compilers that check for aliases."""
         return super().untyped_storage() if torch_compat.is_compiling() else self.shard_storage.read().untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -186,16 +186,16 @@ class Sharded(Tensor):
     def __torch_dispatch__(
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a handler of `SHARDED_MOVES` or `_view` if it supports the call; else read the values."""
+        """Run a handler of `SHARDED_MOVES` or `_view` if it supports the call; else read the sharded operands."""
         args, kwargs = pytree.tree_map_only(torch.SymInt, torch_compat.end_of_view, args), dict(kwargs or {})
         handler = SHARDED_MOVES.get(func) or (_view if func.is_view and can_keep_views() else None)
         moved = handler(func, args, kwargs) if handler is not None else None
         if moved is not None:
             return moved
-        values: dict[int, Sharded] = {}  # by the id of their full tensors
+        values: dict[int, Sharded] = {}  # operands by the id of their full tensors
 
         def read_value(value: Sharded) -> Tensor:
-            """Return the full tensor of a value, an operand, and record it in `values`."""
+            """Return the full tensor of an operand, and record the operand in `values`."""
             full = value.shard_storage.read()
             values[id(full)] = value
             return full
@@ -204,7 +204,7 @@ class Sharded(Tensor):
         out = func(*args, **kwargs)
         if not torch_compat.schema_of(func).is_mutable:
             return out
-        return pytree.tree_map_only(Tensor, lambda x: values.get(id(x), x), out)  # x.add_(1) returns x
+        return pytree.tree_map_only(Tensor, lambda x: values.get(id(x), x), out)  # x.add_(1) returns x itself
 
 
 torch_compat.hide_views(Sharded)
@@ -221,55 +221,57 @@ MoveHandler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return another tensor of the same storage, for detach, alias and a view of the value's own shape.
-
-    A view of another shape is one of `_view`.
-    """
+    """Return another tensor of the same storage, for detach, alias and a view of the value's own shape."""
     value = args[0]
     if func is aten.view.default and tuple(args[1]) != tuple(value.shape):
         return _view(func, args, kwargs) if can_keep_views() else None
-    with torch.inference_mode(value.is_inference()):  # as for the aliased value
+    with torch.inference_mode(value.is_inference()):  # an alias of an inference tensor is one, too
         return Sharded(value.shard_storage, value.shape, value.stride())
 
 
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the view or views as sharded values, or None if one of them has no layout."""
+    """Return the view or views as sharded values, or None if one of them has no layout and the value must be read."""
     value, *options = args
     storages = view_storages(value.shard_storage, value.shape, lambda like: func(like, *options, **kwargs))
-    with torch.inference_mode(value.is_inference()):
+    with torch.inference_mode(value.is_inference()):  # views of an inference tensor are such tensors, too
         return storages and pytree.tree_map(lambda storage: Sharded(storage, storage.like.shape), storages)
 
 
 def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy or cast the rows, if the copy has the strides of the value."""
-    value, memory_format = args[0], kwargs.get("memory_format")
-    is_contiguous = value.sharding.order == tuple(range(value.ndim))
-    supported = (None, torch.preserve_format, *([torch.contiguous_format] if is_contiguous else []))
-    if memory_format not in supported or kwargs.get("layout") not in (None, torch.strided):
+    """Copy or cast the rows. Returns None if the full copy would have other strides than the value."""
+    value, stride_preserving = args[0], [None, torch.preserve_format]
+    if value.sharding.order == tuple(range(value.ndim)):  # contiguous
+        stride_preserving.append(torch.contiguous_format)
+    if kwargs.get("memory_format") not in stride_preserving or kwargs.get("layout") not in (None, torch.strided):
         return None
     return Sharded(value.shard_storage.map_rows(lambda x: func(x, **kwargs), COPIES[func]), value.shape)
 
 
 def _record_stream(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record a stream for the memory that the value has, its rows or the full tensor."""
+    """Record a stream for the memory that the value occupies: its rows, or the full tensor once it is gathered."""
     value, stream = args
     func(value.shard_storage.read() if value.is_gathered else value.local, stream)
     return ()
 
 
 def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add the rows of two values of one layout or, in a backward, of a sharded and a full gradient."""
+    """Add the rows of two values of one layout or, in a backward, of a sharded and a full gradient.
+
+    Returns None for other operands, and for two gathered ones, whose sum needs no exchange.
+    """
     a, b = args[:2]
     if kwargs or not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return None
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return None
     first, *others = [x for x in (a, b) if isinstance(x, Sharded)]
-    can_add = others[0].sharding.has_same_rows(first.sharding) if others else torch_compat.is_in_backward()
-    both_gathered = bool(others) and first.is_gathered and others[0].is_gathered
-    if not can_add or both_gathered:
-        return None
     layout = first.sharding
+    if others:
+        both_gathered = first.is_gathered and others[0].is_gathered
+        if both_gathered or not others[0].sharding.has_same_rows(layout):
+            return None
+    elif not torch_compat.is_in_backward():
+        return None
     total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.local_rows(x) for x in (a, b)))
     origin = first.shard_storage.origin
     origin = replace(origin, description=f"a sum with {origin.description}")
@@ -278,14 +280,14 @@ def _add_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return Sharded(storage, first.shape)
     if a is not first or a.is_gathered or not isinstance(a.shard_storage, ShardStorage):
         return None
-    a.shard_storage.local, a.shard_storage.full = total, None
+    a.shard_storage.local, a.shard_storage.full = total, None  # in place, also for aliases of a
     return a
 
 
 def _make_like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a factory function with a value's shape, dtype and device."""
+    """Call a factory function, such as zeros_like, on a tensor of the value's shape, dtype and device."""
     value, *options = args
-    like = torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
+    like = torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)  # one element of memory
     return func(like, *options, **kwargs)
 
 
@@ -308,7 +310,7 @@ GradientMap = Callable[[Tensor], Iterable[Tensor]]  # gradient of the rows -> gr
 
 
 class _FullFunction(torch.autograd.Function):
-    """Value -> full tensor, whose gradient is a full tensor: `Sharded.full`."""
+    """Map a sharded value to its full tensor, whose gradient is a full tensor, too: `Sharded.full`."""
 
     generate_vmap_rule = True
 
@@ -328,7 +330,7 @@ class _FullFunction(torch.autograd.Function):
 
 
 class _ToLocalFunction(torch.autograd.Function):
-    """Value -> this rank's rows, whose gradient is rows of the value's gradient: `to_local`."""
+    """Map a sharded value to this rank's rows: `to_local`. The gradient of the value is sharded: that of the rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Sharded, layout: Layout) -> Tensor:
@@ -337,7 +339,7 @@ class _ToLocalFunction(torch.autograd.Function):
         ctx.shape, ctx.layout, ctx.origin = x.shape, layout, x.shard_storage.origin
         rows = _local_rows(x, layout).detach()
         if isinstance(x.shard_storage, ViewStorage) and (layout.before or layout.after):
-            # Padded rows of a view are rows of its base.
+            # Padded rows of a view are other rows of its base: replace them by the nearest rows of the view.
             rows = sp.window(rows, layout.dim, layout.frame(x.shape[layout.dim]), layout.n, layout.group)
         return rows
 
@@ -352,9 +354,10 @@ class _ToLocalFunction(torch.autograd.Function):
 
 
 class _FromLocalFunction(torch.autograd.Function):
-    """This rank's rows -> value, whose gradient is rows with zeros in padding.
+    """Wrap this rank's rows as a sharded value: `from_local` and `from_deferred`.
 
-    The operands `sources` are the rows, or tokens of gradients. The backward raises SpError inside of a transform.
+    The operands `sources` receive the gradient: they are the rows, or tokens (`grad_tokens.py`). `gradients` maps this
+    rank's rows of the value's gradient, with zeros in padding, to those of the sources.
     """
 
     @staticmethod
@@ -378,14 +381,14 @@ class _FromLocalFunction(torch.autograd.Function):
         rows = sp.mask.default(_local_rows(grad, layout), layout.dim, frame, 0, layout.n, layout.group)
         source_grads = list(ctx.gradients(rows))
         for source_grad in source_grads if rows.requires_grad else []:
-            source_grad.requires_grad_()  # a backward through this one raises, and is not cut off silently
+            source_grad.requires_grad_()  # a second backward then raises an error in place of wrong gradients
         return None, None, None, *source_grads
 
 
 def refuse_transforms(grads: Sequence[Any] = ()) -> None:
-    """Raise SpError inside of a torch.func transform or for a batch of gradients.
+    """Raise SpError inside of a torch.func transform or for a batch of gradients (`is_grads_batched`).
 
-    Compiled programs and their backwards call it before they run.
+    Compiled programs, and the backwards of their results with `grads`, call it before they run.
     """
     if is_in_transform() or any(isinstance(grad, Tensor) and is_batch(grad) for grad in grads):
         raise SpError(
@@ -396,10 +399,12 @@ def refuse_transforms(grads: Sequence[Any] = ()) -> None:
 
 
 def _local_rows(x: Tensor, layout: Layout) -> Tensor:
-    """Return this rank's rows of x in a layout. A value of another layout is read."""
+    """Return this rank's rows of a full or sharded x in a layout. A sharded x of another layout is read."""
     if not isinstance(x, Sharded):
         return layout.local_rows(x)
-    return layout.as_dense(x.local) if x.sharding.has_same_rows(layout) else layout.local_rows(x.shard_storage.read())
+    if x.sharding.has_same_rows(layout):
+        return layout.as_dense(x.local)
+    return layout.local_rows(x.shard_storage.read())
 
 
 def to_local(x: Sharded, layout: Layout) -> Tensor:
@@ -413,7 +418,7 @@ def to_local(x: Sharded, layout: Layout) -> Tensor:
 def from_local(
     local: Tensor, layout: Layout, length: int, origin: Origin | None = None, grad_token: Tensor | None = None
 ) -> Tensor:
-    """Return the value of which a tensor is this rank's rows, differentiable; padding has no gradient.
+    """Return the sharded value of which a tensor is this rank's rows, differentiable; padding has no gradient.
 
     The runtime wraps the results of a program with it.
 
@@ -435,7 +440,7 @@ def from_local(
 def from_deferred(
     deferred: DeferredRows, shape: Sequence[int], layout: Layout, length: int, origin: Origin, tokens: Sequence[Tensor]
 ) -> Tensor:
-    """Return a value whose rows are computed when they are needed, differentiable.
+    """Return a sharded value whose rows are computed when they are needed, differentiable.
 
     Args:
         deferred: Computation of the rows.
@@ -466,19 +471,19 @@ class _WriteFunction(torch.autograd.Function):
 
 
 def write(x: Sharded, new: Tensor) -> None:
-    """Assign a new value in place, as an in-place op of a graph does. Visible to autograd and aliases."""
+    """Assign a new value to x in place, for an in-place op of a program. Visible to autograd and aliases of x."""
     _WriteFunction.apply(x, new)
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)  # autograd detects that saved values have changed
 
 
 def from_replicated(x: Tensor, layout: Layout, origin: Origin | None = None) -> Tensor:
-    """Return a full tensor as a value with a layout, for dry runs, which run on no ranks."""
+    """Return a full tensor as a sharded value that is read already, for dry runs, as of `explain` without ranks."""
     return _FromReplicatedFunction.apply(x, layout, origin or Origin())
 
 
 class _FromReplicatedFunction(torch.autograd.Function):
-    """Wrap a full tensor for a dry run as a value that is read already, with a full gradient."""
+    """Wrap a full tensor as a sharded value that is read already, with a full gradient: `from_replicated`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, origin: Origin) -> Tensor:

@@ -116,18 +116,18 @@ class FunctionalCommunicator(Communicator):
         return _run_collective(x, lambda y: c10d.reduce_scatter_tensor(y, "sum", n, group), summed=True)
 
     def start_shift(self, x: Tensor, route: str) -> Tensor:
-        """Start an all_to_all_single over the route, whose group has a single destination."""
-        rows = [x.shape[0]]  # sent to that destination, and received from the source
-        return c10d.all_to_all_single(x.contiguous(), rows, rows, routes.ensure_route(route))
+        """Start an all_to_all_single over the route, on which a rank has one destination and one source."""
+        splits = [x.shape[0]]  # all rows are sent to the destination, and the same number received from the source
+        return c10d.all_to_all_single(x.contiguous(), splits, splits, routes.ensure_route(route))
 
     def wait(self, x: Tensor) -> Tensor:
         """Wait with ``_c10d_functional.wait_tensor``."""
         return c10d.wait_tensor(x)
 
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
-        rows = [1] * n  # sent to each rank, and received from each
+        splits = [1] * n  # one share is sent to each rank, and one received from each
         routes.ensure_route(group)
-        return _run_collective(x, lambda y: c10d.all_to_all_single(y, rows, rows, group))
+        return _run_collective(x, lambda y: c10d.all_to_all_single(y, splits, splits, group))
 
 
 def to_sendable(x: Tensor, summed: bool = False) -> Tensor:
@@ -137,17 +137,20 @@ def to_sendable(x: Tensor, summed: bool = False) -> Tensor:
 
     Args:
         x: Any shape and dtype.
-        summed: True if the collective adds values. If False, other dtypes than the common ones are viewed as uint8.
+        summed: True if the collective adds values, which must then keep a numeric dtype. If False, dtypes that some
+            backends do not support, such as float8, are viewed as bytes in a further dim.
     """
     if x.dtype == torch.bool:
         return x.to(torch.uint8)
     if x.is_complex():
         return torch.view_as_real(x.resolve_conj())
-    return x if summed or x.dtype in _COMMON_DTYPES else x.contiguous().unsqueeze(-1).view(torch.uint8)
+    if summed or x.dtype in _COMMON_DTYPES:
+        return x
+    return x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def from_sendable(x: Tensor, like: Tensor) -> Tensor:
-    """Undo `to_sendable`: convert a received tensor to the dtype of ``like``, before its conversion."""
+    """Undo `to_sendable`: convert a received tensor back to the dtype of ``like``, the tensor before `to_sendable`."""
     if like.dtype == torch.bool:
         return x.to(torch.bool)
     if like.is_complex():
@@ -156,9 +159,9 @@ def from_sendable(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _run_collective(x: Tensor, collective: Callable[[Tensor], Tensor], summed: bool = False) -> Tensor:
-    """Run a collective on x in a dtype that it supports, wait, and return its result in the dtype of x.
+    """Run a collective on x, wait, and return its result in the dtype of x.
 
-    `summed` as in `to_sendable`.
+    The collective runs on a dtype that every backend supports. `summed` is True if it adds values, see `to_sendable`.
     """
     received = c10d.wait_tensor(collective(to_sendable(x, summed).contiguous()))
     return from_sendable(received, x)

@@ -66,10 +66,11 @@ def cross_route(group: str, size: int) -> str:
 def fold_route(group: str, back: bool = False) -> str:
     """Return the route from contiguous to zigzag order, of two chunks per rank.
 
+    Contiguous ranks store chunks 2r and 2r + 1, zigzag ranks chunks r and 2n - 1 - r.
+
     Args:
         group: Name of the parent group.
-        back: True for the route from zigzag to contiguous order. Contiguous ranks store chunks 2r and 2r + 1, zigzag
-            ranks chunks r and 2n - 1 - r.
+        back: True for the route in the opposite direction.
     """
     return f"{group}/{'unfold' if back else 'fold'}"
 
@@ -82,12 +83,14 @@ def parent_group(group: str) -> str:
 def route_ends(group: str, rank: int, n: int) -> RouteEnds:
     """Return the destinations of a rank's blocks and the sources of the blocks that it receives.
 
+    On the route "0/shift:1:2" of 4 ranks, rank 1 sends to rank 3 and receives from it.
+
     Args:
         group: Name of the route.
         rank: Rank in the parent group.
         n: Number of ranks of the parent group.
     """
-    kind, *numbers = group.partition("/")[2].split(":")
+    kind, *numbers = group.partition("/")[2].split(":")  # such as "shift", and the offset and the stride
     return _ENDS[kind](rank, n, *map(int, numbers))
 
 
@@ -99,14 +102,14 @@ def _all_members(members: range) -> RouteEnds:
 def _fold_ends(rank: int, n: int) -> RouteEnds:
     """Return the ends of a fold, the route from contiguous chunks to zigzag chunks.
 
-    A rank sends its two contiguous chunks, and receives its two zigzag chunks. Destinations are the zigzag owners of
-    the sent chunks, sources the contiguous owners of the received ones.
+    A rank sends its two contiguous chunks, 2r and 2r + 1, and receives its two zigzag chunks, r and 2n - 1 - r. In
+    zigzag order, chunk c is on rank min(c, 2n - 1 - c); in contiguous order, on rank c // 2.
     """
-    zigzag_ranks = sorted(min(chunk, 2 * n - 1 - chunk) for chunk in (2 * rank, 2 * rank + 1))
-    return RouteEnds(zigzag_ranks, [rank // 2, (2 * n - 1 - rank) // 2])
+    destinations = sorted(min(chunk, 2 * n - 1 - chunk) for chunk in (2 * rank, 2 * rank + 1))
+    return RouteEnds(destinations, [rank // 2, (2 * n - 1 - rank) // 2])
 
 
-# Functions that return the ends of each kind of route, of the rank, the number of ranks and the numbers in the name.
+# Functions of the rank, the number of ranks and the numbers in the route's name, that return the ends of a route.
 _ENDS: dict[str, Callable[..., RouteEnds]] = {
     "shift": lambda rank, n, offset, stride: RouteEnds([(rank + offset * stride) % n], [(rank - offset * stride) % n]),
     "among": lambda rank, n, size: _all_members(range(rank // size * size, rank // size * size + size)),
@@ -117,13 +120,16 @@ _ENDS: dict[str, Callable[..., RouteEnds]] = {
 
 
 def declare_attention_routes(group: str, stride: int, steps: int) -> None:
-    """Register every route of a sharded attention, for programs that a cache loads without tracing it.
+    """Register every route of a sharded attention.
+
+    Tracing the attention would register them, but a program that torch loads from its cache is not traced.
 
     Args:
         group: Name of the parent group.
         stride: Number of ranks of a neighborhood.
-        steps: Number of steps of the ring.
+        steps: Number of steps of the ring: the blocks of keys that a query needs.
     """
+    # Keys, values and their gradients move by one rank per step; after the last step the gradients return in one shift.
     shifts = [shift_route(group, offset, stride) for offset in (1, 1 - steps)]
     exchanges = [neighborhood_route(group, stride), cross_route(group, stride)]
     for route in (*shifts, *exchanges, fold_route(group), fold_route(group, back=True)):
@@ -131,7 +137,10 @@ def declare_attention_routes(group: str, stride: int, steps: int) -> None:
 
 
 def declare_shift_routes(group: str, offsets: Iterable[int]) -> None:
-    """Register the routes of shifts around the ring of all ranks and of their gradients, as for attention."""
+    """Register the routes of shifts around the ring of all ranks, and of the opposite shifts of their gradients.
+
+    As in `declare_attention_routes`, this is for programs that torch loads from its cache.
+    """
     for offset in offsets:
         ensure_route(shift_route(group, offset))
         ensure_route(shift_route(group, -offset))
@@ -141,12 +150,13 @@ _routes: dict[str, dist.ProcessGroup] = {}  # strong references: the registry of
 
 
 def ensure_route(group: str) -> str:
-    """Register the route in this process, without communication, and return `group`.
+    """Register the process group of a route, without communication, and return `group`.
 
-    A collective over a route requires it. Does nothing for a plain group, and if the parent is not registered.
+    A collective over a route requires it. Does nothing if `group` is not a route or is registered already, and for a
+    parent that is not a process group, as in a simulation.
     """
-    name = parent_group(group)
-    if name != group and known_process_group(name) and not known_process_group(group):
+    parent = parent_group(group)
+    if parent != group and known_process_group(parent) and not known_process_group(group):
         _routes[group] = _Route(group)
         register_process_group(group, _routes[group])
     return group

@@ -117,9 +117,9 @@ class _SimulatedWorld:
         try:
             self._wait_for_turn(rank)
             run_rank(rank)
-            self._calls[rank] = None
+            self._calls[rank] = None  # the rank has returned
             if rank == self.n - 1:
-                self._check_calls()
+                self._check_calls()  # the other ranks must have returned, too
             self._pass_turn(rank)
         except (_RankStopped, SimulationError) as error:
             self._stop(error)
@@ -148,11 +148,11 @@ class _SimulatedWorld:
         return self._results[rank]
 
     def _check_calls(self) -> None:
-        """Raise SimulationError unless the calls of all ranks are equal. The last rank calls it."""
+        """Raise SimulationError unless all ranks call the same collective next. The last rank of a round calls this."""
         described = [_describe_call(call) for call in self._calls]
         if len(set(described)) > 1:
             lines = "\n".join(f"  rank {r}: {call}" for r, call in enumerate(described))
-            raise SimulationError("SP571", f"the next collectives of the simulated ranks differ:\n{lines}")
+            raise SimulationError("SP571", f"The next collectives of the simulated ranks differ:\n{lines}")
 
     def _pass_turn(self, rank: int) -> None:
         """Save the random state of a rank and let the next rank run, as in each collective."""
@@ -163,13 +163,13 @@ class _SimulatedWorld:
         """Wait until it is the rank's turn, and restore its random state. Raises _RankStopped after an error."""
         self._turns[rank].acquire()
         if self._error is not None:
-            # Collectives that this rank calls while it unwinds must not wait either.
+            # Allow one more turn, so that a collective in a `finally` block of this rank does not wait forever.
             self._turns[rank].release()
             raise _RankStopped
         torch.set_rng_state(self._random_states[rank])
 
     def _stop(self, error: BaseException) -> None:
-        """Save the first error, and let all ranks run to their next collective, where they stop."""
+        """Save the error if it is the first, and let all ranks run to their next collective, where they stop."""
         if self._error is None:
             self._error = error
         for turn in self._turns:
@@ -214,7 +214,7 @@ class _SimulatedRank(Communicator):
     def start_shift(self, x: Tensor, route: str) -> Tensor:
         """Return the received tensor: the exchange completes here, and `wait` returns its argument."""
         n = self._world.n
-        sources = [source for rank in range(n) for source in routes.route_ends(route, rank, n).sources]  # one per rank
+        sources = [routes.route_ends(route, rank, n).sources[0] for rank in range(n)]  # a shift has one per rank
         return self._exchange("shift", x, lambda xs: [xs[source].clone() for source in sources])
 
     def wait(self, x: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class _SimulatedRank(Communicator):
 
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
         """Exchange blocks between all ranks, or over a route."""
-        if routes.parent_group(group) == group:
+        if routes.parent_group(group) == group:  # not a route: block i of a rank is for rank i
             return self._exchange("all_to_all", x, lambda xs: list(torch.stack(xs, 1).unbind(0)))
         ends = [routes.route_ends(group, rank, self._world.n) for rank in range(self._world.n)]
         return self._exchange(group, x, lambda xs: _route_blocks(xs, ends))
@@ -234,9 +234,13 @@ class _SimulatedRank(Communicator):
 
 
 def _route_blocks(xs: list[Tensor], ends: list[routes.RouteEnds]) -> list[Tensor]:
-    """Return the blocks that each rank receives, in the order of their senders.
+    """Return the blocks that each rank receives, stacked in the order of their senders.
 
     Block i of a rank's tensor is sent to the i-th of the rank's destinations.
+
+    Args:
+        xs: Tensor of each rank, one block per destination.
+        ends: Destinations and sources of each rank.
     """
     received: list[list[Tensor]] = [[] for _ in xs]
     for x, rank_ends in zip(xs, ends, strict=True):
@@ -246,9 +250,9 @@ def _route_blocks(xs: list[Tensor], ends: list[routes.RouteEnds]) -> list[Tensor
 
 
 def _sum_rounded_once(xs: list[Tensor]) -> Tensor:
-    """Sum half-precision tensors in float32, rounded once.
+    """Sum tensors, half-precision ones in float32 with a single rounding at the end.
 
-    The terms are not stacked, because key gradients are large.
+    They are added in a loop and not stacked, which would copy all of them: key gradients are large.
     """
     dtype = xs[0].dtype
     total = xs[0].to(accumulation_dtype(dtype), copy=True)

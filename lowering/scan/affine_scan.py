@@ -55,9 +55,9 @@ def affine_scan(
 
     Placement: Shard(dim), Shard(dim), invariant -> Shard(dim).
     Shapes: m (..., S, K, K) and b (..., S, K, V), with equal other dims; dim is that of S. initial, replicated,
-    (..., K, V). accumulate: the dtype of the states; float32 for shorter floats if None. Bytes: (n - 1) * C, where C is
-    the number of elements of b without dim times (K + V) / V; the same backward. Backward: the scan in the other
-    direction; differentiable once.
+    (..., K, V). accumulate: the dtype of the states; float32 for shorter floats if None. ``across``: fields of
+    `ScanShards`. Bytes: (n - 1) * C, where C is the number of elements of b without dim times (K + V) / V; the same
+    backward. Backward: the scan in the other direction; differentiable once.
     """
     assert dim % b.ndim == b.ndim - 3, "the dim of the scan is before those of the matrices"
     shards = ScanShards(*across)
@@ -101,19 +101,24 @@ class _AffineFunction(Function):
     @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of m, b and the initial state."""
+        """Return the gradients of m, b and the initial state.
+
+        The gradient of b_i is w_i = g_i + m_(i+1)^T w_(i+1), a lagged scan in the other direction (an exclusive one for
+        an exclusive result), and that of m_i is w_i h_(i-1)^T. The gradient of the initial state is the final state of
+        this scan.
+        """
         if grad is None:
             return None, None, None, None
         (m, h, carry, initial), (form, exchange) = ctx.saved_tensors, ctx.spec
         is_exclusive, transposed = form == "exclusive", m.transpose(-1, -2)
         back = AffineSpec("exclusive" if is_exclusive else "lagged", exchange.backward)
         w, _, final = _scan_chunks(transposed, grad.contiguous(), None, back)
-        if carry is None:
+        if carry is None:  # on one rank
             first = torch.zeros_like(last_rows(h, exchange)[0]) if initial is None else initial
             carry = chunk_rows(first[None], exchange)
         previous = h if is_exclusive else shift_rows(h, carry, exchange)
         dm = w @ previous.transpose(-1, -2) if ctx.needs_input_grad[0] else None
-        if final is None:
+        if final is None:  # on one rank: apply the map of the scan's last row to the state before that row
             factor, last_w, last_grad = (last_rows(x, exchange.backward)[0] for x in (transposed, w, grad))
             final = factor @ last_w + last_grad if is_exclusive else factor @ last_w
         return dm, w, final if ctx.needs_input_grad[2] else None, None
@@ -122,15 +127,19 @@ class _AffineFunction(Function):
 def _scan_chunks(
     m: Tensor, b: Tensor, initial: Tensor | None, spec: AffineSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return h, the carries into the chunks and the state after the last chunk; the latter are None on one rank."""
+    """Return h, the carries into the chunks, and the state after the last chunk.
+
+    h is (..., chunks, rows, K, V). The carries (..., chunks, 1, K, V) and the final state (..., K, V) are None on one
+    rank, where nothing is exchanged.
+    """
     exchange, options = spec.exchange, (spec.exchange.reverse, spec.form)
     first = None if initial is None else initial.unsqueeze(exchange.dim)
     if exchange.is_single:
         return sp.local_affine_scan(m, b, first, *options), None, None
     factor, state = (chunks_first(x, exchange) for x in sp.local_affine_total(m, b, *options))
-    maps = gather_parts([torch.cat([factor, state], -1)], exchange)[0]
+    maps = gather_parts([torch.cat([factor, state], -1)], exchange)[0]  # of all chunks, in scan order
     factors, states = maps.split([factor.shape[-1], state.shape[-1]], -1)
-    carried = [torch.zeros_like(states[0]) if initial is None else initial]
+    carried = [torch.zeros_like(states[0]) if initial is None else initial]  # states before each chunk, and the final
     for factor, state in zip(factors.unbind(), states.unbind()):
         carried.append(state + factor @ carried[-1])
     carry = torch.stack(carried[:-1]).index_select(0, exchange.scan_positions(b.device))
@@ -178,12 +187,13 @@ def local_affine_scan(m: Tensor, b: Tensor, initial: Tensor | None, reverse: boo
 def local_affine_total(m: Tensor, b: Tensor, reverse: bool, form: str) -> Pair:
     """Return the map (factor, state) of all rows: the last state is factor @ initial + state.
 
-    Shapes: m (..., S, K, K), b (..., S, K, V) -> (..., K, K), (..., K, V). Source: one batched product a row.
+    Shapes: m (..., S, K, K), b (..., S, K, V) -> (..., K, K), (..., K, V). form: as for ``sp::local_affine_scan``.
+    Source: one batched product a row.
     """
     factors, terms = _rows_of_batch(m), _rows_of_batch(b)
     size = m.shape[-1]
     identity = torch.eye(size, dtype=m.dtype, device=m.device).expand(factors.shape[0], -1, -1)
-    total = torch.cat([identity, torch.zeros_like(terms[:, 0])], -1)
+    total = torch.cat([identity, torch.zeros_like(terms[:, 0])], -1)  # (N, K, K + V): factor and state side by side
     for row in _scan_order(terms.shape[1], reverse):
         if form == "lagged":
             total[..., size:] += terms[:, row]
@@ -197,7 +207,7 @@ def local_affine_total(m: Tensor, b: Tensor, reverse: bool, form: str) -> Pair:
 
 
 def _rows_of_batch(x: Tensor) -> Tensor:
-    """Return (..., S, K, V) as (N, S, K, V), contiguous."""
+    """Return matrices (..., S, K, V) as (N, S, K, V), contiguous, with one batch dim for torch.bmm."""
     return x.reshape(-1, *x.shape[-3:]).contiguous()
 
 

@@ -59,8 +59,8 @@ KERNELS["chunk_rwkv7"] = lambda x: (x.q, x.decay, x.k, x.v, *(y for y in (x.a, x
 
 
 def _heads(x: Tensor | None) -> Tensor:
-    """Return a number for each head, (B, S, H), from (B, S, H, 1)."""
-    assert x is not None
+    """Return beta as kernels take it, (B, S, H), from (B, S, H, 1)."""
+    assert x is not None, "this kernel needs beta"
     return x.squeeze(-1)
 
 
@@ -81,14 +81,17 @@ KERNEL_OPERANDS = (
 
 
 def _new_results(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Return empty results of a kernel: (B, S, H, V) and (B, H, K, V)."""
+    """Return empty results of a kernel, for fake tensors: (B, S, H, V) and the state (B, H, K, V)."""
     shape = v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]
     return v.new_empty(v.shape), v.new_empty(shape, dtype=state_dtype(v))
 
 
 @opaque(f"local_attention_kernel({KERNEL_OPERANDS}) -> (Tensor, Tensor)", _new_results, replays=False)
 def local_attention_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
-    """Run a kernel. Shapes: those of ``sp::linear_attention``; beta (B, S, H, 1), starts (B, S, 1, 1)."""
+    """Run a kernel and return its result and the state after it.
+
+    Shapes: those of ``sp::linear_attention``; beta (B, S, H, 1), starts (B, S, 1, 1).
+    """
     out, state = _call_kernel(*operands)
     return out.contiguous(), state.contiguous()
 
@@ -99,16 +102,19 @@ def local_attention_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
     replays=False,
 )
 def local_attention_kernel_backward(grad_out: Tensor | None, grad_state: Tensor | None, *operands: Any) -> list[Tensor]:
-    """Return the gradients of the operands that are floating-point tensors, by the kernel's own autograd."""
+    """Return the gradients of the operands that are floating-point tensors, by running the kernel with autograd.
+
+    grad_out and grad_state are the gradients of the two results, None for a result that is not used.
+    """
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() if _is_differentiable(x) else x for x in operands]
         results = _call_kernel(*leaves)
-    pairs = [(y, g) for y, g in zip(results, (grad_out, grad_state)) if g is not None and y.requires_grad]
+    used = [(y, grad) for y, grad in zip(results, (grad_out, grad_state)) if grad is not None and y.requires_grad]
     inputs = _differentiable(leaves)
-    grads = torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+    grads = torch.autograd.grad([y for y, _ in used], inputs, [grad for _, grad in used], allow_unused=True)
     return [
-        torch.zeros_like(x) if g is None else g.to(x.dtype).clone(memory_format=torch.contiguous_format)
-        for x, g in zip(inputs, grads, strict=True)
+        torch.zeros_like(x) if grad is None else grad.to(x.dtype).clone(memory_format=torch.contiguous_format)
+        for x, grad in zip(inputs, grads, strict=True)
     ]
 
 
@@ -141,12 +147,12 @@ class _KernelFunction(Function):
     @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the operands."""
+        """Return the gradients of the operands; None for those that are not floating-point, and scale and kernel."""
         tensors = ctx.saved_tensors
-        if all(g is None for g in grads):
+        if all(grad is None for grad in grads):
             return (None,) * (len(tensors) + 2)
-        found = iter(sp.local_attention_kernel_backward(*grads, *tensors, ctx.scale, ctx.kernel))
-        return (*(next(found) if _is_differentiable(x) else None for x in tensors), None, None)
+        operand_grads = iter(sp.local_attention_kernel_backward(*grads, *tensors, ctx.scale, ctx.kernel))
+        return (*(next(operand_grads) if _is_differentiable(x) else None for x in tensors), None, None)
 
 
 def run_attention_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
@@ -156,7 +162,12 @@ def run_attention_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
 
 
 def _call_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
-    """Call a kernel; documents are its sequences of variable length."""
+    """Call a kernel with `KERNEL_OPERANDS`, and return its result and the state after the last token of each batch row.
+
+    Kernels support documents as sequences of variable length: with starts, the batch rows are joined to one row, whose
+    documents are passed by their bounds, `cu_seqlens`. Batch rows of 3 tokens with starts [0 0 1] and [0 1 0] have the
+    bounds 0, 2, 3, 4, 6.
+    """
     *rows, starts, initial, scale, kernel = operands
     x = KernelOperands(*rows)
     function, options = FUNCTIONS[kernel].function, {"scale": scale, "output_final_state": True}
@@ -165,17 +176,17 @@ def _call_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
         return out, state
     batch, length = x.v.shape[:2]
     is_first = starts.reshape(batch, length).clone()
-    continues = ~is_first[:, 0]  # the first document of a row has the initial state, unless it starts there
+    continues = ~is_first[:, 0]  # the first document of a batch row has the initial state, unless it starts there
     is_first[:, 0] = True
     bounds = torch.cat(
         [is_first.flatten().nonzero().flatten(), is_first.new_full((1,), batch * length, dtype=torch.int64)]
     )
     counts = is_first.sum(1).cumsum(0)
-    firsts, lasts = torch.cat([counts.new_zeros(1), counts[:-1]]), counts - 1
+    firsts, lasts = torch.cat([counts.new_zeros(1), counts[:-1]]), counts - 1  # documents that begin and end batch rows
     state = None
     if initial is not None:
-        state = initial.new_zeros((len(bounds) - 1, *initial.shape[1:]))
+        state = initial.new_zeros((len(bounds) - 1, *initial.shape[1:]))  # of each document
         state = state.index_add(0, firsts, initial * continues.view(-1, 1, 1, 1))
-    flat = KernelOperands(*(None if y is None else y.flatten(0, 1).unsqueeze(0) for y in x))
-    out, ends = function(*KERNELS[kernel](flat), initial_state=state, cu_seqlens=bounds, **options)
+    joined = KernelOperands(*(None if y is None else y.flatten(0, 1).unsqueeze(0) for y in x))
+    out, ends = function(*KERNELS[kernel](joined), initial_state=state, cu_seqlens=bounds, **options)
     return out.view(x.v.shape), ends.index_select(0, lasts)

@@ -57,22 +57,22 @@ class CarryExchange(NamedTuple):
 
     @property
     def backward(self) -> CarryExchange:
-        """Return the exchange of a scan in the other direction, as a backward needs it."""
+        """Return the exchange of a scan in the opposite direction, which a backward runs."""
         return self._replace(reverse=not self.reverse)
 
     @property
     def frame(self) -> list[int]:
-        """Return the frame of a sequence with one row per chunk, by which gathered summaries are reordered."""
+        """Return the frame of a sequence with one row per chunk, as which summaries are gathered and reordered."""
         chunks = self.n * self.folds
         return [1, chunks, 0, chunks, self.folds]
 
     def chunk_indices(self, device: torch.device) -> Tensor:
-        """Return the indices of the chunks of this rank, int64 (folds,); they are read at run time."""
+        """Return the indices of the chunks of this rank in the sequence, int64 (folds,), read at run time."""
         rank = sp.rank(self.group, device)
         return torch.stack([rank, 2 * self.n - 1 - rank][: self.folds])
 
     def scan_positions(self, device: torch.device) -> Tensor:
-        """Return the positions of the chunks of this rank in scan order, int64 (folds,)."""
+        """Return the positions of the chunks of this rank in scan order, the last first if reverse: int64 (folds,)."""
         indices = self.chunk_indices(device)
         return self.n * self.folds - 1 - indices if self.reverse else indices
 
@@ -80,17 +80,19 @@ class CarryExchange(NamedTuple):
 def scan_carry(
     total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, exchange: CarryExchange
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the carry of a scan into the chunks of this rank, and whether a segment begins there.
+    """Return the carry of a scan into the chunks of this rank, and whether a segment begins at their first rows.
 
     Args:
         total: (folds, ...), the total of the last segment of each chunk.
         stops: bool, broadcasts to total; True if a segment begins in the chunk; None without segments.
-        ends: The first and the last segment id in scan order, shaped like stops, if they are not compared yet.
+        ends: The first and the last segment id of each chunk in scan order, shaped like stops, which are compared here
+            between chunks. None if `stops` considers the boundaries of chunks already.
         op: The name of the monoid.
         exchange: The direction and the exchange.
 
     Returns:
-        The carry, like total, and a bool tensor like stops, or None without ends.
+        The carry, like total, and `cut`: a bool tensor like stops, True if the first row of the chunk begins a segment;
+        None without ends.
     """
     if exchange.method == "steps":
         return _scan_in_steps(total, stops, ends, op, exchange)
@@ -106,7 +108,7 @@ def scan_carry(
         stops, cut = stops | cuts, cuts.index_select(0, positions)
     dtype = total.dtype
     sums, _ = sp.local_scan(total, stops, 0, op, False, False, dtype, dtype, False)
-    return _shift_results(sums, MONOIDS[op].identity(dtype), positions), cut
+    return _select_carries(sums, MONOIDS[op].identity(dtype), positions), cut
 
 
 def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchange) -> Pair:
@@ -127,9 +129,9 @@ def extremes_carry(value: Tensor, index: Tensor, op: str, exchange: CarryExchang
         best, best_index = _exclusive_combine((value, index), first, select_combine(op), exchange)
         return best, best_index
     value, index = gather_parts([value, index], exchange)
-    best, winner = sp.local_extremes(value, None, 0, op, False)
+    best, best_chunk = sp.local_extremes(value, None, 0, op, False)
     positions = exchange.scan_positions(value.device)
-    return _shift_results(best, identity, positions), _shift_results(index.gather(0, winner), 0, positions)
+    return _select_carries(best, identity, positions), _select_carries(index.gather(0, best_chunk), 0, positions)
 
 
 def recurrence_carry(
@@ -137,10 +139,12 @@ def recurrence_carry(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the carry of a recurrence into the chunks of this rank, and the state after the last chunk.
 
+    A chunk maps the state h before it to factor * h + state.
+
     Args:
-        factor: (folds, ...), of the affine map of each chunk.
+        factor: (folds, ...), of the map of each chunk.
         state: (folds, ...), of the same map.
-        initial: (...), the state before the first chunk.
+        initial: (...), the state before the first chunk; zeros if None.
         exchange: The direction and the exchange.
 
     Returns:
@@ -159,27 +163,37 @@ def recurrence_carry(
 
 
 def previous_ends(ends: Tensor, first: Tensor, exchange: CarryExchange) -> Tensor:
-    """Return the ends of the chunks before those of this rank. Differentiable, for second derivatives.
+    """Return, for each chunk of this rank, the end of the chunk before it: (folds, ...).
+
+    The end of a chunk is the result of the scan at its last row in scan order. Differentiable, for second derivatives.
 
     Args:
-        ends: (folds, ...), the end of each chunk: the result of the scan at its last row in scan order.
+        ends: (folds, ...), the ends of the chunks of this rank.
         first: (...), the value before the first chunk.
         exchange: The direction and the exchange.
     """
-    (first,) = sp.reduce_grad([first], "reduce", exchange.n, exchange.group)
+    (first,) = sp.reduce_grad([first], "reduce", exchange.n, exchange.group)  # each rank has a term of its gradient
     rows = sp.all_gather(ends, 0, exchange.frame, exchange.n, exchange.group)
     rows = rows.flip(0) if exchange.reverse else rows
     return torch.cat([first[None], rows[:-1]]).index_select(0, exchange.scan_positions(ends.device))
 
 
 def last_end(ends: Tensor, exchange: CarryExchange) -> Tensor:
-    """Return the end (...) of the last chunk, on every rank, from ends (folds, ...). Differentiable."""
+    """Return the end (...) of the last chunk of the scan, on every rank. Differentiable.
+
+    Args:
+        ends: (folds, ...), the results of the scan at the last row of each chunk of this rank, in scan order.
+        exchange: The direction and the exchange.
+    """
     rows = sp.unshard(ends, 0, exchange.frame, exchange.n, exchange.group)
     return rows[0] if exchange.reverse else rows[-1]
 
 
 def gather_parts(parts: list[Tensor], exchange: CarryExchange) -> list[Tensor]:
-    """Gather several tensors of summaries by one all-gather: all chunks, (n * folds, ...), in scan order."""
+    """Gather several tensors of summaries, (folds, ...), by one all-gather.
+
+    Returns the summaries of all chunks in scan order, (n * folds, ...), for each tensor.
+    """
     sent = parts[0] if len(parts) == 1 else sp.to_bytes(parts)
     gathered = current_communicator().all_gather(sent, exchange.n, exchange.group)
     rows = to_sequence_order(gathered, exchange.frame, exchange.n)
@@ -187,8 +201,14 @@ def gather_parts(parts: list[Tensor], exchange: CarryExchange) -> list[Tensor]:
     return [rows] if len(parts) == 1 else sp.from_bytes(rows, parts)
 
 
-def _shift_results(inclusive: Tensor, identity: float, positions: Tensor) -> Tensor:
-    """Return the carries into the chunks at these positions of the scan order, from results after them."""
+def _select_carries(inclusive: Tensor, identity: float, positions: Tensor) -> Tensor:
+    """Return the carries into the chunks of this rank, from the scan of the summaries of all chunks.
+
+    Args:
+        inclusive: (n * folds, ...), the combination of all summaries up to each chunk, in scan order.
+        identity: The carry into the first chunk.
+        positions: (folds,), positions of the chunks of this rank in scan order.
+    """
     first = torch.full_like(inclusive[:1], identity)
     return torch.cat([first, inclusive[:-1]]).index_select(0, positions)
 
@@ -201,31 +221,43 @@ def _scan_in_steps(
     empty = torch.full_like(total, MONOIDS[op].identity(total.dtype))
     if stops is None:
         return _exclusive_combine(total, empty, combine, exchange), None
-    if ends is None:
-        return _exclusive_combine((stops, total), (stops, empty), segment_combine(combine), exchange)[1], None
     join = segment_combine(combine)
+    if ends is None:
+        _, carry = _exclusive_combine((stops, total), (stops, empty), join, exchange)
+        return carry, None
 
     def merge(left: Any, right: Any) -> Any:
-        """Combine two ranges of ranks, with a stop where the segment ids differ."""
+        """Combine the states (stops, total, first id, last id) of two adjacent ranges of ranks.
+
+        A segment begins between the ranges if the last id of the left differs from the first id of the right.
+        """
         (left_stops, left_total, left_first, left_last), (stops, total, first, last) = left, right
         return *join((left_stops, left_total), (stops | (left_last != first), total)), left_first, last
 
     _, carry, _, previous_id = _exclusive_combine((stops, total, *ends), (stops, empty, *ends), merge, exchange)
-    is_first_rank = column_along(exchange.scan_positions(total.device) == 0, 0, previous_id.ndim)
+    is_first_rank = column_along(exchange.scan_positions(total.device) == 0, 0, previous_id.ndim)  # has no previous id
     return carry, (previous_id != ends[0]) | is_first_rank
 
 
 def _exclusive_combine(state: Any, empty: Any, combine: Combine, exchange: CarryExchange) -> Any:
     """Return the combination of the states of all earlier ranks; `empty` on the first rank.
 
-    After the step of k, `carry` combines the 2 k - 1 previous ranks and `state` those and this rank.
+    Each iteration doubles the number of combined ranks. After that of step k, `carry` combines the 2k - 1 ranks before
+    this one (or all, if there are fewer), and `state` these and this rank.
+
+    Args:
+        state: A pytree, the state of this rank.
+        empty: A pytree like it, the state before all ranks.
+        combine: An associative function of two states; the left one is of earlier ranks.
+        exchange: The direction and the exchange.
     """
     position = exchange.scan_positions(pytree.tree_leaves(state)[0].device)
     carry, step = empty, 1
     while step < exchange.n:
         received = _shift_state(state, step, exchange)
-        is_valid = position >= step  # the shift is cyclic: the first ranks receive states of the last ones
-        carry = _select(is_valid, received if step == 1 else combine(received, carry), carry)
+        is_valid = position >= step  # the shift is cyclic: the first ranks receive unrelated states of the last ones
+        combined = received if step == 1 else combine(received, carry)  # in the first step `carry` is empty
+        carry = _select(is_valid, combined, carry)
         state = _select(is_valid, combine(received, state), state)
         step *= 2
     return carry
@@ -247,7 +279,7 @@ def _shift_state(state: Any, step: int, exchange: CarryExchange) -> Any:
 
 
 def _row_bytes(part: Tensor) -> int:
-    """Return the bytes of one row of a part in the packed message."""
+    """Return the bytes of one row of a tensor in the buffer of `to_bytes`."""
     return math.prod(part.shape[1:]) * part.element_size()  # Size.numel would make symbolic sizes constants
 
 
@@ -261,7 +293,7 @@ def to_bytes(parts: list[Tensor]) -> Tensor:
     Source: views and one copy.
     """
     rows = [part.reshape(part.shape[0], part.shape[1:].numel()) for part in parts]
-    no_bytes = parts[0].new_empty((parts[0].shape[0], 0), dtype=torch.uint8)
+    no_bytes = parts[0].new_empty((parts[0].shape[0], 0), dtype=torch.uint8)  # the result if all parts are empty
     return torch.cat([no_bytes, *(_align_rows(row).view(torch.uint8) for row in rows if row.numel())], 1)
 
 
@@ -274,7 +306,7 @@ def from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
 
     Args:
         message: (m, bytes), uint8.
-        parts: Tensors that define the other sizes and the dtypes.
+        parts: The tensors before `to_bytes`, of which only the row shapes and the dtypes are used.
     """
     rows = message.split([_row_bytes(part) for part in parts], 1)
     shapes = [(message.shape[0], *part.shape[1:]) for part in parts]
@@ -285,5 +317,5 @@ def from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
 
 
 def _align_rows(rows: Tensor) -> Tensor:
-    """Return an aligned copy, with the strides that views of other dtypes need even for one row."""
+    """Return a contiguous copy of rows, aligned for a view in a dtype of another size."""
     return rows.clone(memory_format=torch.contiguous_format)

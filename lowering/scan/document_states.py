@@ -19,35 +19,41 @@ from torch import Tensor
 
 
 class DocumentRows(NamedTuple):
-    """The token of each document at which it starts, or ends, among the tokens of a rank, (1, 1, chunks, T, 1)."""
+    """Place of one token of each document, its first or its last, among the chunks of T tokens of a rank."""
 
-    chunk: Tensor  # int64 (N,), the chunk of the token
-    row: Tensor  # int64 (N,), the row of the token in its chunk
+    chunk: Tensor  # int64 (N,), the chunk of the token; 0 if another rank has the token
+    row: Tensor  # int64 (N,), the row of the token in its chunk; 0 if another rank has the token
     is_own: Tensor  # bool (N, 1, 1, 1), False if another rank has the token
 
     def select(self, x: Tensor) -> Tensor:
-        """Return the chunks of the documents: (1, H, chunks, ...) -> (N, H, ...)."""
+        """Return, for each document, the chunk of its token: (1, H, chunks, ...) -> (N, H, ...)."""
         return x.squeeze(0).movedim(1, 0).index_select(0, self.chunk)
 
     def select_row(self, x: Tensor) -> Tensor:
-        """Return the rows of the tokens: (1, H, chunks, T, D) -> (N, H, 1, D)."""
+        """Return, for each document, the row of its token: (1, H, chunks, T, D) -> (N, H, 1, D)."""
         rows = self.row.view(-1, 1, 1, 1).expand(-1, x.shape[1], 1, x.shape[-1])
         return self.select(x).gather(2, rows)
 
     def add_to(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add values of the documents (N, H, ...) to their chunks (1, H, chunks, ...), if they are on this rank."""
+        """Return x (1, H, chunks, ...) plus the value of each own document, y (N, H, ...), in its token's chunk."""
         y = torch.where(self.is_own, y, 0)
         return x.squeeze(0).movedim(1, 0).index_add(0, self.chunk, y).movedim(0, 1).unsqueeze(0)
 
 
 def find_documents(marks: Tensor, count: int) -> DocumentRows:
-    """Return the tokens of the documents from their numbers, 1 to `count`, int64 (1, 1, chunks, T, 1)."""
+    """Return the place of each document's token.
+
+    Args:
+        marks: `opened` or `closed` of the module, int64 (1, 1, chunks, T, 1): the number of the document, from 1, at
+            its first or last token, and 0 elsewhere.
+        count: Number of documents, N.
+    """
     size, numbers = marks.shape[-2], marks.flatten()
     tokens = torch.arange(numbers.shape[0], device=marks.device)
-    slots = numbers.new_full((count + 1,), -1)  # slot 0 is that of all other tokens
-    found = slots.scatter(0, numbers, tokens)[1:]
-    position = found.clamp(min=0)
-    return DocumentRows(position // size, position % size, (found >= 0).view(-1, 1, 1, 1))
+    slots = numbers.new_full((count + 1,), -1)  # by number; slot 0 receives the unmarked tokens
+    found = slots.scatter(0, numbers, tokens)[1:]  # index of the token, -1 if another rank has it
+    index = found.clamp(min=0)
+    return DocumentRows(index // size, index % size, (found >= 0).view(-1, 1, 1, 1))
 
 
 def add_initial_states(
@@ -61,15 +67,20 @@ def add_initial_states(
         reads: (1, H, chunks, T, K), rows that read the state at the start of their segment.
         factor: (1, H, chunks, K, K) or (1, H, chunks, K, 1), of the last segment of a chunk.
         segment: Numbers of the segments of a chunk, int64 (1, 1, chunks, T, 1).
-        opened: As `segment`, see above.
-        initial: (N, H, K, V).
+        opened: Marks of the first tokens (see the module), like `segment`.
+        initial: (N, H, K, V), the states of the documents before their first tokens.
+
+    Returns:
+        out and state, with the effects added.
     """
     documents = find_documents(opened, initial.shape[0])
-    number, own = documents.select(segment), documents.select_row(segment)
-    out = documents.add_to(out, (documents.select(reads) * (number == own)) @ initial)
-    selected = documents.select(factor)
-    after = selected * initial if selected.shape[-1] == 1 else selected @ initial
-    return out, documents.add_to(state, after * (number[..., -1:, :] == own))
+    # Of the chunk in which each document starts: the segments of its tokens, and the segment of the document.
+    segments, own_segment = documents.select(segment), documents.select_row(segment)
+    out = documents.add_to(out, (documents.select(reads) * (segments == own_segment)) @ initial)
+    chunk_factor = documents.select(factor)
+    state_after = chunk_factor * initial if chunk_factor.shape[-1] == 1 else chunk_factor @ initial
+    continues = segments[..., -1:, :] == own_segment  # the document has the last token of the chunk
+    return out, documents.add_to(state, state_after * continues)
 
 
 def final_states(
@@ -83,22 +94,28 @@ def final_states(
 ) -> Tensor:
     """Return the states after documents whose last token is on this rank, (N, H, K, V), zeros for others.
 
+    The state after a document is computed in the chunk of its last token: the decayed state at the start of the
+    document's segment there, plus what the tokens of the segment write, up to the last one.
+
     Args:
-        written: Keys, values and readings that tokens write, (1, H, chunks, T, ...).
-        after: Logarithm of the decay up to each token, this one included, (1, H, chunks, T, 1) or (..., K).
-        base: As `after`, up to the start of the segment.
-        segment: As for `add_initial_states`.
+        written: What tokens write, (1, H, chunks, T, ...): keys, and values of the form ``values + reading @ h``, where
+            h is the state at the start of the segment, and a reading may be None.
+        after: Logarithm of the decay from the start of the chunk to each token, this one included, (1, H, chunks, T, 1)
+            or (..., K).
+        base: As `after`, to the start of each token's segment.
+        segment: Numbers of the segments of a chunk, int64 (1, 1, chunks, T, 1); 0 is that of the state before it.
         before: (1, H, chunks, K, V), states before the chunks.
-        closed: As `segment`.
-        initial: (N, H, K, V).
+        closed: Marks of the last tokens (see the module), like `segment`.
+        initial: (N, H, K, V), the states of the documents before their first tokens.
     """
     ends = find_documents(closed, initial.shape[0])
-    number, own, last = ends.select(segment), ends.select_row(segment), ends.select_row(after)
+    segments, own_segment = ends.select(segment), ends.select_row(segment)
+    decay_to_end = ends.select_row(after)
     row = torch.arange(segment.shape[-2], device=segment.device).view(-1, 1)
-    is_written = (number == own) & (row <= ends.row.view(-1, 1, 1, 1))
-    kept = (last - ends.select(after)).masked_fill(~is_written, -torch.inf).exp()
-    start = torch.where(own == 0, ends.select(before), initial)
-    state = (last - ends.select_row(base)).exp().mT * start
+    is_written = (segments == own_segment) & (row <= ends.row.view(-1, 1, 1, 1))
+    kept = (decay_to_end - ends.select(after)).masked_fill(~is_written, -torch.inf).exp()  # of what each token writes
+    start = torch.where(own_segment == 0, ends.select(before), initial)  # segment 0 has started in an earlier chunk
+    state = (decay_to_end - ends.select_row(base)).exp().mT * start
     for key, values, reading in written:
         values = ends.select(values)
         values = values if reading is None else values + ends.select(reading) @ start

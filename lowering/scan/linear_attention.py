@@ -81,15 +81,21 @@ class Decays(NamedTuple):
     segment: Tensor | None  # number of the document within the chunk, (..., T, 1); 0 is that of the token before it
 
     def since_start(self, x: Tensor) -> Tensor:
-        """Return the factor exp(x) from the start of the chunk as one from the start of the token's document."""
+        """Return the decay factor from the start of each token's document, for a decay x from the start of the chunk.
+
+        For a document that started before the chunk, it is exp(x): the decay from the start of the chunk.
+        """
         return (x if self.base is None else x - self.base).exp()
 
     def of_first(self, x: Tensor) -> Tensor:
-        """Return x (..., T, D) with zeros for tokens of documents that start in the chunk."""
+        """Return x (..., T, D) with zeros for tokens of documents that start in the chunk.
+
+        Such tokens do not read the state before the chunk.
+        """
         return x if self.segment is None else x * (self.segment == 0)
 
-    def reach(self) -> Tensor:
-        """Return True for pairs of a token and an earlier one, or the same, of its document, bool (..., T, T)."""
+    def causal_mask(self) -> Tensor:
+        """Return True for pairs of a token and an earlier one, or the same, of its document: bool (..., T, T)."""
         size = self.after.shape[-2]
         causal = torch.ones(size, size, dtype=torch.bool, device=self.after.device).tril()
         return causal if self.segment is None else causal & (self.segment == self.segment.mT)
@@ -120,8 +126,9 @@ def linear_attention_state(*operands: Any) -> Tensor:
     the states after the documents. Bytes: those, and those of one state a rank. Backward: as there.
     """
     shards, _, ends = _process_tokens(*operands)
-    exchange = shards.carry_exchange(operands[2], 1, False)
-    if operands[9] is not None:  # each from the rank with the last token of its document
+    tokens = TokenRows(*operands[:10])
+    exchange = shards.carry_exchange(tokens.v, 1, False)
+    if tokens.closed is not None:  # each state is computed by the rank with the last token; the others have zeros
         return ends if exchange.is_single else sp.all_reduce(ends, exchange.n, exchange.group)
     return ends[:, :, -1] if exchange.is_single else last_end(ends.movedim(2, 0), exchange)
 
@@ -130,16 +137,20 @@ LINEAR_ATTENTION_OPS = (sp.linear_attention.default, sp.linear_attention_state.d
 
 
 def _process_tokens(*operands: Any) -> tuple[ScanShards, Tensor, Tensor]:
-    """Return the shards, the result (B, S, H, V), and the state after each fold of a rank, (B, H, folds, K, V).
+    """Compute both results of linear attention from the operands of its operators, `ATTENTION_OPERANDS`.
 
-    The latter is that after each document, (N, H, K, V), if they have states of their own.
+    A fold is one of the contiguous runs of tokens of a rank: one, or two in a zigzag frame.
+
+    Returns:
+        The shards; the result (B, S, H, V); and the state after each fold, (B, H, folds, K, V), or if documents have
+        states of their own the state after each, (N, H, K, V).
     """
     *rows, initial, scale, kernel = operands[:13]
-    shards = ScanShards(*operands[13:])
+    shards = ScanShards(*operands[13:])  # the frame and the ranks
     tokens = TokenRows(*rows)
     exchange, size = shards.carry_exchange(tokens.v, 1, False), chunk_tokens(tokens.decay.shape[-1])
     dtype = state_dtype(tokens.v)
-    tokens = tokens.map(lambda x: x[(...,) + (None,) * (4 - x.ndim)])  # a column for beta and starts
+    tokens = tokens.map(lambda x: x[(...,) + (None,) * (4 - x.ndim)])  # 4 dims, for beta, starts and marks, too
     tokens = tokens.map(lambda x: shards.fill_padding(x, 1, 0))  # padded rows keep the state
     initial = None if initial is None else initial.to(dtype)
     if has_kernel(kernel, tokens.v.device) and tokens.opened is None:
@@ -159,7 +170,7 @@ def chunk_tokens(decays: Any) -> int:
 
 
 def _split_chunks(x: Tensor, size: int, exchange: CarryExchange) -> Tensor:
-    """Return (B, S, H, D) as (B, H, N, T, D), T tokens a chunk and zeros after the last token of each fold."""
+    """Return (B, S, H, D) as (B, H, N, T, D): N chunks of T = `size` tokens, with zeros to complete each fold."""
     x = to_chunks(x, exchange)
     # Not F.pad, whose backward has strides that fake tensors do not predict for a symbolic length.
     x = torch.cat([x, x.new_zeros((*x.shape[:2], -x.shape[2] % size, *x.shape[3:]))], 2)
@@ -173,34 +184,41 @@ def _join_chunks(x: Tensor, rows: int, exchange: CarryExchange) -> Tensor:
 
 
 def _chunk_decays(x: TokenRows) -> Decays:
-    """Return the decays of operands (B, H, N, T, ...)."""
+    """Return the accumulated decays of chunked operands (B, H, N, T, ...)."""
     after = x.decay.cumsum(-2)
     before = after - x.decay
     if x.starts is None:
         return Decays(after, before, None, None)
     row = torch.arange(after.shape[-2], device=after.device).view(-1, 1)
-    first = torch.where(x.starts, row, 0).cummax(-2).values
+    first = torch.where(x.starts, row, 0).cummax(-2).values  # row of the first token of each token's document
     base = before.gather(-2, first.expand(after.shape))  # exactly 0 at the first row of a chunk
     return Decays(after, before, base, x.starts.cumsum(-2))
 
 
 def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
-    """Return the maps of chunks, from operands (B, H, N, T, ...) and the states of documents, if they have any.
+    """Return the results of chunks as functions of the states before them.
 
-    Readings and factors refer to the state at the start of a token's document, or of the chunk.
+    In the body, `reads` and `factor` refer to the state h at the start of a token's document, or of the chunk if the
+    document has started before. The last lines remove the tokens that do not read the state before the chunk. If
+    documents have initial states, their effects are added before.
+
+    Args:
+        x: Operands (B, H, N, T, ...).
+        initial: (N, H, K, V), the initial states of N documents, if ``x.opened`` marks documents; else not used.
     """
     decays = _chunk_decays(x)
-    after, causal = decays.after, decays.reach()
-    kept_last = (after[..., -1:, :] - after).exp()  # to the state after
+    after, causal = decays.after, decays.causal_mask()
+    kept_last = (after[..., -1:, :] - after).exp()  # share of what a token writes in the state after the chunk
     if decays.segment is not None:
-        kept_last = kept_last * (decays.segment == decays.segment[..., -1:, :])
+        kept_last = kept_last * (decays.segment == decays.segment[..., -1:, :])  # only of the chunk's last document
     written = _written_values(x, decays, causal)
+    # With the state h: the results are out + reads @ h, and the state after the chunk is factor @ h + state.
     out, reads, state = 0, x.q * decays.since_start(after), 0
     factor = decays.since_start(after)[..., -1:, :].mT
     for key, values, reading in written:
         weights, kept = _decayed_products(x.q, key, after, after, causal), (key * kept_last).mT
         out, state = out + weights @ values, state + kept @ values
-        if reading is not None:
+        if reading is not None:  # what tokens write depends on the state: values + reading @ h
             identity = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
             reads, factor = reads + weights @ reading, factor * identity + kept @ reading
     if factor.shape[-1] == 1:
@@ -212,39 +230,51 @@ def _map_chunks(x: TokenRows, initial: Tensor | None) -> ChunkMaps:
         """Return the states after documents, from the states before chunks."""
         return final_states(written, after, decays.base, decays.segment, before, x.closed, initial)
 
-    factor = factor if decays.segment is None else factor * (decays.segment[..., -1:, :] == 0)
+    if decays.segment is not None:  # a chunk in which a document starts discards the state before it
+        factor = factor * (decays.segment[..., -1:, :] == 0)
     return ChunkMaps(out, decays.of_first(reads), factor, state, ends)
 
 
 def _written_values(x: TokenRows, decays: Decays, causal: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """Return what tokens write to the state: keys, and values of the form ``values + reading @ h``.
+    """Return what tokens write to the state, as triples (key, values, reading).
 
-    Token t writes the outer product of its key and its value. h is the state at the start of its document, or of the
-    chunk.
+    Token t writes the outer product of row t of the key and row t of ``values + reading @ h``, where h is the state at
+    the start of its document, or of the chunk. A reading of None means zeros. With beta, or a and b, the value u_t that
+    a token writes depends on the values u_s that earlier tokens of the chunk write. All u of a chunk solve a triangular
+    system, which is a function of h: its right side has a part that is multiplied by h.
+
+    Args:
+        x: Operands (B, H, N, T, ...).
+        decays: The decays of the tokens.
+        causal: Bool (..., T, T), True for pairs of a token and an earlier one, or the same, of its document.
     """
     identity, size, after = torch.eye(x.q.shape[-2], dtype=x.q.dtype, device=x.q.device), x.v.shape[-1], decays.after
-    strict = causal & (identity == 0)
-    if x.beta is not None:  # (I + L) u = v - (k D) h
+    strict = causal & (identity == 0)  # without the token itself
+    if x.beta is not None:
+        # u_t = v_t - k_t h - sum over s < t of (k_t . key_s) u_s, each decayed up to t
         key = x.k * x.beta
         system = identity + _decayed_products(x.k, key, after, after, strict)
         solution = _solve(system, torch.cat([x.v, -x.k * decays.since_start(after)], -1))
         return [(key, solution[..., :size], solution[..., size:])]
-    if x.a is not None and x.b is not None:  # (I - L) u = M v + (a D) h
-        reads_values = _decayed_products(x.a, x.k, decays.before, after, strict) @ x.v
+    if x.a is not None and x.b is not None:
+        # u_t = a_t h + sum over s < t of ((a_t . k_s) v_s + (a_t . b_s) u_s), each decayed up to t - 1
+        read_values = _decayed_products(x.a, x.k, decays.before, after, strict) @ x.v
         system = identity - _decayed_products(x.a, x.b, decays.before, after, strict)
-        solution = _solve(system, torch.cat([reads_values, x.a * decays.since_start(decays.before)], -1))
+        solution = _solve(system, torch.cat([read_values, x.a * decays.since_start(decays.before)], -1))
         return [(x.b, solution[..., :size], solution[..., size:]), (x.k, x.v, None)]
     return [(x.k, x.v, None)]
 
 
 def _solve(system: Tensor, values: Tensor) -> Tensor:
-    """Solve a lower triangular system with ones on its diagonal."""
+    """Return the solution u of system @ u = values, for a lower triangular system with ones on its diagonal."""
     return torch.linalg.solve_triangular(system, values, upper=False, unitriangular=True)
 
 
 def _decayed_products(x: Tensor, y: Tensor, at_x: Tensor, at_y: Tensor, is_allowed: Tensor) -> Tensor:
     """Return the sum over k of x_ik y_jk exp(at_x_ik - at_y_jk), and 0 for pairs (i, j) that are not allowed.
 
+    These are the products of rows of tokens i and of earlier tokens j, decayed from j to i. at_x and at_y are decays
+    from the start of the chunk.
     Shapes: x, y (..., T, K); at_x, at_y (..., T, 1) or (..., T, K); is_allowed (..., T, T) -> (..., T, T).
     """
     if at_x.shape[-1] == 1:
@@ -254,10 +284,14 @@ def _decayed_products(x: Tensor, y: Tensor, at_x: Tensor, at_y: Tensor, is_allow
 
 
 def _scan_states(maps: ChunkMaps, initial: Tensor | None, exchange: CarryExchange) -> tuple[Tensor, Tensor]:
-    """Return the states before the chunks, (B, H, N, K, V), and after each fold, (B, H, folds, K, V)."""
+    """Return the states before the chunks, (B, H, N, K, V), and after each fold, (B, H, folds, K, V).
+
+    A fold is one of the contiguous runs of chunks of a rank: one, or two in a zigzag frame.
+    """
     factor, state = maps.factor, maps.state
-    chunks = factor.shape[2] // exchange.folds
-    if factor.shape[-1] > 1 or factor.shape[-2] == 1:
+    chunks = factor.shape[2] // exchange.folds  # of a fold
+    is_matrix = factor.shape[-1] > 1 or factor.shape[-2] == 1  # (K, K), not the diagonal (K, 1)
+    if is_matrix:
         before = _affine_scan(factor, state, initial, exchange)
         after = factor @ before + state
         return before, after.unflatten(2, (exchange.folds, chunks))[:, :, :, -1]
@@ -272,7 +306,14 @@ def _scan_states(maps: ChunkMaps, initial: Tensor | None, exchange: CarryExchang
 
 
 def _affine_scan(factor: Tensor, state: Tensor, initial: Tensor | None, exchange: CarryExchange) -> Tensor:
-    """Return the states before the chunks of this rank, which are in dim 2, exchanged between the ranks."""
+    """Return the states before the chunks of this rank, (B, H, chunks, K, V), by a scan over the chunks of all ranks.
+
+    Args:
+        factor: (B, H, chunks, K, K), of the affine map of each chunk.
+        state: (B, H, chunks, K, V), of the same map.
+        initial: (B, H, K, V), the state before the first chunk; zeros if None.
+        exchange: The exchange of carries.
+    """
     if exchange.is_single:
         return sp.affine_scan(factor, state, initial, 2, exclusive=True)
     rows = exchange.n * factor.shape[2]
@@ -285,14 +326,20 @@ def _affine_scan(factor: Tensor, state: Tensor, initial: Tensor | None, exchange
 def _run_kernel(
     tokens: TokenRows, initial: Tensor | None, scale: float, kernel: str, exchange: CarryExchange
 ) -> tuple[Tensor, Tensor]:
-    """Return the result and the state after each fold, from a kernel that processes each fold."""
-    folds, (size, columns) = exchange.folds, (tokens.k.shape[-1], tokens.v.shape[-1])
-    rows = tokens.map(lambda x: to_chunks(x, exchange).flatten(0, 1))
+    """Return the result (B, S, H, V) and the state after each fold (B, H, folds, K, V), from an installed kernel.
+
+    The kernel processes each fold (a contiguous run of tokens of a rank) as one sequence. On several ranks the state
+    before a fold is not known yet: the kernel runs with K additional columns of values, zeros, whose state before the
+    fold is the identity. Their state after the fold is the factor of the fold's affine map, and their results are the
+    rows that read the state before it.
+    """
+    folds, (size, columns) = exchange.folds, (tokens.k.shape[-1], tokens.v.shape[-1])  # K and V
+    rows = tokens.map(lambda x: to_chunks(x, exchange).flatten(0, 1))  # (B * folds, rows, H, ...)
     if exchange.is_single:
         out, end = run_attention_kernel(*rows[:8], initial, scale, kernel)
         return out, end.unsqueeze(2)
     identity = torch.eye(size, dtype=state_dtype(tokens.v), device=tokens.v.device)
-    first = F.pad(identity, (columns, 0)).expand(rows.v.shape[0], rows.v.shape[2], -1, -1)
+    first = F.pad(identity, (columns, 0)).expand(rows.v.shape[0], rows.v.shape[2], -1, -1)  # zeros, then the identity
     out, end = run_attention_kernel(*rows._replace(v=F.pad(rows.v, (0, size)))[:8], first, scale, kernel)
     state, factor = end.unflatten(0, (-1, folds)).movedim(1, 2).split([columns, size], -1)
     before = _affine_scan(factor, state, initial, exchange)

@@ -42,7 +42,7 @@ def local_scan(
     Shapes: x (..., S, ...) -> out like x in dtype, and the combination of the last segment in scan order, x's shape
     without dim, in accumulate. With total=False the total is an empty tensor, which saves some kernels a pass over x.
     x is rounded to dtype before it is combined, as in torch.cumsum(x, dim, dtype=...).
-    Source: the lowering table.
+    Source: the implementation that `scan_table` selects.
     """
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
     rows, starts = _to_three_dims(x, dim), _compact_starts(starts, x, dim)
@@ -60,7 +60,7 @@ def local_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse:
     """Return the running max or min of x along dim, and its index.
 
     Shapes: x (..., S, ...) -> values like x, indices int64 like x. Of equal values the later in scan order wins, and
-    NaN wins over all others, as in torch.cummax. Source: the lowering table.
+    NaN wins over all others, as in torch.cummax. Source: the implementation that `scan_table` selects.
     """
     rows, starts = _to_three_dims(x, dim), _compact_starts(starts, x, dim)
     segmented = starts is not None
@@ -87,7 +87,8 @@ def local_linear_scan(
     """Return h with h_i = a_i * h_(i-1) + b_i, from h_(-1) = initial, or zeros.
 
     Shapes: a and b (..., S, ...) of one shape, initial that shape without dim -> h like b in dtype.
-    lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial. Source: the lowering table.
+    lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial.
+    Source: the implementation that `scan_table` selects.
     """
     a_rows, b_rows = _to_three_dims(a, dim), _to_three_dims(b, dim)
     problem = ScanProblem.of("linear", b_rows, dtype, accumulate, reverse=reverse, lagged=lagged)
@@ -106,11 +107,11 @@ def local_linear_scan(
     ),
 )
 def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
-    """Return the factor and the state of a linear scan as a map of its initial state.
+    """Return the affine map of all rows of ``sp::local_linear_scan``: its factor and its state.
 
-    The map is factor * initial + state. It returns the last h, or the last s if lagged.
-    Shapes: a and b (..., S, ...) of one shape -> two of that shape without dim, in accumulate. Source: the lowering
-    table.
+    The last h, or the last s if lagged, is factor * initial + state.
+    Shapes: a and b (..., S, ...) of one shape -> two of that shape without dim, in accumulate.
+    Source: the implementation that `scan_table` selects.
     """
     a_rows, b_rows = _to_three_dims(a, dim), _to_three_dims(b, dim)
     problem = ScanProblem.of("linear_total", b_rows, accumulate, accumulate, reverse=reverse, lagged=lagged)
@@ -129,24 +130,30 @@ def _to_three_dims(x: Tensor, dim: int) -> Tensor:
 
 
 def _compact_starts(starts: Tensor | None, x: Tensor, dim: int) -> Tensor | None:
-    """Return starts for kernels, (outer|1, length, inner|1): a size of 1 where all of x shares them."""
+    """Return starts as kernels read them, (outer|1, length, inner|1): 1 if they are the same along outer or inner.
+
+    Args:
+        starts: (length,), or broadcast to x; None without segments.
+        x: The operand of the scan.
+        dim: The dim of the scan.
+    """
     if starts is None:
         return None
     dim %= max(x.ndim, 1)
     if starts.ndim <= 1:
         return starts.expand(x.shape[dim] if x.ndim else 1).reshape(1, -1, 1).contiguous()
     sizes = [1] * (x.ndim - starts.ndim) + list(starts.shape)
-    outer, inner = _common_sizes(sizes[:dim], x.shape[:dim]), _common_sizes(sizes[dim + 1 :], x.shape[dim + 1 :])
+    outer, inner = _expanded_sizes(sizes[:dim], x.shape[:dim]), _expanded_sizes(sizes[dim + 1 :], x.shape[dim + 1 :])
     return _to_three_dims(starts.reshape(sizes).expand(*outer, x.shape[dim], *inner), dim)
 
 
-def _common_sizes(sizes: Sequence[int], x_sizes: Sequence[int]) -> Sequence[int]:
-    """Return the sizes to which `starts` are expanded before or after dim: all 1 if they are, else x's."""
+def _expanded_sizes(sizes: Sequence[int], x_sizes: Sequence[int]) -> Sequence[int]:
+    """Return the sizes to which the dims of `starts` on one side of dim are expanded: x's, unless all are 1."""
     return sizes if math.prod(sizes) == 1 else x_sizes
 
 
 def _total_shape(x: Tensor, dim: int) -> list[int]:
-    """Return the shape of x without dim, which is that of a total."""
+    """Return the shape of the total of x along dim: that of x without dim."""
     shape = list(x.shape)
     if shape:
         del shape[dim]

@@ -25,7 +25,7 @@ class Monoid:
 
     name: str  # key of `MONOIDS`
     combine: Combine  # of two tensors
-    neutral: float  # 0, 1, -inf or inf; for a dtype without infinities, the latter are its least and greatest value
+    neutral: float  # 0, 1, -inf or inf; `identity` converts infinities to dtypes without them
     cumulative: Callable[..., Tensor | Pair]  # the scan of torch
     floating: bool = False  # True if it is defined for floating-point numbers only
 
@@ -35,7 +35,10 @@ class Monoid:
         return self.name in ("max", "min")
 
     def identity(self, dtype: torch.dtype) -> float:
-        """Return the neutral element e of a dtype, with combine(e, x) == x: the result before any row."""
+        """Return the neutral element e in a dtype, with combine(e, x) == x: the result before any row.
+
+        In integers, -inf and inf are the least and the greatest value.
+        """
         if dtype.is_floating_point or abs(self.neutral) != torch.inf:
             return self.neutral
         if dtype is torch.bool:
@@ -59,32 +62,33 @@ MONOIDS = {
 def segment_combine(combine: Combine) -> Combine:
     """Return the combine function of states (start, values) for a scan of segments.
 
-    `start` is True if a segment begins in the rows of the state; nothing before that is carried into it.
+    A state is the combination of some adjacent rows. `start` is True if a segment begins at one of them; `values` are
+    then those of the last segment only, and nothing of earlier rows is combined with them.
     """
 
     def join(left: Any, right: Any) -> Any:
-        """Combine two states; a start of a segment discards the left one."""
+        """Combine two states; if a segment begins in the right one, the left values are discarded."""
         (left_start, left_values), (start, values) = left, right
         carried = combine(left_values, values)
-        return left_start | start, pytree.tree_map(lambda x, y: torch.where(start, x, y), values, carried)
+        return left_start | start, pytree.tree_map(lambda own, both: torch.where(start, own, both), values, carried)
 
     return join
 
 
 def is_later_extreme(op: str, later: Tensor, earlier: Tensor) -> Tensor:
-    """Return a bool tensor: True where `later` wins under max or min.
+    """Return a bool tensor: True where the max or min of two values is `later`.
 
-    Of equal values the later wins, and NaN wins over all, as in torch.cummax.
+    Of equal values the later is selected, and NaN before all others, as in torch.cummax.
     """
-    won = later >= earlier if op == "max" else later <= earlier
-    return won | later.isnan() if later.is_floating_point() else won
+    is_later = later >= earlier if op == "max" else later <= earlier
+    return is_later | later.isnan() if later.is_floating_point() else is_later
 
 
 def select_combine(op: str) -> Combine:
     """Return the combine function of states (value, index) for a running max or min with its index."""
 
     def select(left: Pair, right: Pair) -> Pair:
-        """Return the extreme of two values with its index."""
+        """Return the greater value for max, the smaller one for min, with its index."""
         (left_value, left_index), (value, index) = left, right
         is_later = is_later_extreme(op, value, left_value)
         return torch.where(is_later, value, left_value), torch.where(is_later, index, left_index)
@@ -99,10 +103,7 @@ def compose_affine(left: Pair, right: Pair) -> Pair:
 
 
 def accumulate_dtype(op: str, dtype: torch.dtype, device: torch.device | str) -> torch.dtype:
-    """Return the default dtype of a scan's accumulation.
-
-    It is that of torch, so float32 accumulates in float64 on a CPU.
-    """
+    """Return the default dtype of a scan's accumulation, as in torch: float64 for float32 on a CPU."""
     if op in ("max", "min"):
         return dtype
     if not dtype.is_floating_point:
@@ -123,5 +124,5 @@ def is_scannable(dtype: torch.dtype) -> bool:
 
 
 def result_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the default dtype of a scan's result: that of torch."""
+    """Return the default dtype of a scan's result, as in torch: int64 for sums and products of integers."""
     return torch.int64 if op in ("sum", "prod") and not dtype.is_floating_point else dtype

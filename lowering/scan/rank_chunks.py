@@ -47,26 +47,30 @@ class RecurrenceSpec(NamedTuple):
 
 
 def segment_starts(cuts: Tensor, exchange: CarryExchange) -> Tensor:
-    """Return True for rows at which a segment begins in scan order: cuts without the last boundary."""
+    """Return True for rows at which a segment begins in scan order, from (..., chunks, rows + 1, ...) cuts.
+
+    Cut i is the boundary before row i. A row begins a segment if the boundary before it in scan order is a cut; in a
+    reverse scan of row i that is cut i + 1.
+    """
     return cuts.narrow(exchange.rows, int(exchange.reverse), cuts.shape[exchange.rows] - 1)
 
 
 def shift_rows(x: Tensor, carry: Tensor, exchange: CarryExchange) -> Tensor:
-    """Return the previous row of each row in scan order: y_(i-1) for the derivatives of y_i.
+    """Return the previous row of each row in scan order, y_(i-1) for each y_i, as derivatives read it.
 
-    The row before a chunk's first is its `carry`, (..., chunks, 1, ...).
+    The row before the first of a chunk is its `carry`, (..., chunks, 1, ...).
     """
     previous = x.narrow(exchange.rows, int(exchange.reverse), x.shape[exchange.rows] - 1)
     return torch.cat([previous, carry] if exchange.reverse else [carry, previous], exchange.rows)
 
 
 def chunks_first(x: Tensor, exchange: CarryExchange) -> Tensor:
-    """Move the chunks first, as of summaries: (..., chunks, ...) without the dim of rows -> (chunks, ...)."""
+    """Move the dim of chunks of summaries, which have no dim of rows, first: (..., chunks, ...) -> (chunks, ...)."""
     return x.movedim(exchange.dim, 0)
 
 
 def chunk_rows(x: Tensor, exchange: CarryExchange) -> Tensor:
-    """Undo `chunks_first`, as one row of every chunk: (chunks, ...) -> (..., chunks, 1, ...)."""
+    """Undo `chunks_first`, and add a dim of one row to each chunk: (chunks, ...) -> (..., chunks, 1, ...)."""
     return x.movedim(0, exchange.dim).unsqueeze(exchange.rows)
 
 
@@ -78,27 +82,36 @@ def last_rows(x: Tensor, exchange: CarryExchange) -> Tensor:
 def scan_chunks(
     x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, spec: ScanSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the scan in spec.dtype, the carries, and whether a segment begins at each chunk's first row.
+    """Return the scan of x in spec.dtype, the carries into the chunks, and the cuts at their first rows.
 
-    The carry is None on one rank; the flag (cut) is None unless first and last were compared. Both are rows,
-    (..., chunks, 1, ...).
+    Args:
+        x: The chunks of this rank, (..., chunks, rows, ...).
+        cuts: Where segments end and begin (see the module); None without segments.
+        first: The segment id at the first row of each chunk, if it is to be compared with that of the chunk before.
+        last: The segment id at the last row of each chunk.
+        spec: The options.
+
+    Returns:
+        The carries, (..., chunks, 1, ...), are None on one rank. The cuts, of the same form, are True if the first row
+        of a chunk in scan order begins a segment. They are None without `first` and `last`.
     """
     op, exclusive, exchange, dtype, accumulate = spec
-    begins, options = None if cuts is None else segment_starts(cuts, exchange), (op, exclusive, exchange.reverse)
+    begins = None if cuts is None else segment_starts(cuts, exchange)
+    options = op, exclusive, exchange.reverse
     if exchange.is_single:
         return sp.local_scan(x, begins, exchange.rows, *options, dtype, accumulate, False)[0], None, None
-    # Not rounded before the carry is added: the sum may be small where both are large.
+    # The local scan is not rounded before the carry is added: the sum of both may be small where both are large.
     out, total = sp.local_scan(x, begins, exchange.rows, *options, accumulate, accumulate)
-    # Summaries of the chunks: nothing leaves a chunk whose last row ends a segment, and nothing passes a stop.
     total, stops = chunks_first(total, exchange), None
     if cuts is not None and begins is not None:
-        leaving = last_rows(cuts, exchange)
-        total = total.masked_fill(leaving, MONOIDS[op].identity(accumulate))
-        stops = chunks_first(begins.any(exchange.rows), exchange) | leaving
+        ends_at_last = last_rows(cuts, exchange)  # a segment ends at the chunk's last row: its total is not carried on
+        total = total.masked_fill(ends_at_last, MONOIDS[op].identity(accumulate))
+        stops = chunks_first(begins.any(exchange.rows), exchange) | ends_at_last
     first, last = (last, first) if exchange.reverse else (first, last)
     ends = None if first is None or last is None else (last_rows(first, exchange), last_rows(last, exchange))
     carry, cut = scan_carry(total, stops, ends, op, exchange)
-    carry, cut = chunk_rows(carry, exchange), None if cut is None else chunk_rows(cut, exchange)
+    carry = chunk_rows(carry, exchange)
+    cut = None if cut is None else chunk_rows(cut, exchange)
     carried = MONOIDS[op].combine(carry, out)
     if begins is not None:
         carried = torch.where(_is_reached(begins, cut, exchange), carried, out)
@@ -106,12 +119,17 @@ def scan_chunks(
 
 
 def join_boundaries(cuts: Tensor, cut: Tensor, exchange: CarryExchange) -> Tensor:
-    """Return cuts with a cut before each chunk's first row, in scan order, if `cut` is True for the chunk.
+    """Return `cuts` with the cuts at the first rows of chunks set to True where `cut` is True.
 
-    A backward needs all cuts; the forward has compared the ends of chunks with those of other ranks.
+    The forward has computed `cut` by comparing the chunks of all ranks; a backward needs all cuts in one tensor.
+
+    Args:
+        cuts: (..., chunks, rows + 1, ...), True between two rows where one segment ends and another begins.
+        cut: (..., chunks, 1, ...), True if the first row of a chunk in scan order begins a segment.
+        exchange: The direction and the exchange.
     """
-    first_row = cuts.shape[exchange.rows] - 1 if exchange.reverse else 0
-    return cuts | (cut & (_row_indices(cuts, exchange) == first_row))
+    first_boundary = cuts.shape[exchange.rows] - 1 if exchange.reverse else 0
+    return cuts | (cut & (_row_indices(cuts, exchange) == first_boundary))
 
 
 def _row_indices(x: Tensor, exchange: CarryExchange) -> Tensor:
@@ -120,7 +138,13 @@ def _row_indices(x: Tensor, exchange: CarryExchange) -> Tensor:
 
 
 def _is_reached(begins: Tensor, cut: Tensor | None, exchange: CarryExchange) -> Tensor:
-    """Return True for rows that the carry reaches: no segment begins between the chunk start and the row."""
+    """Return True for rows to which the carry is added: no segment begins from the chunk's first row to the row.
+
+    Args:
+        begins: Rows at which a segment begins.
+        cut: True if the first row of the chunk begins a segment, in addition to `begins`.
+        exchange: The direction and the exchange.
+    """
     index, size = _row_indices(begins, exchange), begins.shape[exchange.rows]
     if exchange.reverse:
         reached = index > torch.where(begins, index, -1).amax(exchange.rows, keepdim=True)
@@ -130,17 +154,17 @@ def _is_reached(begins: Tensor, cut: Tensor | None, exchange: CarryExchange) -> 
 
 
 def extremum_chunks(x: Tensor, op: str, exchange: CarryExchange) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the running extreme, its position, and the extreme carried into the chunks.
+    """Return the running max or min, its position in the sequence, and the extreme carried into each chunk.
 
-    The carried extreme is None on one rank.
+    The carried extreme is (..., chunks, 1, ...), and None on one rank.
     """
     best, index = sp.local_extremes(x, None, exchange.rows, op, exchange.reverse)
     if exchange.is_single:
         return best, index, None
-    first_rows = exchange.chunk_indices(x.device) * x.shape[exchange.rows]
-    index = index + column_along(first_rows, exchange.dim, x.ndim)
+    first_positions = exchange.chunk_indices(x.device) * x.shape[exchange.rows]  # of the first row of each chunk
+    index = index + column_along(first_positions, exchange.dim, x.ndim)
     carry = extremes_carry(last_rows(best, exchange), last_rows(index, exchange), op, exchange)
-    carried_best, carried_index = (chunk_rows(x, exchange) for x in carry)
+    carried_best, carried_index = (chunk_rows(part, exchange) for part in carry)
     best, index = select_combine(op)((carried_best, carried_index), (best, index))
     return best, index, carried_best
 
@@ -148,10 +172,10 @@ def extremum_chunks(x: Tensor, op: str, exchange: CarryExchange) -> tuple[Tensor
 def recurrence_chunks(
     a: Tensor, b: Tensor, initial: Tensor | None, spec: RecurrenceSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return h in spec.dtype, the carries into the chunks, and the state after the last chunk.
+    """Return h_i = a_i * h_(i-1) + b_i in spec.dtype, the carries into the chunks, and the state after the last chunk.
 
     The carries are (..., chunks, 1, ...). `initial` and the final state are like h without chunks and rows. The carries
-    and the final state are None on one rank.
+    and the final state are None on one rank, and the final state with exchange in steps.
     """
     lagged, exchange, dtype, accumulate = spec
     options = exchange.rows, exchange.reverse, lagged

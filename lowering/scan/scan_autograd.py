@@ -55,17 +55,14 @@ def extremes_with_grad(x: Tensor, op: str, exchange: CarryExchange) -> Pair:
 def recurrence_with_grad(
     a: Tensor, b: Tensor, initial: Tensor | None, spec: RecurrenceSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return h, the carries and the final state, as `recurrence_chunks` does.
-
-    Only h is differentiable.
-    """
+    """Return h, the carries and the final state, as `recurrence_chunks` does. Only h is differentiable."""
     return _RecurrenceFunction.apply(a, b, initial, spec)
 
 
 def _mark_undifferentiated(ctx: Any, *results: Tensor | None) -> None:
-    """Mark results of an autograd function that have no gradient; those that are None are skipped.
+    """Mark the results of an autograd function that have no gradient, except those that are None.
 
-    Missing cotangents are then None instead of zeros, for which a backward would exchange carries.
+    Missing cotangents of its results become None. Zeros in their place would make a backward exchange carries.
     """
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(result for result in results if result is not None))
@@ -95,7 +92,7 @@ class _ScanFunction(Function):
         (cuts, cut, x, y, carry), spec = ctx.saved_tensors, ctx.spec
         if cut is not None:
             cuts = join_boundaries(cuts, cut, spec.exchange)
-        if spec.op == "sum":
+        if spec.op == "sum":  # its adjoint is the sum in the other direction
             backward_spec = spec._replace(exchange=spec.exchange.backward, dtype=grad.dtype)
             dx = scan_with_grad(grad, cuts, None, None, backward_spec).to(ctx.x_dtype)
         else:
@@ -144,7 +141,11 @@ class _RecurrenceFunction(Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of a, b and the initial state, by a recurrence in the other direction."""
+        """Return the gradients of a, b and the initial state, by a recurrence w in the other direction.
+
+        w is the gradient of b. That of a_i is w_i * h_(i-1), and h_i * w_(i+1) for a lagged recurrence. That of the
+        initial state is the final state of w.
+        """
         if grad is None:
             return None, None, None, None
         (a, h, carry, initial), spec = ctx.saved_tensors, ctx.spec
@@ -152,6 +153,7 @@ class _RecurrenceFunction(Function):
         # With steps, only one rank would compute the final state, which is the gradient of the initial one.
         back = spec.exchange.backward._replace(method="gather") if needs_initial else spec.exchange.backward
         dtype = torch.promote_types(grad.dtype, torch.float32)
+        # The adjoint of a recurrence is the lagged one in the other direction, and vice versa.
         backward_spec = RecurrenceSpec(not spec.lagged, back, dtype, spec.accumulate)
         w, carried, final = recurrence_with_grad(a, grad, None, backward_spec)
         da = dinitial = None
@@ -165,19 +167,23 @@ class _RecurrenceFunction(Function):
 
 
 def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, spec: ScanSpec) -> Tensor:
-    """Return the cotangent of x, by the recurrence of the module's table in the other direction.
+    """Return the cotangent of x, by a recurrence in the other direction.
+
+    The linearized scan is y_i = a_i * y_(i-1) + c_i * x_i with factors of `_linearize_scan`. The cotangent of x_i is
+    c_i * w_i with w_i = g_i + a_(i+1) * w_(i+1), a lagged recurrence, where g is the cotangent of y. For an exclusive
+    scan, w_i = g_(i+1) + a_(i+1) * w_(i+1): the recurrence without lag, one row later.
 
     Args:
         grad: The cotangent of y.
         x: The operand.
         y: The scan of x.
         carry: The carries into the chunks; None on one rank.
-        cuts: Where segments begin; None without segments.
+        cuts: Where segments end and begin; None without segments.
         spec: The options of the scan.
     """
     exchange, neutral = spec.exchange, MONOIDS[spec.op].identity(y.dtype)
     begins = None if cuts is None else segment_starts(cuts, exchange)
-    previous = y  # P of the table: the scan before each row
+    previous = y  # the scan before each row: the result itself, if exclusive
     if not spec.exclusive:
         first = y.new_full(last_rows(y, exchange).shape[1:], neutral)
         previous = shift_rows(y, _carried_states(y, carry, first, exchange), exchange)
@@ -185,23 +191,25 @@ def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Te
     a, c = _linearize_scan(spec.op, x.to(y.dtype), previous, None if spec.exclusive else y)
     if begins is not None:
         a = a.masked_fill(begins, 0)
-        grad = grad.masked_fill(begins, 0) if spec.exclusive else grad
+        grad = grad.masked_fill(begins, 0) if spec.exclusive else grad  # its result there is the constant `neutral`
     back, dtype = exchange.backward, torch.promote_types(y.dtype, torch.float32)
     accumulate = accumulate_dtype("sum", torch.promote_types(y.dtype, spec.accumulate), y.device)
     w, carried, _ = recurrence_with_grad(a, grad, None, RecurrenceSpec(not spec.exclusive, back, dtype, accumulate))
     if spec.exclusive:
         w = shift_rows(w, _carried_states(w, carried, None, back), back)
-    return (w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w).to(x.dtype)
+    dx = w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w
+    return dx.to(x.dtype)
 
 
 def _carried_states(y: Tensor, carry: Tensor | None, first: Tensor | None, exchange: CarryExchange) -> Tensor:
-    """Return the end of the chunk before each chunk: the result at its last row, (..., chunks, 1, ...).
+    """Return the end of the chunk before each chunk: the result y at its last row, (..., chunks, 1, ...).
 
-    These are the saved carries. They are constants, so that a second derivative exchanges the ends again.
+    These are the carries that the forward saved. If a second derivative is computed, they must depend on y, and the
+    ends are exchanged again by a differentiable collective.
 
     Args:
         y: The result of the scan.
-        carry: The same carries as the forward received them, not differentiable.
+        carry: The carries that the forward received, which are constants; None on one rank.
         first: (...), the state before the first chunk; zeros if None.
         exchange: The direction and the exchange.
     """
@@ -220,8 +228,9 @@ def _final_state(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, excha
     Args:
         a: The factors.
         w: The result of the recurrence.
-        final: The same state as the forward computed it, not differentiable, if it did.
-        lagged: Whether the recurrence is lagged, so that its state is a * w.
+        final: The state that `recurrence_chunks` returned, a constant; None on one rank. It is used unless a second
+            derivative is computed.
+        lagged: True if the recurrence is lagged, so that its state is a * w.
         exchange: The direction and the exchange.
     """
     if final is not None and not (torch.is_grad_enabled() and w.requires_grad):
@@ -231,20 +240,25 @@ def _final_state(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, excha
 
 
 def _linearize_scan(op: str, x: Tensor, previous: Tensor, y: Tensor | None) -> Pair:
-    """Return the factors a and c of the module's table, which make the derivative of a scan a recurrence.
+    """Return the factors a and c of the linearized scan y_i = a_i * y_(i-1) + c_i * x_i.
+
+    They are the derivatives of the combination of `previous` and x by each of the two.
 
     Args:
-        op: The operation.
+        op: The operation; not "sum".
         x: The operand.
-        previous: P, the scan before each row.
-        y: The scan; None to compute it from P and x.
+        previous: The scan before each row, P of the module's table.
+        y: The inclusive scan; None to compute it from `previous` and x.
+
+    Returns:
+        a, and c, which is bool for "max" and "min".
     """
     if op == "prod":
         return x, previous
     if op in ("max", "min"):
-        won = is_later_extreme(op, x, previous)
-        return (~won).to(x.dtype), won
+        is_x = is_later_extreme(op, x, previous)
+        return (~is_x).to(x.dtype), is_x
     y = torch.logaddexp(previous, x) if y is None else y
-    both_infinite = (previous == y) & (y == torch.inf)  # the difference would be NaN; only the previous state counts
-    y = y.masked_fill(y == -torch.inf, 0)
+    both_infinite = (previous == y) & (y == torch.inf)  # previous - y would be NaN: a is set to 1
+    y = y.masked_fill(y == -torch.inf, 0)  # a and c are then exp(-inf) = 0, and not NaN
     return (previous - y).exp().masked_fill(both_infinite, 1), (x - y).exp()

@@ -41,17 +41,17 @@ class ScanShards(NamedTuple):
     group: str = ""  # name of the process group
 
     def carry_exchange(self, x: Tensor, dim: int, reverse: bool) -> CarryExchange:
-        """Return the direction and the exchange of a scan of x.
+        """Return the direction of a scan of x along dim, and the exchange of its carries between ranks.
 
         Raises:
-            SpError: If there is no such exchange for the frame.
+            SpError: The exchange is unknown, or does not support the frame.
         """
         if self.exchange not in ("gather", "steps"):
             raise SpError("SP551", f"exchange: expected 'gather' or 'steps', got {self.exchange!r}.")
         n = 1 if self.frame is None else self.n
         folds = 1 if self.frame is None or n == 1 else frame_folds(self.frame)
         if self.exchange == "steps" and folds > 1:
-            raise SpError("SP551", "exchange: 'steps' needs a contiguous frame, got a zigzag one.")
+            raise SpError("SP551", "exchange: 'steps' is not supported with a zigzag frame.")
         return CarryExchange(dim % x.ndim, reverse, n, folds, self.exchange, self.group)
 
     def fill_padding(self, x: Tensor, dim: int, fill: float) -> Tensor:
@@ -85,10 +85,10 @@ def scan(
     Placement: Shard(dim) -> Shard(dim).
     Shapes: x (..., S, ...) -> the same. segments: int ids, (S,) or broadcast to x, sharded like x; nothing is carried
     from one run of equal ids into the next. dtype: x is cast to it first; torch's defaults. accumulate: the dtype of
-    the accumulation, ``monoids.accumulate_dtype`` if None; unused for max and min. Bytes: (n - 1) * C *
-    bytes(accumulate); with segments, two ids and a flag more. Bytes of the backward: the same for sum (and only the
-    flag more), else twice. Backward: a scan or a recurrence in the other direction, see ``scan_autograd.py``;
-    differentiable again.
+    the accumulation, ``monoids.accumulate_dtype`` if None; unused for max and min. ``across``: fields of `ScanShards`.
+    Bytes: (n - 1) * C * bytes(accumulate), with C = elements of x without dim; with segments, two ids and a flag more.
+    Bytes of the backward: the same for sum (and only the flag more), else twice. Backward: a scan or a recurrence in
+    the other direction, see ``scan_autograd.py``; differentiable again.
     """
     if x.ndim == 0:
         return sp.scan(x[None], segments, 0, op, exclusive, reverse, dtype, accumulate)[0]
@@ -102,7 +102,7 @@ def scan(
     if shards.frame is None and segments is None and not _may_need_gradient(x):
         # The code below is equivalent, but its overhead is measurable for short scans.
         return sp.local_scan(x, None, exchange.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
-    x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
+    x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)  # kernels widen x without a copy
     x = shards.fill_padding(x, exchange.dim, MONOIDS[op].identity(x.dtype))
     spec = ScanSpec(op, exclusive, exchange, _saved_dtype(x, op, dtype, accumulate), accumulate)
     out = autograd.scan_with_grad(to_chunks(x, exchange), *_segment_cuts(segments, x, exchange), spec)
@@ -116,9 +116,10 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
     """Compute the running max or min, and its position in the window, int64.
 
     Placement: Shard(dim) -> Shard(dim), Shard(dim).
-    Shapes: x (..., S, ...) -> twice the same. Of equal elements the last in scan order wins, and NaN over all, as in
-    torch.cummax. Bytes: (n - 1) * C * (bytes(x) + 8); backward: (n - 1) * C * 2 * bytes(accumulation dtype of sums of
-    x). Backward: cotangents are summed at the position of the winner, on any rank; differentiable again.
+    Shapes: x (..., S, ...) -> twice the same. Of equal elements the last in scan order is selected, and NaN before all
+    others, as in torch.cummax. ``across``: fields of `ScanShards`. Bytes: (n - 1) * C * (bytes(x) + 8), with C =
+    elements of x without dim; backward: (n - 1) * C * 2 * bytes(accumulation dtype of sums of x). Backward: cotangents
+    are summed at the position of the extreme, on any rank; differentiable again.
     """
     if x.ndim == 0:
         best, index = sp.extremes(x[None], 0, op, reverse)
@@ -131,7 +132,7 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
     chunked = autograd.extremes_with_grad(to_chunks(x, exchange), op, exchange)
     best, index = (y.flatten(exchange.dim, exchange.rows) for y in chunked)
     if shards.frame is not None and not is_known(shards.frame[2] == 0):
-        index = index - shards.frame[2]
+        index = index - shards.frame[2]  # count from the first row of the window
     return shards.window(best, exchange.dim), shards.window(index, exchange.dim)
 
 
@@ -153,8 +154,9 @@ def linear_scan(
 
     Placement: Shard(dim), Shard(dim), invariant -> Shard(dim).
     Shapes: a and b (..., S, ...), broadcast to one shape, which h has; initial, replicated, broadcasts to that shape
-    without dim. Bytes: (n - 1) * C * 2 * bytes(accumulate), the same backward. A shard is read twice: for its affine
-    map, and once its carry is known. Backward: the recurrence in the other direction; differentiable again.
+    without dim. ``across``: fields of `ScanShards`. Bytes: (n - 1) * C * 2 * bytes(accumulate), with C = elements of h
+    without dim; the same backward. A shard is read twice: for its affine map, and once its carry is known. Backward:
+    the recurrence in the other direction; differentiable again.
     """
     a, b = torch.broadcast_tensors(a, b)
     dtype = torch.promote_types(a.dtype, b.dtype)
@@ -176,12 +178,12 @@ def linear_scan(
 
 
 def to_chunks(x: Tensor, exchange: CarryExchange) -> Tensor:
-    """View (..., S, ...) as (..., chunks, rows, ...), the form of operands in ``rank_chunks.py``."""
+    """View (..., S, ...) as (..., chunks, rows, ...): one chunk of a rank, or two in a zigzag frame."""
     return x.unflatten(exchange.dim, (exchange.folds, x.shape[exchange.dim] // exchange.folds))
 
 
 def _expand_segments(segments: Tensor, x: Tensor, dim: int) -> Tensor:
-    """Return segment ids with the number of dims of x: S rows in dim, other sizes broadcast to x."""
+    """Return segment ids with the number of dims of x: of x's size in dim, and of 1 or x's size in the others."""
     if segments.ndim == 1:
         segments = column_along(segments, dim, x.ndim)
     segments = segments.view([1] * (x.ndim - segments.ndim) + list(segments.shape))
@@ -189,31 +191,35 @@ def _expand_segments(segments: Tensor, x: Tensor, dim: int) -> Tensor:
 
 
 def _segment_cuts(segments: Tensor | None, x: Tensor, exchange: CarryExchange) -> Cuts:
-    """Return the cuts between segments, and the ids at the ends of chunks, which the exchange compares.
+    """Return the cuts between segments, and the first and the last id of each chunk, as `scan_chunks` takes them.
 
-    All are None without segments. On one rank the ends are None, because all ids are compared here.
+    A cut is a boundary of two rows at which one segment ends and another begins: ids [4, 4, 7] have the cuts
+    [False, False, True, False], one before each row and one after the last. The boundaries at the ends of a chunk are
+    False here: the exchange compares their ids with those of other ranks. All results are None without segments, and
+    the ids are None on one rank, where no other chunk exists.
     """
     if segments is None:
         return None, None, None
     ids = to_chunks(_expand_segments(segments, x, exchange.dim), exchange)
     rows = ids.shape[exchange.rows]
-    ends = ids.narrow(exchange.rows, 0, 1), ids.narrow(exchange.rows, rows - 1, 1)
-    # The ids of the ends are repeated, so that no end of a chunk is a cut yet. The ids are extended, not the result of
+    first, last = ids.narrow(exchange.rows, 0, 1), ids.narrow(exchange.rows, rows - 1, 1)
+    # Repeating the first and the last id makes the cuts at the ends False. The ids are extended, not the result of
     # comparing them: Inductor's C++ has no comparison within padding.
-    ids = torch.cat([ends[0], ids, ends[1]], exchange.rows)
+    ids = torch.cat([first, ids, last], exchange.rows)
     cuts = ids.narrow(exchange.rows, 1, rows + 1) != ids.narrow(exchange.rows, 0, rows + 1)
-    return (cuts, None, None) if exchange.is_single else (cuts, *ends)
+    return (cuts, None, None) if exchange.is_single else (cuts, first, last)
 
 
 def _may_need_gradient(x: Tensor) -> bool:
-    """Return True if x may need a gradient; a functorch wrapper does not expose this."""
+    """Return True if x may need a gradient. A functorch wrapper hides whether it does, and counts as one that may."""
     return is_functorch_tensor(x) or (x.requires_grad and torch.is_grad_enabled())
 
 
 def _saved_dtype(x: Tensor, op: str, dtype: torch.dtype, accumulate: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the backward of a scan receives its result.
+    """Return the dtype of a scan's result y as saved for the backward; the user's result is cast to `dtype`.
 
-    Errors of exp(x - y) add up along its recurrence.
+    The backwards of prod and logsumexp are recurrences whose factors are computed from y, such as exp(x - y). Rounding
+    errors of y would add up along them, so that y is saved in the accumulation dtype.
     """
     if op in ("prod", "logsumexp") and _may_need_gradient(x):
         return torch.promote_types(dtype, accumulate)

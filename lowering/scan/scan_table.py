@@ -66,17 +66,17 @@ register_lowering, choose_lowering, using_lowering = LOWERINGS.register, LOWERIN
 
 
 def choose_kernel(problem: ScanProblem) -> Callable[..., Any]:
-    """Return the function of the first implementation that fits, for the kind of the problem."""
+    """Return the function that runs the problem: of the first implementation that fits, the one of its kind."""
     return getattr(LOWERINGS[choose_lowering(problem)], problem.kind)
 
 
 def is_torch_lowering(problem: ScanProblem) -> bool:
-    """Return True if an operator of torch would run the problem: replacing torch's scan gains nothing."""
+    """Return True if an operator of torch would run the problem, so that replacing torch's scan gains nothing."""
     return getattr(LOWERINGS[choose_lowering(problem)], "is_torch", False)
 
 
 def start_strides(starts: Tensor | None) -> tuple[int, int, int]:
-    """Return the strides, in elements, with which a kernel reads starts for an (outer, row, inner) of x.
+    """Return the strides (outer, row, inner), in elements, with which a kernel reads the start of an element of x.
 
     `starts` is bool (outer|1, length, inner|1), True where a segment begins, or None. A dim of size 1 has stride 0: all
     of x reads the same entry, and starts are not repeated in memory.

@@ -69,8 +69,11 @@ def find_backward_nodes(
     selected_results: dict[Any, set[int]] = {}  # indices of selected results, by autograd node
     for i, x in enumerate(outputs):
         node, result_index = _compiled_backward_of(x) if isinstance(x, torch.Tensor) else (None, 0)
-        if node is not None:
-            selected_results.setdefault(node, set()).update([result_index] if i in selected else [])
+        if node is None:
+            continue
+        indices = selected_results.setdefault(node, set())
+        if i in selected:
+            indices.add(result_index)
     for node in selected_results:
         function_class: Any = getattr(type(node), "_forward_cls", None)
         if function_class is not None:

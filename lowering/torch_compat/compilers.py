@@ -67,11 +67,11 @@ def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any
 
 
 def is_inductor_error(error: BaseException) -> bool:
-    """Return True for an error that Inductor has raised."""
+    """Return True for an error of a class that Inductor defines."""
     from torch._inductor import exc
 
-    errors = [value for value in vars(exc).values() if isinstance(value, type) and issubclass(value, Exception)]
-    return isinstance(error, tuple(x for x in errors if x.__module__ == exc.__name__))
+    classes = [value for value in vars(exc).values() if isinstance(value, type) and issubclass(value, Exception)]
+    return isinstance(error, tuple(cls for cls in classes if cls.__module__ == exc.__name__))  # not imported ones
 
 
 def get_compiler(name: str | Callable[..., Any], patches: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -176,11 +176,12 @@ def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
         frame, line_number = traceback.tb_frame, traceback.tb_lineno
         file, owner = frame.f_code.co_filename, frame.f_locals.get("self")
         line, line_above = linecache.getline(file, line_number), linecache.getline(file, line_number - 1)
+        comment, kernel = SOURCES_MARK.match(line_above), KERNEL_PATTERN.match(line)
         if isinstance(owner, torch.fx.GraphModule) and frame.f_code.co_name == "forward":
             yield _line_of_node(owner, line.strip().partition(" = ")[0])
-        elif comment := SOURCES_MARK.match(line_above):
+        elif comment is not None:
             yield CodeLine(comment[1].split(", "))
-        elif kernel := KERNEL_PATTERN.match(line):
+        elif kernel is not None:  # a kernel without a comment: return the sources of the next line that has one
             later_comments = filter(None, map(SOURCES_MARK.match, linecache.getlines(file)[line_number:]))
             next_comment = next(later_comments, None)
             yield CodeLine(next_comment[1].split(", ") if next_comment else [], kernel=kernel[1])
@@ -188,9 +189,9 @@ def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
 
 
 def _line_of_node(gm: torch.fx.GraphModule, name: str) -> CodeLine:
-    """Return the line of the node `name` of an uncompiled graph, as in the traceback of its forward.
+    """Return the code line that computes the node `name` in the forward of an uncompiled graph.
 
-    Its sources are the node and the node of AOTAutograd's input graph that it was traced from.
+    Its sources are the node, and the node of AOTAutograd's input graph that it was traced from.
     """
     nodes = [node for node in gm.graph.nodes if node.name == name]
     traces = [node.meta.get("stack_trace") or "" for node in nodes]
@@ -373,10 +374,9 @@ def partition_joint_graph(
     Returns:
         The two graphs; the backward of an inference is None.
     """
-    graphs: list[Any] = []
-    _uncompiled_backend(transform, partition_transform, for_inductor, lambda *partitions: graphs.extend(partitions))(
-        gm, inputs
-    )
+    graphs: list[Any] = []  # the forward, and the backward or None
+    backend = _uncompiled_backend(transform, partition_transform, for_inductor, lambda *pair: graphs.extend(pair))
+    backend(gm, inputs)
     return graphs[0], graphs[1]
 
 
@@ -442,7 +442,7 @@ def _apply_inductor_passes(gm: torch.fx.GraphModule, inputs: Any) -> torch.fx.Gr
 
     device = next((x.device for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)), None)
     is_meta = device is not None and device.type == "meta"
-    has_device_argument = "input_device" in inspect.signature(joint_graph_passes).parameters
+    has_device_argument = "input_device" in inspect.signature(joint_graph_passes).parameters  # in newer versions
     device_kwargs = {"input_device": device} if has_device_argument and not is_meta else {}
     with config.patch(joint_graph_constant_folding=config.joint_graph_constant_folding and not is_meta):
         changed = joint_graph_passes(gm, **device_kwargs)  # None in 2.12 and older, which change gm in place

@@ -60,7 +60,8 @@ def unmark_static(placeholder: Node) -> None:
     Dynamo marks parameters and buffers as static. From static inputs a partitioner may recompute values in the
     backward, after the program has written to them.
     """
-    if attributes := placeholder.meta.get("tensor_dict"):
+    attributes = placeholder.meta.get("tensor_dict")
+    if attributes:
         placeholder.meta["tensor_dict"] = {k: v for k, v in attributes.items() if k != "_dynamo_static_input_type"}
 
 
@@ -218,32 +219,38 @@ def on_eager(
         if _backend_of(self) is not backend:
             return result
         is_compiled_code, caller = result.guarded_code is not None, sys._getframe(1)
-        model = _entered_model(frame.f_code, caller)
-        if model is None and is_compiled_code:  # code after a graph break
+        entered = _entered_model(frame.f_code, caller)  # module or name; None for code inside of it
+        if entered is None and is_compiled_code:  # code after a graph break
             module = _compiled_module(caller)
             if module is not None:
                 warn_of_piece(module)
-        elif model is not None and not is_compiled_code:
+        elif entered is not None and not is_compiled_code:  # eager
             new_reasons = [text for text, n in counters["unimplemented"].items() if n > counts_before.get(text, 0)]
             if new_reasons:
                 text = _shorten_reason(new_reasons[-1])
             else:
                 text = getattr(result, "skip_reason", None) or ""
             if "no tensor" not in text:
-                warn(_classify_fallback(model, frame.f_code, text))
+                warn(_classify_fallback(entered, frame.f_code, text))
         return result
 
     CatchErrorsWrapper.__call__ = wrapped
 
 
 def _classify_fallback(target: Any, code: CodeType, text: str) -> EagerFallback:
-    """Return the fallback for skipped code, which for a module may be that of a decorator around `forward`."""
+    """Return the fallback, with its kind, for code that Dynamo runs eagerly.
+
+    Args:
+        target: The module, or the name of a function.
+        code: The code, which for a module may be that of a decorator around its forward.
+        text: Dynamo's message.
+    """
     user_code = code
     if isinstance(target, torch.nn.Module):
         user_code = getattr(inspect.unwrap(target.forward), "__code__", code)
-    if "recompile limit" in text:  # also of a decorator
+    if "recompile limit" in text:  # also for the code of a decorator
         reason = EagerReason.RECOMPILE_LIMIT
-    elif user_code is not code:
+    elif user_code is not code:  # torch.compiler.disable is a decorator around the forward
         reason = EagerReason.DISABLED
     elif "skipfiles" in text:
         reason = EagerReason.TORCH_CODE
@@ -260,10 +267,13 @@ def _backend_of(callback: Any) -> Any:
 
 
 def _describe_callee(fn: Any) -> tuple[Any, CodeType | None]:
-    """Return the module or the name that `on_eager` reports for a compiled function, and its code.
+    """Return what `on_eager` reports for a compiled function, the module or its name, and the code that it runs.
 
     Args:
         fn: The function, or a bound method of the module.
+
+    Returns:
+        The code is that of the module's forward or of the function; None if it has none.
     """
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, torch.nn.Module):
@@ -298,10 +308,10 @@ def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
     while caller is not None and caller.f_code.co_filename == module_file:  # Module.__call__ around a forward
         module, caller = caller.f_locals.get("self"), caller.f_back
     if caller is None or (caller.f_code.co_filename, caller.f_code.co_name) != _COMPILED_CALL:
-        return None
+        return None  # not called directly by Dynamo's wrapper
     if module is not None:
         return module if getattr(module.forward, "__code__", None) is code else None
-    if code.co_filename in (module_file, external_utils.__file__):
+    if code.co_filename in (module_file, external_utils.__file__):  # torch's own wrappers
         return None
     _, callee_code = _describe_callee(caller.f_locals.get("fn"))
     # Other code than that of the callee is a callback of the garbage collector, which can run at any time.
@@ -363,7 +373,7 @@ def is_compiled(model: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def allow_meta_constants() -> Iterator[None]:
-    """Let Dynamo trace `torch.tensor(...)` on the meta device in the block, whose result there is no fake tensor."""
+    """Let Dynamo trace `torch.tensor(...)` on the meta device in the block, where it returns no fake tensor."""
     before, fake_tensor_tls.allow_non_fake_inputs_override = fake_tensor_tls.allow_non_fake_inputs_override, True
     try:
         yield
@@ -382,15 +392,15 @@ def replace_meta_constants(gm: GraphModule) -> None:
 
 
 def trace_in_place_of(original: Callable[..., Any], traced: Callable[..., Any]) -> None:
-    """Make Dynamo trace a function in place of another one, also in place of one that it must not trace.
+    """Make Dynamo trace `traced` in calls of `original`, also if `original` is disabled for Dynamo.
 
-    Eager calls, and calls by backends of other packages in code that Dynamo does not trace, run the original.
+    Calls that Dynamo does not trace, such as those of eager code, run the original.
     """
     torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traced)
 
 
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the same results that Dynamo does not trace: it cuts the program there."""
+    """Return a function with the same results that Dynamo does not trace: a call of it is a graph break."""
     return torch.compiler.disable(lambda *args, **kwargs: function(*args, **kwargs))
 
 

@@ -85,8 +85,9 @@ def flex_forward(
         reads: Captured tensors of both functions.
     """
     mask = _make_block_mask(q, k, tables, tile, mask_mod)
+    captured = tuple(reads), tuple(reads)  # of score_mod and of mask_mod
     out, lse, *_ = torch.ops.higher_order.flex_attention(
-        q, k, v, score_mod, mask, scale, _kernel_options(options), tuple(reads), tuple(reads)
+        q, k, v, score_mod, mask, scale, _kernel_options(options), *captured
     )
     return out, lse * LN2
 
@@ -107,7 +108,7 @@ def flex_backward(
     reads: Sequence[Tensor],
     learned: Collection[int],
 ) -> tuple[Tensor, ...]:
-    """Return dq, dk, dv of one block, then the gradients of learned captured tensors.
+    """Return the gradients dq, dk, dv of one block, then those of the captured tensors in `learned`.
 
     Args:
         grad: (B, Hq, Q, E), gradient of out.
@@ -123,7 +124,7 @@ def flex_backward(
         scale: Factor of the scores.
         options: Kernel options.
         reads: Captured tensors of both functions.
-        learned: Indices of captured tensors whose gradients are returned after dv, in order.
+        learned: Indices of the captured tensors whose gradients are returned, in ascending order.
     """
     mask = _make_block_mask(q, k, tables, tile, mask_mod)
     with torch.enable_grad():
@@ -131,17 +132,16 @@ def flex_backward(
         indices = [q.new_zeros((), dtype=torch.int32) for _ in range(4)]
         leaves = [x.detach().requires_grad_() if i in learned else x for i, x in enumerate(reads)]
         forward, joint = create_fw_bw_graph(score_mod, (q.new_zeros((), requires_grad=True), *indices), tuple(leaves))
-    graphs, captured = (forward, joint, mask, scale, _kernel_options(options)), (tuple(reads), tuple(reads))
-    dq, dk, dv, read_grads = torch.ops.higher_order.flex_attention_backward(
-        q, k, v, out, lse / LN2, grad, None, *graphs, *captured
-    )
+    operands = q, k, v, out, lse / LN2, grad, None  # None: no gradient of the log-sum-exps
+    functions = forward, joint, mask, scale, _kernel_options(options), tuple(reads), tuple(reads)
+    dq, dk, dv, read_grads = torch.ops.higher_order.flex_attention_backward(*operands, *functions)
     return dq, dk, dv, *(read_grads[i] for i in sorted(learned))
 
 
 def flex_lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
-    """Index a table inside of a score_mod such that flex_attention's kernels accumulate its gradient.
+    """Return `table[indices]` inside of a score_mod, such that flex_attention's kernels accumulate its gradient.
 
-    It replaces aten.index, of which they have no gradient.
+    It replaces aten.index, whose gradient they do not support.
 
     Args:
         table: A captured tensor.
@@ -158,10 +158,10 @@ def _make_block_mask(
 
 
 def _kernel_options(options: Mapping[str, int]) -> dict[str, Any]:
-    """Return the options of a kernel call: torch's own, the exclusion of flex decoding, and the caller's.
+    """Return the options of a kernel call: torch's own, one that excludes flex decoding, and the caller's.
 
-    Flex decoding is the kernel for few queries, which returns no log-sum-exps of blocks. Versions 2.11 to 2.15 use one
-    of two names for the option that excludes it.
+    Flex decoding is the kernel for few queries, which returns no log-sum-exps of blocks. The option that excludes it is
+    BACKEND in newer versions of torch, and FORCE_USE_FLEX_ATTENTION in older ones; 2.11 to 2.15 have one of them.
     """
     known_options = getattr(public, "FlexKernelOptions", None)
     has_backend_option = "BACKEND" in getattr(known_options, "__annotations__", {})
@@ -172,7 +172,7 @@ def _kernel_options(options: Mapping[str, int]) -> dict[str, Any]:
 class FlexProgram:
     """Compiled program of a function of tensors, with static or dynamic lengths.
 
-    A caller stores several programs of a function, and runs the first one whose guards `fits` the lengths of a call.
+    A caller stores several programs of a function, and runs the first one that `fits` the tensors of a call.
 
     Args:
         fn: The function.
@@ -192,9 +192,8 @@ class FlexProgram:
                 decompositions = None if compile_graph else inductor_decompositions()
                 with mode:
                     graph = make_fx(fn, decomposition_table=decompositions)(*self._fakes)
-                self._run: Callable[[list[Tensor]], Sequence[Tensor]] = (compile_graph or _compile_fx)(
-                    graph, self._fakes
-                )
+                compiler = compile_graph or _compile_fx
+                self._run: Callable[[list[Tensor]], Sequence[Tensor]] = compiler(graph, self._fakes)
 
     def fits(self, xs: Sequence[Tensor]) -> bool:
         """Return True if the guards on lengths hold for these tensors, so that the program may run on them."""

@@ -85,7 +85,7 @@ def abort_waits(group: dist.ProcessGroup) -> None:
 
 
 def _time_out_receive(backend: Any, rank: int) -> bool:
-    """Time out a Gloo receive from a rank, to end all waits; return False if it is not connected."""
+    """Time out a Gloo receive from a rank, which ends all waits; return False if the rank is not connected."""
     buffer = torch.empty(1, device="cpu")
     with contextlib.suppress(RuntimeError):
         work = backend.recv([buffer], rank, NEVER_SENT)
@@ -205,7 +205,8 @@ def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch
         group: Name of the process group.
 
     Returns:
-        The memory, uint8 (size,), and the handle to that of other ranks, with barrier(channel).
+        The memory of this rank, uint8 (size,), and torch's handle of the memory of all ranks, whose method
+        barrier(channel) waits for them.
     """
     from torch.distributed import _symmetric_memory
 

@@ -42,7 +42,7 @@ def argument_name(node: Node) -> str:
     local = str(base.local_name)
     if base is source:
         return local
-    full_name = source.name() if callable(source.name) else source.name
+    full_name = source.name() if callable(source.name) else source.name  # a method in older versions of torch
     # The path from the local variable, such as ".fc.weight" or "[0]['ids']".
     path = _ATTRIBUTE_PATTERN.sub(r".\1", full_name.removeprefix(f"L['{local}']").replace('"', "'"))
     if getattr(base, "is_varkw", local == "kwargs"):
@@ -65,24 +65,30 @@ def is_python_number(node: Node) -> bool:
 
 
 def _positional_name(index: int) -> str:
-    """Return the model's parameter name for the argument at `index` of the compiled function's *args.
+    """Return the name, in the signature of the model's forward, of the argument at `index` of *args.
 
-    Returns "" if no model is compiled, or its forward has no parameter at this position.
+    The compiled function may be a decorator around the forward, with the signature (*args, **kwargs). Returns "" if no
+    model is compiled, or its forward has no parameter at this position.
     """
     model = compiled_model()
     if model is None:
         return ""
-    index -= "self" not in _compiled_locals()  # otherwise the model is the first of *args
+    if "self" not in _compiled_locals():  # the model itself is the first of *args
+        index -= 1
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in positional]
     return names[index] if 0 <= index < len(names) else ""
 
 
 def compiled_model() -> torch.nn.Module | None:
-    """Return the model whose forward is compiled now, also of one with decorators, or None for another function."""
+    """Return the model whose forward is compiled now, or None for another function.
+
+    A forward has the model as `self`, and a decorator around it as the first of *args.
+    """
     local_variables = _compiled_locals()
-    arguments = local_variables.get("args") or ()
-    model = local_variables.get("self", next(iter(arguments), None) if isinstance(arguments, tuple) else None)
+    arguments = local_variables.get("args")
+    first_argument = arguments[0] if isinstance(arguments, tuple) and arguments else None
+    model = local_variables.get("self", first_argument)
     return model if isinstance(model, torch.nn.Module) else None
 
 
@@ -97,8 +103,10 @@ def describe_training() -> str:
 
     Of modules in another mode than their model the outermost are named. Returns "" without a model.
     """
-    values = [x for value in _compiled_locals().values() for x in (value if isinstance(value, tuple) else (value,))]
-    models = {id(x): x for x in values if isinstance(x, torch.nn.Module)}
+    values: list[Any] = []
+    for value in _compiled_locals().values():
+        values.extend(value if isinstance(value, tuple) else (value,))  # a tuple: *args
+    models = {id(x): x for x in values if isinstance(x, torch.nn.Module)}  # without duplicates
     texts = {class_name(model): _training_text(model) for model in models.values()}
     if len(set(texts.values())) <= 1:
         return "".join(f"is in {text}" for text in {*texts.values()})
@@ -106,15 +114,18 @@ def describe_training() -> str:
 
 
 def _training_text(model: torch.nn.Module) -> str:
-    """Return the mode of a model, with the names of at most three modules in the other mode."""
+    """Return the mode of a model, such as "train() with encoder, head in eval()".
+
+    At most three modules in the other mode are named, and none of their submodules.
+    """
     others: list[str] = []
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{other}.") for other in others)
         if module.training != model.training and not is_inside:
             others.append(name)
-    text, other = ("train()", "eval()") if model.training else ("eval()", "train()")
+    mode, other_mode = ("train()", "eval()") if model.training else ("eval()", "train()")
     shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-    return f"{text} with {shown} in {other}" if others else text
+    return f"{mode} with {shown} in {other_mode}" if others else mode
 
 
 def _compiled_locals() -> dict[str, Any]:
@@ -138,9 +149,9 @@ def result_names(gm: GraphModule) -> dict[str, str]:
         set_attributes = dynamo_locals["self"].side_effects.store_attr_mutations
         fields = {name: x.realize() for name, x in _tracked_fields(returned[0].realize(), set_attributes)}
         nodes = {name: x.as_proxy().node.name for name, x in fields.items() if type(x) is TensorVariable}
-    except (AttributeError, KeyError, NotImplementedError):
+    except (AttributeError, KeyError, NotImplementedError):  # internals of another torch version
         return {}
-    return {node: name for name, node in reversed(nodes.items())}
+    return {node: name for name, node in reversed(nodes.items())}  # reversed: the first name of a node is used
 
 
 # Texts for graph breaks whose reason Dynamo does not record.
@@ -169,13 +180,13 @@ def _tracked_fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:
         attributes: Attributes that the traced code has set on objects, by Dynamo's variable of the object.
     """
     yield from attributes.get(value, {}).items()
-    items = getattr(getattr(value, "_base_vt", value), "items", None)
+    items = getattr(getattr(value, "_base_vt", value), "items", None)  # `_base_vt`: of a subclass of dict
     if isinstance(items, dict):
         for key, item in items.items():
             key_variable: Any = getattr(key, "vt", key)
             if key_variable.is_python_constant():
                 yield key_variable.as_python_constant(), item
-    elif items is not None and hasattr(value, "tuple_cls"):
+    elif items is not None and hasattr(value, "tuple_cls"):  # a named tuple
         yield from zip(getattr(value.tuple_cls, "_fields", ()), items, strict=False)
 
 

@@ -106,7 +106,7 @@ def tensor_versions(xs: Sequence[torch.Tensor]) -> numpy.ndarray[tuple[int], num
     """
     try:
         return numpy.fromiter(map(_get_version, xs), numpy.int64, len(xs))
-    except RuntimeError:
+    except RuntimeError:  # one is an inference tensor
         return numpy.array([0 if x.is_inference() else x._version for x in xs], numpy.int64)
 
 
@@ -149,12 +149,12 @@ def length_guards(mode: FakeTensorMode) -> list[sympy.Basic]:
 
 
 def unify_symbols(mode: FakeTensorMode, fact: Any) -> Any:
-    """Return an expression of sizes with one symbol in place of those that the guards equate."""
+    """Return an expression of sizes in which symbols that the guards equate are replaced by one of them."""
     return mode.shape_env.replace(fact) if mode.shape_env is not None else fact
 
 
 def assume_fact(mode: FakeTensorMode, fact: Any) -> bool:
-    """Return True if a relation of sizes holds in this compilation; it then becomes a guard."""
+    """Return True if a sympy relation of sizes holds for the sizes of the traced call. The result becomes a guard."""
     return mode.shape_env is not None and bool(mode.shape_env.evaluate_expr(fact))
 
 
@@ -168,7 +168,7 @@ def single_value(size: torch.SymInt) -> int | None:
     for each bit of its length. Returns None for ranges wider than `WIDE_RANGE`, too.
     """
     symbol, hint, env = size.node.expr, size.node.hint, size.node.shape_env
-    if symbol.is_Integer:  # replaced by a constant since
+    if symbol.is_Integer:  # the tracer has replaced the symbol by a constant
         return int(symbol)
     bounds = env.var_to_range.get(symbol)
     if hint is None or bounds is None or not bounds.upper.is_finite or bounds.upper - bounds.lower > WIDE_RANGE:
@@ -182,7 +182,7 @@ def single_value(size: torch.SymInt) -> int | None:
             candidates = candidates[_check_holds(check, str(symbol), candidates)]
         return candidates.size > 0
 
-    # Most symbols admit a number at a distance of a power of two, which is faster to find than to try all numbers.
+    # Most symbols admit another number at a distance of a power of two: trying these first is faster than trying all.
     powers = [1 << k for k in range(WIDE_RANGE.bit_length())]
     near_numbers = numpy.array([hint + step for power in powers for step in (power, -power)], dtype=object)
     all_numbers = numpy.array(range(lower, upper + 1), dtype=object)
@@ -190,7 +190,7 @@ def single_value(size: torch.SymInt) -> int | None:
 
 
 def _symbol_checks(size: torch.SymInt) -> list[CodeType]:
-    """Return the guards on this symbol alone as compiled Python expressions, for `_check_holds`."""
+    """Return the guards that contain only this symbol, as compiled Python expressions for `_check_holds`."""
     guards = [guard.expr for guard in size.node.shape_env.guards if guard.expr.free_symbols == {size.node.expr}]
     return [compile(PythonPrinter().doprint(expr), "guard", "eval") for expr in guards]
 
@@ -212,21 +212,20 @@ def depends_on_size(size: torch.SymInt) -> bool:
 
 
 def _check_holds(check: CodeType, symbol: str, numbers: numpy.ndarray) -> numpy.ndarray:
-    """Return a bool array: the numbers for which an expression may be true.
+    """Return a bool array: True for the numbers for which an expression may be true.
 
     Args:
-        check: The compiled expression. It is evaluated for all numbers in one call if it contains no `and`, else for
-            one after the other. If that fails, the result is True for all numbers.
+        check: The compiled expression.
         symbol: Name of the symbol in the expression.
         numbers: Python integers (dtype object), which do not overflow.
     """
     modules = {"math": math, "torch": torch}
     try:
         holds = eval(check, modules, {symbol: numbers})
-    except Exception:
+    except Exception:  # numpy cannot evaluate the expression for an array, as with `and`
         try:
             holds = [eval(check, modules, {symbol: n}) for n in numbers.tolist()]
-        except Exception:
+        except Exception:  # nor for single numbers: it may be true for all
             holds = True
     return numpy.broadcast_to(numpy.asarray(holds, dtype=bool), numbers.shape)
 
@@ -247,7 +246,7 @@ def check_guards(fakes: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) 
 
 
 def make_symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]:
-    """Return a new fake mode, and symbolic sizes of it, two or more, with these hints."""
+    """Return a new fake mode, and one symbolic size of at least 2 for each hint."""
     env, sizes = ShapeEnv(), list[torch.SymInt]()
     for i, hint in enumerate(hints):
         source = ConstantSource(f"size{i}")
@@ -262,13 +261,13 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
-    """Return the constant, such as -1, of a symbol that represents the end of `x[:, 1:]` or `x[:, :-1]`.
+    """Return the end of a slice as a constant, if a symbol represents one; return other symbols unchanged.
 
-    torch 2.13 creates such symbols when it repeats a view of a wrapper for Dynamo, which cannot write guards on them.
-    Other symbols are returned unchanged.
+    torch 2.13 creates such symbols, for the -1 of `x[:, :-1]` or the sys.maxsize of `x[:, 1:]`, when it repeats a view
+    of a wrapper for Dynamo, which cannot write guards on them.
     """
-    hint = size.node.hint  # None: unbacked
-    if hint is None or 0 <= hint < sys.maxsize:
+    hint = size.node.hint  # None for an unbacked symbol
+    if hint is None or 0 <= hint < sys.maxsize:  # the length of a tensor
         return size
     sources = size.node.shape_env.var_to_sources.get(size.node.expr, ())
     return int(hint) if any(source.is_ephemeral() for source in sources) else size

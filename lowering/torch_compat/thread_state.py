@@ -108,12 +108,15 @@ def _is_forward_mode_open() -> bool:
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Disable hooks on saved tensors inside the block, such as those of a checkpoint around the call.
 
-    The hooks are removed and restored: another hook on top of them would forbid torch.func inside of the trace.
+    The hooks are removed and restored at the end. Adding a hook that does nothing would also disable them, but torch
+    forbids torch.func, which the trace may contain, under any hook.
     """
     hooks, removed_hooks = torch._C._autograd, []
-    while (innermost := hooks._top_saved_tensors_default_hooks(True)) is not None:
+    innermost = hooks._top_saved_tensors_default_hooks(True)
+    while innermost is not None:
         removed_hooks.append(innermost)
         hooks._pop_saved_tensors_default_hooks()
+        innermost = hooks._top_saved_tensors_default_hooks(True)
     try:
         yield
     finally:

@@ -8,9 +8,9 @@ __all__ = ["AVAILABLE", "can_use_triton", "copy_tensor", "is_plain_memory"]
 
 
 def copy_tensor(target: Tensor, source: Tensor) -> None:
-    """Run target.copy_(source), if possible with a kernel that reads and writes full cache lines.
+    """Run target.copy_(source), with a kernel that reads and writes full cache lines where Triton is usable.
 
-    Exchanges pack and unpack heads and rows with it.
+    Exchanges call it to pack and unpack heads and rows.
 
     Args:
         target: Any shape, dtype and strides.

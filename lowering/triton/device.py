@@ -12,12 +12,12 @@ AVAILABLE = find_spec("triton") is not None  # whether Triton is installed
 
 
 def is_plain_memory(x: Tensor) -> bool:
-    """Return True if ``x`` is a plain tensor or parameter, whose data a kernel may access by address."""
+    """Return True if ``x`` is a plain tensor or parameter, not a subclass: a kernel may access its data by address."""
     return type(x) in (Tensor, Parameter)
 
 
 def can_use_triton(x: Tensor) -> bool:
-    """Return True if a Triton kernel may read ``x`` now; False in a trace, as compilers generate kernels."""
+    """Return True if a Triton kernel may read ``x`` now; False in a trace, where the compiler generates kernels."""
     return AVAILABLE and x.is_cuda and is_plain_memory(x) and not torch.compiler.is_compiling()
 
 

@@ -19,8 +19,10 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Merge ROWS of the batch * heads * length rows, as ``merge_blocks.merge_pointwise``.
 
-    ``rows`` is the number of all rows and ``width`` their length; WIDTH is the next power of two. ``batch_a`` to
-    ``row_b`` are strides of out_a and out_b; the other tensors are contiguous. With IN_PLACE, out is out_a.
+    The merged lse is log(exp(lse_a) + exp(lse_b)), and out the average of out_a and out_b with the weights exp(lse_a)
+    and exp(lse_b), computed relative to the larger lse. ``rows`` is the number of all rows and ``width`` their length;
+    WIDTH is the next power of two. ``batch_a`` to ``row_b`` are strides of out_a and out_b; the other tensors are
+    contiguous. With IN_PLACE, out is out_a.
     """
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, WIDTH)[None, :]
@@ -58,7 +60,8 @@ def launch_merge(
         lse_a: (..., S), floating.
         out_b: (..., S, E).
         lse_b: (..., S).
-        into: Tensors for the results. out_a and lse_a are allowed, as every element is read before it is written.
+        into: Tensors for the results, out and lse; new ones if None. They may be out_a and lse_a, as every element is
+            read before it is written.
 
     Returns:
         out (..., S, E) and lse (..., S).
@@ -79,9 +82,9 @@ def launch_merge(
 
 
 def _view_four_dims(x: Tensor) -> Tensor:
-    """View x as (batch, heads, S, E) with contiguous columns, as the kernel requires.
+    """Return x as (batch, heads, S, E) with contiguous rows, as the kernel requires.
 
-    Results of attention kernels need no copy.
+    It is a view for results of attention kernels, and a copy if the elements of a row are not adjacent.
     """
     x = x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x.flatten(0, -4)
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -85,7 +85,8 @@ def choose_tiling(
 ) -> TileShape | None:
     """Return the tiling of a copy, or None if more than `MAX_LOOPS` dims remain to loop over.
 
-    Without a tiling, the caller uses torch's copy.
+    A program copies a tile of rows x columns x run, and loops over the other dims. The run is the dim that is
+    contiguous in both arrays, of length 1 if there is none. Without a tiling the caller uses torch's copy.
 
     Args:
         shape: Shape of both arrays.
@@ -97,20 +98,20 @@ def choose_tiling(
     dims = _merge_strides([Stride(*dim) for dim in zip(shape, read, written) if dim[0] != 1])
     run = next((dim.size for dim in dims if dim.is_contiguous), 1)
     others = [dim for dim in dims if not dim.is_contiguous]
-    # Convert lengths and strides from elements to the largest possible unit.
+    # Convert lengths and strides from elements to units: the largest number of bytes that divides all of them.
     lengths = [run, *(dim.read for dim in others), *(dim.written for dim in others)]
     unit = math.gcd(MAX_UNIT, aligned, *(length * itemsize for length in lengths))
     run = run * itemsize // unit
     others = [Stride(dim.size, dim.read * itemsize // unit, dim.written * itemsize // unit) for dim in others]
-    # Select the rows, and columns if runs are short in the source.
+    # The rows are adjacent to the run in the target: writes of a tile fill cache lines.
     rows = min(others, key=lambda dim: dim.written, default=NO_STRIDE)
     others = [dim for dim in others if dim is not rows]
     columns = NO_STRIDE
-    if run * unit < CACHE_LINE:
+    if run * unit < CACHE_LINE:  # short runs need columns that are adjacent in the source, so that reads fill lines
         columns = min((dim for dim in others if dim.read), key=lambda dim: dim.read, default=NO_STRIDE)
-        if rows.read and rows.read < columns.read:  # rows are adjacent to the run in the source, too
+        if rows.read and rows.read < columns.read:  # the rows are adjacent in the source, too
             columns = NO_STRIDE
-    if columns is NO_STRIDE and run * rows.size * unit < MIN_TILE_BYTES:
+    if columns is NO_STRIDE and run * rows.size * unit < MIN_TILE_BYTES:  # enlarge a small tile
         columns = max(others, key=lambda dim: dim.size, default=NO_STRIDE)
     loops = tuple(dim for dim in others if dim is not columns)
     if len(loops) > MAX_LOOPS:
@@ -119,7 +120,10 @@ def choose_tiling(
 
 
 def _merge_strides(dims: list[Stride]) -> list[Stride]:
-    """Sort dims from the target's outermost to its innermost, and merge those adjacent in both arrays."""
+    """Return the dims from the target's outermost to its innermost, with dims merged that are adjacent in both arrays.
+
+    Two dims are merged if the outer stride is the inner size times the inner stride, in source and target.
+    """
     merged: list[Stride] = []
     for dim in sorted(dims, key=lambda dim: (-dim.written, -dim.read)):
         outer = merged[-1] if merged else None
@@ -131,15 +135,15 @@ def _merge_strides(dims: list[Stride]) -> list[Stride]:
 
 
 def _tile_shape(run: int, rows: int, columns: int, unit: int) -> tuple[int, int, int]:
-    """Return the rows, columns and words of the run of a tile of at most MOVE_TILE bytes: powers of two.
+    """Return the rows, columns and words of the run of a tile: powers of two, of at most MOVE_TILE bytes together.
 
     ``run`` is in units of ``unit`` bytes; ``rows`` and ``columns`` are the sizes of these dims in the array.
     """
     word = min(unit, 8)
     run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (run * (unit // word), rows, columns))
     run = min(run, MOVE_TILE // word)
-    max_runs = MOVE_TILE // word // run
-    # Columns use the runs that rows do not use, and at least the square root of all.
+    max_runs = MOVE_TILE // word // run  # rows times columns of a tile
+    # Columns get what rows leave, and at least about the square root.
     columns = min(columns, max(max_runs // rows, 1 << max_runs.bit_length() // 2))
     return min(rows, max_runs // columns), columns, run
 
@@ -155,9 +159,11 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, FULL_RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Move one tile.
+    """Move one tile of ROWS x COLUMNS x RUN words.
 
-    ``source`` and ``target`` are addresses, as integers. Lengths and strides are in units.
+    ``source`` and ``target`` are addresses, as integers. Lengths and strides are in units of VECTOR words. ``loop_i``
+    is the size of a dim that is looped over, with the strides ``read_i`` in the source and ``written_i`` in the target.
+    ALIGNED is the number of bytes that divides all addresses; FULL_RUNS is True if RUN divides the run.
 
     The index of the program is a mixed-radix number. Its digits, from the last one on: the tile in the run, in the
     columns and in the rows, and the position in each loop.
@@ -177,7 +183,8 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     read, written = read + index % loop_1 * read_1, written + index % loop_1 * written_1
     index = index // loop_1
     read, written = read + index * read_0, written + index * written_0
-    # The last dims of a tile are adjacent in memory: columns in the source, rows in the target.
+    # A tile is loaded as (rows, columns, run) and stored as (columns, rows, run): in both, the last dims are adjacent
+    # in memory.
     row, column = row_0 + tl.arange(0, ROWS)[:, None, None], column_0 + tl.arange(0, COLUMNS)[None, :, None]
     addresses, mask = _tile_addresses(source, read, word_0, row, column, run, rows, columns, read_row, read_column,
                                       WORD, VECTOR, ALIGNED, RUN, FULL_RUNS)  # fmt: skip
@@ -193,7 +200,10 @@ def _tile_addresses(  # type: ignore[no-untyped-def]
     base, start, word_0, row, column, run, rows, columns, row_stride, column_stride,
     WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, RUN: tl.constexpr, FULL_RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the addresses of the words of a tile in one array, and the mask of those inside the array."""
+    """Return the addresses of the words of a tile in one array, and the mask of those inside the array.
+
+    ``base`` is the address of the array. ``start`` is the offset of the program's position in the loops, in units.
+    """
     word = (word_0 + tl.arange(0, RUN))[None, None, :]
     inside = (row < rows) & (column < columns)
     if not FULL_RUNS:
@@ -217,8 +227,8 @@ def copy_strided(target: Tensor, source: Tensor) -> bool:
 
 
 def _launch_move(tiling: TileShape, target: Tensor, source: int) -> None:
-    """Launch the kernel for the memory of ``target`` and the address ``source``."""
-    loops = [NO_STRIDE] * (MAX_LOOPS - len(tiling.loops)) + [*tiling.loops]
+    """Launch the kernel that copies from the address ``source`` to the memory of ``target``."""
+    loops = [NO_STRIDE] * (MAX_LOOPS - len(tiling.loops)) + [*tiling.loops]  # always MAX_LOOPS dims
     rows, columns, run = tiling.tile
     with use_device(target):
         _move_kernel[(tiling.programs,)](

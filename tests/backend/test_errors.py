@@ -154,7 +154,7 @@ def test_meshes(ranks: Ranks) -> None:
     for r, messages in enumerate(ranks.run(4, wrong_meshes, timeout=60)):
         assert "SP113: mesh: expected an axis 'tp'" in messages[0]
         assert "SP114: mesh: expected an axis 'sp', got ('all',)" in messages[1]
-        assert "SP113: mesh: expected an axis 'sp', got 2 axes None" in messages[2]
+        assert "SP113: mesh: expected an axis 'sp', got 2 axes without names" in messages[2]
         if r > 1:
             assert f"SP112: mesh: this rank ({r})" in messages[3]
 

@@ -17,7 +17,7 @@ MIN_LINE_LENGTH = 64  # rows of a line, up to which starting the C++ takes longe
 
 
 def fits_aten(problem: ScanProblem) -> bool:
-    """Return True for scans along the last dim without segments whose total torch does not round."""
+    """Return True for scans along the last dim, without segments, that torch computes precisely enough."""
     if problem.inner != 1 or problem.segmented:
         return False
     return problem.kind == "extremes" or (problem.kind == "scan" and _is_exact(problem))
@@ -37,7 +37,10 @@ def _aten_priority(problem: ScanProblem) -> int:
 
 
 def _is_exact(problem: ScanProblem) -> bool:
-    """Return True if torch accumulates in the requested dtype or a wider one, and the total needs no more."""
+    """Return True if torch accumulates in the requested dtype or a wider one, and a requested total is not rounded.
+
+    The total is read from the result, which is rounded unless it has the accumulation dtype.
+    """
     result, accumulate = problem.result, problem.accumulate
     torch_accumulate = accumulate_dtype(problem.op, result, "cpu") if problem.device == "cpu" else result
     if torch.promote_types(torch_accumulate, accumulate) != torch_accumulate:
@@ -46,10 +49,10 @@ def _is_exact(problem: ScanProblem) -> bool:
 
 
 def scan_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-    """Run `torch.cumsum` or a similar scan; write an exclusive result one row later.
+    """Run `torch.cumsum` or a similar scan, and return its result and the total, which may be a view of the result.
 
-    The total is empty if torch has rounded it, which `_is_exact` excludes unless it is not requested. It may be a view
-    of the result.
+    An exclusive result is the inclusive one, written one row later. The total is empty if torch has rounded it; by
+    `_is_exact` it is then not requested.
     """
     monoid, dtype, accumulate = MONOIDS[problem.op], problem.result, problem.accumulate
     out = torch.empty_like(x, dtype=dtype)

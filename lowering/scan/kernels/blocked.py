@@ -32,9 +32,9 @@ def blocked_inclusive(
     results.
     """
     n = num_rows(states, dim)
-    # The running states have one row per block: first the first row of each, with the carry into the block.
+    # `running` has one row per block: the result at the current row of each block. It starts with the first rows.
     running = lift(slice_rows(states, dim, 0, None, BLOCK_ROWS))
-    if n > BLOCK_ROWS:
+    if n > BLOCK_ROWS:  # add the totals of all earlier blocks to the first rows of later blocks
         carries, _ = blocked_inclusive(combine, _block_totals(combine, states, dim, lift), dim)
         later_blocks = slice_rows(running, dim, 1, None)
         later_blocks = combine(slice_rows(carries, dim, num_rows(later_blocks, dim)), later_blocks)
@@ -43,16 +43,17 @@ def blocked_inclusive(
     for row in range(min(n, BLOCK_ROWS)):
         if row:
             added = lift(slice_rows(states, dim, row, None, BLOCK_ROWS))
-            running = combine(slice_rows(running, dim, num_rows(added, dim)), added)
+            running = combine(slice_rows(running, dim, num_rows(added, dim)), added)  # the last block may end earlier
         pytree.tree_map(Tensor.copy_, slice_rows(results, dim, row, None, BLOCK_ROWS), lower(running))
-        last = running if row == (n - 1) % BLOCK_ROWS else last
+        if row == (n - 1) % BLOCK_ROWS:  # the last row of all, at the end of `running`
+            last = running
     return results, slice_rows(last, dim, -1, None)
 
 
 def combine_all(combine: Combine, states: Any, dim: int, lift: Map = identity) -> Any:
-    """Return the combination of all lifted states, one row in ``dim``, without the results of a scan."""
+    """Return the combination of all lifted states, one row in ``dim``, without computing the scan of each row."""
     n = num_rows(states, dim)
-    if n > BLOCK_ROWS:
+    if n > BLOCK_ROWS:  # combine the totals of full blocks, then the rows of an incomplete last one
         combined_rows = n // BLOCK_ROWS * BLOCK_ROWS
         total = combine_all(combine, _block_totals(combine, states, dim, lift), dim)
     else:

@@ -77,7 +77,8 @@ class GenericKernels:
             # s_(i-1) is a_(i-1) * h_(i-1): the recurrence without lag, with the factors of the previous rows.
             a = torch.cat((_constant_row(a, 1, a.dtype), a), DIM)[:, :-1]
         if initial is not None:
-            # Added here rather than to the result, where it would be times a product that may overflow.
+            # The initial state is added to the first row. Adding it to the results would need the product of all
+            # factors, which may overflow.
             first = a[:, :1].to(accumulate) * initial.to(accumulate).unsqueeze(DIM) + b[:, :1]
             b = torch.cat((first, b[:, 1:]), DIM)[:, : b.shape[DIM]]
 
@@ -107,7 +108,7 @@ class GenericKernels:
         return factor[:, 0].clone(), state[:, 0].clone()
 
     def _scan(self, combine: Combine, values: Any, starts: Tensor | None, lift: Map, lower: Map) -> tuple[Any, Any]:
-        """Return results and the last state of `self.inclusive`, with segments unless starts is None."""
+        """Return the results and the last state of `self.inclusive`, with segments unless starts is None."""
         if starts is None:
             return self.inclusive(combine, values, DIM, lift, lower)
 
@@ -116,14 +117,17 @@ class GenericKernels:
             start, values = state
             return start, lift(values)
 
-        out, (_, last) = self.inclusive(
-            segment_combine(combine), (starts, values), DIM, lift_values, lambda state: lower(state[1])
-        )
+        def lower_values(state: Any) -> Any:
+            """Lower the values of a state (start, values), without the start."""
+            return lower(state[1])
+
+        join = segment_combine(combine)
+        out, (_, last) = self.inclusive(join, (starts, values), DIM, lift_values, lower_values)
         return out, last
 
 
 def _cast_to(dtype: torch.dtype) -> Map:
-    """Return a `lift` or a `lower` that casts all tensors of a pytree."""
+    """Return a function that casts all tensors of a pytree, as a `lift` or a `lower`."""
     return lambda states: pytree.tree_map(lambda leaf: leaf.to(dtype), states)
 
 
@@ -133,27 +137,27 @@ def identity(states: Any) -> Any:
 
 
 def _orient(reverse: bool, *tensors: Any) -> tuple[Any, ...]:
-    """Return the tensors with rows in scan order: flipped if reverse. A second call undoes it."""
+    """Return the tensors with rows in scan order, flipped if reverse; a second call undoes it. None stays None."""
     return tuple(x if x is None or not reverse else x.flip(DIM) for x in tensors)
 
 
 def _copy_if_operand(result: Tensor, operand: Tensor) -> Tensor:
-    """Return a copy if the result is the operand, as of one row: operators return no views of operands."""
+    """Return a copy if the result is the operand's memory, as for one row, since operators return no views."""
     return result.clone() if result.data_ptr() == operand.data_ptr() else result
 
 
 def _constant_row(x: Tensor, value: float, dtype: torch.dtype) -> Tensor:
-    """Return one row of a value in the shape of a row of x, such as the result before the first row."""
+    """Return one row (outer, 1, inner) that is filled with a value, such as the result before the first row of x."""
     return x.new_full((x.shape[0], 1, x.shape[2]), value, dtype=dtype)
 
 
 def num_rows(states: Any, dim: int) -> int:
-    """Return the number of rows."""
+    """Return the number of rows of states: the common size of the pytree's tensors in dim."""
     return pytree.tree_leaves(states)[0].shape[dim]
 
 
 def slice_rows(states: Any, dim: int, *bounds: int | None) -> Any:
-    """Return views of the rows of slice(*bounds): [stop], [start, stop] or [start, stop, step]."""
+    """Return views of the rows of states in slice(*bounds), whose bounds are stop, start and stop, or a step, too."""
     return pytree.tree_map(lambda leaf: leaf[(slice(None),) * (dim % leaf.ndim) + (slice(*bounds),)], states)
 
 
@@ -165,7 +169,7 @@ def concat_rows(first: Any, second: Any, dim: int) -> Any:
 
 
 def interleave_rows(lefts: Any, rights: Any, dim: int) -> Any:
-    """Interleave rows: left, right, left, right, ...; `lefts` may have one row more."""
+    """Return the rows of two states in turn: left, right, left, right, ...; `lefts` may have one row more."""
 
     def interleave(left: Tensor, right: Tensor) -> Tensor:
         """Interleave the rows of two tensors."""

@@ -49,7 +49,10 @@ _compile_lock = threading.Lock()
 
 
 def fits_native(problem: ScanProblem) -> bool:
-    """Return True if the problem is on a CPU, has supported dtypes, and a compiler translates it."""
+    """Return True if the problem is on a CPU, has supported dtypes, and its kernel compiles.
+
+    The kernel is compiled here at the first call for its types, and stored.
+    """
     if problem.device != "cpu" or problem.dtype not in CPP_TYPES or problem.result not in CPP_TYPES:
         return False
     if _compute_dtype(problem) is None:
@@ -62,9 +65,10 @@ def _compute_dtype(problem: ScanProblem) -> torch.dtype | None:
     """Return the dtype of the states, in which C++ computes; None if there is no kernel of the problem."""
     floats = problem.result.is_floating_point
     if problem.op in ("max", "min"):
-        # Every value of the dtype, and every index, is exact in it.
-        narrow = problem.kind == "scan" and problem.result is not torch.float64
-        return (torch.float32 if narrow else torch.float64) if floats else torch.int64
+        # Every value, and the index of an extreme, must be exact in the dtype of the state.
+        if not floats:
+            return torch.int64
+        return torch.float32 if problem.kind == "scan" and problem.result is not torch.float64 else torch.float64
     if problem.op in ("sum", "prod") and not floats:
         return torch.int64 if problem.accumulate is torch.int64 and problem.result is not torch.bool else None
     if not floats or problem.accumulate not in (torch.float32, torch.float64):
@@ -73,7 +77,7 @@ def _compute_dtype(problem: ScanProblem) -> torch.dtype | None:
 
 
 def _cpp_machine(problem: ScanProblem) -> str:
-    """Return the C++ type that runs the scan, such as "Scan<float, Add>"."""
+    """Return the class of native.cpp that runs the scan, such as "Scan<float, Add>"."""
     compute = CPP_TYPES[_compute_dtype(problem)]
     if problem.kind.startswith("linear"):
         return f"Linear<{compute}, {problem.lagged:d}, {problem.kind == 'linear_total':d}>"
@@ -83,14 +87,25 @@ def _cpp_machine(problem: ScanProblem) -> str:
 
 
 def _native_kernel(problem: ScanProblem, dtype: torch.dtype) -> Callable[[bytes], None] | None:
-    """Return the C++ function, which takes the struct Problem as bytes; None if it does not compile."""
+    """Return the compiled C++ function, which takes the struct Problem as bytes; None if it does not compile.
+
+    Args:
+        problem: The problem.
+        dtype: The dtype of the operands, see `_kernel_dtype`.
+    """
     with _compile_lock:
         return _compile(_cpp_machine(problem), CPP_TYPES[dtype], CPP_TYPES[problem.result])
 
 
 @cache
 def _compile(machine: str, operand: str, result: str) -> Callable[[bytes], None] | None:
-    """Compile native.cpp for a type of scan and C++ element types; None if that is not possible."""
+    """Compile native.cpp and return its function; None, with a warning, if that is not possible.
+
+    Args:
+        machine: The result of `_cpp_machine`.
+        operand: The C++ type of the elements of operands.
+        result: The C++ type of the elements of results.
+    """
     if not has_cpp_compiler():
         return None
     source = Path(__file__).with_name("native.cpp").read_text()
@@ -98,7 +113,7 @@ def _compile(machine: str, operand: str, result: str) -> Callable[[bytes], None]
     try:
         kernel = compile_cpp(types + source, CPP_FLAGS).scan
     except Exception as error:  # of the compiler, the loader or the file system: other implementations remain
-        warnings.warn(f"scans on this CPU are slow, as their C++ kernels were not compiled: {error}", stacklevel=2)
+        warnings.warn(f"Scans on this CPU are slow, because their C++ kernels did not compile: {error}", stacklevel=2)
         return None
     kernel.argtypes, kernel.restype = [ctypes.c_char_p], None
     return kernel
@@ -121,7 +136,7 @@ def extremes_native(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> P
 
 
 def linear_native(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
-    """Return h with h_i = a_i * h_(i-1) + b_i."""
+    """Return h with h_i = a_i * h_(i-1) + b_i, from h_(-1) = initial, (outer, inner), or zeros."""
     a, b = _promote(a, b)
     h = b.new_empty(b.shape, dtype=problem.result)
     _run_native(problem, a, initial, b=b, out=h)
@@ -142,13 +157,13 @@ def _kernel_dtype(dtype: torch.dtype, result: torch.dtype) -> torch.dtype:
 
 
 def _promote(a: Tensor, b: Tensor) -> Pair:
-    """Return both operands of a recurrence in their common dtype: a library has one type of operands."""
+    """Return both operands of a recurrence in their common dtype, since a compiled kernel has one operand type."""
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
 
 
 def _run_native(problem: ScanProblem, x: Tensor, initial: Tensor | None = None, **others: Tensor | None) -> Tensor:
-    """Run the C++ kernel, which fills the results among `others`.
+    """Run the C++ kernel, which writes `out` and `indices` among the other tensors.
 
     Args:
         problem: The problem.
@@ -157,14 +172,16 @@ def _run_native(problem: ScanProblem, x: Tensor, initial: Tensor | None = None, 
         **others: Tensors by their names in POINTERS; out and indices are results. All are contiguous.
 
     Returns:
-        The states after all rows, (2, outer, inner). The planes depend on the operation, see native.cpp.
+        The states after all rows, (2, outer, inner). states[0] is the total of a scan, an extreme, h of a recurrence,
+        or the maximum m of a logsumexp. states[1] is the index of the extreme, the factor of the recurrence, or the sum
+        of exp(x - m) over the other rows.
     """
     dtype, kernel = _compute_dtype(problem), _native_kernel(problem, x.dtype)
     assert kernel is not None, "the problem does not fit"
     neutral = MONOIDS[problem.op].identity(problem.result) if problem.op else 0
     states = x.new_zeros((2, x.shape[0], x.shape[2]), dtype=dtype)
     states[0] = neutral if initial is None else initial
-    states[1] = problem.kind.startswith("linear")
+    states[1] = problem.kind.startswith("linear")  # 1, the factor of no rows; else 0
     for result in (others.get("out"), others.get("indices")):
         if result is not None:
             _use_large_pages(result)
@@ -191,7 +208,7 @@ def _use_large_pages(result: Tensor) -> None:
 
     Allocating new memory in small pages takes longer than a scan takes to fill it.
     """
-    begin = -(-result.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    begin = -(-result.data_ptr() // HUGE_PAGE) * HUGE_PAGE  # first and last boundary of large pages in the result
     end = (result.data_ptr() + result.nbytes) // HUGE_PAGE * HUGE_PAGE
     if sys.platform == "linux" and end - begin > HUGE_PAGE:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)

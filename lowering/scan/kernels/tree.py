@@ -49,19 +49,28 @@ def tree_inclusive(combine: Combine, states: Any, dim: int) -> Any:
 def up_sweep(combine: Combine, states: Any, dim: int) -> list[Any]:
     """Return all levels of the tree, from the states to the total."""
     levels = [states]
-    while (n := num_rows(levels[-1], dim)) > 1:
+    n = num_rows(states, dim)
+    while n > 1:
         paired = n - n % 2
         left, right = slice_rows(levels[-1], dim, 0, paired, 2), slice_rows(levels[-1], dim, 1, paired, 2)
-        last_row = slice_rows(levels[-1], dim, paired, None)
-        levels.append(concat_rows(combine(left, right), last_row, dim))
+        unpaired_row = slice_rows(levels[-1], dim, paired, None)  # no rows if n is even
+        levels.append(concat_rows(combine(left, right), unpaired_row, dim))
+        n = num_rows(levels[-1], dim)
     return levels
 
 
 def down_sweep(combine: Combine, states: Any, parents: Any, dim: int) -> Any:
-    """Return the prefixes that end at the states of one level, from those of the level above."""
+    """Return the prefixes that end at the states of one level, from those of the level above.
+
+    Args:
+        combine: The associative function.
+        states: The states of the level, as `up_sweep` returned them.
+        parents: The prefixes that end at the states of the level above.
+        dim: The dim of the rows.
+    """
     n = num_rows(states, dim)
-    lefts = slice_rows(states, dim, 0, 1)
+    lefts = slice_rows(states, dim, 0, 1)  # prefixes of left children: that of the first is its own state
     if n > 2:
-        prefixes = slice_rows(parents, dim, (n - 1) // 2)  # those that end before the left children, but the first
-        lefts = concat_rows(lefts, combine(prefixes, slice_rows(states, dim, 2, None, 2)), dim)
-    return interleave_rows(lefts, slice_rows(parents, dim, n // 2), dim)
+        before = slice_rows(parents, dim, (n - 1) // 2)  # prefixes that end before the other left children
+        lefts = concat_rows(lefts, combine(before, slice_rows(states, dim, 2, None, 2)), dim)
+    return interleave_rows(lefts, slice_rows(parents, dim, n // 2), dim)  # a right child ends where its parent ends

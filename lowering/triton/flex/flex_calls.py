@@ -46,7 +46,8 @@ def flex_block_forward(q: Tensor, k: Tensor, v: Tensor, pairs: PairTexts, scale:
     """Return attention of all rows of q over all allowed keys: out in q's dtype, and lse in float32.
 
     Shapes: q (B, Hq, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, E), Hkv divides Hq -> (B, Hq, Q, E), (B, Hq, Q). Queries
-    without keys have 0 and -inf.
+    without keys have 0 and -inf. ``pairs`` has the mask and the score function as texts, and the tensors that they
+    read.
 
     Raises:
         CannotCompileError: The kernel cannot be compiled.
@@ -82,9 +83,9 @@ def flex_block_backward(
 
 
 def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return blocks, warps and stages with which the values of a kernel fit in registers.
+    """Return options of flex_attention's kernels with which their values fit in registers.
 
-    These include the values of mask texts and score functions, for which torch's defaults spill. Measured on sm_90,
+    The values include those of mask texts and score functions, for which torch's defaults spill. Measured on sm_90,
     compiled by Triton 3.7, with soft-caps, slopes and documents. In float32, which tensor cores do not support without
     TF32, two stages move rows from registers to shared memory.
     """
@@ -97,7 +98,7 @@ def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
         forward, backward = (128, 64, 3), (32, 64, 2)
     else:
         forward, backward = (64, 32, 3), (32, 32, 1)
-    warps = (8, 4) if dtype == torch.float32 else (4 if head_dim > 128 else 8, 8)
+    warps = (8, 4) if dtype == torch.float32 else (4 if head_dim > 128 else 8, 8)  # forward, backward
     options = dict(zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages"), forward))
     options |= dict(zip(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_num_stages"), backward))
     options |= {"bwd_BLOCK_M2": backward[1], "bwd_BLOCK_N2": backward[0]}
@@ -127,7 +128,7 @@ def _backward_program(
 def _split_inputs(
     inputs: tuple[Tensor, ...], num_operands: int
 ) -> tuple[tuple[Tensor, ...], BlockTables, tuple[Tensor, ...]]:
-    """Split the inputs that `_call_program` joins: operands, block tables and captured tensors."""
+    """Split the inputs that `_call_program` joins: `num_operands` operands, the block tables, and captured tensors."""
     end = num_operands + len(BlockTables.__match_args__)
     return inputs[:num_operands], BlockTables(*inputs[num_operands:end]), inputs[end:]
 
@@ -159,7 +160,11 @@ def _call_program(
 
 
 def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
-    """Return the dims of a captured tensor that are numbers of queries or keys, and so vary in a family."""
+    """Return the dims of a captured tensor that are numbers of queries or keys, which vary within a family.
+
+    These are dims of the mask, the last dim of row<i> and col<i> (which may have a batch dim), and the dim of the
+    positions q and k. Sizes, and the vectors and tables of the score, have none.
+    """
     if name == "mask":
         assert pair.mask_dims is not None
         return tuple(i for i, axis in enumerate(pair.mask_dims) if axis in "qk")
@@ -171,25 +176,28 @@ def _length_dims(name: str, pair: PairFunctions) -> tuple[int, ...]:
 def _run_program(
     fn: Callable[..., Any], variant: Hashable, xs: list[Tensor], lengths: list[tuple[int, ...]]
 ) -> Sequence[Tensor]:
-    """Run the program for these tensors; compile it if there is none.
+    """Return the results of the program for these tensors; compile it if there is none.
+
+    The calls of a family differ in lengths only. Those with the lengths of its first call run a program with constant
+    sizes and strides, all others a program with symbolic lengths.
 
     Args:
         fn: The function to compile.
-        variant: Key that identifies the function, the same for all calls of a family.
+        variant: Key that identifies the function.
         xs: Operands of the function.
-        lengths: Dims of each operand that are lengths. Calls that differ in these sizes only form a family.
+        lengths: Dims of each operand that are lengths.
     """
     lengths = [tuple(dim % x.ndim for dim in dims) for x, dims in zip(xs, lengths)]
-    fixed_sizes = tuple(
+    fixed_sizes = tuple(  # shapes with 0 in place of lengths
         tuple(0 if dim in dims else size for dim, size in enumerate(x.shape)) for x, dims in zip(xs, lengths)
     )
     family = variant, fixed_sizes, tuple((x.dtype, x.device) for x in xs), COMPILER.value
     with _programs_lock:
         shapes = tuple(x.shape for x in xs)
         strides: Hashable = None
-        if _known_lengths.setdefault(family, shapes) == shapes:
+        if _known_lengths.setdefault(family, shapes) == shapes:  # the lengths of the first call: nothing is dynamic
             lengths, strides = [()] * len(xs), tuple(x.stride() for x in xs)
-        else:  # for dynamic lengths, strides must follow from the lengths
+        else:  # with dynamic lengths, strides must follow from the lengths
             xs = [x.contiguous() for x in xs]
         programs = _programs.setdefault((family, strides), [])
         program = next((program for program in programs if program.fits(xs)), None)
@@ -210,6 +218,6 @@ def _compile_program(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tup
     except Exception as error:
         _failed = True
         warnings.warn(
-            f"attention scores are computed densely: flex_attention cannot be compiled here ({error})", stacklevel=2
+            f"Attention scores are computed densely: flex_attention cannot be compiled here ({error})", stacklevel=2
         )
         raise CannotCompileError("SP432", f"flex_attention cannot be compiled here: {error}.") from error

@@ -69,9 +69,10 @@ def tile_kinds(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tensor:
     """Return the kind of every tile, such as FULL: uint8 (tiles of queries, tiles of keys), on the CPU."""
     kinds = torch.zeros(-(-queries // tile), -(-keys // tile), dtype=torch.uint8, device="cpu")
     for block in plan.blocks:
+        # Tiles that the block touches, and tiles that it covers completely.
         rows, full_rows = _covered_tiles(*block.query_rows, queries, tile)
         columns, full_columns = _covered_tiles(*block.key_rows, keys, tile)
-        touched, covered = kinds[rows, columns], kinds[full_rows, full_columns]  # views
+        touched, covered = kinds[rows, columns], kinds[full_rows, full_columns]  # views, which are written to
         if block.kind is Kind.CAUSAL:
             torch.maximum(touched, _touches_diagonal(block, rows, columns, tile), out=touched)
             covered.masked_fill_(_is_below_diagonal(block, full_rows, full_columns, tile), FULL_TILE)
@@ -85,18 +86,27 @@ def tile_kinds(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tensor:
 def _covered_tiles(offset: int, length: int, num_rows: int, tile: int) -> tuple[slice, slice]:
     """Return the tiles that a range of rows touches, and the tiles of which it contains all rows.
 
-    Both are slices of the tiles of one side. The side (the queries or the keys) has ``num_rows`` rows. The last tile of
-    the side may have fewer rows.
+    Both are slices of the tiles of one side, the queries or the keys: with tiles of 4 rows, the rows 2 to 9 touch the
+    tiles 0 to 2 and contain tile 1.
+
+    Args:
+        offset: First row of the range.
+        length: Number of rows of the range.
+        num_rows: Number of rows of the side; its last tile may have fewer than `tile`.
+        tile: Rows of a tile.
     """
     end = offset + length
-    first, stop = -(-offset // tile), -(-end // tile) if end == num_rows else end // tile
-    return slice(offset // tile, -(-end // tile)), slice(first, max(first, stop))
+    touched_stop = -(-end // tile)  # rounded up
+    full_start = -(-offset // tile)
+    full_stop = touched_stop if end == num_rows else end // tile  # the last tile is complete without its missing rows
+    return slice(offset // tile, touched_stop), slice(full_start, max(full_start, full_stop))
 
 
 def _touches_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
-    """Return uint8 (rows, columns): 1 for tiles of a causal block in which any pair attends, else 0.
+    """Return uint8 (rows, columns): 1 (PARTIAL_TILE) for tiles of a causal block in which any pair attends, else 0.
 
-    That holds if the tile's last query attends to its first key.
+    That holds if the tile's last query attends to its first key. Both are counted from the block's first row, so that
+    query i attends to the keys 0 to i.
     """
     last_query = torch.arange(rows.start + 1, rows.stop + 1) * tile - 1
     last_query = last_query.clamp(max=block.q_off + block.q_len - 1) - block.q_off
@@ -107,7 +117,7 @@ def _touches_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> T
 def _is_below_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
     """Return bool (rows, columns): True for tiles of a causal block in which all pairs attend.
 
-    That holds if the tile's first query attends to its last key.
+    That holds if the tile's first query attends to its last key, both counted from the block's first row.
     """
     first_query = torch.arange(rows.start, rows.stop) * tile - block.q_off
     last_key = (torch.arange(columns.start + 1, columns.stop + 1) * tile).clamp(max=block.k_off + block.k_len) - 1
@@ -115,11 +125,13 @@ def _is_below_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> 
 
 
 def _sort_selected(is_selected: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of selected columns per row, (1, 1, rows), and the columns, selected ones first.
+    """Return the number table and the index table of the selected tiles, as in `BlockTables`, int32.
 
-    They are a number table and an index table of `BlockTables`.
+    For each row these are the number of selected columns, (1, 1, rows), and all columns, the selected ones first,
+    (1, 1, rows, columns).
 
-    Both tensors are int32; the columns are (1, 1, rows, columns).
+    Args:
+        is_selected: Bool (rows, columns), True for the tiles of one kind.
     """
     columns = is_selected.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     numbers = is_selected.sum(-1, dtype=torch.int32)

@@ -88,7 +88,7 @@ class PairFunctions:
         return s
 
     def _read_mask(self, inputs: dict[str, Tensor], b: Tensor, h: Tensor, m: Tensor, k: Tensor) -> Tensor:
-        """Return the element of the mask for local query row m and the key at position k."""
+        """Return the element of the mask for local query row m and the key at position k: a mask has all keys."""
         assert self.mask_dims is not None
         index_of = dict(zip(_AXES, (b, h, m, k)))
         return _element_at(inputs["mask"], *(index_of[axis] for axis in self.mask_dims))
@@ -105,7 +105,7 @@ def pair_functions(
         keys: Rows of the local keys.
         device: Device of the captured tensors.
     """
-    # Row positions and sizes, in int32 if all of them are small.
+    # Row positions and sizes are int32 if all of them are small.
     ends = [segment.first + segment.length for segment in (*pairs.q_rows, *pairs.k_rows)]
     largest = max([*map(abs, pairs.sizes.values()), *ends], default=0)
     dtype = torch.int32 if largest < SMALL_INDEX else torch.int64
@@ -135,7 +135,10 @@ def pair_functions(
 
 
 def _predicate_symbol(name: str, inputs: dict[str, Tensor], b: Tensor, q: Tensor, k: Tensor) -> Any:
-    """Return the value of a predicate symbol for the pair of positions q and k in batch entry b."""
+    """Return the value of a predicate symbol for the pair of positions q and k in batch entry b.
+
+    "q" and "k" are the positions, "n<i>" a size, "row<i>" and "col<i>" the element of a vector at the query or the key.
+    """
     if name in ("q", "k"):
         return q if name == "q" else k
     vector = inputs[name]
@@ -147,7 +150,10 @@ def _predicate_symbol(name: str, inputs: dict[str, Tensor], b: Tensor, q: Tensor
 
 
 def _score_symbol(name: str, inputs: dict[str, Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
-    """Return the value of a score function's input for one pair, or a table as one tensor."""
+    """Return the value of an input of a score function for one pair; a table is returned as a whole tensor.
+
+    "head<i>" is the element of a vector for the head h, "b" the batch entry; the others are predicate symbols.
+    """
     if name.startswith("head"):
         return _element_at(inputs[name], h)
     if name.startswith("table"):
@@ -156,7 +162,7 @@ def _score_symbol(name: str, inputs: dict[str, Tensor], b: Tensor, h: Tensor, q:
 
 
 def _fast_tanh(x: Tensor) -> Tensor:
-    """Return tanh with an absolute error that suffices in sums with 1; libdevice's uses most registers."""
+    """Return tanh(x), less accurate near 0 than libdevice's, which needs more registers than the rest of a kernel."""
     return 2 * torch.sigmoid(2 * x) - 1
 
 
@@ -174,7 +180,10 @@ def _element_at(x: Tensor, *indices: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _row_positions(rows: Rows, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the position of each local row, (length,), -1 for padding."""
+    """Return the position in the sequence of each local row, (length,), -1 for padding.
+
+    An entry of `rows` is a run of positions: the first one, the index of its local row, and their number.
+    """
     positions = torch.full((length,), -1, dtype=dtype, device=device)
     for first, offset, count in rows:
         positions[offset : offset + count] = torch.arange(first, first + count, dtype=dtype, device=device)

@@ -37,12 +37,13 @@ def choose_schedule(across: int, along: int, multiprocessors: int, sizes: TileSi
     """Return the schedule: "parts" of lines, or "one" program per line if these keep the device busy.
 
     Args:
-        across: Number of tiles across the lines.
+        across: Number of tiles across the lines: of programs, with one per line.
         along: Number of tiles along a line.
         multiprocessors: Number of multiprocessors of the device.
         sizes: The thresholds.
     """
-    return "one" if across >= sizes.min_tiles * multiprocessors or along <= 2 else "parts"
+    is_busy = across >= sizes.min_tiles * multiprocessors
+    return "one" if is_busy or along <= 2 else "parts"
 
 
 def tile_sizes() -> TileSizes:
@@ -65,7 +66,7 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
     sizes = tile_sizes()
     tile_bytes, warps = sizes.walk
     elements = _floor_power_of_2(tile_bytes // sweep.state_bytes)
-    if sweep.compute.itemsize == 8:
+    if sweep.compute.itemsize == 8:  # more warps, so that registers suffice
         warps = max(warps, _floor_power_of_2(elements * sweep.value_bytes // WARP_BYTES))
     tile = sweep.tile(elements, warps)
     across, along = triton.cdiv(sweep.lines, tile.lines), triton.cdiv(sweep.length, tile.steps)
@@ -77,7 +78,7 @@ def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: boo
 
 
 def _floor_power_of_2(number: int) -> int:
-    """Return the largest power of 2 that is at most the number, or 1, as sizes of tiles are powers of 2."""
+    """Return the largest power of 2 up to the number, and at least 1: sizes of tiles are powers of 2."""
     return 1 << max(number, 1).bit_length() - 1
 
 

@@ -32,7 +32,7 @@ def _min(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _logsumexp(top_a, a, top_b, b):  # type: ignore[no-untyped-def]
-    """Return the maximum of both states, and the sum of their exponentials relative to it."""
+    """Combine two states (maximum, sum of exponentials relative to it)."""
     top = tl.where(top_b >= top_a, top_b, top_a)
     # The weight of the larger is set to 1: the difference of two infinities is NaN.
     a = a * tl.where(top_a == top, 1.0, tl.exp(top_a - top))
@@ -97,10 +97,7 @@ def _segmented_argmin(start_a, a, index_a, start_b, b, index_b):  # type: ignore
 
 @triton.jit
 def combine(p_a, q_a, p_b, q_b, OP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Combine two states without flags.
-
-    For an operation of one tensor, the second tensor is a copy of the first.
-    """
+    """Combine two states (p, q) without flags; a is the earlier. For operations of one tensor, q is p."""
     if OP == "linear":
         p, q = _linear(p_a, q_a, p_b, q_b)
     elif OP == "logsumexp":
@@ -126,7 +123,7 @@ def combine(p_a, q_a, p_b, q_b, OP: tl.constexpr):  # type: ignore[no-untyped-de
 def combine_where(mask, p_a, q_a, p_b, q_b, OP: tl.constexpr, PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the states b, combined with the earlier states a where ``mask`` is True.
 
-    PAIR: states are (p, q). A walk combines the carry with the first row of a tile, unless a segment begins there.
+    PAIR: the operation has states of two tensors, (p, q); otherwise q is p.
     """
     combined_p, combined_q = combine(p_a, q_a, p_b, q_b, OP)
     p = tl.where(mask, combined_p, p_b)
@@ -138,7 +135,7 @@ def combine_where(mask, p_a, q_a, p_b, q_b, OP: tl.constexpr, PAIR: tl.constexpr
 
 @triton.jit
 def scan_states(p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scan states along dim 0, inclusive."""
+    """Return the inclusive scan of states (p, q) along dim 0. For operations of one tensor, q is p."""
     if OP == "linear":
         p, q = tl.associative_scan((p, q), 0, _linear)
     elif OP == "logsumexp":
@@ -162,7 +159,10 @@ def scan_states(p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scan_segments(flag, p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scan states with flags along dim 0, inclusive."""
+    """Return the inclusive scan of states (p, q) with flags along dim 0; a flag is 1 where a segment begins.
+
+    The flag of a result is 1 if a segment has begun up to its place. For operations of one tensor, q is p.
+    """
     if OP == "logsumexp":
         flag, p, q = tl.associative_scan((flag, p, q), 0, _segmented_logsumexp)
     elif OP == "argmax":

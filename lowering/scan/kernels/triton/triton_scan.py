@@ -30,7 +30,7 @@ def fits_triton(problem: ScanProblem) -> bool:
 
 
 def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-    """Return the scan of x, and the total of the last segment."""
+    """Return the scan of x, and the total of the last segment, (outer, inner)."""
     from .dispatch import run_sweep
     from .triton_tiles import State, Sweep
 
@@ -39,29 +39,31 @@ def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     out = x.new_empty(x.shape, dtype=compute if dtype is torch.bool else dtype)
     if not x.numel():
         return out.to(dtype), x.new_full((x.shape[0], x.shape[2]), neutral, dtype=accumulate)
-    options = problem.exclusive, problem.reverse
-    sweep = Sweep(x, problem.op, neutral, compute, torch.int32, None, starts, *options)
+    sweep = Sweep(
+        x, problem.op, neutral, compute, torch.int32, starts=starts, shift=problem.exclusive, reverse=problem.reverse
+    )
     total = run_sweep(sweep, None, State(out), True)
     assert total is not None
     return out.to(dtype), total.value.view(x.shape[0], x.shape[2]).to(accumulate)
 
 
 def extremes_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-    """Return the running extremes, and their indices."""
+    """Return the running extremes, and their row indices, int64."""
     from .dispatch import run_sweep
     from .triton_tiles import State, Sweep
 
     out, indices = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
     if x.numel():
         neutral = MONOIDS[problem.op].identity(x.dtype)
-        compute, index = _state_dtype(x.dtype), torch.int32 if x.shape[1] < 2**31 else torch.int64
-        sweep = Sweep(x, f"arg{problem.op}", neutral, compute, index, None, starts, False, problem.reverse)
+        compute = _state_dtype(x.dtype)
+        index = torch.int32 if x.shape[1] < 2**31 else torch.int64
+        sweep = Sweep(x, f"arg{problem.op}", neutral, compute, index, starts=starts, reverse=problem.reverse)
         run_sweep(sweep, None, State(out, indices), False)
     return out, indices
 
 
 def linear_triton(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
-    """Return h with h_i = a_i * h_(i-1) + b_i."""
+    """Return h with h_i = a_i * h_(i-1) + b_i, from h_(-1) = initial, (outer, inner), or zeros."""
     from .dispatch import run_sweep
     from .triton_tiles import State
 
@@ -87,15 +89,15 @@ def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
 
 
 def _recurrence_sweep(problem: ScanProblem, a: Tensor, b: Tensor) -> Sweep:
-    """Return the sweep of a recurrence with the factors a and the summands b."""
+    """Return the sweep of a recurrence with the factors a and the summands b; a lagged one shifts the factors."""
     from .triton_tiles import Sweep
 
     compute = _state_dtype(problem.accumulate)
-    return Sweep(a, "linear", 1, compute, torch.int32, b, None, problem.lagged, problem.reverse)
+    return Sweep(a, "linear", 1, compute, torch.int32, b, shift=problem.lagged, reverse=problem.reverse)
 
 
 def _state_dtype(accumulate: torch.dtype) -> torch.dtype:
-    """Return the dtype of states: at least 32 bits."""
+    """Return the dtype of states in registers: the accumulation dtype, widened to at least 32 bits."""
     if accumulate.itemsize == 8:
         return accumulate
     return torch.float32 if accumulate.is_floating_point else torch.int32

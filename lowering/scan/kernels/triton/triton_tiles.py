@@ -38,7 +38,10 @@ from .triton_ops import LEAF_KINDS, combine
 def tile_lines(  # type: ignore[no-untyped-def]
     tile, lines, length, inner, FLAT: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr
 ):
-    """Return the line numbers of a tile, whether they exist, and their start addresses, (1, LINES) each."""
+    """Return the numbers of the lines of a tile, True for those that exist, and their start addresses, (1, LINES) each.
+
+    The last tile may extend past the number of lines.
+    """
     line = tile.to(tl.int64) * LINES + tl.arange(0, LINES)[None, :]
     # Bounds and addresses that are known at compile time allow wide loads.
     if EVEN:
@@ -67,9 +70,12 @@ def _leaf_states(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Return the states (p, q) of single elements, neutral outside ``state_mask``.
 
-    q is p if the operation has one tensor. x, the values or the factors of a recurrence, is read at ``source``. The
-    summands of a recurrence are read from ``second`` at ``address``, where inside. The index of an indexed state is its
-    time, or the value of ``second`` if GIVEN.
+    LEAF is the kind of operation. "value": p is the element, and q is p. "linear": p is the summand of a recurrence, q
+    its factor. "exponentials": p is the element as the maximum, q is 1. "indexed": p is the element, q its index, which
+    is its time (its row in memory), or the value of ``second`` if GIVEN.
+
+    x, the values or the factors of a recurrence, is read at ``source``, where ``source_mask`` is True. Summands are
+    read from ``second`` at ``address``, where ``inside`` is True.
     """
     p = tl.where(state_mask, tl.load(x + source, mask=source_mask, other=0).to(ACC), NEUTRAL)
     q = p
@@ -90,7 +96,11 @@ def _start_flags(  # type: ignore[no-untyped-def]
     starts, time, line, exists, inside, inner, per_outer, per_time, per_inner,
     SHARED: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Return 1 where a segment begins. `exists` masks places, `inside` elements."""
+    """Return 1 for elements at which a segment begins, else 0, int32 (STEPS, LINES).
+
+    If SHARED, all lines have the same starts, which are read once per place; `exists` masks places, (STEPS, 1).
+    Otherwise those of each element are read; `inside` masks elements, (STEPS, LINES).
+    """
     if SHARED:
         flag = tl.load(starts + time, mask=exists, other=0)
     else:
@@ -106,14 +116,16 @@ def load_tile(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
     STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Return the addresses of a tile's elements, the mask of the valid ones, their flags and states.
+    """Return the addresses of a tile's elements, the mask of the valid ones, their flags and their states (p, q).
 
-    Nothing before ``begin`` is read.
+    A flag is 1 if a segment begins at the element. With SHIFT the state of a place is that of the element one place
+    earlier (neutral for the first of a segment), as an exclusive scan needs it. Nothing before the place ``begin`` is
+    read: the state there is neutral, and the program combines it with its carry.
     """
     inside = exists & (place < length)
     time = _time_at(place, length, REVERSE)
     address = base + time * inner
-    source, source_mask = address, inside
+    source, source_mask = address, inside  # where x is read
     if SHIFT:
         source = base + _time_at(place - 1, length, REVERSE) * inner
         source_mask = inside & (place > begin)
@@ -136,9 +148,10 @@ def append_last_state(  # type: ignore[no-untyped-def]
     p, q, x, second, exists, base, end, length, inner, OP: tl.constexpr, LEAF: tl.constexpr,
     NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Return states (p, q) with the element before ``end``, which a shift has omitted.
+    """Return states (p, q) combined with the element before ``end``, which a shifted scan has not reached.
 
-    A recurrence only multiplies there: no summand is read, as no address is below 0.
+    In a lagged recurrence only the factor of that element is missing. The mask of the summands, address < 0, is False
+    everywhere, so that none is read.
     """
     address = base + _time_at(end - 1, length, REVERSE) * inner
     last_p, last_q = _leaf_states(
@@ -151,12 +164,12 @@ def append_last_state(  # type: ignore[no-untyped-def]
 def neutral(  # type: ignore[no-untyped-def]
     LEAF: tl.constexpr, NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, LINES: tl.constexpr
 ):
-    """Return the neutral state of every line."""
+    """Return the neutral state (p, q) of every line, (1, LINES) each."""
     p = tl.full((1, LINES), NEUTRAL, ACC)
     q = p
-    if LEAF == "linear":
+    if LEAF == "linear":  # h = 0 and a factor of 1, which is NEUTRAL
         p = tl.full((1, LINES), 0, ACC)
-    if LEAF == "exponentials":
+    if LEAF == "exponentials":  # the maximum -inf, and no terms of the sum
         q = tl.full((1, LINES), 0, ACC)
     if LEAF == "indexed":
         q = tl.full((1, LINES), 0, INDEX)
@@ -165,13 +178,14 @@ def neutral(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_state(values, indices, address, mask, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load states from the values that `value_of` returned; outside the mask, return the neutral p and q.
+    """Load states (p, q) from the results of a scan; outside the mask, return the given neutral p and q.
 
-    For a recurrence, only h is loaded.
+    The state of a result of logsumexp has it as the maximum, and 1 as the sum. Of a recurrence only h is loaded: the
+    product of the factors before is not needed.
     """
     p = tl.where(mask, tl.load(values + address, mask=mask, other=0), p)
     if LEAF == "exponentials":
-        q = q + 1
+        q = q + 1  # the neutral sum is 0
     if LEAF == "indexed":
         q = tl.load(indices + address, mask=mask, other=0)
     return p, q
@@ -179,7 +193,7 @@ def load_state(values, indices, address, mask, p, q, LEAF: tl.constexpr):  # typ
 
 @triton.jit
 def value_of(p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the value of a state.
+    """Return the result of a state: p, and for logsumexp the maximum p plus the logarithm of the sum q.
 
     The logarithm is computed in float64: that of float32 is an approximation in Triton.
     """
@@ -190,7 +204,7 @@ def value_of(p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_tile(out, out_index, address, inside, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the values of a tile, and its indices if the operation has them."""
+    """Store the results of a tile, and their indices if the operation has them."""
     tl.store(out + address, value_of(p, q, LEAF).to(out.dtype.element_ty), mask=inside)
     if LEAF == "indexed":
         tl.store(out_index + address, q.to(out_index.dtype.element_ty), mask=inside)
@@ -198,9 +212,9 @@ def store_tile(out, out_index, address, inside, p, q, LEAF: tl.constexpr):  # ty
 
 @triton.jit
 def last_place(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the last place: (STEPS, LINES) -> (1, LINES).
+    """Return the last place of a tile: (STEPS, LINES) -> (1, LINES).
 
-    All other places count as 0, so infinities are preserved.
+    It is a sum in which the other places are 0, because Triton cannot index values in registers.
     """
     return tl.sum(tl.where(row == STEPS - 1, x, 0), 0, keep_dims=True)
 
@@ -233,7 +247,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Sweep:
-    """An inclusive scan over the places of x (outer, length, inner), or of the elements before if shift."""
+    """An inclusive scan of x (outer, length, inner) along its length, with shift of the elements one place earlier."""
 
     x: Tensor  # (outer, length, inner): the values, or the factors of a recurrence
     op: str  # "sum", "prod", "max", "min", or one of LEAF_KINDS
@@ -268,21 +282,24 @@ class Sweep:
     def totals(self) -> Sweep:
         """Return the sweep whose last state is the total of x.
 
-        It has no shift, which only delays results by a place, unless it is a lagged recurrence, where the shift pairs
-        summands with other factors.
+        It has no shift, which would only delay the results by a place. A lagged recurrence keeps it, since it combines
+        each summand with the factor one place earlier.
         """
         return replace(self, shift=self.shift and self.op == "linear")
 
     def over(self, totals: State) -> Sweep:
-        """Return the scan of the totals of all parts of the lines, (parts, lines), which are in scan order."""
+        """Return the scan of the totals of all parts of the lines, (parts, lines), which are in scan order.
+
+        The parts are the rows of its x, (1, parts, lines).
+        """
         x, second = totals.value, totals.second
         if self.op == "linear":
-            x, second = second, x  # the factors are x
-        x, second, starts = (states if states is None else states[None] for states in (x, second, totals.flag))
+            x, second = second, x  # x of a recurrence are its factors
+        x, second, starts = (part if part is None else part[None] for part in (x, second, totals.flag))
         return replace(self, x=x, second=second, starts=starts, shift=False, reverse=False)
 
     def states(self, places: int) -> State:
-        """Allocate the values of states of every line at some places."""
+        """Return uninitialized memory for the results of states of every line at this number of places."""
         shape, second_dtype = (places, self.lines), {"linear": self.compute, "indexed": self.index}.get(self.leaf)
         return State(
             self.x.new_empty(shape, dtype=self.compute),
@@ -302,7 +319,10 @@ class Sweep:
         return self.value_bytes + (4 if self.starts is not None else 0)
 
     def tile(self, elements: int, warps: int) -> Tile:
-        """Return a tile: first contiguous runs of memory, then all available places, then more lines."""
+        """Return a tile of at most this number of elements: the lines of a contiguous run of memory, then places.
+
+        Elements that are left, as for short lengths, are used for more lines.
+        """
         run_elements = RUN_BYTES // self.x.element_size()
         lines = min(triton.next_power_of_2(self.x.shape[2]), max(run_elements, 16), elements)
         steps = min(triton.next_power_of_2(self.length), elements // lines)
@@ -310,24 +330,24 @@ class Sweep:
         return Tile(steps, lines, warps)
 
     def pointers(self, *tensors: Tensor | None) -> list[Tensor]:
-        """Return tensors as kernel arguments: bools as bytes, and x for each missing tensor."""
+        """Return tensors as kernel arguments: bools as bytes, and x, which is not read, in place of None."""
         present = (self.x if x is None else x for x in tensors)
         return [x.view(torch.uint8) if x.dtype is torch.bool else x for x in present]
 
     def options(self, tile: Tile) -> dict[str, Any]:
-        """Return the constants that the kernels are compiled with."""
+        """Return the constants that the kernels are compiled with, by name."""
         return {
             "OP": self.op,
             "LEAF": self.leaf,
-            "PAIR": self.leaf != "value",
+            "PAIR": self.leaf != "value",  # states have two tensors
             "NEUTRAL": self.neutral,
             "ACC": TRITON_TYPES[self.compute],
             "INDEX": TRITON_TYPES[self.index],
-            "GIVEN": self.leaf == "indexed" and self.second is not None,
-            "UNIT": math.gcd(self.x.shape[2], 16),
+            "GIVEN": self.leaf == "indexed" and self.second is not None,  # indices are read from `second`
+            "UNIT": math.gcd(self.x.shape[2], 16),  # known divisor of the inner size, for wide loads
             "FLAT": self.x.shape[0] == 1,
             "EVEN": self.lines % tile.lines == 0,
-            "SHARED": self.starts is not None and self.starts.shape[0] == self.starts.shape[2] == 1,
+            "SHARED": self.starts is not None and self.starts.shape[0] == self.starts.shape[2] == 1,  # by all lines
             "SEGMENTED": self.starts is not None,
             "SHIFT": self.shift,
             "REVERSE": self.reverse,

@@ -38,20 +38,21 @@ def _walk(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
     CARRY: tl.constexpr, STORE: tl.constexpr, TOTAL: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Scan places [k * part, (k + 1) * part) of LINES lines, tile by tile.
+    """Scan one part of LINES lines, the places [k * part, (k + 1) * part) in scan order, in tiles of STEPS places.
 
-    k is the program's number along the length. For the other names see `triton_tiles.py`. With CARRY, part k starts
-    from the state k of ``carry`` (parts, lines). With STORE, results are written to ``out`` and ``out_index``; with
-    TOTAL, the part's total to (parts, lines).
+    k is the program's number along the length. A state has one tensor p or, if PAIR, two, (p, q); `triton_tiles.py`
+    describes the other names. With CARRY, part k starts from the state k of ``carry`` (parts, lines), else from the
+    neutral state. With STORE, results are written to ``out`` and ``out_index``; with TOTAL, the state after the part to
+    ``total`` (and `total_second`, and `total_flag` for segments), (parts, lines).
     """
     k = tl.program_id(1).to(tl.int64)
-    inner = inner // UNIT * UNIT
+    inner = inner // UNIT * UNIT  # the same number, of which Triton knows that UNIT divides it
     line, exists, base = tile_lines(tl.program_id(0), lines, length, inner, FLAT, EVEN, LINES)
     row = tl.arange(0, STEPS)[:, None]
     p, q = neutral(LEAF, NEUTRAL, ACC, INDEX, LINES)
     if CARRY:
         p, q = load_state(carry, carry_index, k * lines + line, exists, p, q, LEAF)
-    has_start = tl.zeros((1, LINES), tl.int32)  # whether a segment has begun in this part
+    has_start = tl.zeros((1, LINES), tl.int32)  # 1 if a segment has begun in this part
     begin = k * part
     end = tl.minimum(begin + part, length)
     tile_begin = begin
@@ -63,6 +64,7 @@ def _walk(  # type: ignore[no-untyped-def]
             x, second, starts, line, exists, base, place, begin, length, inner, per_outer, per_time, per_inner,
             LEAF, NEUTRAL, ACC, INDEX, GIVEN, SHARED, SEGMENTED, SHIFT, REVERSE, STEPS, LINES,
         )  # fmt: skip
+        # Combine the carried state with the first row of the tile, unless a segment begins there.
         states_p, states_q = combine_where((row == 0) & (flag == 0), p, q, states_p, states_q, OP, PAIR)
         if SEGMENTED:
             flag, states_p, states_q = scan_segments(flag, states_p, states_q, OP)
@@ -106,7 +108,7 @@ def _run_parts(
     """
     parts = triton.cdiv(sweep.length, part)
     totals = sweep.states(parts) if total else None
-    unused = State(sweep.x, sweep.x, sweep.x)
+    unused = State(sweep.x, sweep.x, sweep.x)  # a kernel needs a pointer for each argument, also if it does not read it
     carries, results, sums = carry or unused, out or unused, totals or unused
     with use_device(sweep.x):
         _walk[(triton.cdiv(sweep.lines, tile.lines), parts)](
@@ -120,29 +122,31 @@ def _run_parts(
 
 
 def scan_single_pass(sweep: Sweep, tile: Tile, initial: State | None, out: State | None, total: bool) -> State | None:
-    """Scan each line with one program: reads x once, writes results once.
+    """Scan each line with one program, which reads x once and writes results once.
 
-    Without out, only the total is computed.
+    Without out, only the total is computed. Returns the total, (1, lines), or None if it is not requested.
     """
-    padded_length = triton.cdiv(sweep.length, tile.steps) * tile.steps
+    padded_length = triton.cdiv(sweep.length, tile.steps) * tile.steps  # one part of whole tiles
     return _run_parts(sweep if out else sweep.totals(), tile, padded_length, initial, out, total)
 
 
 def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, out: State | None) -> State | None:
-    """Scan each line with several programs, and return the total.
+    """Scan each line with several programs, and return the total, (1, lines).
 
-    Reads x twice and writes results once. Without out, reads x once.
+    The totals of the parts are computed and scanned; then the parts are scanned, each from its carry. Reads x twice and
+    writes results once. Without out, reads x once.
     """
-    sums = _run_parts(sweep.totals(), tile, part, None, None, True)
-    assert sums is not None
-    totals_sweep = sweep.over(sums)
+    part_totals = _run_parts(sweep.totals(), tile, part, None, None, True)
+    assert part_totals is not None
+    totals_sweep = sweep.over(part_totals)
     totals_tile = totals_sweep.tile(tile.steps * tile.lines, tile.warps)
     if out is None:
         return scan_single_pass(totals_sweep, totals_tile, initial, None, True)
-    carry = _carry_buffers(sweep, totals_sweep.length, initial)
-    scan_single_pass(totals_sweep, totals_tile, initial, carry.rows(1), False)
+    parts = totals_sweep.length
+    carry = _carry_buffers(sweep, parts, initial)
+    scan_single_pass(totals_sweep, totals_tile, initial, carry.rows(1), False)  # the carries after the first
     _run_parts(sweep, tile, part, carry, out, False)
-    return carry.rows(totals_sweep.length)
+    return carry.rows(parts)
 
 
 def _carry_buffers(sweep: Sweep, parts: int, initial: State | None) -> State:
@@ -153,5 +157,5 @@ def _carry_buffers(sweep: Sweep, parts: int, initial: State | None) -> State:
     carry = replace(sweep, starts=None).states(parts + 1)
     carry.value[0] = sweep.start if initial is None else initial.value[0]
     if carry.second is not None:
-        carry.second[0] = 0
+        carry.second[0] = 0  # the index; the factor of a recurrence is not read
     return carry
