@@ -28,7 +28,7 @@ from sp_compile.lowering.torch_compat import (
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.cost.group_names import is_pending_exchange
-from sp_compile.passes.graph.call import is_tensor, node_tensors
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_tensors
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_size
 from sp_compile.passes.sharding.placement import Placement, PlacementPlan, Shard
@@ -88,11 +88,15 @@ def _check_target(node: Node) -> None:
 
 
 def _check_wait(node: Node) -> None:
-    """Raise SpError if an sp op reads the result of an exchange before its wait."""
+    """Raise SpError if an sp op reads the result of an exchange before its wait.
+
+    The operands called `after`, such as those of `sp::attend`, only order the op after the start of an exchange.
+    """
     if namespace_of(node.target) != sp.name:
         return
+    ordered_after = OpCall(node).get("after") or ()
     for source in node.all_input_nodes:
-        if is_pending_exchange(source):
+        if is_pending_exchange(source) and source not in ordered_after:
             raise SpError("SP922", f"{describe_node(node)} reads {source.name} before wait_tensor.")
 
 

@@ -48,7 +48,12 @@ def reported(reports: list[Report]) -> Iterator[None]:
 
 
 def with_sequence(
-    shape: tuple[int, int], names: tuple[str, str], how: dict[str, Any], length: int, longer: int = 0
+    shape: tuple[int, int],
+    names: tuple[str, str],
+    how: dict[str, Any],
+    length: int,
+    longer: int = 0,
+    attention: str = "auto",
 ) -> tuple[Trained, list[str], bool]:
     """Train with a sequence axis; also return fallbacks of the sequence passes, and if a rank's ids are a shard."""
     mesh, reports = grid(shape, names), []
@@ -59,6 +64,7 @@ def with_sequence(
             lambda number: (tokens(2, length + longer * number, number),),
             mesh=mesh,
             dynamic=bool(longer) or None,
+            attention=attention,
         )
     return found, [note.label for r in reports for note in r.fallbacks], all(r.inputs for r in reports)
 
@@ -78,10 +84,13 @@ CASES = {
     "one layer": ((2, 2), ("sp", "tp"), {"layers": 1}, 7),
     "one layer, cut embedding and loss": ((2, 2), ("sp", "tp"), {"head": "vocab", "layers": 1}, 7),
     "checkpoint": ((2, 2), ("sp", "tp"), {"checkpointed": True}, 7),
+    "ring": ((2, 2), ("tp", "sp"), {}, 7, 0, "ring"),
+    "gather": ((2, 2), ("sp", "tp"), {"layers": 1}, 7, 0, "gather"),
 }
 MODES = {
     "cut embedding and loss": "",  # of offsets of each rank
     "one layer": "s" * 4,
+    "gather": "s" * 4,
     "one layer, cut embedding and loss": "",
 }
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from support import ranks as worker
 from support.parallel.parallel_models import Split
-from support.parity import difference
-from support.ranks import as_users_run
+from support.parity import compile_options, difference
 from torch import Tensor, nn
 
 from sp_compile.lowering.base.errors import SpError
@@ -111,7 +110,7 @@ def trained(
     """
     found = Trained()
     mine, eager, alone = make(tp), make(tp), make(Split())
-    options = {**({} if as_users_run() else {"compiler": "aot_eager"}), **options}
+    options = {**compile_options(), **options}
     run = torch.compile(mine, backend="sp", dynamic=dynamic, options=options)
     optimizers = [torch.optim.SGD(_trainable(m), lr=0.1, momentum=0.9) for m in (mine, eager, alone)]
     with watched(found):
