@@ -116,7 +116,7 @@ def _start_nodes(x: Node, frame: Frame, plan: PlacementPlan) -> list[Node]:
 
     def sharded_operands(node: Node) -> list[Node]:
         """Return the operands of a node that are sharded, except constants, which start in any frame."""
-        operands = [x for x in node.all_input_nodes if plan.wants.get(x) != ()]
+        operands = [x for x in node.all_input_nodes if plan.wants.get(x) != ()]  # (): a constant, without operands
         return [x for x in operands if any(isinstance(p, Shard) for p in plan.placements.get(x, ()))]
 
     nodes = list(iterate_reachable([x], sharded_operands))
