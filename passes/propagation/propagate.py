@@ -202,13 +202,13 @@ def _visit(
 def _item_placement(plan: PlacementPlan, node: Node, source: Node) -> Placement:
     """Return the placement of a getitem of `source`, a node with several results.
 
-    A getitem of a bucket of collectives has the placement of the collective that it replaces.
+    If it is a piece of a bucket, split(all_reduce(cat(vectors))), it has the placement of its own vector.
     """
     placements = plan.placements.get(source, ())
-    bucketed = bucket_source(node) if VARYING in placements else None  # the collective in the bucket
-    if bucketed is None and len(placements) > 1 and isinstance(node.args[1], int):
+    vector = bucket_source(node) if VARYING in placements else None
+    if vector is None and len(placements) > 1 and isinstance(node.args[1], int):
         return placements[result_number(node)]
-    return plan.of(bucketed or source)
+    return plan.of(vector or source)
 
 
 def random_results(node: Node) -> list[Node]:
