@@ -204,7 +204,8 @@ def _find_evidence(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
         for node, dim in seq_dims.items():
             shape = node_shape(node)
             if not -len(shape) <= dim < len(shape):
-                raise SpError("SP303", f"seq_dims: {argument_name(node)!r} has {len(shape)} dims, so no dim {dim}.")
+                cause = f"seq_dims: expected a dim of {argument_name(node)!r}, which has {len(shape)} dims, got {dim}."
+                raise SpError("SP303", cause)
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
     chunk_sources, found = _chunk_sources(gm, axes), list[FoundDim]()

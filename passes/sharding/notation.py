@@ -154,27 +154,27 @@ def _read_dims(text: str) -> Dims:
     for token in re.findall(r"~?\w+|\.\.\.|\S", text):
         if token == "(":
             if group is not None:
-                raise SpError("SP931", f"{text.strip()!r} has a group in a group.")
+                raise SpError("SP931", f"{text.strip()!r}: expected names of dims in a group, got another '('.")
             group = []
         elif token == ")":
             if not group:
-                mistake = "a ) without (" if group is None else "an empty group"
-                raise SpError("SP931", f"{text.strip()!r} has {mistake}.")
+                expected = "a '(' before ')', got none" if group is None else "names of dims in a group, got '()'"
+                raise SpError("SP931", f"{text.strip()!r}: expected {expected}.")
             dims.append(group_factors(group))
             group = None
         elif group is not None and token in ("...", "1"):
-            raise SpError("SP931", f"{text.strip()!r} has {token!r} in a group.")
+            raise SpError("SP931", f"{text.strip()!r}: expected names of dims in a group, got {token!r}.")
         elif token not in ("...", "1") and not _FACTOR.fullmatch(token):
             expected = "a letter or _, then letters, digits or _"
             raise SpError("SP931", f"{text.strip()!r}: expected {expected} as the name of a dim, got {token!r}.")
         else:
             (dims if group is None else group).append("" if token == "1" else token)
     if group is not None:
-        raise SpError("SP931", f"{text.strip()!r} has a ( without ).")
+        raise SpError("SP931", f"{text.strip()!r}: expected a ')' after '(', got none.")
     factors = flatten_dims(tuple(dims))
     repeated = sorted({f for f in factors if factors.count(f) > 1})
     if repeated:
-        raise SpError("SP931", f"{text.strip()!r} has {repeated} twice.")
+        raise SpError("SP931", f"{text.strip()!r} has {repeated} more than once; expected each name once.")
     return tuple(dims)
 
 
@@ -206,7 +206,9 @@ def _check_rule(
     single_factors = {dim for dim in all_dims if dim[:1] != "("}  # whose sizes are sizes of dims
     unsized = (operand_factors | result_factors) - _solve_sizes(all_dims, single_factors)
     if unsized:
-        raise SpError("SP936", f"the sizes of {sorted(unsized)} are not known, as they are in groups only.")
+        raise SpError(
+            "SP936", f"the sizes of the factors {sorted(unsized)} are not known, because they are only in groups."
+        )
 
 
 def _solve_sizes(dims: Iterable[str], known: set[str]) -> set[str]:

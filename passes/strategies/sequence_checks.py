@@ -235,8 +235,8 @@ def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext)
         if not have.frame.is_exact(n) and not _guard_divisible(node, have, n):
             raise SpError(
                 "SP308",
-                f"outputs='local': {describe_node(node)} has {have.frame.length} of {have.frame.size} positions "
-                f"on {n} ranks, so the shard of some rank contains padding.",
+                f"outputs='local': expected a length that {n} ranks divide, got {have.frame.length} positions of a "
+                f"sequence of {have.frame.size} in {describe_node(node)}: the rows of some rank contain padding.",
             )
 
 

@@ -243,8 +243,8 @@ def _choose_candidate(
         options = job.options
         raise SpError(
             "SP403",
-            f"layout={options.layout!r}: attention={options.attention!r} uses the layout of an earlier graph, which is "
-            f"different, in {describe_node(node)}.",
+            f"layout={options.layout!r} is not supported with attention={options.attention!r} in "
+            f"{describe_node(node)}: an earlier graph returned its inputs in another layout.",
         )
     raise _unsupported_error(node, job, allowed, {c.kind for c in found if c.legal is None})
 
