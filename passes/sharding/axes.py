@@ -235,9 +235,9 @@ class Axes:
         starts = [start for part, start in self.joined if part.size == atom.size and self.find(part.name) == name]
         is_chunked = name in self.granules
         if self.n == 1 or not (starts or is_chunked):
-            unit = self.n * self.strides.get((name, atom.size), 1)
-            size = unit * ceil_div(atom.size, unit)
-            is_strided = unit > self.n and self.folds == 1 and is_most_of(atom.size, size)
+            multiple = self.n * self.strides.get((name, atom.size), 1)  # complete strides on each rank
+            size = multiple * ceil_div(atom.size, multiple)
+            is_strided = multiple > self.n and self.folds == 1 and is_most_of(atom.size, size)
             return Frame(size, 0, atom.size) if is_strided else Frame.full(atom.size, self.folds)
         longest = max((a.size for a in self._atoms() if self.find(a.name) == name), key=assume_large)
         frame = Frame.of_chunks(atom.size, longest, self.granules.get(name, 1), self.n, self.folds)

@@ -248,6 +248,7 @@ class _RivalChoice:
     def __init__(
         self, gm: GraphModule, axes: Axes, found: list[FoundDim], chunk_sources: dict[int, Atom], preferred: set[int]
     ) -> None:
+        """Collect the candidates: the classes of dims with evidence, by the name of the class (`Axes.find`)."""
         self.gm, self.axes, self.found, self.preferred = gm, axes, found, preferred
         self.rows: dict[int, set[int]] = {}  # the classes of a candidate and of its chunks
         self.sizes: dict[int, Size] = {}  # positions of a candidate

@@ -117,9 +117,9 @@ def _hybrid_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
 
 def _hybrid_sends(call: OpCall, n: int) -> tuple[Size, Size]:
     """Return (bytes that one rank sends in the forward, in the backward) for a call of the op, for the report."""
-    heads, u = head_bytes(call), call["ulysses"]
+    heads, u = head_bytes(call), call["ulysses"]  # u neighbors exchange heads for rows
     exchange = collective_bytes("all_to_all", heads.exchange_bytes(u), u)
-    relayout = relayout_bytes(call, heads.exchange_bytes(1), n)
+    relayout = relayout_bytes(call, heads.exchange_bytes(1), n)  # rows to zigzag order and back, if requested
     places = n // u
     ring_forward, ring_backward = ring_send_bytes(
         heads.repeat_keys(u), heads.widening, call["grads"], places, hops=places - 1

@@ -47,12 +47,12 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
     requested = LAYOUTS.get(job.options.layout)  # None for layout="auto"
     if job.ranks.n == 1:
         return [CONTIGUOUS]
-    if balanced_inputs(job):
+    if balanced_inputs(job):  # an earlier graph returned inputs in this order
         return [BALANCED]
     if requested is not None and requested.is_balanced and shapes:
         return [requested]
     for order in (requested, row_order(job.folds)):
-        if order is not None and order.chunks > 1:
+        if order is not None and order.chunks > 1:  # zigzag, requested or that of the inputs
             return [order]
     if requested is not None:
         return [CONTIGUOUS]
