@@ -84,7 +84,7 @@ def _shard_result(plan: PlacementPlan, node: Node, shard: Shard, n: int) -> Node
 
 def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Placement]:
     """Return the placements in which a user reads a node, one for each read; [] if the user does not run on shards."""
-    if user not in plan.wants or transfer_of(user.target) is not None:
+    if user not in plan.wants or transfer_of(user.target) is not None:  # exchanges are written for one placement
         return []
     call, _ = lookup_rule(user) or (None, None)
     if call is None:

@@ -172,14 +172,16 @@ def _derive_order(node: Node, source: Node, rule: BoundRule) -> tuple[int, ...] 
 
 
 def keeps_order(node: Any) -> bool:
-    """Return True if the op changes only the shape: view, flatten, unsqueeze, squeeze, and copies."""
+    """Return True if the op changes only the shape, not the row-major order: view, flatten, unsqueeze, or a copy."""
     movement = _match_movement(node)
     if movement is None or not _has_same_type(movement[0], node):
         return False
     source, rule = movement
+    if rule.reshapes:
+        return True
+    # Equal factors exclude permutations, equal sizes exclude slices and expands.
     has_same_factors = flatten_dims(rule.operands[0]) == flatten_dims(rule.results[0])
-    sizes = [size_product(node_shape(x)) for x in (source, node)]
-    return rule.reshapes or (has_same_factors and is_same_size(*sizes))
+    return has_same_factors and is_same_size(size_product(node_shape(source)), size_product(node_shape(node)))
 
 
 def map_coordinates(node: Node, coordinates: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | None:

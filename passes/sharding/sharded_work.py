@@ -193,6 +193,7 @@ class RowWork:
     """
 
     def __init__(self, gm: GraphModule, axes: Axes) -> None:
+        """Count the FLOPs of each node with its dims, as atoms: a dim, or a factor of a flattened one."""
         self.total = 0.0  # FLOPs of the graph
         self.by_rows: Counter[Atom] = Counter()  # FLOPs of the products whose result has an atom
         self.products: list[NodeWork] = []

@@ -123,7 +123,7 @@ class GatherPairs(GatherOperands):
 
 
 def demanded_operand(node: Node, index: int) -> Node:
-    """Return the operand that a demand is about.
+    """Return the operand for which a node states a demand.
 
     Args:
         node: The node that states the demand.
@@ -137,7 +137,13 @@ def demanded_operand(node: Node, index: int) -> Node:
 
 
 def replace_operand(node: Node, index: int, new: Node) -> None:
-    """Replace the operand that a demand is about; `index` is that of `demanded_operand`."""
+    """Replace the operand for which a node states a demand, such as by its gathered value.
+
+    Args:
+        node: The node.
+        index: `Demand.operand`, as in `demanded_operand`.
+        new: The new operand.
+    """
     if node.op == "output" or not isinstance(node.target, OpOverload):
         node.replace_input_with(demanded_operand(node, index), new)
         return

@@ -163,7 +163,7 @@ class HoistSlices(DemandPass):
         results = [node] if is_tensor(node) else list(read_results(node).values())
         if all(self.axes.sequence_dims(x) for x in results):
             return not self.is_balanced
-        if source not in self.rows_read:
+        if source not in self.rows_read:  # cached: the rows that all slices of the value read together
             cuts = [user for user in source.users if user in self.demanding and user.target in SLICE_OPS]
             lengths = [piece.length for cut in cuts for piece in _slices_read(cut).values()]
             self.rows_read[source] = sum(map(assume_large, lengths))

@@ -282,10 +282,10 @@ def _find_part(x: Node, dim: int, start: Size, total: Size) -> JoinedPart:
 
 
 def _is_joined(parts: Sequence[JoinedPart]) -> bool:
-    """Return True if a concatenation of these parts should be replaced.
+    """Return True if `JoinSequences` should replace a concatenation of these parts by a selection from padded parts.
 
-    It has several parts of known lengths, of which the longest are floats that the program computes. A shift by one row
-    is not replaced.
+    It has several parts of known lengths, and the longest of them (of those that are not in place already) has floats
+    that the program computes. A shift by one row is not replaced.
     """
     if len(parts) < 2 or not all(isinstance(part.length, int) and part.length for part in parts):
         return False

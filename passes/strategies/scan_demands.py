@@ -135,11 +135,12 @@ class _TwoLevelScan:
     """
 
     def __init__(self, editor: GraphEditor, node: Node) -> None:
+        """Read the arguments of the scan, and determine the dtype of accumulation of both scans."""
         call = OpCall(node)
         self.editor, self.node, self.value = editor, node, node.meta["val"]
         self.x, self.dim, self.op = call.operands[0], call.dim(), call["op"]
         self.exclusive, self.reverse = call["exclusive"], call["reverse"]
-        # The dtype of accumulation, so that the sum of the two scans is rounded once, as the result of one scan.
+        # The sum of the two scans is in this dtype, so that it is rounded only once, as the result of one scan.
         dtype = call["accumulate"] if self.op in ("sum", "prod") else None
         self.accumulate = dtype or accumulate_dtype(self.op, self.value.dtype, self.value.device)
 

@@ -96,9 +96,9 @@ class DropOverwrites(Pass):
     provides = frozenset({"no overwrites"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
-        """Replace aten.copy(x, y) by y, or by a contiguous clone of y if x has other strides; return their number.
+        """Replace aten.copy(x, y), the values of y with the strides of x, by y or a contiguous clone of y.
 
-        `job.facts`, which may refer to the copies, is updated.
+        Return the number of replaced copies. `job.facts`, which may refer to them, is updated.
         """
         replaced: dict[Node, Node] = {}
         num_cloned = 0

@@ -48,7 +48,8 @@ def _batch_norm_rule(call: OpCall) -> BoundRule | None:
     """
     if not call["training"]:
         return _affine_rule(call, "n c ...", "c")
-    return _affine_rule(call, "n c ...", "c", whole="n ..." if call["running_mean"] is None else "n c ...")
+    whole = "n ..." if call["running_mean"] is None else "n c ..."
+    return _affine_rule(call, "n c ...", "c", whole=whole)
 
 
 @register_rule_function(aten.group_norm.default)
@@ -59,13 +60,15 @@ def _group_norm_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.instance_norm.default)
 def _instance_norm_rule(call: OpCall) -> BoundRule | None:
-    """Return the rule of instance norm: it gathers the positions of a channel, unless it reads statistics.
+    """Return the rule of instance norm, which gathers the positions ("...") of each channel.
 
-    Running statistics are replicated means over the batch; if they are updated, all dims are gathered.
+    If it normalizes by running statistics, all dims pass. If it updates running statistics, which every rank has, it
+    gathers all dims.
     """
     if not call["use_input_stats"]:
         return _affine_rule(call, "n c ...", "c")
-    return _affine_rule(call, "n c ...", "c", whole="..." if call["running_mean"] is None else "n c ...")
+    whole = "..." if call["running_mean"] is None else "n c ..."
+    return _affine_rule(call, "n c ...", "c", whole=whole)
 
 
 @register_rule_function(aten.layer_norm.default, aten.rms_norm.default)
@@ -211,7 +214,8 @@ def _cross_entropy_rule(call: OpCall) -> BoundRule | None:
     if not all(is_same_size(a, b) for a, b in zip(call.shape("self"), call.shape("target"), strict=True)):
         return None
     dims, positions = _loss_dims(call)
-    return _reduced_loss(call, (dims, dims), positions, _ELEMENTWISE_LOSSES.get(call["reduction"]), pad=None)
+    kind = _ELEMENTWISE_LOSSES.get(call["reduction"])  # None without a reduction
+    return _reduced_loss(call, (dims, dims), positions, kind, pad=None)
 
 
 @register_rule_function(aten.nll_loss.default, aten.nll_loss2d.default, aten.nll_loss_nd.default)
@@ -221,7 +225,7 @@ def _class_loss_rule(call: OpCall) -> BoundRule | None:
     In a reduction, `pad` fills padded rows of the target (operand 1) with ignore_index, so that they do not count.
     """
     dims, positions = _loss_dims(call)
-    kind = _REDUCTION_KIND.get(call["reduction"])
+    kind = _REDUCTION_KIND.get(call["reduction"])  # None without a reduction
     return _reduced_loss(call, (dims, positions), positions, kind, pad=(1, call["ignore_index"]))
 
 

@@ -36,7 +36,10 @@ class ExpandHeads(DemandPass):
         self.except_on = except_on
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Repeat the heads of each masked attention that the passes have grouped; return their number."""
+        """Repeat the key and value heads of each masked attention whose heads a pass has grouped; return their number.
+
+        The fused kernels of CUDA do not support a mask together with grouped heads.
+        """
         target = aten.scaled_dot_product_attention.default
         nodes = [n for n in gm.graph.find_nodes(op="call_function", target=target) if self._needs_expansion(n)]
         for node in nodes:
