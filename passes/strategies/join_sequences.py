@@ -227,8 +227,9 @@ def _find_apart(parts: Sequence[JoinedPart], dim: int, n: int, work: RowWork, ax
             continue
         rows = min(length, joined_rows)  # that a rank computes without a frame of its own
         atoms = axes.canonical(axes.dims[part.value, 0][dim])  # factors of the rows, usually one
-        flops = min((work.by_rows[a] for a in atoms), default=0.0)  # of products along all of these, or more
-        # FLOPs of a rank without a frame of its own
+        # FLOPs of products whose results have these rows; an upper bound for several factors.
+        flops = min((work.by_rows[a] for a in atoms), default=0.0)
+        # FLOPs of a rank if the part has no frame of its own.
         rank_flops_of_part, other_rank_flops = flops * rows / length, (work.total - flops) / n
         is_large = rank_flops_of_part >= LARGE_SHARE * (rank_flops_of_part + other_rank_flops)
         if ceil_div(length, n) < rows and rank_flops_of_part > 0 and is_large:
