@@ -58,7 +58,7 @@ def _is_equal_everywhere(plan: PlacementPlan, node: Node) -> bool:
 
 
 def _is_square(axes: Axes, node: Node, shard: Shard) -> bool:
-    """Return True if a value has a second dim with as many positions as its sharded dim, or that is a sequence."""
+    """Return True if a value has a second dim that is a sequence, or is as long as its sharded dim."""
     sequence_dims = axes.sequence_dims(node)
     return any(
         d != shard.dim and (d in sequence_dims or is_same_size(size, shard.frame.length))

@@ -161,7 +161,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         return None
     if window is not None and is_same_size(window.length, shard.frame.length):
         shard = replace(shard, frame=window)
-    # For a short part of a joint sequence, each rank would compute as many rows as the part has.
+    # For a short part of a joint sequence, each rank would compute at least as much as without shards.
     is_short = n > 1 and assume_large(shard.frame.size) >= n * assume_large(shard.frame.length)
     # Only the longest sequence can be load-balanced.
     is_unbalanced = shard.frame.order.is_balanced and not is_same_size(shard.frame.size, axes.longest_sequence())

@@ -355,7 +355,7 @@ def match_piece(node: Any) -> SlicePiece | None:
     """Match a slice, a select, or one result of a split, chunk or unbind with a provable position."""
     if not is_tensor(node) or node.op != "call_function":
         return None
-    return nth_result(*node.args) if node.target is operator.getitem else nth_result(node, 0)
+    return nth_result(*node.args) if node.target is operator.getitem else nth_result(node, 0)  # getitem(split, i)
 
 
 def nth_result(node: Node, index: Any) -> SlicePiece | None:

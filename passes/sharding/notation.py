@@ -79,7 +79,7 @@ class RulePattern:
         expanded = [_expand_ellipsis(dims, ndim) for dims, ndim in zip(patterns, num_unnamed)]
         if [len(dims) for dims in expanded] != [len(shape) for shape in shapes]:
             return None
-        # The operands of "..." broadcast, so in results and kinds it has as many dims as in the operand with the most.
+        # Operands broadcast along "...", so in results and kinds it has the largest number of dims of any operand.
         most_unnamed = max((ndim for dims, ndim in zip(patterns, num_unnamed) if "..." in dims), default=0)
         results = tuple(_expand_ellipsis(dims, most_unnamed) for dims in self.results)
         kinds = {f: kind for name, kind in self.kinds.items() for f in _expand_ellipsis((name,), most_unnamed)}

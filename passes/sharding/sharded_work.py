@@ -280,7 +280,7 @@ def contraction_flops(node: Node) -> float:
 def _convolution_flops(call: OpCall) -> float:
     """Return the FLOPs of a convolution: each element of the result sums over the kernel and the channels of its group.
 
-    In a transposed convolution, each element of the operand is added to as many elements of the result.
+    In a transposed convolution, each element of the operand is added to the same number of elements of the result.
     """
     is_transposed = "output_padding" in call.args and call.get("transposed", True)
     elements = call.shape() if is_transposed else as_sizes(call.results()[0].shape)

@@ -30,7 +30,7 @@ def align_window_starts(propagated: Callable[[WindowStarts], PlacementPlan]) -> 
     """Return the placement plan in which the fewest operands are misaligned.
 
     Two operands of an op are misaligned if they have the same number of rows in frames of different sizes, such as
-    h[:, 1:] in the frame of h and an embedding of as many rows in its own frame. One of them would be gathered. If its
+    h[:, 1:] in the frame of h, and an embedding of equal length in its own frame. One of them would be gathered. If its
     sequence starts at a node with replicated operands, as an embedding, it can start in the frame of the other one.
 
     Args:

@@ -111,7 +111,7 @@ class JoinSequences(Pass):
         dim, total = call.dim(), node_shape(node)[call.dim()]
         with self.graph.inserting_before(node):
             positions = self.compute(aten.arange.default, (self.sizes(total),), node, {"device": value.device})
-            full_length = []  # each part with as many rows as the result, its own ones in place
+            full_length = []  # each part, extended to the rows of the result, with its own rows in place
             for i, part in enumerate(parts):
                 x = self.cast(part.value, value.dtype, node)
                 if i in apart:
@@ -266,8 +266,8 @@ def _find_parts(node: Node) -> list[JoinedPart]:
 def _find_part(x: Node, dim: int, start: Size, total: Size) -> JoinedPart:
     """Return an operand of a cat as a part.
 
-    In cat([x[:, :2], b], 1), the operand x[:, :2] is replaced by x if x has as many rows as the result: its rows are in
-    place there.
+    In cat([x[:, :2], b], 1), the operand x[:, :2] is replaced by x if x is as long as the result: its rows are in place
+    there.
 
     Args:
         x: The operand.

@@ -47,7 +47,7 @@ class DecomposeMeans(DemandPass):
             if node.target in MEAN_OPS:
                 new = self._mean(node)
             elif node.target in CLASS_LOSSES and OpCall(node).ndim("target") != OpCall(node).ndim("self"):
-                new = self._class_loss(node)  # targets of as many dims are class probabilities
+                new = self._class_loss(node)  # class indices; targets of the input's shape are class probabilities
             else:
                 new = self._elementwise_loss(node, mean=is_mean)
         self.replace(node, new)

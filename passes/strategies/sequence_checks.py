@@ -148,7 +148,7 @@ def _refuse_local(sequence_dims: dict[Node, list[int]], job: PassContext) -> Non
 def _describe_candidates(gm: GraphModule) -> str:
     """Return text for SP301 on loops and scans that do not show which dim is the sequence, or "" if there are none.
 
-    An example is " (there is while_loop at model.py:3, whose effect on its values is not known)".
+    An example is " (there is while_loop at <the user's line>, whose effect on its values is not known)".
     """
     reasons: dict[str, str] = {}  # by op and line
     for node in gm.graph.nodes:

@@ -32,6 +32,7 @@ class ExpandHeads(DemandPass):
     provides = frozenset({"planned"})
 
     def __init__(self, *args: Any, except_on: tuple[str, ...] = ("cpu",), **options: Any) -> None:
+        """Create the pass; `except_on` has the types of devices whose kernels support grouped heads with a mask."""
         super().__init__(*args, **options)
         self.except_on = except_on
 

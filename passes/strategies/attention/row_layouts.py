@@ -75,7 +75,7 @@ def _has_local_outputs(job: PassContext) -> bool:
 
 
 def balancing_seconds(shapes: Iterable[AttentionShape]) -> float:
-    """Return the host seconds that load balancing takes for one graph."""
+    """Return the seconds in which the host computes the load-balanced order of rows for one graph."""
     return BALANCE_SECONDS + BALANCE_SECONDS_PER_ROW * max(shape.q_len for shape in shapes)
 
 
