@@ -185,7 +185,7 @@ def keeps_order(node: Any) -> bool:
 
 
 def map_coordinates(node: Node, coordinates: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | None:
-    """Return the operand that has an element of the result, and the coordinates of the element in it.
+    """Return (operand, coordinates in the operand) for the element of an op's result at some coordinates.
 
     Element (b, i, j) of x.mT is (b, j, i) of x; (b, i) of x[:, 3:] is (b, i + 3). The result is None if the op does not
     only move elements, or splits or merges dims. A coordinate is an int, or an object that can be added to a size.
